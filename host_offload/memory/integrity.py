@@ -102,9 +102,14 @@ def damaged(arena: np.ndarray, tables: Tables, version: int, files: RecordFiles,
     wrong = 0
     for layer, cell in np.argwhere(held):
         first = row[layer, cell]
-        found = hashlib.sha256(arena[first : first + rows].data).digest()[:8]
-        wrong += int.from_bytes(found, "big") != files.checksums[layer, owner[layer, cell]]
+        found = file_checksum_of(arena[first : first + rows])
+        wrong += found != files.checksums[layer, owner[layer, cell]]
     return wrong
+
+
+def file_checksum_of(record: np.ndarray) -> int:
+    """What RecordFiles.checksums has for a record uint16[rows, D], contiguous."""
+    return int.from_bytes(hashlib.sha256(record.data).digest()[:8], "big")
 
 
 def same_record(arena: jax.Array, row: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.device_memory import advise
-from pallas_kernels.cpu.file_records import FileRecords
 from pallas_kernels.records import RecordFormat
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -42,10 +41,11 @@ class ExpertStore:
     """All experts by version, ready to be passed to jit as parameters (never to be donated).
 
     layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
-    memory of one device, L counted over MoE layers, FileRecords of records that stay in files, or
-    PinnedRecords (host_offload/queue/pinned.py) of arrays for each expert's matrices.
+    memory of one device, L counted over MoE layers, FileRecords of records that stay in files,
+    PinnedRecords (host_offload/queue/pinned.py) of arrays for each expert's matrices, or
+    CachedRecords (host_offload/queue/cached.py) of files and some such arrays.
     layers: version → the MoE layers that its array has, ascending, for versions that lack some;
-    each of those has the layer in another version. files: version → where FileRecords lie.
+    each of those has the layer in another version. files: version → where those in files lie.
     """
 
     layouts: dict[str, RecordFormat]
@@ -61,8 +61,8 @@ class ExpertStore:
     @property
     def file_bytes(self) -> int:
         """Bytes of records that stay in files."""
-        arrays = self.arrays.values()
-        return sum(array.file_bytes for array in arrays if isinstance(array, FileRecords))
+        shapes = (self.arrays[version].shape for version in self.files)
+        return sum(math.prod(shape) * 2 for shape in shapes)
 
     def only(self, versions: Sequence[str]) -> ExpertStore:
         """The store of these versions, in this order; frees the others now, whoever else refers to

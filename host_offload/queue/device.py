@@ -1,8 +1,9 @@
 """The queue carried out by jax: whole pinned arrays, copied to the device beside its programs.
 
 A chunk is a piece of a record (pinned.PinnedRecords): it begins with its `jax.device_put` into
-memory of its own, *staging*, and is there when that array is ready. Moving it on into a cell is a
-program of the caller's, which owns the arena: `take`.
+memory of its own, *staging*, and is there when that array is ready. Of records in files
+(cached.CachedRecords) it begins when the record is read, which begins with `submit`.
+Moving it on into a cell is a program of the caller's, which owns the arena: `take`.
 
 No thread: chunks begin when the caller says so (`begin`), in the order of order.TransferQueue.
 On a GPU that moment decides what they run beside. PJRT gives a buffer memory that is free once all
@@ -19,9 +20,10 @@ from typing import Protocol, cast
 
 import jax
 
+from host_offload.queue.cached import Asked, CachedRecords
 from host_offload.queue.native import Totals
 from host_offload.queue.order import TransferQueue
-from host_offload.queue.pinned import PinnedRecords
+from host_offload.queue.pinned import Given, PinnedRecords
 from host_offload.queue.transfer import (
     DEMAND,
     Chunk,
@@ -58,6 +60,8 @@ class _Staged:
     transfer: Transfer
     demand: bool
     """It was queued as one; it may be one by now."""
+    asked: Given | Asked
+    """What is copied, held in the store until the copy has ended."""
     arrays: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     """Chunk's first byte → what it is copied to."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
@@ -80,7 +84,7 @@ class DeviceQueue:
 
     def __init__(
         self,
-        records: PinnedRecords,
+        records: PinnedRecords | CachedRecords,
         device: jax.Device,
         *,
         ahead: int = 2,
@@ -118,13 +122,16 @@ class DeviceQueue:
                 _waited(staged.mark)
         self._look()
         ticket = self._queue.submit(transfer, sizes)
-        self._staged[ticket] = _Staged(transfer, transfer.demand)
+        asked = self.records.ask(
+            transfer.layer, transfer.expert, demand=transfer.demand, priority=transfer.priority
+        )
+        self._staged[ticket] = _Staged(transfer, transfer.demand, asked)
         return ticket
 
     def cancel(self, ticket: int) -> bool:
         if not self._queue.cancel(ticket):
             return False
-        del self._staged[ticket]
+        self._staged.pop(ticket).asked.release()
         self._counts["cancelled"] += 1
         return True
 
@@ -133,12 +140,16 @@ class DeviceQueue:
             return False
         staged = self._staged[ticket]
         staged.transfer = dataclasses.replace(staged.transfer, cause=cause, priority=priority)
+        staged.asked.urge(staged.transfer.demand, priority)
         return True
 
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
         """See Backend. Begins what has to begin before it."""
         while not self._queue.there(ticket, part):
             self.begin()
+            if not self._staged[ticket].asked.there():
+                self._staged[ticket].asked.wait()
+                continue
             under_way = [staged for staged in self._staged.values() if staged.chunks]
             if not under_way or self._queue.there(ticket, part):
                 continue  # all that had begun has ended meanwhile
@@ -159,18 +170,19 @@ class DeviceQueue:
         for staged in self._staged.values():
             for array in (*staged.arrays.values(), staged.mark):
                 _waited(array)
+            staged.asked.release()
         self._staged.clear()
 
     # ---- what only this backend has
 
     def begin(self, *, others: bool = True) -> None:
         """Begins the chunks whose turn it is: all of demands, and of others (unless not those) as
-        many as may be under way. To be called before the programs beside which they should run are
-        dispatched."""
+        many as may be under way; not of what is not read. To be called before the programs beside
+        which they should run are dispatched."""
         self._look()
         ahead = sum(len(s.chunks) for s in self._staged.values() if not s.transfer.demand)
         due: dict[int, list[Chunk]] = {}
-        while (ticket := self._queue.next_ticket()) is not None:
+        while (ticket := self._queue.next_ticket(self._read)) is not None:
             demand = self._staged[ticket].transfer.demand
             if not demand and (not others or ahead >= self._ahead):
                 break
@@ -195,7 +207,8 @@ class DeviceQueue:
         order of their rows), which dispatches what reads them and returns an array that is ready
         when they were read. The pieces' memory is given back when nobody refers to them.
 
-        What has not begun begins now, before all others. Raises TransferLost where a copy failed.
+        What has not begun begins now, before all others, once it is read. Raises TransferLost where
+        a read or a copy failed.
         """
         staged = self._staged[ticket]
         if staged.settled is None:
@@ -203,6 +216,9 @@ class DeviceQueue:
             self._counts["waits"] += 1
             self._counts["late"] += not staged.demand
             self.begin(others=False)
+            while not staged.asked.there():
+                staged.asked.wait()
+                self.begin(others=False)
             if len(staged.arrays) < len(self.records.sizes):
                 self.wait(ticket)  # one failed, and others of it are under way
         settled = staged.settled
@@ -243,18 +259,22 @@ class DeviceQueue:
         since = time.monotonic() - self._busy_since if self._queue.under_way else 0.0
         return self._busy + since
 
+    def _read(self, ticket: int) -> bool:
+        """Whether a transfer's chunks can begin."""
+        return self._staged[ticket].asked.there()
+
     def _next_chunk(self) -> Chunk:
         if not self._queue.under_way:
             self._busy_since = time.monotonic()
-        chunk = self._queue.next_chunk()
+        chunk = self._queue.next_chunk(self._read)
         assert chunk is not None
         return chunk
 
     def _begin(self, ticket: int, chunks: Sequence[Chunk]) -> None:
         """Begins chunks of one transfer, which next_chunk gave."""
         staged = self._staged[ticket]
-        pieces = self.records.of(staged.transfer.layer, staged.transfer.expert)
         try:
+            pieces = staged.asked.pieces()
             arrays = self.put([pieces[chunk.part] for chunk in chunks])
         except _FAILURES as error:
             for chunk in chunks:
@@ -281,6 +301,7 @@ class DeviceQueue:
             return
         staged = self._staged[chunk.ticket]
         staged.settled = settled
+        staged.asked.release()
         if settled.state == "failed":
             self._counts["failed"] += 1
             staged.arrays.clear()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
@@ -73,9 +74,9 @@ class TransferQueue:
         self._open[ticket] = _Open(transfer, chunks, list(parts), sum(parts))
         return ticket
 
-    def next_chunk(self) -> Chunk | None:
-        """Begins the chunk whose turn it is; None where none waits."""
-        ticket = self.next_ticket()
+    def next_chunk(self, ready: Callable[[int], bool] | None = None) -> Chunk | None:
+        """Begins the chunk whose turn it is; None where none waits. ready: as of next_ticket."""
+        ticket = self.next_ticket(ready)
         if ticket is None:
             return None
         open_ = self._open[ticket]
@@ -84,12 +85,13 @@ class TransferQueue:
         self.under_way += 1
         return open_.waiting.popleft()
 
-    def next_ticket(self) -> int | None:
-        """Whose chunk is next; None where none waits."""
+    def next_ticket(self, ready: Callable[[int], bool] | None = None) -> int | None:
+        """Whose chunk is next; None where none waits. ready: says of a ticket whether its chunks
+        can begin; None: of each."""
         waiting = [
             (not open_.transfer.demand, open_.transfer.priority, ticket)
             for ticket, open_ in self._open.items()
-            if open_.waiting
+            if open_.waiting and (ready is None or ready(ticket))
         ]
         return min(waiting)[2] if waiting else None
 

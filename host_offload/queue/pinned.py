@@ -18,6 +18,28 @@ from pallas_kernels.records.format import MATRICES, RecordFormat
 
 
 @dataclasses.dataclass(frozen=True)
+class Given:
+    """A record that a transfer asked for and that is there: as Asked of a cache (cached.py)."""
+
+    arrays: list[jax.Array]
+
+    def there(self) -> bool:
+        return True
+
+    def pieces(self) -> list[jax.Array]:
+        return self.arrays
+
+    def urge(self, demand: bool, priority: int) -> None:
+        """There is nothing to hasten."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def release(self) -> None:
+        """It stays."""
+
+
+@dataclasses.dataclass(frozen=True)
 class PinnedRecords:
     """Every expert of one version, dense, in `pinned_host` memory of one device."""
 
@@ -52,6 +74,10 @@ class PinnedRecords:
         found = [piece for piece in self.pieces[layer][expert] if piece is not None]
         assert len(found) == len(self.edges) - 1
         return found
+
+    def ask(self, layer: int, expert: int, *, demand: bool, priority: int) -> Given:
+        """What a transfer copies."""
+        return Given(self.of(layer, expert))
 
     def delete(self) -> None:
         """Frees the arrays now, whoever else refers to them. Idempotent."""

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.store import StoreBuilder, aligned_empty
+from host_offload.queue.cached import CacheSpec
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.loaded_model import (
@@ -61,6 +62,7 @@ def load_checkpoint(
     *,
     in_files: bool = False,
     verify_reads: bool = True,
+    cache: CacheSpec | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: bool = False,
 ) -> LoadedModel:
@@ -73,8 +75,8 @@ def load_checkpoint(
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads: experts stay in
-    the files of a converted checkpoint, as in load_orbax. new_builder: of the store, as of
+    moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads, cache: experts
+    stay in the files of a converted checkpoint, as in load_orbax. new_builder: of the store, as of
     new_store. shared: experts lie in memory that other processes share
     (moejax.checkpoints.shared_memory), LoadedModel.shared, and are read only if none of those has;
     not on a GPU. Raises UserError, naming file and tensor,
@@ -102,6 +104,7 @@ def load_checkpoint(
                 versions,
                 in_files=in_files,
                 verify_reads=verify_reads,
+                cache=cache,
                 new_builder=new_builder,
                 shared=memory,
             )

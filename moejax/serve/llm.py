@@ -54,7 +54,7 @@ from moejax.serve.generation import (
 from moejax.start.build import start_engine
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.shapes import ops_in_use
-from moejax.start.decide.transfers import new_builder
+from moejax.start.decide.transfers import cache_of, new_builder
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
@@ -199,6 +199,7 @@ class LLM:
                 settings.versions,
                 in_files=options.store == "file",
                 verify_reads=options.verify_reads,
+                cache=cache_of(settings, self.device.platform),
                 new_builder=builder,
                 shared=options.store == "shared",
             )

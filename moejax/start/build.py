@@ -28,6 +28,7 @@ from moejax.errors import user_errors
 from moejax.models.layers import Decoder
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
+from moejax.start.decide.transfers import automatic
 from moejax.start.kernels import checked_later, native_note, verify_kernels
 from moejax.start.options import Options
 from moejax.start.precision import place_experts
@@ -87,7 +88,8 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     """The plan of a start on this device, once what it depends on is measured: the memory that
     steps need, where nothing else limits the arena, and their costs, where policies ask for
     them."""
-    model, facts = facts_of(loaded), device_facts(device, automatic=settings.options.automatic)
+    of_memory = automatic(settings, device.platform)
+    model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
     steps = step_spec(settings, model, facts)
     if settings.tiers is not None:
         facts = dataclasses.replace(facts, rates=measured_rates(steps, device))
@@ -110,7 +112,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
         lambda memory: divide(settings, model, facts, steps, memory),
         facts.memory,
         smallest,
-        automatic=settings.options.automatic,
+        automatic=of_memory,
     )
     verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
     facts = dataclasses.replace(facts, memory=budget.memory)

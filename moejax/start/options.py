@@ -29,6 +29,8 @@ DRIVERS = ("device", "host", "stream")
 """Who walks through the layers of a step: one executable, Python with hooks in between, or one
 executable through which all experts of each layer stream (docs/stream.md)."""
 
+BOTH_MEMORIES = "host_memory is memory and the parameters together; give one of them"
+
 STORES = ("memory", "file", "shared")
 """Where experts are that have no cell: all in host memory, or in the files of a converted
 checkpoint, of which the arena is the cache."""
@@ -136,15 +138,16 @@ class Options:
     store: str = _option(
         "where experts are beside the arena: memory, all of them; shared, the same in memory that "
         "other processes of this machine share (CPU only); or file, in the files that `moejax "
-        "convert` wrote, read as they are computed (native CPU ops only); no bit depends on it "
-        "(default: memory)",
+        "convert` wrote, read as they are computed (native CPU ops; elsewhere with driver host and "
+        "transfers queue, through a cache in pinned host memory of --host-memory); no bit depends "
+        "on it (default: memory)",
         "memory",
         default="memory",
         choices=STORES,
     )
     host_memory: int | None = _option(
         "with store file, what parameters and arena take together, such as 4GiB, in place of "
-        "--memory",
+        "--memory; on a GPU, or with ops that are not native, the size of the cache of experts",
         "memory",
     )
     verify_reads: bool = _option(
@@ -366,18 +369,13 @@ class Options:
                     "verify_reads is about experts that are read from files; it goes with "
                     "store='file'"
                 )
-        if self.host_memory is not None and self.memory is not None:
-            raise UserError("host_memory is memory and the parameters together; give one of them")
+        both = self.host_memory is not None and self.memory is not None
+        if both and self.transfers != "queue":  # there it may be another memory: cache_of
+            raise UserError(BOTH_MEMORIES)
         if self.driver not in DRIVERS:
             raise UserError(
                 f"driver {self.driver!r} does not exist; use one of {', '.join(DRIVERS)}"
             )
-
-    @property
-    def automatic(self) -> bool:
-        """The device's memory decides, not numbers."""
-        given = self.memory is not None or self.host_memory is not None
-        return not given and None in (self.expert_budget, self.kv_budget)
 
 
 _SIZES: dict[str, Callable[[Any], Any]] = {

@@ -34,6 +34,7 @@ from host_offload.memory.tables import (
     read_snapshot,
     with_contents,
 )
+from host_offload.queue.cached import CachedRecords
 from host_offload.queue.file_sources import file_sources
 from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.pinned import PinnedRecords
@@ -105,7 +106,8 @@ class Runner:
             stored = [version.store.version for version in formats]
         arrays = (store.arrays[version] for version in stored)
         self.stores: tuple[Any, ...] = tuple(
-            array.absent if isinstance(array, PinnedRecords) else array for array in arrays
+            array.absent if isinstance(array, PinnedRecords | CachedRecords) else array
+            for array in arrays
         )
         """As programs get them."""
         self._params = tuple(jax.tree.leaves(self.state))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -26,10 +25,6 @@ class FileRecords:
     ndim = 4
     nbytes = 0
     """Bytes of host memory."""
-
-    @property
-    def file_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def delete(self) -> None:
         """There is nothing to free."""

@@ -28,6 +28,7 @@ from host_offload.memory.store import (
     aligned_empty,
     shares_memory,
 )
+from host_offload.queue.cached import CachedRecords, CacheSpec
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
@@ -51,7 +52,8 @@ from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
-from pallas_kernels.cpu.file_records import file_records
+from pallas_kernels.cpu.file_records import FileRecords, file_records
+from pallas_kernels.records.format import RecordFormat
 
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.engine.statistics.StartTimes; parameters go to the device while others are
@@ -83,6 +85,7 @@ def load_orbax(
     *,
     in_files: bool = False,
     verify_reads: bool = True,
+    cache: CacheSpec | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: SharedMemory | None = None,
 ) -> LoadedModel:
@@ -93,8 +96,8 @@ def load_orbax(
     and one parameter. versions: those to load of the ones that are there; if one of them is not,
     the dense one, from which it can be made. in_files: experts stay where they are, none of their
     bytes is read, and what cannot be made without reading them is refused. verify_reads: their
-    checksums are verified when they are read. new_builder, shared: as in load_checkpoint. The rest
-    too.
+    checksums are verified when they are read. cache: of them in pinned memory; None: programs read
+    files themselves. The rest as in load_checkpoint.
 
     Raises UserError naming the layer, expert and file that are damaged or missing; shapes, dtypes
     and the files' sizes are checked before the first weight is read.
@@ -116,8 +119,8 @@ def load_orbax(
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
     there = in_files or (shared is not None and shared.filled)
-    for version, leaves in {} if there else layers.items():
-        nbytes += len(leaves) * config.num_experts * run.layout(version).nbytes
+    if cache is not None or not there:
+        nbytes += _store_bytes(run, layers, cache)
     require_host_memory(nbytes, str(stored.directory))
     read = itertools.chain(stored.params.values(), () if in_files else experts)
     advance = counted(progress, sum(leaf.nbytes for leaf in read))
@@ -139,13 +142,12 @@ def load_orbax(
                 for _ in loaded:
                     advance(layers[version][0].chunk_bytes)
         stores = {version: builder.finish() for version, builder in builders.items()}
-    files: dict[str, RecordFiles] = {}
-    if in_files:
-        files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in layers.items()}
+    kept = layers if in_files else {}
+    files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in kept.items()}
     store = ExpertStore(
         {version: run.layout(version) for version in layers},
         {version: store.arrays[version] for version, store in stores.items()}
-        | {v: file_records((len(layers[v]), *layers[v][0].shape), device) for v in files},
+        | {v: _in_files(files[v], run.layout(v), layers[v], device, cache) for v in files},
         {v: tuple(i) for v, i in held.items() if len(i) < sum(config.moe_layers)},
         files,
     )
@@ -154,6 +156,15 @@ def load_orbax(
     seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
     made = {v: name for v, name in stored.manifest.quantizers.items() if v in held}
     return LoadedModel(config, to_name, params, store, run.layout(), seconds, made)
+
+
+def _store_bytes(
+    run: StoredModel, layers: Mapping[str, Sequence[Leaf]], cache: CacheSpec | None
+) -> int:
+    """Bytes that these layers of versions have in memory."""
+    experts = run.config.num_experts
+    every = sum(len(each) * experts * run.layout(v).nbytes for v, each in layers.items())
+    return every if cache is None else min(every, cache.bytes)
 
 
 def _load_params(
@@ -219,6 +230,19 @@ def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) ->
         numbers(crcs) if every else None,
         verify,
     )
+
+
+def _in_files(
+    files: RecordFiles,
+    layout: RecordFormat,
+    leaves: Sequence[Leaf],
+    device: jax.Device,
+    cache: CacheSpec | None,
+) -> FileRecords | CachedRecords:
+    """What the store has in the place of an array of these layers."""
+    if cache is None:
+        return file_records((len(leaves), *leaves[0].shape), device)
+    return CachedRecords(files, layout, device, cache)
 
 
 def _held(

@@ -29,7 +29,7 @@ from moejax.start.decide.shapes import (
 )
 from moejax.start.decide.split import check_split, start_split
 from moejax.start.decide.stream import check_stream, storage_model, stream_notes, window_of
-from moejax.start.decide.transfers import check_queue, link_notes, queue_of
+from moejax.start.decide.transfers import cache_of, check_queue, link_notes, queue_of
 from moejax.start.precision import (
     expert_budget_of,
     formats_of,
@@ -165,7 +165,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )
     check_stream(settings, steps, device.platform)
-    check_file_steps(settings, steps)
+    check_file_steps(settings, steps, device.platform)
     check_queue(settings, steps, device.platform)
     return steps
 
@@ -209,7 +209,7 @@ def divide(
         max_num_seqs=seqs,
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else memory.available,
-        memory=_arena_bytes(settings, model),
+        memory=_arena_bytes(settings, model, device.platform),
         expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
@@ -218,7 +218,7 @@ def divide(
     )
     notes = budget.notes
     if steps.store == "file":
-        notes = (*notes, _file_note(settings, model, budget, steps))
+        notes = (*notes, _file_note(settings, model, budget, steps, device.platform))
     elif why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
         notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
     if others := why_donated(steps):
@@ -235,7 +235,7 @@ def _window(
     memory: FreeMemory | None,
 ) -> WindowSpec | None:
     """As window_of, in what KV of every sequence leaves of the arena."""
-    whole, layout = _arena_bytes(settings, model), steps.layout
+    whole, layout = _arena_bytes(settings, model, device.platform), steps.layout
     if whole is None and memory is not None:
         whole = memory.available
     seqs, _, length = limits_of(settings, model, device)
@@ -245,10 +245,10 @@ def _window(
     return window_of(settings, steps, device.rates, left)
 
 
-def _arena_bytes(settings: Settings, model: ModelFacts) -> int | None:
+def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | None:
     """What the options give the arena. Raises UserError where parameters leave it nothing."""
     options = settings.options
-    if options.host_memory is None:
+    if options.host_memory is None or cache_of(settings, platform) is not None:
         return options.memory
     if options.host_memory <= model.param_bytes:
         raise UserError(
@@ -258,14 +258,22 @@ def _arena_bytes(settings: Settings, model: ModelFacts) -> int | None:
     return options.host_memory - model.param_bytes
 
 
-def _file_note(settings: Settings, model: ModelFacts, budget: Budget, steps: StepSpec) -> str:
+def _file_note(
+    settings: Settings, model: ModelFacts, budget: Budget, steps: StepSpec, platform: str
+) -> str:
     """Where experts in files are, and what that takes of host memory."""
     arena = budget.slots * steps.layout.slot_bytes
     checked = "checksums verified" if settings.options.verify_reads else "checksums NOT verified"
+    stay = f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked})"
+    if (cache := cache_of(settings, platform)) is not None:
+        records = cache.bytes // steps.layout.records[0].nbytes
+        return (
+            f"{stay}; {format_bytes(cache.bytes)} of pinned host memory are a cache of {records} "
+            "of them"
+        )
     return (
-        f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked}); host "
-        f"memory holds {format_bytes(model.param_bytes)} of parameters and the arena of "
-        f"{format_bytes(arena)}, {format_bytes(model.param_bytes + arena)} in all"
+        f"{stay}; host memory holds {format_bytes(model.param_bytes)} of parameters and the arena "
+        f"of {format_bytes(arena)}, {format_bytes(model.param_bytes + arena)} in all"
     )
 
 

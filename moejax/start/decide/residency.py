@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moejax.errors import UserError
+from moejax.start.decide.transfers import cache_of, jax_copies
 from moejax.start.options import Options
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
@@ -80,16 +81,26 @@ def check_store(settings: Settings, platform: str) -> None:
             )
     if options.store != "file":
         return
-    if platform != "cpu":
+    if cache_of(settings, platform) is not None:
+        if options.driver != "host":
+            raise UserError(
+                f"store='file' with {_CACHED} is for driver='host', not {options.driver!r}, which "
+                "cannot wait for a file within a step; use driver='host', or store='memory'"
+            )
+    elif platform != "cpu":
         raise UserError(
             "store='file' is for a CPU with native ops; on a GPU use store='memory', whose experts "
-            "lie in pinned host memory"
+            f"lie in pinned host memory, or driver='host' and transfers='queue' for {_CACHED}"
         )
-    if reason := why_not_cpu():
-        raise UserError(f"store='file' needs the native CPU ops: {reason}")
-    every = set(arena_ops(False)) & set(arena_ops(True))
-    asked = {op: settings.ops[op] for op in sorted(every)}
-    _refuse_others({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
+    elif reason := why_not_cpu():
+        raise UserError(
+            f"store='file' needs the native CPU ops: {reason}; without them use driver='host' and "
+            f"transfers='queue' for {_CACHED}"
+        )
+    else:
+        every = set(arena_ops(False)) & set(arena_ops(True))
+        asked = {op: settings.ops[op] for op in sorted(every)}
+        _refuse_others({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
     if precision.in_transit or precision.mixed:
         raise UserError(
             f"store='file' has experts of one version, computed as they lie in the files, not "
@@ -103,9 +114,13 @@ def check_store(settings: Settings, platform: str) -> None:
         )
 
 
-def check_file_steps(settings: Settings, steps: StepSpec) -> None:
+_CACHED = "a cache of the files in pinned host memory, of host_memory"
+"""For people."""
+
+
+def check_file_steps(settings: Settings, steps: StepSpec, platform: str) -> None:
     """Raises UserError where these steps cannot read the experts of store='file'."""
-    if settings.options.store == "file":
+    if settings.options.store == "file" and not jax_copies(settings, platform):
         _refuse_others(steps.foreign_ops)
 
 
@@ -114,5 +129,6 @@ def _refuse_others(foreign: Mapping[str, str]) -> None:
         others = ", ".join(f"{op} {name}" for op, name in foreign.items())
         raise UserError(
             f"store='file' needs every op that touches the arena native, and {others} "
-            "is not; use ops='cpu', or store='memory'"
+            f"is not; use ops='cpu', or store='memory', or driver='host' and transfers='queue' for "
+            f"{_CACHED}"
         )

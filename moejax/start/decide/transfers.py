@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from host_offload.memory.budget import format_bytes
 from host_offload.memory.store import StoreBuilder
+from host_offload.queue.cached import CacheSpec, least_records
 from host_offload.queue.pinned import PinnedBuilder
 from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
 from moejax.errors import UserError
+from moejax.start.options import BOTH_MEMORIES
 from moejax.start.settings import Settings
+from moejax.step.drivers.queued import DEMANDS
 from moejax.step.parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
 
@@ -36,6 +40,56 @@ def queue_of(settings: Settings) -> QueueSpec | None:
     )
 
 
+def jax_copies(settings: Settings, platform: str) -> bool:
+    """Whether transfers were asked for that jax's own copies carry out: on a GPU, or with ops that
+    are not native."""
+    every = set(arena_ops(False)) & set(arena_ops(True))
+    native = all(settings.ops[op] in ("cpu", "auto") for op in every)
+    native = native and platform == "cpu" and why_not_cpu() is None
+    return settings.options.transfers == "queue" and not native
+
+
+def cache_of(settings: Settings, platform: str) -> CacheSpec | None:
+    """The cache of experts in files in pinned memory; None: there is none. Raises UserError where
+    nothing says how large."""
+    options = settings.options
+    if options.store != "file" or not jax_copies(settings, platform):
+        if options.host_memory is not None and options.memory is not None:
+            raise UserError(BOTH_MEMORIES)
+        return None
+    if options.host_memory is None:
+        raise UserError(
+            "store='file' is read through a cache in pinned host memory here: say how large, "
+            "host_memory=SIZE (--host-memory 16GiB)"
+        )
+    queue = queue_of(settings)
+    assert queue is not None
+    return CacheSpec(options.host_memory, queue.threads, options.chunk_bytes)
+
+
+def automatic(settings: Settings, platform: str) -> bool:
+    """Whether the device's memory decides, not numbers."""
+    options = settings.options
+    given = options.memory is not None
+    if options.host_memory is not None and cache_of(settings, platform) is None:
+        given = True
+    return not given and None in (options.expert_budget, options.kv_budget)
+
+
+def _check_cache(settings: Settings, steps: StepSpec, platform: str) -> None:
+    """Raises UserError for a cache that does not hold what is on its way at once."""
+    if (cache := cache_of(settings, platform)) is None:
+        return
+    record = steps.layout.records[0].nbytes
+    least = record * least_records(DEMANDS, cache)
+    if cache.bytes < least:
+        raise UserError(
+            f"host_memory {format_bytes(cache.bytes)} is too small a cache of experts in files: "
+            f"{DEMANDS} that a layer waits for and {cache.threads} ahead of need take "
+            f"{format_bytes(least)} ({least} bytes); raise it"
+        )
+
+
 def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder]:
     """What makes the store of these settings: of separate pinned arrays where jax's own copies are
     to bring them beside compute, on a GPU or with ops that are not native, else of one array.
@@ -59,11 +113,7 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
                 "store='file' is read by a queue of transfers; leave out transfers='ops', or take "
                 "store='memory'"
             )
-    if options.transfers != "queue":
-        return StoreBuilder
-    every = set(arena_ops(False)) & set(arena_ops(True))
-    native = all(settings.ops[op] in ("cpu", "auto") for op in every)
-    if platform == "cpu" and native and why_not_cpu() is None:
+    if not jax_copies(settings, platform):
         return StoreBuilder
     where = "on a GPU" if platform != "cpu" else "with ops that are not native"
     if options.store == "shared":
@@ -101,6 +151,7 @@ def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:
     if steps.queue is None:
         return
     if steps.separate and new_builder(settings, platform) is not StoreBuilder:
+        _check_cache(settings, steps, platform)
         return
     options = settings.options
     asked = next(

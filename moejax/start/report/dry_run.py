@@ -15,7 +15,7 @@ from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_byt
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import new_builder
+from moejax.start.decide.transfers import automatic, new_builder
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -43,12 +43,13 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     chosen = select_device(options.device, options.threads)
     check_store(settings, chosen.platform)
     new_builder(settings, chosen.platform)
-    device = device_facts(chosen, automatic=options.automatic)
+    of_memory = automatic(settings, chosen.platform)
+    device = device_facts(chosen, automatic=of_memory)
     if device.memory is not None:
         taken = model_info(config, options.dtype).device_bytes
         free = FreeMemory(max(device.memory.free - taken, 0))
         device = dataclasses.replace(device, memory=free)
-        if options.automatic:
+        if of_memory:
             assumed.append(
                 f"the device's free memory is as now, less {taken} bytes of parameters; what steps "
                 "need is not measured, a share is left for it"

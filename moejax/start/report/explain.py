@@ -10,6 +10,7 @@ import numpy as np
 
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.budget import Budget, format_bytes
+from host_offload.queue.cached import CachedRecords
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.start.options import Options
@@ -101,10 +102,13 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     )
     if store := engine.runner.store.file_bytes:
         held = experts * size
+        arrays = engine.runner.store.arrays.values()
+        cached = any(isinstance(array, CachedRecords) for array in arrays)
+        through = "through a cache in pinned host memory" if cached else "the arena is their cache"
         blocks.append(
             _block(
                 Line("experts' files", store, "read as they are computed"),
-                Line("in cells, at most", held, "the arena is their cache"),
+                Line("in cells, at most", held, through),
                 rest="in files alone",
             )
         )
@@ -119,6 +123,14 @@ def store_stats(engine: Engine, options: Options) -> dict[str, Any]:
         "memory_bytes": store.nbytes,
         "file_bytes": store.file_bytes,
     }
+    for records in store.arrays.values():
+        if isinstance(records, CachedRecords):
+            found["verify_reads"] = records.files.verify
+            found["past_the_page_cache"] = False
+            found["cache"] = {
+                "bytes": records.spec.bytes,
+                **dataclasses.asdict(records.totals()),
+            }
     queue, files = engine.runner.queue, next(iter(store.files.values()), None)
     if files is not None and queue is not None:
         found["verify_reads"] = files.verify

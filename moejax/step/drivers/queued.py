@@ -24,6 +24,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from host_offload.memory.integrity import file_checksum_of
+from host_offload.queue.cached import CachedRecords
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
 from host_offload.queue.pinned import PinnedRecords
@@ -47,10 +49,10 @@ class QueuedRunner(HostRunner):
 
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         (records,) = self.store.arrays.values()
-        if not isinstance(records, PinnedRecords) or self.steps.queue is None:
+        if not isinstance(records, PinnedRecords | CachedRecords) or self.steps.queue is None:
             raise ValueError(
-                "these steps need a store of separate pinned arrays: load it with "
-                "moejax.start.decide.transfers.new_builder of the same settings"
+                "these steps need a store of separate pinned arrays: load it with new_builder and "
+                "cache_of (moejax.start.decide.transfers) of the same settings"
             )
         self.records = records
         self.device_queue = DeviceQueue(records, self.device, ahead=self.steps.queue.threads)
@@ -291,10 +293,19 @@ class QueuedRunner(HostRunner):
         found, tables = super().faults(), jax.tree.map(np.asarray, self.tables)
         for layer, cell in np.argwhere((tables.owner >= 0) & (tables.cell_row >= 0)).tolist():
             expert, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
-            pieces = tuple(jax.device_put(self.records.of(layer, expert), self._sharding))
-            if not self._call(ProgramKey("compare"), self.arena, np.int32(row), pieces):
+            if not self._same(layer, expert, row):
                 found.append(f"layer {layer}, expert {expert}: other bytes than the store's")
         return found
+
+    def _same(self, layer: int, expert: int, row: int) -> bool:
+        """Whether the arena has an expert's record from a row on; of one in a file by its
+        checksum."""
+        if isinstance(self.records, CachedRecords):
+            rows = jax.lax.dynamic_slice(self.arena, (row, 0), self.records.shape[2:])
+            wanted = self.records.files.checksums[layer, expert]
+            return file_checksum_of(np.asarray(rows)) == wanted
+        pieces = tuple(jax.device_put(self.records.of(layer, expert), self._sharding))
+        return bool(self._call(ProgramKey("compare"), self.arena, np.int32(row), pieces))
 
     def delete(self, *, given: bool = True) -> None:
         self.device_queue.close()

@@ -246,7 +246,7 @@ def test_budgets_move_while_experts_fly():
         ),
         pytest.param(
             {"store": "file"},
-            "store='file' needs every op that touches the arena native",
+            "store='file' is read through a cache in pinned host memory here: say how large",
             marks=NATIVE,
         ),
     ],

@@ -1,0 +1,318 @@
+"""A cache of pinned arrays between records in files and the device.
+
+DeviceQueue copies pinned arrays; of experts in files they are made when a transfer asks for them
+and kept as long as there is room: as many records as the cache's bytes hold, of which the one that
+was used longest ago makes room for another. A transfer *holds* its record from when it is given
+room until its copy to the device has ended; what is held stays. Threads of the cache read, so the
+host only waits for what it needs now.
+
+What others hold ahead of need is bounded, so that demands find room (`least_records`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from host_offload.memory.integrity import file_checksum_of
+from host_offload.memory.store import RecordFiles, aligned_empty
+from host_offload.queue.native import checksum
+from host_offload.queue.pinned import piece_edges
+from pallas_kernels.cpu.library import why_not_cpu
+from pallas_kernels.records.absent import AbsentRecords
+from pallas_kernels.records.format import RecordFormat
+
+_Key = tuple[int, int]
+"""MoE layer, expert."""
+
+_LOOK_SECONDS = 2e-3
+"""How long a wait lasts at most where nothing was read: copies may have ended, which make room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """The cache that a run wants."""
+
+    bytes: int
+    """The most that pinned arrays take; a record for each thread is beside them, being read."""
+    threads: int = 4
+    """That read and verify; also how many records are held ahead of need."""
+    chunk_bytes: int | None = None
+    """As of piece_edges."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheTotals:
+    """What a cache did since it was made."""
+
+    hits: int
+    """Transfers whose record was there, or was being read for another one."""
+    misses: int
+    """Transfers whose record had to be read."""
+    bytes_read: int
+    """From files."""
+    bytes_held: int
+    """In pinned arrays, those that are being read too."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Record:
+    """One that has room in the cache."""
+
+    key: _Key
+    pieces: list[jax.Array] | None = None
+    """None until it is read."""
+    failure: Exception | None = None
+    reading: bool = False
+    """By a thread, now."""
+    held: list[Asked] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Asked:
+    """A record that a transfer asked for; to be released when it needs it no more."""
+
+    cache: CachedRecords
+    key: _Key
+    demand: bool
+    priority: int
+    number: int
+    record: _Record | None = None
+    """None while there is no room."""
+
+    def there(self) -> bool:
+        """Whether `pieces` answers."""
+        record = self.record
+        return record is not None and (record.pieces is not None or record.failure is not None)
+
+    def pieces(self) -> list[jax.Array]:
+        """The pinned arrays in the order of their rows. Raises OSError, naming the file, where it
+        could not be read, and what making them raised."""
+        assert self.record is not None
+        if self.record.failure is not None:
+            raise self.record.failure
+        assert self.record.pieces is not None
+        return self.record.pieces
+
+    def urge(self, demand: bool, priority: int) -> None:
+        """Gives it another urgency: demands are read first, then the lowest priority."""
+        self.cache.urge(self, demand, priority)
+
+    def wait(self) -> None:
+        """Returns when it is there, or has a reason to look at what holds the cache."""
+        self.cache.wait(self)
+
+    def release(self) -> None:
+        """It is needed no more. Idempotent."""
+        self.cache.release(self)
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        return (not self.demand, self.priority, self.number)
+
+
+class CachedRecords:
+    """Every expert of the dense version in files, and as many as there is room for in `pinned_host`
+    memory of one device. Has what DeviceQueue asks of PinnedRecords; may be asked by one thread.
+
+    Each file must stay what it is now: device, inode, size and time are compared at every read.
+    Raises OSError for a file that is not there.
+    """
+
+    dtype = np.dtype(np.uint16)
+    ndim = 4
+
+    def __init__(
+        self, files: RecordFiles, layout: RecordFormat, device: jax.Device, spec: CacheSpec
+    ):
+        layers, experts = files.checksums.shape
+        self.files, self.spec = files, spec
+        self.shape = layers, experts, layout.rows, layout.hidden
+        self.edges = piece_edges(layout, spec.chunk_bytes)
+        self.capacity = spec.bytes // layout.nbytes
+        """Records."""
+        self._sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        self._first = [[_identity(os.stat(path)) for path in layer] for layer in files.paths]
+        self._native = why_not_cpu() is None
+        self._lock = threading.Condition()
+        self._records: dict[_Key, _Record] = {}
+        """Those with room, the one that was used last at the end."""
+        self._asked: dict[int, Asked] = {}
+        """By number, until they are released."""
+        self._numbers = itertools.count()
+        self._hits = self._misses = self._bytes_read = 0
+        self._pool = ThreadPoolExecutor(spec.threads, thread_name_prefix="moejax-read")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """As of PinnedRecords."""
+        row = self.shape[3] * self.dtype.itemsize
+        return tuple((b - a) * row for a, b in itertools.pairwise(self.edges))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that records have now."""
+        return len(self._records) * sum(self.sizes)
+
+    @property
+    def absent(self) -> AbsentRecords:
+        """What programs carry in their place."""
+        return AbsentRecords(self.shape, tuple(b - a for a, b in itertools.pairwise(self.edges)))
+
+    def totals(self) -> CacheTotals:
+        with self._lock:
+            return CacheTotals(self._hits, self._misses, self._bytes_read, self.nbytes)
+
+    # ---- what transfers ask for
+
+    def ask(self, layer: int, expert: int, *, demand: bool, priority: int) -> Asked:
+        """Asks for a record, which is read as soon as there is room and its turn has come."""
+        with self._lock:
+            asked = Asked(self, (layer, expert), demand, priority, next(self._numbers))
+            self._asked[asked.number] = asked
+            self._give_room()
+        return asked
+
+    def urge(self, asked: Asked, demand: bool, priority: int) -> None:
+        with self._lock:
+            asked.demand, asked.priority = demand, priority
+            self._give_room()
+
+    def wait(self, asked: Asked) -> None:
+        with self._lock:
+            if not asked.there():
+                self._lock.wait(_LOOK_SECONDS)
+
+    def release(self, asked: Asked) -> None:
+        with self._lock:
+            if self._asked.pop(asked.number, None) is None:
+                return
+            if (record := asked.record) is not None:
+                record.held.remove(asked)
+                unread = record.pieces is None and record.failure is None
+                if unread and not record.held and not record.reading:
+                    self._forget(record)
+            self._give_room()
+
+    def delete(self) -> None:
+        """Drops all records when what is being read is. Idempotent."""
+        self._pool.shutdown()
+        with self._lock:
+            self._records.clear()
+            self._asked.clear()
+
+    # ---- room, with the lock held
+
+    def _give_room(self) -> None:
+        """Gives records to those that wait for one, the most urgent first."""
+        asked = self._asked.values()
+        ahead = sum(each.record is not None and not each.demand for each in asked)
+        for each in sorted((each for each in asked if each.record is None), key=lambda a: a.rank):
+            if not each.demand and ahead >= self.spec.threads:
+                return
+            record = self._records.get(each.key)
+            if record is None:
+                if not self._has_room():
+                    return
+                record = _Record(each.key)
+                self._misses += 1
+                self._pool.submit(self._read_next)
+            else:
+                self._hits += 1
+                del self._records[each.key]
+            self._records[each.key] = record  # the last that was used
+            record.held.append(each)
+            each.record = record
+            ahead += not each.demand
+
+    def _has_room(self) -> bool:
+        """Whether there is room for one more record, once the one used longest ago is dropped."""
+        if len(self._records) < self.capacity:
+            return True
+        idle = (r for r in self._records.values() if r.pieces is not None and not r.held)
+        if (oldest := next(idle, None)) is None:
+            return False
+        self._forget(oldest)
+        return True
+
+    def _forget(self, record: _Record) -> None:
+        # Not deleted: the device may share memory of the host's.
+        del self._records[record.key]
+
+    # ---- reading, by threads
+
+    def _read_next(self) -> None:
+        """Reads the record that is wanted most of those that have room."""
+        with self._lock:
+            waiting = [
+                (min(asked.rank for asked in record.held), record)
+                for record in self._records.values()
+                if record.pieces is None and not record.reading and record.held
+            ]
+            if not waiting:
+                return  # it was given up
+            record = min(waiting, key=lambda found: found[0])[1]
+            record.reading = True
+        failure, pieces = None, None
+        try:
+            pieces = self._pinned(self._read(*record.key))
+        except Exception as error:  # whatever it was, it fails those that hold the record
+            failure = error
+        with self._lock:
+            record.reading = False
+            record.pieces, record.failure = pieces, failure
+            if failure is not None:
+                self._forget(record)
+            else:
+                self._bytes_read += sum(self.sizes)
+            self._give_room()
+            self._lock.notify_all()
+
+    def _pinned(self, record: np.ndarray) -> list[jax.Array]:
+        parts = [record[a:b] for a, b in itertools.pairwise(self.edges)]
+        return jax.block_until_ready(jax.device_put(parts, self._sharding))
+
+    def _read(self, layer: int, expert: int) -> np.ndarray:
+        """uint16[rows, D], verified. Raises OSError."""
+        path = self.files.paths[layer][expert]
+        record = aligned_empty(self.shape[2:], self.dtype)
+        into, there = record.data.cast("B"), 0
+        with open(path, "rb", buffering=0) as file:
+            self._check_same(layer, expert, file.fileno())
+            while there < len(into) and (count := file.readinto(into[there:])):
+                there += count
+            self._check_same(layer, expert, file.fileno())
+        if there < len(into):
+            raise OSError(f"{path}: ended after {there} of {len(into)} bytes")
+        if self.files.verify and self._damaged(layer, expert, record):
+            raise OSError(f"{path}: the bytes do not have their checksum")
+        return record
+
+    def _check_same(self, layer: int, expert: int, descriptor: int) -> None:
+        if _identity(os.fstat(descriptor)) != self._first[layer][expert]:
+            path = self.files.paths[layer][expert]
+            raise OSError(f"{path}: changed since it was opened first")
+
+    def _damaged(self, layer: int, expert: int, record: np.ndarray) -> bool:
+        """Whether these are other bytes than were written, by CRC-32C where it is known and there
+        is a library to compute it."""
+        if self._native and self.files.crcs is not None:
+            found = int(checksum("crc32c", record.data.cast("B")), 16)
+            return found != int(self.files.crcs[layer, expert])
+        return file_checksum_of(record) != int(self.files.checksums[layer, expert])
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def least_records(demands: int, spec: CacheSpec) -> int:
+    """Records that a cache must hold so that so many demands are under way beside what is held
+    ahead of need."""
+    return demands + spec.threads
