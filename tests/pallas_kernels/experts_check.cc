@@ -24,6 +24,7 @@ using namespace moejax;
 
 namespace moejax {
 extern const Kernels kernels_portable;
+const Kernels* select_kernels() { return &kernels_portable; }  // those that this program has
 }
 
 namespace {
