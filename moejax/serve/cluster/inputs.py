@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import io
 import json
 import os
@@ -30,9 +31,9 @@ class Inputs:
 
     def __init__(self, paths: Sequence[str]):
         self.files = [found for path in paths for found in _files(path)]
-        for name in (names := [name for _, name in self.files]):
-            if names.count(name) > 1:
-                raise UserError(f"{name} is named twice in --input; each file is read once")
+        named = collections.Counter(name for _, name in self.files)
+        if twice := [name for name, count in named.items() if count > 1]:
+            raise UserError(f"{twice[0]} is named twice in --input; each file is read once")
         self._begins: list[int] = []
         self._lines = self._read()
 
