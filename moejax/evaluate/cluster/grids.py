@@ -193,8 +193,8 @@ def cluster_ablate(
     and numbers of sessions, into the same files, which either of both goes on with.
 
     scale: `workers` are those of what is counted. What is measured has a node for itself, and all
-    of an engine's cells one node, so that repeats are compared on one machine. A run whose worker
-    is ended twice is a record with an error. Raises UserError as ablate does, and where no worker
+    of an engine's cells one node, so that repeats are compared on one machine. A run that ends
+    workers, at last alone, is a record with an error. Raises UserError as ablate does, and where no worker
     can run.
     """
     experiment, root = read_experiment(definition, changes), Path(directory)
@@ -290,12 +290,12 @@ class _ClusterGrid:
                 part = task.payload
                 if isinstance(news, _Piece):
                     self._take(part, news, advance)
-                elif isinstance(news, WorkersEnded) and part.runs and part.session is not None:
-                    # The run that it was at is what ends workers.
+                elif isinstance(news, WorkersEnded) and len(part.runs) > 1:
+                    again += _one_by_one(part)
+                elif isinstance(news, WorkersEnded) and part.runs:
                     run, error = part.runs[0], {"error": str(news)[:1000]}
-                    session = part.session
-                    self._take(part, _Piece("records", {**_record(run, session), **error}), advance)
-                    again.append(part)
+                    record = {**_record(run, part.session), **error}
+                    self._take(part, _Piece("records", record), advance)
                 elif isinstance(news, UserError):
                     raise news
             parts = [part for part in again if part.runs]
@@ -320,6 +320,17 @@ class _ClusterGrid:
         elif piece.file == "quality" and part.quality is not None:
             part.quality.append(line)
         getattr(self._files, piece.file).append(line)
+
+
+def _one_by_one(part: _Part) -> list[_Part]:
+    """A part for each run: of several nobody knows which one ended the worker, since results of
+    those before it may have been on their way."""
+    bounds, found = set(part.bounds), []
+    for run in part.runs:
+        own = {key_of((bound_of(run[0]), 0))} & bounds
+        bounds -= own
+        found.append(_Part([run], own, None if found else part.quality, part.measured))
+    return found
 
 
 def _with_whole_paths(experiment: Experiment) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def test_a_mistake_in_the_arguments_of_ablate(tmp_path, capsys, arguments, messa
 
 
 def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, monkeypatch):
-    one = moejax.ablate(GRID, tmp_path / "one", progress=False)
+    # Runs that take longer than a worker gathers news, so that what it is at is not done yet.
+    grid = {**GRID, "output_tokens": 250}
+    one = moejax.ablate(grid, tmp_path / "one", progress=False)
     take, taken, said = grids._ClusterGrid._take, [], []
 
     def disturbed(self, part, piece, advance):
@@ -104,17 +106,17 @@ def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, 
     monkeypatch.setattr(grids._ClusterGrid, "_take", disturbed)
     asked = dict(progress=False, warn=said.append)
     with pytest.raises(KeyboardInterrupt):
-        cluster_ablate(GRID, tmp_path / "many", Scale(ray, 2, 1), **asked)
+        cluster_ablate(grid, tmp_path / "many", Scale(ray, 2, 1), **asked)
     before = (tmp_path / "many" / "records.jsonl").read_bytes()
     assert len(before.splitlines()) == 4 and any("run again" in text for text in said)
-    many = cluster_ablate(GRID, tmp_path / "many", Scale(ray, 2, 1), **asked)
+    many = cluster_ablate(grid, tmp_path / "many", Scale(ray, 2, 1), **asked)
     assert (tmp_path / "many" / "records.jsonl").read_bytes().startswith(before)
     assert equal_part(many.rows) == equal_part(one.rows)
     sessions = [line["session"] for line in many.sessions]
     assert sessions == list(range(len(sessions)))
     assert {row["session"] for row in many.rows} <= {None, *sessions}
     # Where one goes on, the other does: nothing is left to do.
-    assert moejax.ablate(GRID, tmp_path / "many", progress=False).rows == many.rows
+    assert moejax.ablate(grid, tmp_path / "many", progress=False).rows == many.rows
 
 
 @pytest.mark.nightly
