@@ -194,8 +194,8 @@ def cluster_ablate(
 
     scale: `workers` are those of what is counted. What is measured has a node for itself, and all
     of an engine's cells one node, so that repeats are compared on one machine. A run that ends
-    workers, at last alone, is a record with an error. Raises UserError as ablate does, and where no worker
-    can run.
+    workers, at last alone, is a record with an error. Raises UserError as ablate does, and where
+    no worker can run.
     """
     experiment, root = read_experiment(definition, changes), Path(directory)
     with opened(experiment, root) as files:
