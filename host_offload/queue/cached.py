@@ -23,9 +23,8 @@ import numpy as np
 from host_offload.memory.integrity import file_checksum_of
 from host_offload.memory.store import RecordFiles, aligned_empty
 from host_offload.queue.native import checksum
-from host_offload.queue.pinned import piece_edges
+from host_offload.queue.pinned import InPieces, piece_edges
 from pallas_kernels.cpu.library import why_not_cpu
-from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.format import RecordFormat
 
 _Key = tuple[int, int]
@@ -117,16 +116,13 @@ class Asked:
         return (not self.demand, self.priority, self.number)
 
 
-class CachedRecords:
+class CachedRecords(InPieces):
     """Every expert of the dense version in files, and as many as there is room for in `pinned_host`
     memory of one device. Has what DeviceQueue asks of PinnedRecords; may be asked by one thread.
 
     Each file must stay what it is now: device, inode, size and time are compared at every read.
     Raises OSError for a file that is not there.
     """
-
-    dtype = np.dtype(np.uint16)
-    ndim = 4
 
     def __init__(
         self, files: RecordFiles, layout: RecordFormat, device: jax.Device, spec: CacheSpec
@@ -150,20 +146,9 @@ class CachedRecords:
         self._pool = ThreadPoolExecutor(spec.threads, thread_name_prefix="moejax-read")
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """As of PinnedRecords."""
-        row = self.shape[3] * self.dtype.itemsize
-        return tuple((b - a) * row for a, b in itertools.pairwise(self.edges))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of host memory that records have now."""
         return len(self._records) * sum(self.sizes)
-
-    @property
-    def absent(self) -> AbsentRecords:
-        """What programs carry in their place."""
-        return AbsentRecords(self.shape, tuple(b - a for a, b in itertools.pairwise(self.edges)))
 
     def totals(self) -> CacheTotals:
         with self._lock:

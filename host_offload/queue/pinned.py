@@ -39,24 +39,16 @@ class Given:
         """It stays."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PinnedRecords:
-    """Every expert of one version, dense, in `pinned_host` memory of one device."""
+class InPieces:
+    """Records of uint16, each of which is brought to the device in several arrays."""
 
     shape: tuple[int, ...]
-    """[L, E, rows, D], of uint16."""
+    """[L, E, rows, D]."""
     edges: tuple[int, ...]
     """Rows of a record where its pieces begin, and its last one ends."""
-    pieces: list[list[list[jax.Array | None]]]
-    """[L][E][P] uint16[edges[p + 1] − edges[p], D]."""
 
     dtype = np.dtype(np.uint16)
     ndim = 4
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -68,6 +60,21 @@ class PinnedRecords:
     def absent(self) -> AbsentRecords:
         """What programs carry in their place."""
         return AbsentRecords(self.shape, tuple(b - a for a, b in itertools.pairwise(self.edges)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PinnedRecords(InPieces):
+    """Every expert of one version, dense, in `pinned_host` memory of one device."""
+
+    shape: tuple[int, ...]
+    edges: tuple[int, ...]
+    pieces: list[list[list[jax.Array | None]]]
+    """[L][E][P] uint16[edges[p + 1] − edges[p], D]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def of(self, layer: int, expert: int) -> list[jax.Array]:
         """An expert's pieces in the order of its rows."""

@@ -30,7 +30,7 @@ from pallas_kernels.verification.check import argument_shapes, deviation
 from tests.aot.aot_h200 import CARDS, device_of
 from tests.moejax.models.test_published_configs import PUBLISHED
 from tests.ptx.parse import Fault
-from tests.ptx.program import Execution, compile_program
+from tests.ptx.program import compiled_call
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite")
 
@@ -78,30 +78,21 @@ def interpret_check(
     if check.arena is not None:
         given = (check.arena(), *given)
     given = jax.tree.map(np.asarray, given)
-    flat, tree = jax.tree.flatten(given)
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat]
     known = jax.tree.leaves(argument_shapes(check))
-    if [s.shape for s in known] != [s.shape for s in shapes]:
+    if [s.shape for s in known] != [array.shape for array in jax.tree.leaves(given)]:
         raise ValueError(f"{check.key} has a store of several layers")
-
-    def run(*values):
-        return check.run("pallas", *jax.tree.unflatten(tree, values))
-
-    arena = int(check.arena is not None)
-    stores = 0 if check.stores is None else len(check.stores.shapes())
-    program = compile_program(
+    arena, stores = int(check.arena is not None), int(check.stores is not None)
+    compiled = compiled_call(
         card,
-        run,
-        *shapes,
-        donate_argnums=tuple(range(arena)),
-        host_argnums=tuple(range(arena, arena + stores)),
+        lambda *args: check.run("pallas", *args),
+        given,
+        donated=lambda path: path[0].idx < arena,
+        on_host=lambda path: arena <= path[0].idx < arena + stores,
     )
-    execution = Execution(program, launch, edit)
-    got = execution.run(flat)
+    got, issued = compiled.run(*given, launch=launch, edit=edit)
     want = jax.jit(lambda *args: check.run("xla", *args))(*given)
-    results = jax.tree.unflatten(jax.tree.structure(want), got)
-    pairs = zip(_compared(check, results), _compared(check, want), strict=True)
-    return max(deviation(a, b) for a, b in pairs), sum(execution.issued.values())
+    pairs = zip(_compared(check, got), _compared(check, want), strict=True)
+    return max(deviation(a, b) for a, b in pairs), sum(issued.values())
 
 
 def _compared(check: Check, results: Any) -> list[np.ndarray]:

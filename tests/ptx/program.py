@@ -395,7 +395,7 @@ HOST = ("stores", "store")
 """Arguments of ops that lie in pinned host memory."""
 
 
-_programs: dict[Any, Program] = {}
+_compiled: dict[Any, CompiledCall] = {}
 
 
 def interpret(
@@ -419,28 +419,73 @@ def interpret(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(inspect.signature(op).bind_partial(*args, **kwargs).arguments)
-        flat, tree = jax.tree.flatten_with_path(given)
-        paths = [path[0].key for path, _ in flat]
-        arrays = [np.asarray(leaf) for _, leaf in flat]
-
-        def function(*values):
-            return op(**jax.tree.unflatten(tree, values), **static)
-
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-        key = op, card, tuple((a.shape, a.dtype) for a in arrays), tree, repr(static)
-        if key not in _programs:
-            _programs[key] = compile_program(
-                card,
-                function,
-                *shapes,
-                donate_argnums=tuple(i for i, p in enumerate(paths) if p in donate),
-                host_argnums=tuple(i for i, p in enumerate(paths) if p in HOST),
-            )
-        results = Execution(_programs[key], launch or {}, edit).run(arrays)
-        out = jax.tree.structure(jax.eval_shape(function, *shapes))
-        return jax.tree.unflatten(out, results)
+        compiled = compiled_call(
+            card,
+            lambda given: op(**given, **static),
+            (given,),
+            donated=lambda path: path[1].key in donate,
+            on_host=lambda path: path[1].key in HOST,
+            key=(op, repr(static)),
+        )
+        return compiled.run(given, launch=launch or {}, edit=edit)[0]
 
     return call
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCall:
+    """A function of trees of arrays, compiled for a card."""
+
+    program: Program
+    results: Any
+    """The structure of what it returns."""
+
+    def run(
+        self,
+        *given: Any,
+        launch: Mapping[str, Any],
+        edit: Callable[[str], str] = lambda ptx: ptx,
+    ) -> tuple[Any, Mapping[str, int]]:
+        """What it returns of such arguments, interpreted, and the instructions that were issued by
+        kernel. launch, edit: as of interpret. Raises Fault."""
+        execution = Execution(self.program, launch, edit)
+        results = execution.run([np.asarray(leaf) for leaf in jax.tree.leaves(given)])
+        return jax.tree.unflatten(self.results, results), execution.issued
+
+
+def compiled_call(
+    card: str,
+    function: Callable,
+    given: tuple,
+    *,
+    donated: Callable[[tuple], bool],
+    on_host: Callable[[tuple], bool],
+    key: Any = None,
+) -> CompiledCall:
+    """function(*given) for a card. donated, on_host: whether the leaf at that path of `given` is
+    donated, or in pinned host memory. key: of what is compiled once for all calls with such
+    arguments; None: it is compiled anew."""
+    flat, tree = jax.tree.flatten_with_path(given)
+    arrays = [np.asarray(leaf) for _, leaf in flat]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    place = key, card, tuple((s.shape, s.dtype) for s in shapes), tree
+    if key is not None and place in _compiled:
+        return _compiled[place]
+
+    def of_leaves(*values):
+        return function(*jax.tree.unflatten(tree, values))
+
+    program = compile_program(
+        card,
+        of_leaves,
+        *shapes,
+        donate_argnums=tuple(i for i, (path, _) in enumerate(flat) if donated(path)),
+        host_argnums=tuple(i for i, (path, _) in enumerate(flat) if on_host(path)),
+    )
+    found = CompiledCall(program, jax.tree.structure(jax.eval_shape(of_leaves, *shapes)))
+    if key is not None:
+        _compiled[place] = found
+    return found
 
 
 @contextlib.contextmanager

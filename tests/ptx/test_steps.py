@@ -30,7 +30,7 @@ from pallas_kernels.cards import shared_class
 from tests.aot.aot_h200 import CARDS, device_of
 from tests.moejax.engine_runs import set_budget
 from tests.moejax.models.families import write_checkpoint
-from tests.ptx.program import Execution, compile_program
+from tests.ptx.program import compiled_call
 
 pytestmark = pytest.mark.aot
 
@@ -106,32 +106,20 @@ def with_kernels(step: Step, card: str) -> Program:
     return dataclasses.replace(step.programs, steps=steps, graph=graph).program(step.key)
 
 
-_compiled: dict[Any, Any] = {}
-
-
 def interpreted(name: str, step: Step, card: str, **launch: Any) -> tuple:
     """Arena, tables and output of the step, its kernels interpreted. name: of the model."""
     program = with_kernels(step, card)
-    flat, tree = jax.tree.flatten(step.arguments)
-    places = [path[0].idx for path, _ in jax.tree.flatten_with_path(step.arguments)[0]]
-
-    def function(*values):
-        return program.function(*jax.tree.unflatten(tree, values))
-
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat]
-    key = name, card, step.key, tuple(shape.shape for shape in shapes)
-    if key not in _compiled:
-        _compiled[key] = compile_program(
-            card,
-            function,
-            *shapes,
-            donate_argnums=tuple(i for i, p in enumerate(places) if p in program.donated),
-            host_argnums=tuple(i for i, p in enumerate(places) if p == 1),
-        )
-    execution = Execution(_compiled[key], launch, lambda ptx: ptx)
-    results = execution.run(flat)
-    assert KERNELS[step.key.kind] <= {re.sub(r"__\d+$", "", name) for name in execution.issued}
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(function, *shapes)), results)
+    compiled = compiled_call(
+        card,
+        program.function,
+        step.arguments,
+        donated=lambda path: path[0].idx in program.donated,
+        on_host=lambda path: path[0].idx == 1,
+        key=(name, step.key),
+    )
+    results, issued = compiled.run(*step.arguments, launch=launch)
+    assert KERNELS[step.key.kind] <= {re.sub(r"__\d+$", "", name) for name in issued}
+    return results
 
 
 def check(name: str, directory, kind: str, card: str, copies: str = "late") -> None:

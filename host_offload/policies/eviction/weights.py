@@ -60,7 +60,7 @@ class GlobalLRU(_Pooled):
     is one of those that are needed next; fMoE (arXiv:2502.05370, section 4.5) gives this reason for
     its cache without recency."""
 
-    victim_weights: tuple[int, int, int] = (1, 0, 0)
+    victim_weights: tuple[int, int, int] = LRU.victim_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +68,11 @@ class GlobalLFU(_Pooled):
     """Evicts the expert of all layers that the fewest references needed since the start, of equals
     the least recently used."""
 
-    victim_weights: tuple[int, int, int] = (0, 1, 0)
+    victim_weights: tuple[int, int, int] = LFU.victim_weights
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalLFRU(_Pooled):
     """As LFRU, over all layers."""
 
-    victim_weights: tuple[int, int, int] = (1, 1, 0)
+    victim_weights: tuple[int, int, int] = LFRU.victim_weights

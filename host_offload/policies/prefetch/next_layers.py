@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from host_offload.control.interface import Stage
+from host_offload.control.interface import Decision, Stage
 
 
 def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
@@ -40,6 +42,27 @@ def chosen_by_rows(scores: np.ndarray, k: int) -> list[int]:
     rows = np.bincount(best.ravel(), minlength=scores.shape[1])
     order = np.lexsort((-summed(scores), -rows))
     return order[: np.count_nonzero(rows)].tolist()
+
+
+class Predicted(NamedTuple):
+    """State of a policy that predicts each layer once, from an earlier one."""
+
+    top_k: int
+    ahead: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(layer, experts) of the layers to come, the next one first."""
+
+
+def with_predicted(
+    state: Predicted, layer: int, stride: int, scores: np.ndarray | None, cause: str
+) -> tuple[Predicted, Decision]:
+    """The state and the transfers after layer `layer` was routed, which says float32[N, E] scores
+    of the layer `stride` on; None: it predicts nobody. Everybody whom some row is predicted to
+    choose is wanted, the nearest layer first."""
+    ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
+    if scores is not None:
+        ahead = (*ahead, (layer + stride, tuple(chosen_by_rows(scores, state.top_k))))
+    stages = (stage for later, experts in ahead for stage in stages_of(later, [*experts], cause))
+    return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 
 
 def stages_of(layer: int, experts: list[int], cause: str) -> tuple[Stage, ...]:

@@ -25,13 +25,14 @@ from moejax.evaluate.experiments.grid import (
     Files,
     Run,
     bound_of,
+    done_in,
     key_of,
+    left_of,
     opened,
     run_missing,
     runs_of,
     taught,
 )
-from moejax.evaluate.experiments.record_file import completed
 from moejax.evaluate.experiments.records import KEYS, Records, read_results
 from moejax.evaluate.json_lines import LineFile
 from moejax.progress import grid_progress
@@ -214,15 +215,11 @@ class _ClusterGrid:
         warn: Callable[[str], None],
     ):
         self._experiment, self._files, self._scale, self._warn = experiment, files, scale, warn
-        lines = completed(files.records.lines)
-        self._done = {tuple(line[key] for key in KEYS) for line in lines}
+        self._done = done_in(files.records)
 
     def run(self, progress: bool) -> None:
         groups = self._groups()
-        total = sum(map(len, groups.values()))
-        left = {
-            g: [run for run in runs if key_of(run) not in self._done] for g, runs in groups.items()
-        }
+        total, left = sum(map(len, groups.values())), left_of(groups, self._done)
         parts = list(self._parts(left))
         done = total - sum(map(len, left.values()))
         with grid_progress(total, done, progress) as advance:
@@ -234,8 +231,7 @@ class _ClusterGrid:
     def _groups(self) -> dict[Group, list[Run]]:
         """All runs. Policies that learn in the grid say what they need once they have, on a
         worker."""
-        learners = *self._experiment.arms.values(), *self._experiment.mixes.values()
-        if not any(each.learns for each in learners):
+        if not self._experiment.learns:
             return runs_of(self._experiment)
         with Pool(self._workers(True, 1), self._warn) as pool:
             ((_, found),) = (each for each in pool.run([Task(_List())]))

@@ -126,6 +126,11 @@ class Experiment:
     """What each precision is, and dense, which others learn with."""
 
     @property
+    def learns(self) -> bool:
+        """Something of it learns within the grid, before its runs."""
+        return any(each.learns for each in (*self.arms.values(), *self.mixes.values()))
+
+    @property
     def asked(self) -> dict[str, Any]:
         """What decides the records, as plain data: the definition and digests of its files."""
         found = {name: getattr(self, name) for name in _DEFAULTS} | {"texts": self.text_names}

@@ -172,18 +172,29 @@ def runs_of(experiment: Experiment) -> dict[Group, list[Run]]:
     return found
 
 
+def done_in(records: LineFile) -> set[tuple[Any, ...]]:
+    """Keys of the runs and bounds that the file has."""
+    return {tuple(line[key] for key in KEYS) for line in completed(records.lines)}
+
+
+def left_of(
+    groups: Mapping[Group, list[Run]], done: set[tuple[Any, ...]]
+) -> dict[Group, list[Run]]:
+    """The runs that are not done."""
+    return {
+        group: [run for run in runs if key_of(run) not in done] for group, runs in groups.items()
+    }
+
+
 class _Records:
     """The file of records, and what of an experiment it lacks."""
 
     def __init__(self, experiment: Experiment, file: LineFile):
         self._file = file
-        self._done = {tuple(line[key] for key in KEYS) for line in completed(file.lines)}
+        self._done = done_in(file)
         groups = runs_of(experiment)
         self.total = sum(map(len, groups.values()))
-        self.left = {
-            group: [run for run in runs if key_of(run) not in self._done]
-            for group, runs in groups.items()
-        }
+        self.left = left_of(groups, self._done)
 
     @property
     def count_left(self) -> int:

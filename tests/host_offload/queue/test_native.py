@@ -234,8 +234,9 @@ def test_what_an_op_waits_for_is_a_demand():
 def test_a_queue_may_be_closed_under_those_who_wait():
     to, ends = cell(), []
     queue = NativeQueue(chunk_bytes=4096, rate=5e5)
-    queue.submit(transfer(0), from_memory(to))
+    first = queue.submit(transfer(0), from_memory(to, (4096, len(BYTES) - 4096)))
     last = queue.submit(transfer(1), from_memory(cell()))
+    queue.wait(first, 0)  # it has begun: what has not is cancelled
 
     def wait():
         try:

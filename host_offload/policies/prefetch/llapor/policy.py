@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.policies.prefetch.fitted import Fitted, read_fitted
 from host_offload.policies.prefetch.llapor.network import of_layer, scores
-from host_offload.policies.prefetch.next_layers import chosen_by_rows, finite, stages_of
+from host_offload.policies.prefetch.next_layers import Predicted, finite, with_predicted
 
 NAME = "learned"
-
-
-class Predicted(NamedTuple):
-    """State of Learned."""
-
-    top_k: int
-    ahead: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(layer, experts) of the layers to come, the next one first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +34,11 @@ class Learned:
 
     def decide(self, state: Predicted, observation: Observation) -> tuple[Predicted, Decision]:
         seen: Any = observation
-        stride = self.fitted.setting("stride")
-        ahead = tuple(entry for entry in state.ahead if entry[0] > seen.layer) if seen.layer else ()
-        own = of_layer(self.fitted.arrays, seen.layer)
-        if own:
+        stride, found = self.fitted.setting("stride"), None
+        if own := of_layer(self.fitted.arrays, seen.layer):
             inputs = finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0]
-            experts = chosen_by_rows(scores(own, *inputs), state.top_k)
-            ahead = (*ahead, (seen.layer + stride, tuple(experts)))
-        stages = (s for layer, experts in ahead for s in stages_of(layer, [*experts], NAME))
-        return state._replace(ahead=ahead), Decision(stages=tuple(stages))
+            found = scores(own, *inputs)
+        return with_predicted(state, seen.layer, stride, found, NAME)
 
 
 def read(path: str) -> Learned:

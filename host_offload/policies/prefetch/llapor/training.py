@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from host_offload.policies.prefetch.fitted import fitted
+from host_offload.policies.prefetch.fitted import check_gate_inputs, fitted
 from host_offload.policies.prefetch.llapor.network import compressed, groups, logits, routing
 from host_offload.policies.prefetch.llapor.policy import NAME, Learned
 from host_offload.policies.prefetch.next_layers import finite
@@ -132,13 +132,7 @@ def fit(
     too few requests, ValueError for a stride that leaves no layer.
     """
     header = trace.header
-    if not 1 <= stride < header.layers:
-        raise ValueError(f"stride must lie in 1…{header.layers - 1}, not {stride}")
-    if not header.gate_input:
-        raise TraceError(
-            f"{trace.directory} has no gate inputs, which {NAME} learns from; record a trace with "
-            "--trace-arrays gate_input"
-        )
+    check_gate_inputs(trace, stride, NAME)
     learned, left_out = rows or split(trace, (0.75,))
     kinds = groups(header.layers - stride, training.edge)
     arrays: dict[str, np.ndarray] = {}

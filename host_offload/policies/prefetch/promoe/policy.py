@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
-from host_offload.policies.prefetch.next_layers import chosen_by_rows, finite, stages_of
+from host_offload.policies.prefetch.fitted import (
+    Fitted,
+    check_gate_inputs,
+    fitted,
+    read_fitted,
+)
+from host_offload.policies.prefetch.next_layers import Predicted, finite, with_predicted
 from host_offload.policies.prefetch.promoe.network import Training, of_layer, stacked
-from host_offload.traces.reader import Trace, TraceError
+from host_offload.traces.reader import Trace
 
 NAME = "promoe"
 AS_PROMOE = Training()
-
-
-class Predicted(NamedTuple):
-    """State of ProMoE."""
-
-    top_k: int
-    ahead: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(layer, experts) of the layers to come, the next one first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +48,10 @@ class ProMoE:
     def decide(self, state: Predicted, observation: Observation) -> tuple[Predicted, Decision]:
         seen: Any = observation
         arrays, stride = self.fitted.arrays, self.fitted.setting("stride")
-        ahead = tuple(entry for entry in state.ahead if entry[0] > seen.layer) if seen.layer else ()
+        scores = None
         if seen.layer < len(arrays["bias1"]):
             scores = of_layer(arrays, seen.layer).scores(finite(seen.gate_input[:, 0]))
-            experts = chosen_by_rows(scores, state.top_k)
-            ahead = (*ahead, (seen.layer + stride, tuple(experts)))
-        stages = (s for layer, experts in ahead for s in stages_of(layer, [*experts], NAME))
-        return state._replace(ahead=ahead), Decision(stages=tuple(stages))
+        return with_predicted(state, seen.layer, stride, scores, NAME)
 
 
 def fit(trace: Trace, *, stride: int = 2, training: Training = AS_PROMOE) -> ProMoE:
@@ -71,15 +65,7 @@ def fit(trace: Trace, *, stride: int = 2, training: Training = AS_PROMOE) -> Pro
     for a stride that leaves no layer.
     """
     header = trace.header
-    if not 1 <= stride < header.layers:
-        raise ValueError(f"stride must lie in 1…{header.layers - 1}, not {stride}")
-    if not header.gate_input:
-        raise TraceError(
-            f"{trace.directory} has no gate inputs, which {NAME} learns from; record a trace with "
-            "--trace-arrays gate_input"
-        )
-    if not trace.tokens:
-        raise TraceError(f"{trace.directory} has no tokens to learn from")
+    check_gate_inputs(trace, stride, NAME)
     networks = []
     for layer in range(header.layers - stride):
         x = np.zeros((trace.tokens, header.gate_input), np.float32)

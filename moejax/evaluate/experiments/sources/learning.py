@@ -80,10 +80,10 @@ def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experimen
     says (docs/protocol.md, 3). Raises UserError for a text that is too short, and for what learning
     shows to be none of this grid.
     """
+    if not experiment.learns:
+        return experiment
     learners = *experiment.arms.values(), *experiment.mixes.values()
     arrays = frozenset().union(*(each.train_arrays for each in learners))
-    if not any(each.learns for each in learners):
-        return experiment
     trace = _train_trace(experiment, prompts.training(), traces, arrays)
     model, options = model_directory(experiment.model), experiment.options
     arms = {name: arm.taught(trace) for name, arm in experiment.arms.items()}
