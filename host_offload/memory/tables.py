@@ -217,7 +217,9 @@ def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
             address=tables.address.at[giver, expert].set(jnp.where(held, -1, address)),
         )
 
-    return lax.fori_loop(0, listed.shape[0], carry_out, tables)
+    # Lists are long and mostly of few entries: none of the unused ones at their end costs time.
+    used = jnp.where(listed[:, 0] >= 0, jnp.arange(1, len(listed) + 1), 0)
+    return lax.fori_loop(0, jnp.max(used, initial=0), carry_out, tables)
 
 
 def seat_absent(
