@@ -27,10 +27,12 @@ def by_worth(tables: Residency, layer: int) -> np.ndarray:
     # The clock of the reference to come, and a step more where that is this step's.
     age = tables.clock[:, None] + np.int32(1) - tables.last_used
     age = age + (number >= layer).astype(np.int32)
+    # A term of weight zero is not worth its logarithm.
+    recency, frequency, prior = tables.victim_weights.tolist()
     key = victim_key(
-        age,
-        np.take_along_axis(tables.frequency, tables.owner, 1),
-        np.take_along_axis(tables.prior, tables.owner, 1),
+        age if recency else np.int32(1),
+        np.take_along_axis(tables.frequency, tables.owner, 1) if frequency else np.int32(0),
+        np.take_along_axis(tables.prior, tables.owner, 1) if prior else np.zeros_like(tables.owner),
         tables.victim_weights,
     ).astype(np.int64)
     owned, granted = tables.owner >= 0, tables.cell_row >= 0

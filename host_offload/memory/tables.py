@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -265,6 +266,8 @@ def snapshot(tables: Tables) -> jax.Array:
 
 def read_snapshot(packed: np.ndarray, tables: Tables) -> Residency:
     """The tables in a snapshot, on the host. tables: any of the same shapes."""
-    sizes = [table.size for table in tables]
-    parts = np.split(packed, np.cumsum(sizes)[:-1])
-    return Residency(*(p.reshape(t.shape) for p, t in zip(parts, tables, strict=True)))
+    parts, first = [], 0
+    for shape in (table.shape for table in tables):
+        parts.append(packed[first : first + math.prod(shape)].reshape(shape))
+        first += parts[-1].size
+    return Residency(*parts)
