@@ -102,6 +102,9 @@ class Control:
         self._handed = self._more = False
         """A list was returned from between layers that was not settled; before the next moment that
         asks, something wants to know what became of it, or there is more to hand out."""
+        self._known: int | None = None
+        """The layer of the running step until whose experts the controller's tables are the
+        device's, but for a list that was not settled; None: not known."""
         # The controller counts what it handed out as done. Where the device failed, it is still to
         # be done, before anything that the controller hands out later.
         self._moves: list[Move] = []
@@ -117,7 +120,7 @@ class Control:
         if self._making is not None:
             controller.staging.forget(self._making)
             self._handed = self._more = False
-        self._making, self.resized = number, None
+        self._making, self.resized, self._known = number, None, None
         self._move_cells()
         if controller.needs_residency and controller.tables is None:
             controller.see(self.device.snapshot()())
@@ -163,6 +166,10 @@ class Control:
         controller = self.controller
         if moment not in controller.moments and not self._more:
             return []
+        # Only a layer's experts and lists change tables without the controller.
+        coming = max(layer, 0)
+        unseen = self._handed or self._known != coming
+        self._known = coming
         done = self._done() if self._handed else None
         entries = controller.between_layers(
             moment,
@@ -171,7 +178,7 @@ class Control:
             seconds=self._seconds,
             rows=rows,
             routing=routing,
-            tables=self.device.snapshot()() if controller.needs_residency else None,
+            tables=self.device.snapshot()() if unseen and controller.needs_residency else None,
             done=done,
             progress=self.device.progress() if "progress" in controller.needs else None,
         )

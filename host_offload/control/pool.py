@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -27,10 +27,12 @@ def by_worth(tables: Residency, layer: int) -> np.ndarray:
     # The clock of the reference to come, and a step more where that is this step's.
     age = tables.clock[:, None] + np.int32(1) - tables.last_used
     age = age + (number >= layer).astype(np.int32)
+    # A term of weight zero is not worth its logarithm.
+    recency, frequency, prior = tables.victim_weights.tolist()
     key = victim_key(
-        age,
-        np.take_along_axis(tables.frequency, tables.owner, 1),
-        np.take_along_axis(tables.prior, tables.owner, 1),
+        age if recency else np.int32(1),
+        np.take_along_axis(tables.frequency, tables.owner, 1) if frequency else np.int32(0),
+        np.take_along_axis(tables.prior, tables.owner, 1) if prior else np.zeros_like(tables.owner),
         tables.victim_weights,
     ).astype(np.int64)
     owned, granted = tables.owner >= 0, tables.cell_row >= 0
@@ -87,18 +89,16 @@ class PooledStaging(Staging):
             return []
         if not between_layers:
             self.look(step, tables, 0, None, room=False)
-        wanted = np.full(tables.address.shape, _NEVER)
-        for kind in reversed(self._queues):
-            for rank, place in enumerate(self._queues[kind]):
-                wanted[place] = rank
-
-        owned = tables.owner >= 0
-        rank = np.take_along_axis(wanted, np.maximum(tables.owner, 0), 1)
-        rank = np.where(owned, rank, _NEVER)
-        worth = self._free_to_go(tables)
+        # Most moments find all that is wanted there already, and need no order of who goes. What
+        # is there leaves the queue, and is wanted still.
+        queues = {kind: tuple(queue) for kind, queue in self._queues.items()}
+        order: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
         def find_cell(entry: Wanted) -> int | None:
             layer, expert, _ = entry[:3]
+            if not order:
+                order.append((*_wanted(tables, queues), self._free_to_go(tables)))
+            wanted, rank, worth = order[0]
             own = np.flatnonzero((tables.owner[layer] < 0) & (worth[layer] < _NEVER))
             if own.size:
                 worth[layer, own[0]] = _NEVER
@@ -116,11 +116,13 @@ class PooledStaging(Staging):
     def _make_room(self, tables: Residency) -> None:
         """Free cells for what the layer misses, as far as the pool has some."""
         layer = self._layer
+        missed = int(np.count_nonzero(self._active & (tables.address[layer] < 0)))
+        if not missed:
+            return
         worth = self._free_to_go(tables)
         free = (tables.owner[layer] < 0) & (worth[layer] < _NEVER)
-        missing = int(np.sum(self._active & (tables.address[layer] < 0)) - np.sum(free))
         worth[layer] = np.where(free, _NEVER, worth[layer])
-        for _ in range(missing):
+        for _ in range(missed - int(np.sum(free))):
             found = self._best(tables, worth, layer)
             if found is None:
                 return
@@ -161,3 +163,16 @@ class PooledStaging(Staging):
         self._hand_overs.append(move)
         self.handed += giver != layer
         return place
+
+
+def _wanted(
+    tables: Residency, queues: Mapping[str, Sequence[tuple[int, int]]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places in queues of (layer, expert), by kind, the most urgent kind first: 0 the most urgent,
+    _NEVER of nobody there; of each expert, int64[L, E], and of each cell's owner, int64[L, C]."""
+    wanted = np.full(tables.address.shape, _NEVER)
+    for kind in reversed(queues):
+        for rank, place in enumerate(queues[kind]):
+            wanted[place] = rank
+    held = np.take_along_axis(wanted, np.maximum(tables.owner, 0), 1)
+    return wanted, np.where(tables.owner >= 0, held, _NEVER)

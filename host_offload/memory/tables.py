@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -217,7 +218,9 @@ def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
             address=tables.address.at[giver, expert].set(jnp.where(held, -1, address)),
         )
 
-    return lax.fori_loop(0, listed.shape[0], carry_out, tables)
+    # Lists are long and mostly of few entries: none of the unused ones at their end costs time.
+    used = jnp.where(listed[:, 0] >= 0, jnp.arange(1, len(listed) + 1), 0)
+    return lax.fori_loop(0, jnp.max(used, initial=0), carry_out, tables)
 
 
 def seat_absent(
@@ -263,6 +266,8 @@ def snapshot(tables: Tables) -> jax.Array:
 
 def read_snapshot(packed: np.ndarray, tables: Tables) -> Residency:
     """The tables in a snapshot, on the host. tables: any of the same shapes."""
-    sizes = [table.size for table in tables]
-    parts = np.split(packed, np.cumsum(sizes)[:-1])
-    return Residency(*(p.reshape(t.shape) for p, t in zip(parts, tables, strict=True)))
+    parts, first = [], 0
+    for shape in (table.shape for table in tables):
+        parts.append(packed[first : first + math.prod(shape)].reshape(shape))
+        first += parts[-1].size
+    return Residency(*parts)

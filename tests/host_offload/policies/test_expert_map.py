@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from host_offload.policies.prefetch.expert_map.policy import ExpertMap, Matching
 from host_offload.policies.prefetch.expert_map.store import (
     MapStore,
     Trajectory,
+    dot_products,
     empty_store,
     selected,
     semantic_scores,
@@ -63,6 +64,30 @@ def test_searches_are_cosines_layer_by_layer():
         for x, y in itertools.product(range(3), range(7)):
             wanted = cosine(maps[x, first], old_maps[y, first])
             assert scores[x, y] == pytest.approx(wanted, abs=1e-6)
+
+
+class Watched(np.ndarray):
+    """Notes the multiplications of each product that BLAS is asked for."""
+
+    asked: ClassVar[list[int]] = []
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **settings):
+        plain = [np.asarray(each) for each in inputs]
+        if ufunc is np.matmul:
+            self.asked.append(plain[0].shape[-2] * plain[0].shape[-1] * plain[1].shape[-1])
+        return getattr(ufunc, method)(*plain, **settings)
+
+
+@pytest.mark.parametrize("length", [1, 300, 2048])
+@pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 1000), (31, 130), (33, 129), (70, 0)])
+def test_products_are_those_of_one_thread(rows, count, length):
+    """fMoE: inference never waits for a search, so none waits for another thread of BLAS."""
+    rng = np.random.default_rng(rows)
+    new, kept = (rng.normal(size=(n, length)).astype(np.float32) for n in (rows, count))
+    Watched.asked.clear()
+    found = dot_products(new, kept.view(Watched))
+    np.testing.assert_allclose(found, new.astype(float) @ kept.T, rtol=1e-4, atol=1e-4)
+    assert found.dtype == np.float32 and max(Watched.asked) <= 65536 * 4
 
 
 def test_sigmoid_scores_become_distributions():

@@ -19,6 +19,7 @@ from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import prefetch_policy
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.simulate.simulated_engine import PagerDevice
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.memory.layered_device import LayeredDevice
@@ -118,6 +119,20 @@ def test_every_tracker_runs_and_the_maps_know_what_repeats(told, tmp_path):
     assert not misses["map_ts"].any() and not misses["map_tsd"].any()
     assert not misses["speculate"][:, 2:].any() and misses["speculate"][:, :2].any()
     assert misses["hit_count"].sum() > misses["map_t"].sum()
+
+
+def test_tables_are_copied_once_a_layer_while_nothing_moves(trace, told, monkeypatch):
+    """A moment waits for a copy of the tables only where experts or a list have changed them."""
+    copies: list[int] = []
+    snapshot = PagerDevice.snapshot
+    monkeypatch.setattr(PagerDevice, "snapshot", lambda it: copies.append(1) or snapshot(it))
+    run: dict[str, Any] = dict(cells=trace.header.experts, driver="host", spec=told)
+    simulate(trace, policies=[ExpertMap(tracker="map_ts", learns=False, distance=2)], **run)
+    assert len(copies) == trace.steps * (LAYERS + 1) + 1  # after each step, and before the first
+    copies.clear()
+    found = simulate(trace, policies=[expert_map.fit(trace, distance=2)], **run)
+    lists = int((found.staged.sum(axis=1) > 0).sum())
+    assert lists and len(copies) > trace.steps * (LAYERS + 1) + 1
 
 
 # ---- offline and online

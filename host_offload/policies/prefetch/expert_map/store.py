@@ -10,6 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+_ALONE = 1 << 18
+"""Multiplications that OpenBLAS, numpy's, gives to one thread (interface/gemm.c, 65536 ·
+GEMM_MULTITHREAD_THRESHOLD). Above, the caller waits for others of its threads, which have to get a
+core beside those of the step: 20 ms for half a millisecond's work where they do not get one."""
+
+_ROWS = 32
+"""Rows of a piece."""
+
 
 class MapStore(NamedTuple):
     """Maps of earlier iterations, each with the embedding of the token that was fed in."""
@@ -37,7 +45,7 @@ def stored(embeddings: np.ndarray, maps: np.ndarray) -> MapStore:
 
 def semantic_scores(store: MapStore, embeddings: np.ndarray) -> np.ndarray:
     """float32[N, n]: cosines of embeddings float[N, D] and the store's (equation 4)."""
-    return _units(embeddings) @ store.embeddings.T
+    return dot_products(_units(embeddings), store.embeddings)
 
 
 class Trajectory(NamedTuple):
@@ -58,7 +66,7 @@ class Trajectory(NamedTuple):
         """With the layer's probabilities, float[N, E]."""
         rows = _distributions(probabilities)
         return Trajectory(
-            self.products + rows @ store.maps[layer].T,
+            self.products + dot_products(rows, store.maps[layer]),
             self.squares + np.einsum("ne,ne->n", rows, rows),
         )
 
@@ -75,16 +83,25 @@ def selected(
     The fewest, likeliest ones whose probabilities sum to at least clip(1 − score, 0, 1), and at
     least top_k; all where rounding keeps the sum below. by_similarity: False takes top_k.
     """
-    order = np.argsort(-probabilities, axis=1, kind="stable")
+    row, order = np.arange(len(probabilities))[:, None], _likely_first(probabilities)
     counts = np.full(len(probabilities), top_k)
     if by_similarity:
         wanted = np.clip(1 - scores, 0, 1)[:, None]
-        sums = np.cumsum(np.take_along_axis(probabilities, order, 1), axis=1)
+        sums = np.cumsum(probabilities[row, order], axis=1)
         counts = np.maximum(counts, np.sum(sums < wanted, axis=1) + 1)
-    first = np.arange(probabilities.shape[1]) < counts[:, None]
     chosen = np.zeros(probabilities.shape, bool)
-    np.put_along_axis(chosen, order, first, 1)
+    chosen[row, order] = np.arange(probabilities.shape[1]) < counts[:, None]
     return chosen
+
+
+def _likely_first(probabilities: np.ndarray) -> np.ndarray:
+    """int64[N, E]: experts, the likeliest first, equal ones by their numbers. A stable argsort of
+    −probabilities, as one sort of whole numbers, five times as fast: the bits of a float32 that is
+    not negative are ordered as it is."""
+    bits = (probabilities.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
+    keys = (-bits << 32) | np.arange(probabilities.shape[1])
+    keys.sort(axis=1)
+    return keys & 0xFFFFFFFF
 
 
 def with_rows(
@@ -98,9 +115,10 @@ def with_rows(
     """
     new = stored(embeddings, maps)
     room = max(capacity - store.size, 0)
-    old = _stored(
+    old = MapStore(
         np.concatenate([store.embeddings, new.embeddings[:room]]),
         np.concatenate([store.maps, new.maps[:, :room]], axis=1),
+        np.concatenate([store.lengths, new.lengths[:, :room]], axis=1),
     )
     if (late := new.size - room) <= 0:
         return old
@@ -119,10 +137,25 @@ def _redundancy(new: MapStore, old: MapStore, distance: int) -> np.ndarray:
     layers = len(old.maps)
     products = np.zeros((new.size, old.size), np.float32)
     for rows, maps in zip(new.maps, old.maps, strict=True):
-        products += rows @ maps.T
+        products += dot_products(rows, maps)
     trajectory = _quotient(products, new.lengths[-1][:, None] * old.lengths[-1])
-    semantic = new.embeddings @ old.embeddings.T
+    semantic = dot_products(new.embeddings, old.embeddings)
     return (distance * semantic + (layers - distance) * trajectory) / np.float32(layers)
+
+
+def dot_products(rows: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """float32[N, n]: of each of float32[N, K] and each of float32[n, K], in pieces computed
+    where they are asked for: a search must not wait for a core that the step computes on."""
+    (count, length), products = kept.shape, np.empty((len(rows), len(kept)), np.float32)
+    for first in range(0, len(rows), _ROWS):
+        some = rows[first : first + _ROWS]
+        piece = max(_ALONE // (len(some) * length), 1)
+        whole = count - count % piece
+        into = products[first : first + _ROWS]
+        pieces = kept[:whole].reshape(-1, piece, length)
+        into[:, :whole] = (pieces @ some.T).reshape(whole, len(some)).T
+        into[:, whole:] = (kept[whole:] @ some.T).T
+    return products
 
 
 def _stored(units: np.ndarray, maps: np.ndarray) -> MapStore:
@@ -142,5 +175,5 @@ def _distributions(probabilities: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b, 0 where b is: what has no direction is like nothing."""
-    return a / np.where(b > 0, b, np.float32(np.inf))
+    """a / b, 0 where both are: what has no direction is like nothing."""
+    return a / np.maximum(b, np.finfo(np.float32).tiny)
