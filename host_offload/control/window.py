@@ -25,7 +25,8 @@ class WindowSpec:
     A layer's cells are numbered: expert e has number e of its own, if it is resident; those from E
     on are the ring's, of which a layer has some or none. The ring is two halves of as many cells as
     any layer has experts that stream; a step hands the cells of one half from layer to layer
-    (host_offload.memory.tables.hand_over). Packed residents have a cell of their own and stream as
+    (host_offload.memory.tables.hand_over). Where the coming layer waits in memory beside the arena
+    (halves=1), the ring is one half of cells, which go on with every layer. Packed residents have a cell of their own and stream as
     well, out of it, but where they are computed as they are (direct). Raises ValueError for fewer
     than three layers, which the window would hold whole, and for packed experts without a size.
 
@@ -43,6 +44,8 @@ class WindowSpec:
     """Those of a packed resident; 0: there are none."""
     direct: bool = False
     """Packed residents are computed from their packed records, in registers, and do not stream."""
+    halves: int = 2
+    """Of the ring, that are cells of the arena."""
 
     def __post_init__(self):
         if self.layers < 3:
@@ -79,9 +82,10 @@ class WindowSpec:
     @property
     def rows(self) -> int:
         """Arena rows of all cells, all that experts ever have: the paper's `C_exp`,
-        x·P_total + κ·y·P_total and two layers of what streams."""
+        x·P_total + κ·y·P_total and two layers of what streams (one, of a ring of one half)."""
         dense, packed, _ = self.placement.sum(axis=0).tolist()
-        return (2 * self.half + dense) * self.record_rows + packed * self.packed_rows
+        ring = self.halves * self.half
+        return (ring + dense) * self.record_rows + packed * self.packed_rows
 
     @property
     def slots(self) -> int:
@@ -90,7 +94,7 @@ class WindowSpec:
 
     @property
     def cells(self) -> int:
-        return 2 * self.half + int(self.placement[:, :HOST].sum())
+        return self.halves * self.half + int(self.placement[:, :HOST].sum())
 
     @property
     def cell_bound(self) -> int:
@@ -99,12 +103,12 @@ class WindowSpec:
 
     def contents(self) -> dict[str, np.ndarray]:
         """Tables of a start, int32. The first layer is in one half of the ring; the other one is
-        the last layer's, where nothing is."""
+        the last layer's, where nothing is. So is the only one of a ring of one half."""
         shape, experts, half = (self.layers, self.experts), self.experts, self.half
         cell_row = np.full((self.layers, self.cell_bound), -1, np.int32)
         owner, cell_version = cell_row.copy(), np.zeros_like(cell_row)
         address, version = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-        first = 2 * half * self.record_rows
+        first = self.halves * half * self.record_rows
         for tier, rows in ((DENSE, self.record_rows), (PACKED, self.packed_rows)):
             # Expert after expert, each in all layers: argwhere of the transposed table.
             who = np.argwhere(tier == self.tier.T)
@@ -116,12 +120,14 @@ class WindowSpec:
         stays = ~self.streams
         address[stays] = cell_row[:, :experts][stays]
         version[stays] = cell_version[:, :experts][stays]
-        halves = np.arange(2 * half, dtype=np.int32).reshape(2, half) * self.record_rows
-        for layer, rows in zip((0, self.layers - 1), halves, strict=True):
+        ring = np.arange(self.halves * half, dtype=np.int32).reshape(self.halves, half)
+        ring *= self.record_rows
+        for layer, rows in zip((self.layers - 1, 0), reversed(ring), strict=False):
             cell_row[layer, experts : experts + half] = rows
-        there = np.flatnonzero(self.streams[0])
-        owner[0, experts : experts + len(there)] = there
-        address[0, there] = halves[0][: len(there)]
+        if self.halves > 1:
+            there = np.flatnonzero(self.streams[0])
+            owner[0, experts : experts + len(there)] = there
+            address[0, there] = ring[0][: len(there)]
         return {
             "cell_row": cell_row,
             "cell_version": cell_version,
@@ -129,6 +135,12 @@ class WindowSpec:
             "address": address,
             "version": version,
         }
+
+    def seats(self, layer: int) -> list[tuple[int, int]]:
+        """(expert, arena row) of a layer's experts that stream, in a ring of one half: where
+        host_offload.memory.tables.seat_absent puts them."""
+        there = np.flatnonzero(self.streams[layer]).tolist()
+        return [(expert, i * self.record_rows) for i, expert in enumerate(there)]
 
     def residents(self) -> tuple[np.ndarray, np.ndarray]:
         """(arena row, version) int32[L, E] of those with a cell of their own; row −1: it has

@@ -109,24 +109,34 @@ class DeviceQueue:
     def submit(self, transfer: Transfer, load: Load | None = None) -> int:
         """See Backend; begins nothing. A record that was taken into this cell before is waited for,
         not refused. load: that of the record, where it is given."""
+        if load is not None and load.parts != self.records.sizes:
+            raise QueueError(
+                f"records have pieces of {self.records.sizes} bytes, not {load.parts}"
+            )
+        return self.submit_all([transfer])[0]
+
+    def submit_all(self, transfers: Sequence[Transfer]) -> list[int]:
+        """As submit, of several; what has ended is looked for once."""
         if self._closed:
             raise QueueError("the queue is closed")
-        sizes = self.records.sizes
-        if load is not None and load.parts != sizes:
-            raise QueueError(f"records have pieces of {sizes} bytes, not {load.parts}")
         layers, experts = self.records.shape[:2]
-        if not (0 <= transfer.layer < layers and 0 <= transfer.expert < experts):
-            raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
+        cells = {transfer.cell for transfer in transfers}
+        for transfer in transfers:
+            if not (0 <= transfer.layer < layers and 0 <= transfer.expert < experts):
+                raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
         for staged in self._staged.values():
-            if staged.transfer.cell == transfer.cell:
+            if staged.transfer.cell in cells:
                 _waited(staged.mark)
         self._look()
-        ticket = self._queue.submit(transfer, sizes)
-        asked = self.records.ask(
-            transfer.layer, transfer.expert, demand=transfer.demand, priority=transfer.priority
-        )
-        self._staged[ticket] = _Staged(transfer, transfer.demand, asked)
-        return ticket
+        tickets = []
+        for transfer in transfers:
+            ticket = self._queue.submit(transfer, self.records.sizes)
+            asked = self.records.ask(
+                transfer.layer, transfer.expert, demand=transfer.demand, priority=transfer.priority
+            )
+            self._staged[ticket] = _Staged(transfer, transfer.demand, asked)
+            tickets.append(ticket)
+        return tickets
 
     def cancel(self, ticket: int) -> bool:
         if not self._queue.cancel(ticket):
@@ -182,12 +192,13 @@ class DeviceQueue:
         self._look()
         ahead = sum(len(s.chunks) for s in self._staged.values() if not s.transfer.demand)
         due: dict[int, list[Chunk]] = {}
-        while (ticket := self._queue.next_ticket(self._read)) is not None:
+        for ticket in self._queue.in_turn(self._read):
             demand = self._staged[ticket].transfer.demand
-            if not demand and (not others or ahead >= self._ahead):
+            if not demand and not others:
                 break
-            ahead += not demand
-            due.setdefault(ticket, []).append(self._next_chunk())
+            while (demand or ahead < self._ahead) and (chunk := self._next_chunk(ticket)):
+                ahead += not demand
+                due.setdefault(ticket, []).append(chunk)
         for ticket, chunks in due.items():
             self._begin(ticket, chunks)
 
@@ -210,27 +221,33 @@ class DeviceQueue:
         What has not begun begins now, before all others, once it is read. Raises TransferLost where
         a read or a copy failed.
         """
-        staged = self._staged[ticket]
-        if staged.settled is None:
-            self.reorder(ticket, DEMAND, 0)
-            self._counts["waits"] += 1
-            self._counts["late"] += not staged.demand
-            self.begin(others=False)
-            while not staged.asked.there():
-                staged.asked.wait()
-                self.begin(others=False)
-            if len(staged.arrays) < len(self.records.sizes):
-                self.wait(ticket)  # one failed, and others of it are under way
-        settled = staged.settled
-        if settled is not None and settled.state == "failed":
+        try:
+            self.take_all([ticket], lambda records: move(records[0]))
+        except TransferLost:
             del self._staged[ticket]
-            raise TransferLost(settled.message)
-        mark = move([staged.arrays[first] for first in sorted(staged.arrays)])
-        if settled is None:
-            staged.mark = mark
-            staged.arrays.clear()
-        else:
-            del self._staged[ticket]
+            raise
+
+    def take_all(
+        self, tickets: Sequence[int], move: Callable[[Sequence[Sequence[jax.Array]]], jax.Array]
+    ) -> None:
+        """As take, of several records by one program. Raises TransferLost, and takes nothing, where
+        one of them failed."""
+        if any(self._staged[ticket].settled is None for ticket in tickets):
+            self._look()
+        for ticket in tickets:
+            staged = self._staged[ticket]
+            if staged.settled is None:
+                self._hasten(ticket, staged)
+            if staged.settled is not None and staged.settled.state == "failed":
+                raise TransferLost(staged.settled.message)
+        taken = [self._staged[ticket] for ticket in tickets]
+        mark = move([[s.arrays[first] for first in sorted(s.arrays)] for s in taken])
+        for ticket, staged in zip(tickets, taken, strict=True):
+            if staged.settled is None:
+                staged.mark = mark
+                staged.arrays.clear()
+            else:
+                del self._staged[ticket]
 
     def drop(self, ticket: int) -> None:
         """Frees a record that nobody wants any more: cancels what has not begun, waits for the rest
@@ -263,15 +280,27 @@ class DeviceQueue:
         """Whether a transfer's chunks can begin."""
         return self._staged[ticket].asked.there()
 
-    def _next_chunk(self) -> Chunk:
+    def _hasten(self, ticket: int, staged: _Staged) -> None:
+        """All chunks of a record that is taken have begun, or one of them failed."""
+        self.reorder(ticket, DEMAND, 0)
+        self._counts["waits"] += 1
+        self._counts["late"] += not staged.demand
+        if len(staged.arrays) == len(self.records.sizes):
+            return
+        self.begin(others=False)
+        while not staged.asked.there():
+            staged.asked.wait()
+            self.begin(others=False)
+        if len(staged.arrays) < len(self.records.sizes):
+            self.wait(ticket)  # one failed, and others of it are under way
+
+    def _next_chunk(self, ticket: int) -> Chunk | None:
         if not self._queue.under_way:
             self._busy_since = time.monotonic()
-        chunk = self._queue.next_chunk(self._read)
-        assert chunk is not None
-        return chunk
+        return self._queue.begin_chunk(ticket)
 
     def _begin(self, ticket: int, chunks: Sequence[Chunk]) -> None:
-        """Begins chunks of one transfer, which next_chunk gave."""
+        """Begins chunks of one transfer, which _next_chunk gave."""
         staged = self._staged[ticket]
         try:
             pieces = staged.asked.pieces()

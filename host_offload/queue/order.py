@@ -75,25 +75,29 @@ class TransferQueue:
         return ticket
 
     def next_chunk(self, ready: Callable[[int], bool] | None = None) -> Chunk | None:
-        """Begins the chunk whose turn it is; None where none waits. ready: as of next_ticket."""
-        ticket = self.next_ticket(ready)
-        if ticket is None:
-            return None
+        """Begins the chunk whose turn it is; None where none waits. ready: as of in_turn."""
+        tickets = self.in_turn(ready)
+        return self.begin_chunk(tickets[0]) if tickets else None
+
+    def begin_chunk(self, ticket: int) -> Chunk | None:
+        """Begins a transfer's next chunk, whose turn it is (in_turn); None where all have begun."""
         open_ = self._open[ticket]
+        if not open_.waiting:
+            return None
         open_.begun = True
         open_.under_way += 1
         self.under_way += 1
         return open_.waiting.popleft()
 
-    def next_ticket(self, ready: Callable[[int], bool] | None = None) -> int | None:
-        """Whose chunk is next; None where none waits. ready: says of a ticket whether its chunks
-        can begin; None: of each."""
+    def in_turn(self, ready: Callable[[int], bool] | None = None) -> list[int]:
+        """Tickets with chunks that wait, whose turn is first before others. ready: says of a ticket
+        whether its chunks can begin; None: of each."""
         waiting = [
             (not open_.transfer.demand, open_.transfer.priority, ticket)
             for ticket, open_ in self._open.items()
             if open_.waiting and (ready is None or ready(ticket))
         ]
-        return min(waiting)[2] if waiting else None
+        return [ticket for _, _, ticket in sorted(waiting)]
 
     def end(self, chunk: Chunk, failure: str = "") -> Settled | None:
         """The chunk's bytes are there, or what went wrong. Returns how its transfer ended, where

@@ -59,7 +59,6 @@ from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
-from moejax.step.drivers.stream import StreamRunner
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
@@ -383,7 +382,7 @@ class LLM:
                 "store": store_stats(engine, self.options),
                 "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
                 "stream": stream_stats(
-                    runner.window if isinstance(runner, StreamRunner) else None,
+                    runner.window,
                     engine.statistics,
                     runner.layout,
                 ),

@@ -38,6 +38,7 @@ from moejax.start.tiers import measured_rates
 from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import StreamRunner
+from moejax.step.drivers.stream_queued import QueuedStreamRunner
 from moejax.step.parts import StepSpec
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer, start_trace
@@ -53,6 +54,9 @@ RUNNERS: dict[str, type[Runner]] = {
     "stream": StreamRunner,
 }
 """By driver."""
+
+_SEPARATE: dict[str, type[Runner]] = {"host": QueuedRunner, "stream": QueuedStreamRunner}
+"""By driver, of StepSpec.separate."""
 
 
 def start_engine(
@@ -128,7 +132,7 @@ def make_runner(
     steps: StepSpec, loaded: LoadedModel, device: jax.Device, *, slots: int, bound: int
 ) -> Runner:
     """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
-    kind = QueuedRunner if steps.separate else RUNNERS[steps.driver]
+    kind = (_SEPARATE if steps.separate else RUNNERS)[steps.driver]
     return kind(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
@@ -221,7 +225,7 @@ def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
             start[:] = mixed.start
         runner.set_tables({"fill_version": -1 - start})
     elif plan.window is not None:
-        assert isinstance(runner, StreamRunner)
+        assert isinstance(runner, StreamRunner | QueuedStreamRunner)
         arena.grant_expert_slots(plan.window.slots)
         runner.open_window(plan.window)
     elif isinstance(mixed, ResidentSpec):

@@ -19,6 +19,7 @@ from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.plan import Plan, plan
+from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.stage import Entries, stage
 
 
@@ -158,6 +159,14 @@ def materialize(
         return load(DeviceMemory(memory.arena, tables), layer, expert, row, count, context)
 
 
+def seat(tables: Tables, giver: jax.Array, taker: jax.Array) -> Tables:
+    """Tables in which the ring's cells, of one half, went on from a layer to another one, whose
+    absent experts own them: `materialize` where the host brings their records."""
+    experts = tables.address.shape[1]
+    ring = jnp.arange(tables.cell_row.shape[1]) >= experts
+    return seat_absent(hand_over(tables, giver, taker, ring), taker, experts)[0]
+
+
 def load_seated(memory: DeviceMemory, layer: int, context: ExpertContext) -> DeviceMemory:
     """Begins to load the experts that own a layer's cells of the ring, the first of those, between
     two steps."""
@@ -214,10 +223,19 @@ def compute_materialized(
     """Every expert of a layer in the window on its tokens; arguments and results as of
     page_and_compute. All experts are listed as active, so all are there afterwards, used or not,
     and none is on its way when the layer's cells go on. An active expert is a hit where it has a
-    cell; one whose bytes did not come in an earlier step has none, and is read through."""
+    cell; one whose bytes did not come in an earlier step has none, and is read through. Where no
+    store can be read (AbsentRecords) nothing flies into cells: those are listed that are used and
+    there, and the rows of the others are zeros."""
     ops, (tokens, k) = context.ops, ids.shape
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
+    active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
+    absent = active & (tables.address[layer] < 0)
+    listed, count = expert, jnp.int32(experts)
+    if isinstance(context.stores[0], AbsentRecords):
+        due = active & ~absent
+        listed = jnp.argsort(~due, stable=True).astype(jnp.int32)
+        count = jnp.sum(due, dtype=jnp.int32)
     with jax.named_scope("expert_ffn"):
         y = expert_ffn(
             jnp.zeros((tokens * k, x.shape[1]), jnp.float32),
@@ -228,16 +246,14 @@ def compute_materialized(
             layer,
             tables.address,
             tables.version,
-            expert,
-            jnp.int32(experts),
+            listed,
+            count,
             activation=context.activation,
             row_tile=context.row_tile,
             formats=context.formats,
             implementation=ops.expert_ffn,
             shared_kib=ops.shared_kib,
         )
-    active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
-    absent = active & (tables.address[layer] < 0)
     counts = _window_counts(active, absent, len(context.stores))
     return lax.optimization_barrier(y).reshape(tokens, k, x.shape[1]), memory, counts
 

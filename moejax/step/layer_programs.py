@@ -15,10 +15,13 @@ from moejax.step.experts import (
     active_experts,
     add_experts,
     compute,
+    compute_materialized,
     counts_size,
+    expert_rows,
     nothing_computed,
     page_and_compute,
     plan_wave,
+    seat,
     stage_layer,
     wave_counts,
 )
@@ -41,9 +44,14 @@ OF_RUNS = ("attend", "route", "observe", "feed_forward")
 EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
 """Parts of a layer's experts where the host brings those that are missing."""
 
-OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "forget", "compare")
+OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare", "seat")
 """Programs of the same engines, between parts: entries of a stage list without their copies, a
-record into its cell, a cell that nobody owns any more, a cell against its record."""
+record or LANDED into cells, a cell that nobody owns any more, a cell against its record; and cells
+of the ring from layer to layer."""
+
+LANDED = 8
+"""Records that one program moves into their cells, a compiled shape: calls cost the host more than
+what they say."""
 
 IDLE, READ_THROUGH = -2, -1
 """In a plan's rows: the expert is not due; it has no cell."""
@@ -107,6 +115,8 @@ class _Parts:
         ids, weights = routing
         y = programs.array(ids.size, config.hidden_size, dtype=jnp.float32)
         listed = programs.array(config.num_experts)
+        # The kernel's result is an array of its own, which would be copied into a donated one.
+        kernel = programs.steps.ops.combine == "pallas"
         return {
             "blank": ((programs.tables, ids), ()),
             "plan": ((programs.tables, counts, ids, index, index), (0, 1)),
@@ -118,15 +128,15 @@ class _Parts:
                 (y, programs.stores, x, ids, index, index, record_pieces(programs)),
                 (0,),
             ),
-            "combine": ((x, y, weights), (0,)),
+            "combine": ((x, y, weights), () if kernel else (0,)),
             "embed": ((params, batch), ()),
             "embedding": ((x,), ()),
             "attend": ((params, programs.arena, x, batch, index), (1, 2)),
             "route": ((*layer, *forced), (1,)),
             "observe": (layer, ()),
             "feed_forward": (layer, (1,)),
-            "experts": ((*memory, x, x, *routing, index), (1, 2, 3)),
-            "output": ((params, x, batch, traces, programs.writes), ()),
+            "experts": ((*memory, x, x, *routing, index), (1, 2) if kernel else (1, 2, 3)),
+            "output": ((params, x, batch, traces, programs.writes, programs.tables), ()),
         }
 
     def embed(self, params, batch):
@@ -151,7 +161,8 @@ class _Parts:
 
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
         context, memory = self.programs.context(self.key, stores), DeviceMemory(arena, tables)
-        y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
+        find = compute_materialized if context.window else page_and_compute
+        y, memory, counts = find(normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
     def blank(self, tables, ids):
@@ -189,10 +200,12 @@ class _Parts:
         context = self.programs.context(self.key)
         return add_experts(x, y.reshape(*weights.shape, -1), weights, context.ops)
 
-    def output(self, params, x, batch, traces, writes):
+    def output(self, params, x, batch, traces, writes, tables):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
-        model, shape = self.programs.model(params), self.programs.results
-        return step_output(model, x, batch, trace, None, self.key.kind, shape, writes)
+        model, shape, programs = self.programs.model(params), self.programs.results, self.programs
+        context = programs.context(self.key, programs.stores)
+        held = expert_rows(tables, context) if context.window else None
+        return step_output(model, x, batch, trace, None, self.key.kind, shape, writes, held)
 
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
@@ -242,6 +255,12 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
             row = row + piece.shape[0]
         return arena, pieces[-1][-1, -1]
 
+    def land_many(arena, rows, records):
+        """As land, of several."""
+        for i, pieces in enumerate(records):
+            arena, mark = land(arena, rows[i], pieces)
+        return arena, mark
+
     def forget(tables, row):
         """Tables in which nobody is in the cell at an arena row."""
         return without(tables, tables.cell_row == row)
@@ -249,6 +268,8 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
     return {
         "admit": Program(admit, (tables, index, index, entries, done), (0,)),
         "land": Program(land, (arena, index, pieces), (0,)),
+        "land_many": Program(land_many, (arena, programs.array(LANDED), (pieces,) * LANDED), (0,)),
+        "seat": Program(seat, (tables, index, index), (0,)),
         "forget": Program(forget, (tables, index), (0,)),
         "compare": Program(same_record, (arena, index, pieces), ()),
     }

@@ -73,7 +73,7 @@ Kind = (
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
-    | Literal["admit", "land", "forget", "compare"]
+    | Literal["admit", "land", "land_many", "forget", "compare", "seat"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
+from host_offload.control.window import WindowSpec
 from host_offload.memory.arena import allocate_arena, own_arena
 from host_offload.memory.integrity import damaged, describe_faults
 from host_offload.memory.placement import Placement
@@ -82,6 +83,10 @@ class Runner:
     driver = "device"
     transfers: Sequence[LayerTransfers] = ()
     """What was carried out between the layers of the latest step: driver="host" only."""
+
+    window: WindowSpec | None = None
+    """Through which experts stream; None: there is none, or not yet, so that no step of a stream
+    driver can run."""
 
     def __init__(
         self,

@@ -81,6 +81,12 @@ def check_store(settings: Settings, platform: str) -> None:
             )
     if options.store != "file":
         return
+    if options.driver == "stream" and jax_copies(settings, platform):
+        where = "on a GPU" if platform != "cpu" else "with ops that are not native"
+        raise UserError(
+            f"driver='stream' {where} brings experts from pinned host memory; use store='memory', "
+            f"or driver='host' and transfers='queue' for {_CACHED}"
+        )
     if cache_of(settings, platform) is not None:
         if options.driver != "host":
             raise UserError(

@@ -19,6 +19,7 @@ from host_offload.memory.budget import Share, expert_slots_of, format_bytes
 from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
 from moejax.start.decide.residency import about_cells
+from moejax.start.decide.transfers import jax_copies
 from moejax.start.settings import Settings
 from moejax.start.tiers import TierRates, Tiers
 from moejax.step.parts import StepSpec
@@ -29,14 +30,13 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
     with it."""
     if not steps.window:
         return
-    others = [f"{op} {name}" for op, name in steps.foreign_ops.items()]
-    if platform != "cpu" or others:
-        why = f"this is a {platform}" if platform != "cpu" else f"{', '.join(others)} is not native"
-        raise UserError(
-            f"driver=stream needs ops=cpu here; {why}: use device='cpu' and ops='cpu' (`python "
-            "-m pallas_kernels.cpu` builds them), or driver='device'"
-        )
     options, precision = settings.options, settings.precision
+    others = ", ".join(f"{op} {name}" for op, name in steps.foreign_ops.items())
+    if steps.separate and not jax_copies(settings, platform):
+        raise UserError(
+            f"driver=stream: {others} is not native, although ops were left to be chosen, and the "
+            "store is for native ones; name them (ops='xla'), or use driver='device'"
+        )
     if precision.mixed or precision.in_transit:
         raise UserError(
             f"driver=stream has experts of one version, as they lie in the store, not precision "
@@ -73,22 +73,24 @@ def window_of(
         return None
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
     budget, size = settings.options.expert_budget, steps.layout.slot_bytes
+    halves = halves_of(steps)
     given = None
     if budget is not None:
-        given = expert_slots_of(budget, (layers + 2) * experts, size) * size
+        given = expert_slots_of(budget, (layers + halves) * experts, size) * size
         if isinstance(budget, Share):
             given = round(budget.fraction * layers * experts) * size
-        least = 2 * experts * size
+        least = halves * experts * size
         if given < least:
+            what = "two layers" if halves == 2 else "a layer, beside the next one in staging,"
             raise UserError(
-                f"driver=stream holds two layers of experts, {format_bytes(least)} "
+                f"driver=stream holds {what} of experts, {format_bytes(least)} "
                 f"({least} bytes), and expert_budget gives "
                 f"{format_bytes(given)}; raise it, leave it out, or use driver='device'"
             )
     if settings.tiers is not None:
         model = storage_model(steps, rates)
         return window_at(start_placement(settings.tiers, model, given, kv_leaves), steps)
-    resident = 0 if given is None else (given // size - 2 * experts) // (layers - 2)
+    resident = 0 if given is None else (given // size - halves * experts) // (layers - halves)
     resident = min(resident, experts)
     return window_at(np.tile([resident, 0, experts - resident], (layers, 1)), steps)
 
@@ -99,7 +101,12 @@ def window_at(placement: np.ndarray, steps: StepSpec) -> WindowSpec:
     packed = formats[PACKED_VERSION].cell.rows if steps.tiers and formats is not None else 0
     direct = steps.tiers == "flux-direct"
     rows = layout.slot_rows, layout.records[0].rows, packed
-    return WindowSpec(tiers_of(placement), *rows, direct=direct)
+    return WindowSpec(tiers_of(placement), *rows, direct=direct, halves=halves_of(steps))
+
+
+def halves_of(steps: StepSpec) -> int:
+    """Halves of the ring that are cells of the arena; the other one is staging."""
+    return 1 if steps.separate else 2
 
 
 def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
@@ -160,9 +167,13 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
         f"{n / window.layers:g} {name}" for n, name in ((dense, "dense"), (packed, "packed")) if n
     ]
     resident = f" and of {' and '.join(kept)} residents in each" if kept else ""
+    where = "two layers"
+    if window.halves == 1:
+        staged = format_bytes(window.half * record)
+        where = f"one layer and staging ({staged}) beside the arena for the next one"
     notes = [
         f"driver stream: all {window.experts} experts of a layer are there before it runs, in "
-        f"{window.cells} cells ({format_bytes(window.rows * row)}) of two layers{resident}; a "
+        f"{window.cells} cells ({format_bytes(window.rows * row)}) of {where}{resident}; a "
         f"step moves {every} experts, {format_bytes(every * record)}, beside compute"
     ]
     if packed and not window.direct:

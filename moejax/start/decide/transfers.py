@@ -46,7 +46,8 @@ def jax_copies(settings: Settings, platform: str) -> bool:
     every = set(arena_ops(False)) & set(arena_ops(True))
     native = all(settings.ops[op] in ("cpu", "auto") for op in every)
     native = native and platform == "cpu" and why_not_cpu() is None
-    return settings.options.transfers == "queue" and not native
+    queued = settings.options.transfers == "queue" or settings.options.driver == "stream"
+    return queued and not native
 
 
 def cache_of(settings: Settings, platform: str) -> CacheSpec | None:
@@ -116,14 +117,23 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     if not jax_copies(settings, platform):
         return StoreBuilder
     where = "on a GPU" if platform != "cpu" else "with ops that are not native"
+    what = "driver='stream'" if options.driver == "stream" else "transfers='queue'"
+    instead = "driver='device'" if options.driver == "stream" else "transfers='ops'"
+    if settings.tiers is not None:
+        raise UserError(
+            f"tiers={settings.tiers.name} needs native CPU ops, whose queue decodes packed "
+            f"residents and whose planner moves them, not driver='stream' {where}: leave tiers out "
+            "(expert_budget keeps dense experts resident), or use device='cpu' and ops='cpu' "
+            "(`python -m pallas_kernels.cpu` builds them)"
+        )
     if options.store == "shared":
         raise UserError(
-            f"transfers='queue' {where} keeps experts in pinned arrays of its own, not in memory "
+            f"{what} {where} keeps experts in pinned arrays of its own, not in memory "
             "that processes share: use store='memory'"
         )
-    if options.driver != "host":
+    if options.driver == "device":
         raise UserError(
-            f"transfers='queue' {where} is carried out between the parts of a layer, which "
+            f"{what} {where} is carried out between the parts of a layer, which "
             f"driver={options.driver!r} runs as one executable: use driver='host', or "
             "transfers='ops', which brings experts from inside of it"
         )
@@ -135,13 +145,13 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
             )
     if precision.versions != ("dense",) or precision.mixed or precision.in_transit:
         raise UserError(
-            f"transfers='queue' {where} brings dense experts, not precision {precision.name}: use "
-            "transfers='ops' for it"
+            f"{what} {where} brings dense experts, not precision {precision.name}: use "
+            f"{instead} for it"
         )
     if settings.needs_costs:
         raise UserError(
-            f"transfers='queue' {where}: what steps cost there is not measured, and these policies "
-            "or budgets need it; leave them out, or use transfers='ops'"
+            f"{what} {where}: what steps cost there is not measured, and these policies "
+            f"or budgets need it; leave them out, or use {instead}"
         )
     return functools.partial(PinnedBuilder, chunk_bytes=options.chunk_bytes)
 

@@ -78,7 +78,8 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     held = sum(cells)
     if engine.runner.steps.window:
         held = experts
-        shared = f"a window of two of {len(cells)} layers"
+        held_layers = "two" if engine.runner.steps.owned else "one"
+        shared = f"a window of {held_layers} of {len(cells)} layers"
     tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
     ends = f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot"
     parts = (

@@ -157,7 +157,7 @@ class HostRunner(Runner):
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer in due:
                 staged = self._stage(layer, stages, staged, ahead=False)
-        output = parts["output", None](params, x, batch, tuple(traces), self._writes())
+        output = parts["output", None](params, x, batch, tuple(traces), self._writes(), self.tables)
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
         return output._replace(staged=staged, arrays=arrays)
 

@@ -55,7 +55,7 @@ class QueuedRunner(HostRunner):
                 "cache_of (moejax.start.decide.transfers) of the same settings"
             )
         self.records = records
-        self.device_queue = DeviceQueue(records, self.device, ahead=self.steps.queue.threads)
+        self.device_queue = DeviceQueue(records, self.device, ahead=self._copies_ahead)
         self._awaited: dict[int, int] = {}
         """Arena row of a cell whose record has not been read into it → ticket."""
         self._no_cells = itertools.count(-1, -1)
@@ -75,6 +75,12 @@ class QueuedRunner(HostRunner):
     def queue_spec(self) -> QueueSpec | None:
         spec = self.steps.queue
         return spec and spec.of_chunks(max(self.records.sizes))
+
+    @property
+    def _copies_ahead(self) -> int:
+        """Pieces of records ahead of need which may be on their way at once."""
+        assert self.steps.queue is not None
+        return self.steps.queue.threads
 
     @property
     def staging_bytes(self) -> int:
@@ -201,7 +207,7 @@ class QueuedRunner(HostRunner):
             return mark
 
         self.device_queue.take(ticket, move)
-        del self._awaited[row]
+        self._awaited.pop(row, None)
 
     def _land_arrived(self) -> None:
         """Moves what came ahead of need into its cells."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from host_offload.control.window import PACKED_VERSION, WindowSpec
+from host_offload.memory.layout import SlotLayout
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
 from moejax.step.runner import Runner
@@ -24,8 +25,6 @@ class StreamRunner(Runner):
 
     driver = "stream"
 
-    window: WindowSpec | None = None
-    """None: there is none yet, so no step can run."""
     _before: tuple[int, WindowSpec] | None = None
     """The window before the latest change, and the arena's writes at that moment."""
 
@@ -92,13 +91,18 @@ class StreamRunner(Runner):
             writes, before = self._before
             # Writes wrap: the step ended before the change, or it is of the window since.
             window = before if (writes - results.writes) % 2**32 < 2**31 else window
-        expected = 0 if window is None else window.rows
-        if results.expert_rows != expected:
-            row = self.layout.hidden * 2
-            raise RuntimeError(
-                f"experts had {results.expert_rows * row} bytes in a step, and their window has "
-                f"{expected * row}"
-            )
+        check_window(results, window, self.layout)
+
+
+def check_window(results: Results, window: WindowSpec | None, layout: SlotLayout) -> None:
+    """Raises RuntimeError for a step in which experts had other memory than the window's."""
+    expected = 0 if window is None else window.rows
+    if results.expert_rows != expected:
+        row = layout.hidden * 2
+        raise RuntimeError(
+            f"experts had {results.expert_rows * row} bytes in a step, and their window has "
+            f"{expected * row}"
+        )
 
 
 def _places(tables: Mapping[str, np.ndarray], experts: int) -> dict[int, np.ndarray]:

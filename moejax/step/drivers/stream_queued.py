@@ -1,0 +1,164 @@
+"""The stream driver over a store of separate pinned arrays: GPUs, and ops that are not native.
+
+One half of FluxMoE's ring is cells of the arena, where a layer's experts are computed. The other is
+staging: memory that jax gives, into which the coming layer's records are copied meanwhile. A layer
+is, in the order of dispatch, which is the order of the device's stream:
+
+1. attend and route,
+2. `seat`: the cells go on to this layer (`Tables.address` is the page table), and
+   `land`: its records are read out of staging into them, by programs that wait for their copies,
+3. the copies of the next layer's records begin: into memory that is free once those programs have
+   run, so after them, and beside all that is dispatched from here on,
+4. its experts.
+
+Write-after-read (a record lands after the layer before has computed) and read-after-write are that
+order. Nothing is read back, so the host runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from host_offload.control.window import WindowSpec
+from host_offload.queue.device import TransferLost
+from host_offload.queue.transfer import Transfer
+from moejax.step.drivers.host import HostRunner, Parts
+from moejax.step.drivers.queued import QueuedRunner
+from moejax.step.drivers.stream import check_window
+from moejax.step.layer_programs import LANDED
+from moejax.step.parts import Routing
+from moejax.step.programs import ProgramKey
+from moejax.step.results import Results
+
+
+class _Seat(NamedTuple):
+    """A record of the coming layer: where it will be, and the ticket of its transfer."""
+
+    expert: int
+    row: int
+    ticket: int
+
+
+class QueuedStreamRunner(QueuedRunner):
+    """A QueuedRunner whose experts stream, layer by layer, through the cells of one and staging of
+    the next."""
+
+    driver = "stream"
+    expert_parts = HostRunner.expert_parts
+
+    _coming: tuple[int, list[_Seat]] | None = None
+    """The layer whose records are in staging or on their way there, and those."""
+    _holder: int
+    """The layer that has the ring's cells."""
+
+    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
+        super()._compile_first(runs)
+        self.need(ProgramKey("seat"), ProgramKey("land_many"))
+
+    @property
+    def _copies_ahead(self) -> int:
+        """All of a layer's."""
+        return self.tables.address.shape[1] * len(self.records.sizes)
+
+    def open_window(self, window: WindowSpec) -> None:
+        """As of StreamRunner. Raises TransferLost where a resident's record cannot be copied."""
+        self.set_tables(window.contents())
+        self.window, self._coming, self._holder = window, None, window.layers - 1
+        rows, _ = window.residents()
+        for layer, own in enumerate(rows):
+            held = [(expert, int(own[expert])) for expert in np.flatnonzero(own >= 0).tolist()]
+            for i in range(0, len(held), LANDED):
+                for _, why in self._land_all(self._copied(layer, held[i : i + LANDED])):
+                    raise TransferLost(why)
+        self._begin(0)
+
+    # ---- a layer's experts
+
+    def _experts(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        x: jax.Array,
+        normed: jax.Array,
+        routing: Routing,
+    ) -> tuple[jax.Array, jax.Array]:
+        self._materialize(layer)
+        self._begin((layer + 1) % self.tables.address.shape[0])
+        return HostRunner._experts(self, parts, step, layer, x, normed, routing)
+
+    def _materialize(self, layer: int) -> None:
+        """The layer has the ring's cells, and its records are in them for what is dispatched from
+        here on. What did not come is absent, and the requests of the step will end."""
+        self.tables = self._call(
+            ProgramKey("seat"), self.tables, self._index[self._holder], self._index[layer]
+        )
+        self._holder = layer
+        if self._coming is None or self._coming[0] != layer:  # a step before ended in the middle
+            self._begin(layer)
+        assert self._coming is not None
+        (_, seats), self._coming = self._coming, None
+        for seat, why in self._land_all(seats):
+            self._lose(layer, seat.expert, seat.row, why)
+
+    def _begin(self, layer: int) -> None:
+        """Begins to copy a layer's records into staging."""
+        assert self.window is not None
+        for seat in () if self._coming is None else self._coming[1]:
+            self.device_queue.drop(seat.ticket)
+        self._coming = layer, self._copied(layer, self.window.seats(layer))
+
+    def _copied(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
+        """The records of (expert, arena row), on their way into staging."""
+        # No two are ever in one place of staging, so no numbers of cells.
+        transfers = [Transfer(layer, e, 0, next(self._no_cells), "prefetch") for e, _ in seats]
+        tickets = self.device_queue.submit_all(transfers)
+        self.device_queue.begin()
+        return [_Seat(*seat, ticket) for seat, ticket in zip(seats, tickets, strict=True)]
+
+    def _land_all(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, str]]:
+        """Dispatches the copies of records from staging into their cells, of LANDED by one program
+        where all of those came. Returns those that did not, and why."""
+        lost = []
+        for i in range(0, len(seats), LANDED):
+            group = seats[i : i + LANDED]
+            if len(group) == LANDED and self._land_group(group):
+                continue
+            for seat in group:
+                try:
+                    self._land(seat.row, seat.ticket)
+                except TransferLost as error:
+                    lost.append((seat, str(error)))
+        return lost
+
+    def _land_group(self, seats: Sequence[_Seat]) -> bool:
+        """False: one of them did not come, so nothing is dispatched."""
+        rows = np.array([seat.row for seat in seats], np.int32)
+
+        def move(records: Sequence[Sequence[jax.Array]]) -> jax.Array:
+            pieces = tuple(map(tuple, records))
+            key = ProgramKey("land_many")
+            self.arena, mark = self._call(key, self.arena, rows, pieces)
+            return mark
+
+        try:
+            self.device_queue.take_all([seat.ticket for seat in seats], move)
+        except TransferLost:
+            return False
+        return True
+
+    # ---- beside steps
+
+    @property
+    def staging_bytes(self) -> int:
+        """The ring's other half."""
+        streams = self.tables.address.shape[1] if self.window is None else self.window.half
+        return streams * sum(self.records.sizes)
+
+    def check_results(self, results: Results) -> None:
+        """As of StreamRunner."""
+        check_window(results, self.window, self.layout)
