@@ -138,6 +138,11 @@ class DeviceQueue:
             tickets.append(ticket)
         return tickets
 
+    def submit_again(self, transfer: Transfer) -> int:
+        """As submit, of a record that did not come ahead of need, and is needed now."""
+        self._counts["retried"] += 1
+        return self.submit(transfer)
+
     def cancel(self, ticket: int) -> bool:
         if not self._queue.cancel(ticket):
             return False

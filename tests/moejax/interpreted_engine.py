@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +19,14 @@ from tests.moejax.engine_runs import Job
 
 
 @contextlib.contextmanager
-def interpreted_llm(model: str | os.PathLike, **limits: int) -> Iterator[LLM]:
+def interpreted_llm(model: str | os.PathLike, **options: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         # The interpreter of jax 0.10.2 takes no operand that is typed as host memory, as a store is
         # that jax took over from numpy; one that a jitted function made is not, on the CPU.
         patch.setattr(host_offload.memory.store, "shares_memory", lambda device: False)
         with (
             interpreted(),
-            LLM(model, ops="pallas", progress=False, prefill_waves=2, **limits) as llm,
+            LLM(model, ops="pallas", progress=False, **{"prefill_waves": 2, **options}) as llm,
         ):
             yield llm
 

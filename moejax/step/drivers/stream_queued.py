@@ -25,7 +25,7 @@ import numpy as np
 
 from host_offload.control.window import WindowSpec
 from host_offload.queue.device import TransferLost
-from host_offload.queue.transfer import Transfer
+from host_offload.queue.transfer import DEMAND, Transfer
 from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import check_window
@@ -93,7 +93,8 @@ class QueuedStreamRunner(QueuedRunner):
 
     def _materialize(self, layer: int) -> None:
         """The layer has the ring's cells, and its records are in them for what is dispatched from
-        here on. What did not come is absent, and the requests of the step will end."""
+        here on. What did not come is brought once more; where that fails too it is absent, and the
+        requests of the step will end."""
         self.tables = self._call(
             ProgramKey("seat"), self.tables, self._index[self._holder], self._index[layer]
         )
@@ -102,7 +103,12 @@ class QueuedStreamRunner(QueuedRunner):
             self._begin(layer)
         assert self._coming is not None
         (_, seats), self._coming = self._coming, None
-        for seat, why in self._land_all(seats):
+        missing = [seat for seat, _ in self._land_all(seats)]
+        again = [
+            seat._replace(ticket=self.device_queue.submit_again(self._transfer(layer, seat.expert)))
+            for seat in missing
+        ]
+        for seat, why in self._land_all(again):
             self._lose(layer, seat.expert, seat.row, why)
 
     def _begin(self, layer: int) -> None:
@@ -114,11 +120,14 @@ class QueuedStreamRunner(QueuedRunner):
 
     def _copied(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """The records of (expert, arena row), on their way into staging."""
-        # No two are ever in one place of staging, so no numbers of cells.
-        transfers = [Transfer(layer, e, 0, next(self._no_cells), "prefetch") for e, _ in seats]
+        transfers = [self._transfer(layer, expert, "prefetch") for expert, _ in seats]
         tickets = self.device_queue.submit_all(transfers)
         self.device_queue.begin()
         return [_Seat(*seat, ticket) for seat, ticket in zip(seats, tickets, strict=True)]
+
+    def _transfer(self, layer: int, expert: int, cause: str = DEMAND) -> Transfer:
+        """Into staging, which has no numbers of cells: each has memory of its own."""
+        return Transfer(layer, expert, 0, next(self._no_cells), cause)
 
     def _land_all(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, str]]:
         """Dispatches the copies of records from staging into their cells, of LANDED by one program

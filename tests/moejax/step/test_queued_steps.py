@@ -6,13 +6,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from host_offload.memory.tables import empty_tables
 from host_offload.queue.pinned import piece_edges
 from host_offload.queue.transfer import QueueSpec
 from moejax.checkpoints.random_model import shape
-from moejax.step.layer_programs import EXPERT_PARTS, OF_RECORDS, layer_program
+from moejax.step.layer_programs import EXPERT_PARTS, LANDED, OF_RECORDS, layer_program
 from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels import resolve_ops
 from pallas_kernels.records.absent import AbsentRecords
@@ -100,6 +104,86 @@ def test_parts_of_a_decode_step_copy_nothing_large(programs, part):
 def test_programs_of_records_copy_nothing_large(programs, kind):
     found = compiled(programs, ProgramKey(kind))
     assert [size for _, size in found.copies(MiB) if size > RECORD] == []
+
+
+# ---- the stream driver
+
+
+@pytest.fixture(scope="module")
+def streaming(programs) -> Programs:
+    """Those of the stream driver: tables with cells of the ring, no part but experts."""
+    layers, experts = programs.tables.address.shape
+    return dataclasses.replace(
+        programs,
+        steps=dataclasses.replace(programs.steps, driver="stream"),
+        tables=jax.eval_shape(lambda: empty_tables(layers, experts, 2 * experts)),
+    )
+
+
+STREAM_LAUNCHES = {
+    ProgramKey("seat"): (collections.Counter(), 20),
+    ProgramKey("land_many"): (collections.Counter(), 3 * LANDED + 1),
+    ProgramKey("decode", part="experts"): (
+        collections.Counter(expert_gate_up=1, expert_down=1, combine=1),
+        8,
+    ),
+    ProgramKey("prefill", part="experts"): (
+        collections.Counter(expert_gate_up_sorted=1, expert_down_sorted=1, combine=1),
+        14,
+    ),
+}
+"""Program of a layer → our kernels, and most of XLA's own. Of Qwen3-30B-A3B `land_many` runs 16
+times a layer; each of its kernels moves a matrix, 3 MiB."""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=[pytest.mark.nightly] * (key.kind == "prefill"))
+        for key in STREAM_LAUNCHES
+    ],
+    ids=str,
+)
+def test_a_layer_that_streams_copies_nothing_but_records_into_cells(streaming, key):
+    """In place in the donated arena, from staging that the program is given."""
+    found = compiled(streaming, key)
+    assert found.copies(MiB) == []
+    assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
+    memory = found.memory
+    assert memory.host_argument_bytes == 0
+    of_arena = 0 if key.kind == "seat" else nbytes(streaming.arena)
+    staged = LANDED * RECORD if key.kind == "land_many" else 0
+    assert of_arena <= memory.alias_bytes < of_arena + MiB
+    assert of_arena + staged <= memory.argument_bytes < of_arena + staged + 80 * MiB
+    # A prefill step's experts' outputs, float32[8192, 8, 2048], and what sorts tokens by expert.
+    assert memory.temp_bytes < (640 if key.kind == "prefill" else 17) * MiB
+    own, others = STREAM_LAUNCHES[key]
+    launches = collections.Counter(found.kernels())
+    assert {name: launches[name] for name in own} == own
+    assert 0 < sum(launches.values()) - sum(own.values()) <= others, launches
+
+
+@pytest.mark.nightly
+def test_within_one_program_a_layer_would_be_brought_by_a_kernel():
+    """Why the host walks through the layers (docs/stream.md): in a scan XLA does bring the next
+    layer beside compute, but by a kernel that reads host memory, not by a copy engine."""
+
+    def scanned(store, arena, x):
+        def layer(carry, i):
+            x, arena = carry
+            coming = jax.lax.dynamic_index_in_dim(store, (i + 1) % 8, keepdims=False)
+            coming = jax.device_put(coming, jax.memory.Space.Device)
+            weights = jax.lax.dynamic_slice(arena, (i % 2 * 4096, 0), (2048, 2048))
+            coming, x = jax.lax.optimization_barrier((coming, jnp.tanh(x @ weights)))
+            return (x, jax.lax.dynamic_update_slice(arena, coming, ((i + 1) % 2 * 4096, 0))), None
+
+        return jax.lax.scan(layer, (x, arena), jnp.arange(8))[0]
+
+    shapes = (8, 4096, 2048), (2 * 4096, 2048), (64, 2048)
+    args = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in shapes]
+    found = compile_for_h200(scanned, *args, host_argnums=0, donate_argnums=1)
+    begun = re.search(r"kAsyncStart.*stream=computation_stream.*\n.*(kCustomKernel.*)", found.thunks)
+    assert begun and "dynamic_slice" in begun[1]
 
 
 @pytest.mark.nightly
