@@ -26,9 +26,10 @@ class WindowSpec:
     on are the ring's, of which a layer has some or none. The ring is two halves of as many cells as
     any layer has experts that stream; a step hands the cells of one half from layer to layer
     (host_offload.memory.tables.hand_over). Where the coming layer waits in memory beside the arena
-    (halves=1), the ring is one half of cells, which go on with every layer. Packed residents have a cell of their own and stream as
-    well, out of it, but where they are computed as they are (direct). Raises ValueError for fewer
-    than three layers, which the window would hold whole, and for packed experts without a size.
+    (halves=1), the ring is one half of cells, which go on with every layer. Packed residents have a
+    cell of their own and stream as well, out of it, but where they are computed as they are
+    (direct). Raises ValueError for fewer than three layers, which the window would hold whole, and
+    for packed experts without a size.
 
     All lie in the first rows of the arena, one after the other: the ring, then the dense residents
     and then the packed ones, expert by expert and of each expert layer by layer, so that the last

@@ -110,9 +110,7 @@ class DeviceQueue:
         """See Backend; begins nothing. A record that was taken into this cell before is waited for,
         not refused. load: that of the record, where it is given."""
         if load is not None and load.parts != self.records.sizes:
-            raise QueueError(
-                f"records have pieces of {self.records.sizes} bytes, not {load.parts}"
-            )
+            raise QueueError(f"records have pieces of {self.records.sizes} bytes, not {load.parts}")
         return self.submit_all([transfer])[0]
 
     def submit_all(self, transfers: Sequence[Transfer]) -> list[int]:
@@ -237,8 +235,6 @@ class DeviceQueue:
     ) -> None:
         """As take, of several records by one program. Raises TransferLost, and takes nothing, where
         one of them failed."""
-        if any(self._staged[ticket].settled is None for ticket in tickets):
-            self._look()
         for ticket in tickets:
             staged = self._staged[ticket]
             if staged.settled is None:

@@ -79,7 +79,11 @@ _DECODE_COLUMNS = (
     *("misses_per_step", "link_gb_per_s", "host_ms"),
 )
 
-_BITS = ("tests/moejax/engine/test_same_bits.py", "tests/moejax/engine/test_device_queue.py")
+_BITS = (
+    "tests/moejax/engine/test_same_bits.py",
+    "tests/moejax/engine/test_device_queue.py",
+    "tests/moejax/engine/test_stream_queued.py",
+)
 
 STEPS: tuple[Step, ...] = (
     Step(
@@ -146,8 +150,18 @@ STEPS: tuple[Step, ...] = (
         columns=("arm", "median", "q1", "q3"),
     ),
     Step(
+        "stream",
+        "what streaming whole layers hides of their copies, batch 64 of Qwen3-30B-A3B's layers",
+        _script("transfers", "stream_device", "--json"),
+        _script(
+            *("transfers", "stream_device", "--json", "--shape", "demo", "--layers", "3"),
+            *("--batch", "2", "--context", "16", "--rounds", "1", "--steps", "1"),
+        ),
+        columns=("arm", "median", "q1", "q3"),
+    ),
+    Step(
         "bits",
-        "contract 1's tests on the device, with experts brought by ops and by a queue",
+        "contract 1's tests on the device, with experts brought by ops, by a queue, and streamed",
         _pytest(*_BITS),
         _pytest(*_BITS, "--collect-only"),
     ),

@@ -34,8 +34,8 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
     others = ", ".join(f"{op} {name}" for op, name in steps.foreign_ops.items())
     if steps.separate and not jax_copies(settings, platform):
         raise UserError(
-            f"driver=stream: {others} is not native, although ops were left to be chosen, and the "
-            "store is for native ones; name them (ops='xla'), or use driver='device'"
+            f"driver=stream: {others} is not native beside ops that are, for which experts were "
+            "loaded; use ops='cpu' or ops='xla', or driver='device'"
         )
     if precision.mixed or precision.in_transit:
         raise UserError(

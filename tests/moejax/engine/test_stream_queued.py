@@ -11,19 +11,17 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
-from host_offload.memory.integrity import count_faults
 from host_offload.queue.pinned import PinnedBuilder, PinnedRecords
-from moejax import LLM, SamplingParams, UserError
+from moejax import LLM, UserError
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.device import select_device
-from moejax.step.drivers.host import HostRunner
-from moejax.step.drivers.stream_queued import QueuedStreamRunner
 from moejax.start.build import start_engine
 from moejax.start.options import Options
+from moejax.step.drivers.host import HostRunner
+from moejax.step.drivers.stream_queued import QueuedStreamRunner
 from tests.moejax.engine.test_device_queue import delay
 from tests.moejax.engine.test_stream import GREEDY, LIMITS, PROMPTS, Running
 from tests.moejax.engine_runs import Faulty, mixed_jobs, run
@@ -62,9 +60,9 @@ def slow(**options):
     [
         {"expert_budget": "80%"},
         slow(),
-        slow(expert_budget="100%"),
+        pytest.param({"expert_budget": "100%"}, marks=pytest.mark.nightly),
         slow(memory=19 * 98304),  # three slots of KV for four sequences: pages go out and back
-        slow(chunk_bytes=20_000, transfer_threads=1),
+        pytest.param({"chunk_bytes": 20_000, "transfer_threads": 1}, marks=pytest.mark.nightly),
         pytest.param({"ops": "xla"}, marks=pytest.mark.nightly),
     ],
     ids=str,
@@ -100,7 +98,7 @@ def test_the_bits_are_those_of_full_residency(options):
         assert same(one, at_rest(options.get("ops", "auto")))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_bits_are_those_of_full_residency_with_kernels():
     """Every op a Triton-lowered kernel, interpreted: decode and prefill of three chunks."""
     limits = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 192}
@@ -151,7 +149,7 @@ def at_rest_of(layers: int):
 
 
 def told(runner: QueuedStreamRunner, monkeypatch) -> list[tuple[str, int]]:
-    """What is dispatched, in order: `copy`, a record's layer; `seat`, that of the cells; `land`, -1,
+    """What is dispatched, in order: `copy`, a record's layer; `seat`, the cells'; `land`, -1,
     for each record; `compute`, a layer."""
     events: list[tuple[str, int]] = []
     records, queue, call = runner.records, runner.device_queue, runner._call
@@ -269,9 +267,7 @@ def in_another_place(runner: type[QueuedStreamRunner], monkeypatch) -> None:
 
     def land_all(self, seats):
         rows = [seat.row for seat in seats]
-        return original(
-            self, [s._replace(row=r) for s, r in zip(seats, rows[::-1], strict=True)]
-        )
+        return original(self, [s._replace(row=r) for s, r in zip(seats, rows[::-1], strict=True)])
 
     monkeypatch.setattr(runner, "_land_all", land_all)
 

@@ -182,7 +182,9 @@ def test_within_one_program_a_layer_would_be_brought_by_a_kernel():
     shapes = (8, 4096, 2048), (2 * 4096, 2048), (64, 2048)
     args = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in shapes]
     found = compile_for_h200(scanned, *args, host_argnums=0, donate_argnums=1)
-    begun = re.search(r"kAsyncStart.*stream=computation_stream.*\n.*(kCustomKernel.*)", found.thunks)
+    begun = re.search(
+        r"kAsyncStart.*stream=computation_stream.*\n.*(kCustomKernel.*)", found.thunks
+    )
     assert begun and "dynamic_slice" in begun[1]
 
 
