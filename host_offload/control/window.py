@@ -46,7 +46,7 @@ class WindowSpec:
     direct: bool = False
     """Packed residents are computed from their packed records, in registers, and do not stream."""
     halves: int = 2
-    """Of the ring, that are cells of the arena."""
+    """Halves of the ring that are cells of the arena: two, or one."""
 
     def __post_init__(self):
         if self.layers < 3:

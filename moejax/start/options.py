@@ -256,8 +256,8 @@ class Options:
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "
         "Python, slower, for policies that look in between, stream brings all experts of each "
-        "layer before it runs, in the memory of two layers, for wide batches with long contexts on "
-        "a CPU (docs/stream.md); no bit depends on it (default: device)",
+        "layer before it runs, in the memory of two layers, for wide batches with long contexts "
+        "(docs/stream.md); no bit depends on it (default: device)",
         "engine",
         default="device",
         choices=DRIVERS,

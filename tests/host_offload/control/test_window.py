@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from host_offload.control.window import (
     tiers_of,
 )
 from host_offload.memory.tables import Tables, empty_tables, hand_over, seat_absent, with_contents
+from moejax.step.experts import seat
 
 EXPERTS, SLOT_ROWS = 5, 7
 
@@ -143,6 +145,26 @@ def test_experts_have_the_bytes_of_two_layers_and_their_residents():
         assert spec.slots == spec.cells == 4 * residents + 2 * (EXPERTS - residents)
         rows = spec.contents()["cell_row"]
         assert sorted(rows[rows >= 0]) == [slot * SLOT_ROWS for slot in range(spec.slots)]
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+@pytest.mark.parametrize("residents", [0, 2, EXPERTS])
+def test_a_ring_of_one_half_goes_on_with_every_layer(layers, residents):
+    """In the tables each layer has it in turn, and its experts are where `seats` says; nothing of
+    another layer is mapped but residents."""
+    spec = dataclasses.replace(window(layers, residents), halves=1)
+    tables, holder = opened(spec), layers - 1
+    assert spec.cells == layers * residents + EXPERTS - residents == spec.slots
+    assert np.sum(np.asarray(tables.address) >= 0) == layers * residents
+    for count in range(2 * layers + 1):
+        layer = count % layers
+        tables, holder = seat(tables, jnp.int32(holder), jnp.int32(layer)), layer
+        address = np.asarray(tables.address)
+        assert [(e, int(address[layer, e])) for e, _ in spec.seats(layer)] == spec.seats(layer)
+        assert np.all(address[layer] >= 0)
+        mapped = address[address >= 0].tolist()
+        assert len(mapped) == len(set(mapped)) == spec.cells
+        assert np.sum(np.asarray(tables.cell_row) >= 0) == spec.cells
 
 
 def test_a_window_that_cannot_be_is_refused():

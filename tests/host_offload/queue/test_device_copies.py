@@ -264,6 +264,42 @@ class Submitting:
         return self._queue.submit(transfer, Load(parts))
 
 
+def test_several_records_are_handed_over_to_one_program_or_none_is():
+    queue = queue_on(link := Link(), ahead=6)
+    first, second = queue.submit_all([transfer(0, 0), transfer(0, 1)])
+    queue.begin()
+    link.arrive(3)
+    assert queue.arrived() == [first]
+    taken, mark = [], Mark()
+
+    def move(records):
+        taken.extend(records)
+        return mark
+
+    queue.take_all([first, second], move)  # one is there, the other still comes
+    assert [[piece.name for piece in pieces] for pieces in taken] == [
+        ["0.0 g", "0.0 u", "0.0 d"],
+        ["0.1 g", "0.1 u", "0.1 d"],
+    ]
+    assert (queue.totals().waits, queue.totals().late, queue.totals().ahead) == (1, 1, 1)
+    mark.there = True
+    assert (queue.totals().ahead, queue.totals().flying) == (2, 0)
+
+    link.fails["1.1 u"] = OSError("gone")
+    third, fourth = queue.submit_all([transfer(1, 0), transfer(1, 1)])
+    queue.begin()
+    with pytest.raises(TransferLost, match="OSError: gone"):
+        queue.take_all([third, fourth], move)
+    assert len(taken) == 2 and queue.failed(fourth) and not queue.failed(third)
+    queue.take(third, lambda pieces: mark)
+    queue.drop(fourth)
+    link.fails.clear()
+    again = queue.submit_again(transfer(1, 1, DEMAND))
+    queue.take(again, lambda pieces: mark)
+    assert (queue.totals().retried, queue.totals().failed) == (1, 1)
+    queue.close()
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(QueueError, match="0 chunks ahead"):
         queue_on(Link(), ahead=0)
