@@ -13,13 +13,11 @@ constexpr int64_t kRowsOfTask = 8;
 
 void combine(Pool& pool, const Kernels& k, Type type, const void* residual, const float* y,
              const float* weights, int64_t tokens, int64_t top_k, int64_t width, void* out) {
-  const int64_t bytes = width * size_of(type);
-  const int64_t tasks = (tokens + kRowsOfTask - 1) / kRowsOfTask;
-  parallel(pool, tasks, tokens * top_k * width, [&](int64_t task) {
+  const int64_t work = tokens * top_k * width;
+  parallel_rows(pool, tokens, kRowsOfTask, work, [&](int64_t first, int64_t last) {
     Buffer<float> buffer(2 * width);
     float *total = buffer.get(), *x = total + width;
-    const int64_t last = std::min(tokens, (task + 1) * kRowsOfTask);
-    for (int64_t t = task * kRowsOfTask; t < last; t++) {
+    for (int64_t t = first; t < last; t++) {
       std::fill(total, total + width, 0.0f);
       for (int64_t slot = 0; slot < top_k; slot++) {
         const float weight = weights[t * top_k + slot];
@@ -28,9 +26,9 @@ void combine(Pool& pool, const Kernels& k, Type type, const void* residual, cons
         const float* row = y + (t * top_k + slot) * width;
         for (int64_t c = 0; c < width; c++) total[c] += row[c] * weight;
       }
-      k.widen(type, static_cast<const char*>(residual) + t * bytes, width, x);
+      k.widen(type, at(residual, t * width, type), width, x);
       for (int64_t c = 0; c < width; c++) total[c] += x[c];
-      k.narrow(type, total, width, static_cast<char*>(out) + t * bytes);
+      k.narrow(type, total, width, at(out, t * width, type));
     }
   });
 }

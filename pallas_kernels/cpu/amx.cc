@@ -190,12 +190,9 @@ struct Coded {
   INLINE void decode(int64_t at, int64_t r0) {
     uint16_t* out = blocks[at / kPart % 2] + r0 * kPart;
     if constexpr (exact) {
-      switch (at / (f.hidden / 4)) {
-        case 0: return decode_exact<0, 0>(at, r0, out);
-        case 1: return decode_exact<0, 1>(at, r0, out);
-        case 2: return decode_exact<1, 2>(at, r0, out);
-        default: return decode_exact<1, 3>(at, r0, out);
-      }
+      return chosen<0, 3>(at / (f.hidden / 4), [&](auto plane) {
+        decode_exact<plane.value / 2, plane.value>(at, r0, out);
+      });
     }
     const int64_t size = f.hidden * bits / 16, plane = at / size, groups = f.hidden / kPart;
     Plane<bits> weights(plane);
@@ -358,27 +355,24 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
   _tile_release();
 }
 
-// Rows of codes for few tokens: decoded on the way to the tiles.
-template <Version version>
-void coded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
-                const float* const* x, int64_t tokens, float* y, int64_t stride) {
-  const auto source = [&](int64_t r, int64_t, int64_t to) {
-    return Coded<version>(f, record, matrix, first, r, rows, to);
-  };
-  dots_of_few(source, rows, x, tokens, f.hidden, y, stride);
-  _tile_release();
+// f(version) of those that are multiplied as they are decoded.
+template <class F>
+INLINE void chosen(Version version, F f) {
+  if (version == Version::Int8) f(Constant<Version, Version::Int8>());
+  else if (version == Version::Int4) f(Constant<Version, Version::Int4>());
+  else f(Constant<Version, Version::Lossless12>());
 }
 
+// Rows of codes for few tokens: decoded on the way to the tiles.
 void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                   const float* const* x, int64_t tokens, float* y, int64_t stride) {
-  switch (f.version) {
-    case Version::Int8:
-      return coded_dots<Version::Int8>(f, record, matrix, first, rows, x, tokens, y, stride);
-    case Version::Int4:
-      return coded_dots<Version::Int4>(f, record, matrix, first, rows, x, tokens, y, stride);
-    default:
-      return coded_dots<Version::Lossless12>(f, record, matrix, first, rows, x, tokens, y, stride);
-  }
+  chosen(f.version, [&](auto version) {
+    const auto source = [&](int64_t r, int64_t, int64_t to) {
+      return Coded<decltype(version)::value>(f, record, matrix, first, r, rows, to);
+    };
+    dots_of_few(source, rows, x, tokens, f.hidden, y, stride);
+  });
+  _tile_release();
 }
 
 // 32 columns of rows i and i + 1 as pairs: of even columns and of odd ones, as `unpack` wants them.
@@ -632,14 +626,9 @@ void coded_add(const Format& f, const uint16_t* record, int64_t first, int64_t c
 void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t, int64_t column,
                  int64_t n, const float* scales, const float* const* h, int64_t tokens,
                  float* const* total) {
-  switch (f.version) {
-    case Version::Int8:
-      return coded_add<Version::Int8>(f, record, first, column, n, scales, h, tokens, total);
-    case Version::Int4:
-      return coded_add<Version::Int4>(f, record, first, column, n, scales, h, tokens, total);
-    default:
-      return coded_add<Version::Lossless12>(f, record, first, column, n, scales, h, tokens, total);
-  }
+  chosen(f.version, [&](auto version) {
+    coded_add<decltype(version)::value>(f, record, first, column, n, scales, h, tokens, total);
+  });
 }
 
 // Whole tiles of rows, whose scales and tables are then one; and of columns.
@@ -652,8 +641,15 @@ int64_t rows_of_task(Type kind) {
 
 }  // namespace
 
-extern const Tiled tiled_amx;
-const Tiled tiled_amx = {dots_of_many, add_of_many, few, rows_of_task,
-                         takes, encoded_dots, encoded_add, kSide};
+const Kernels& kernels_amx() {
+  static const Kernels table = [] {
+    Kernels k = kernels_avx512bf16;
+    k.name = "amx", k.few = few, k.rows_of_task = rows_of_task, k.elements = kSide;
+    k.dots_of_many = dots_of_many, k.add_of_many = add_of_many;
+    k.takes = takes, k.encoded_dots = encoded_dots, k.encoded_add = encoded_add;
+    return k;
+  }();
+  return table;
+}
 
 }  // namespace moejax

@@ -1,10 +1,13 @@
 // What every handler needs: XLA's thread pool as ours, and comparisons of what XLA gives.
 #pragma once
 #include <algorithm>
-#include <exception>
+#include <cstring>
 #include <initializer_list>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "pallas_kernels/cpu/arena.h"
 #include "pallas_kernels/cpu/kernels.h"
@@ -19,6 +22,8 @@ namespace moejax {
 using Any = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
 using Int = ffi::BufferR0<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+using Flags = ffi::Buffer<ffi::PRED>;
 using Numbers = ffi::Span<const int64_t>;
 
 struct XlaPool : Pool {
@@ -33,25 +38,68 @@ struct XlaPool : Pool {
   int64_t threads_;
 };
 
-inline ffi::Error invalid(const std::string& why) { return ffi::Error::InvalidArgument(why); }
+// What a handler's operands say is wrong: an error of the call, with the op's name before it.
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+inline void need(bool fits, const char* otherwise) {
+  if (!fits) throw Refused(otherwise);
+}
+
+// A dimension that the first buffer that has it says, and the others must have.
+struct Size {
+  int64_t value = -1;
+  operator int64_t() const { return value; }
+};
+
+struct Dimension {
+  Dimension(Size& size) : size(&size), value(size) {}
+  Dimension(int64_t value) : value(value) {}
+  Size* size = nullptr;
+  int64_t value;
+};
 
 // Whether a buffer has exactly these dimensions.
 template <class Buffer>
-bool is(const Buffer& buffer, std::initializer_list<int64_t> dims) {
+bool is(const Buffer& buffer, std::initializer_list<Dimension> dims) {
   const auto have = buffer.dimensions();
-  return have.size() == dims.size() && std::equal(dims.begin(), dims.end(), have.begin());
-}
-
-inline bool type_of(ffi::DataType have, Type& type) {
-  if (have == ffi::DataType::BF16) type = Type::BF16;
-  else if (have == ffi::DataType::F16) type = Type::F16;
-  else if (have == ffi::DataType::F32) type = Type::F32;
-  else return false;
+  if (have.size() != dims.size()) return false;
+  for (size_t i = 0; i < have.size(); i++) {
+    const Dimension& wanted = dims.begin()[i];
+    if (wanted.size && *wanted.size < 0) wanted.size->value = have[i];
+    else if (have[i] != (wanted.size ? *wanted.size : wanted.value)) return false;
+  }
   return true;
 }
 
-inline const char* at(const void* p, int64_t elements, Type type) {
-  return static_cast<const char*>(p) + elements * size_of(type);
+// The dtype of all of them.
+inline Type type_of(std::initializer_list<Any> buffers) {
+  const ffi::DataType first = buffers.begin()->element_type();
+  for (const Any& buffer : buffers) need(buffer.element_type() == first, "dtypes");
+  if (first == ffi::DataType::BF16) return Type::BF16;
+  if (first == ffi::DataType::F16) return Type::F16;
+  need(first == ffi::DataType::F32, "dtypes");
+  return Type::F32;
+}
+
+inline int64_t layer_of(Int layer, int64_t layers) {
+  const int64_t index = *layer.typed_data();
+  if (index < 0 || index >= layers) throw Refused("layer " + std::to_string(index));
+  return index;
+}
+
+// How many entries of a list are used.
+inline int64_t used(Int count, int64_t listed) {
+  return std::min<int64_t>(std::max(*count.typed_data(), 0), listed);
+}
+
+// A table that is changed: the result's memory, with what the operand holds.
+template <class Buffer>
+auto* changed(const Buffer& given, ffi::Result<Buffer>& result) {
+  if (given.typed_data() != result->typed_data()) {
+    std::memcpy(result->typed_data(), given.typed_data(), given.size_bytes());
+  }
+  return result->typed_data();
 }
 
 // An arena as an operand: uint16[rows, D], or the token of an owned one, which is held while this
@@ -60,21 +108,21 @@ class Arena {
  public:
   // Of an op that only reads.
   explicit Arena(const Any& operand) {
-    if (find(operand) && owned_) wrong = owned_->begin_read(token_[1]);
+    find(operand);
+    if (owned_) refuse(owned_->begin_read(token_[1]));
   }
   // Of an op that writes: the result is the operand's memory, or the token of what comes after.
   Arena(const Any& operand, Any& result) {
-    if (!find(operand)) return;
-    if (!owned_) {
-      // A copy of an arena is never what was asked for.
-      if (operand.untyped_data() != result.untyped_data()) wrong = "the arena is not written in place";
-      return;
-    }
+    find(operand);
+    // A copy of an arena is never what was asked for.
+    const bool in_place = owned_ || operand.untyped_data() == result.untyped_data();
+    need(in_place, "the arena is not written in place");
+    if (!owned_) return;
     result_ = static_cast<uint32_t*>(result.untyped_data());
-    wrong = owned_->begin_write(token_[1]);
+    refuse(owned_->begin_write(token_[1]));
   }
   ~Arena() {
-    if (!owned_ || !wrong.empty()) return;
+    if (!owned_) return;
     if (!result_) {
       owned_->end_read();
       return;
@@ -91,28 +139,25 @@ class Arena {
 
   int64_t bytes() const { return rows * hidden * static_cast<int64_t>(sizeof(uint16_t)); }
 
-  std::string wrong;  // empty, or why this is no arena to use now
   uint16_t* data = nullptr;
   int64_t rows = 0, hidden = 0;
 
  private:
-  bool find(const Any& operand) {
+  static void refuse(const std::string& wrong) {
+    if (!wrong.empty()) throw Refused(wrong);
+  }
+  void find(const Any& operand) {
     const auto dims = operand.dimensions();
     if (operand.element_type() == ffi::DataType::U16 && dims.size() == 2) {
       data = static_cast<uint16_t*>(operand.untyped_data()), rows = dims[0], hidden = dims[1];
-      return true;
+      return;
     }
-    if (operand.element_type() != ffi::DataType::U32 || !is(operand, {kTokenSize})) {
-      wrong = "the arena is neither uint16[rows, D] nor a token";
-      return false;
-    }
+    need(operand.element_type() == ffi::DataType::U32 && is(operand, {kTokenSize}),
+         "the arena is neither uint16[rows, D] nor a token");
     token_ = static_cast<const uint32_t*>(operand.untyped_data());
-    if (!(owned_ = find_arena(token_[0]))) {
-      wrong = "there is no arena " + std::to_string(token_[0]) + ", or it was closed";
-      return false;
-    }
+    owned_ = find_arena(token_[0]);
+    if (!owned_) refuse("there is no arena " + std::to_string(token_[0]) + ", or it was closed");
     data = owned_->data, rows = owned_->rows, hidden = owned_->hidden;
-    return true;
   }
 
   std::shared_ptr<OwnedArena> owned_;  // null: XLA's
@@ -120,26 +165,77 @@ class Arena {
   uint32_t* result_ = nullptr;
 };
 
-// Runs an op with the pool and the selected kernels; what it throws becomes an error.
-template <class F>
-ffi::Error run(ffi::ThreadPool& threads, F f) {
-  const Kernels* kernels = select_kernels();
-  if (!kernels) return invalid(select_error());
-  XlaPool pool(threads);
-  try {
-    const std::string wrong = f(pool, *kernels);
-    return wrong.empty() ? ffi::Error::Success() : invalid(wrong);
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(error.what());
+// What an op runs with.
+struct Call {
+  Pool& pool;
+  const Kernels& k;
+};
+
+// A function of a Call, operands, attributes and results, which returns empty or what is wrong, as
+// XLA calls it. What it throws becomes an error too.
+template <class... Params>
+struct Handler {
+  const char* op;
+  std::string (*function)(const Call&, Params...);
+
+  ffi::Error operator()(ffi::ThreadPool threads, Params... params) const {
+    try {
+      const Kernels* kernels = select_kernels();
+      if (!kernels) throw Refused(select_error());
+      XlaPool pool(threads);
+      const std::string wrong = function({pool, *kernels}, params...);
+      if (!wrong.empty()) throw Refused(wrong);
+      return ffi::Error::Success();
+    } catch (const Refused& refused) {
+      return ffi::Error::InvalidArgument(std::string(op) + ": " + refused.what());
+    } catch (const std::exception& error) {
+      return ffi::Error::Internal(error.what());
+    }
   }
+};
+
+template <class...>
+struct Types {};
+
+// XLA's binding of a handler from its function's own parameters (Ffi::BindTo knows neither remaining
+// operands nor the pool). What is no buffer is an attribute, of the next name.
+template <class Handler, class Binding>
+ffi::Ffi* bound(Handler handler, Binding binding, const char* const*, Types<>) {
+  return std::move(binding).To(std::move(handler)).release();
+}
+template <class Handler, class Binding, class First, class... Rest>
+ffi::Ffi* bound(Handler handler, Binding binding, const char* const* names, Types<First, Rest...>) {
+  constexpr Types<Rest...> rest;
+  if constexpr (ffi::internal::is_arg_binding_v<First>) {
+    using Arg = typename ffi::ArgBinding<First>::Arg;
+    return bound(handler, std::move(binding).template Arg<Arg>(), names, rest);
+  } else if constexpr (ffi::internal::is_ret_binding_v<First>) {
+    using Ret = typename ffi::RetBinding<First>::Ret;
+    return bound(handler, std::move(binding).template Ret<Ret>(), names, rest);
+  } else if constexpr (std::is_same_v<First, ffi::RemainingArgs>) {
+    return bound(handler, std::move(binding).RemainingArgs(), names, rest);
+  } else if constexpr (std::is_same_v<First, ffi::RemainingRets>) {
+    return bound(handler, std::move(binding).RemainingRets(), names, rest);
+  } else {
+    return bound(handler, std::move(binding).template Attr<First>(*names), names + 1, rest);
+  }
+}
+
+template <class... Params>
+ffi::Ffi* handler_of(const char* op, std::string (*function)(const Call&, Params...),
+                     std::initializer_list<const char*> attributes) {
+  const Handler<Params...> handler = {op, function};
+  return bound(handler, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(), attributes.begin(),
+               Types<Params...>());
 }
 
 #define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
-#define MOEJAX_HANDLER(symbol, function, binding)                               \
-  MOEJAX_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {               \
-    static auto* const handler = (binding).To(function).release();              \
-    const OpSpan span(#symbol + sizeof("moejax_cpu"));                          \
+// The symbol of an op, with the names of its function's attributes.
+#define MOEJAX_HANDLER(op, function, ...)                                       \
+  MOEJAX_EXPORT XLA_FFI_Error* moejax_cpu_##op(XLA_FFI_CallFrame* frame) {      \
+    static auto* const handler = handler_of(#op, function, {__VA_ARGS__});      \
+    const OpSpan span(#op);                                                     \
     return handler->Call(frame);                                                \
   }
 

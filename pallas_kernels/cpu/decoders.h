@@ -44,6 +44,31 @@ INLINE uint32_t as_bits(float f) {
 }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// ---- what is known when a call begins, as constants of templates
+
+template <class T, T constant>
+struct Constant {
+  static constexpr T value = constant;
+};
+
+// f(first) … f(last), of n; of a greater n: the last.
+template <int first, int last, class F>
+INLINE auto chosen(int64_t n, F f) {
+  if constexpr (first < last) {
+    if (n > first) return chosen<first + 1, last>(n, f);
+  }
+  return f(Constant<int, first>());
+}
+
+// f(kind, n) with 1 ≤ n ≤ last.
+template <int last, class F>
+INLINE void chosen(Type kind, int64_t n, F f) {
+  chosen<1, last>(n, [&](auto count) {
+    if (kind == Type::BF16) f(Constant<Type, Type::BF16>(), count);
+    else f(Constant<Type, Type::F32>(), count);
+  });
+}
+
 // ---- numbers
 
 INLINE uint16_t bf16(float f) {

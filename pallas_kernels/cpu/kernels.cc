@@ -232,21 +232,11 @@ constexpr int kTile[kTokens] = {8, 8, 6, 5};
 constexpr int kTile[kTokens] = {4, 4, 4, 3};
 #endif
 
-template <Type kind>
-INLINE void dots_of(const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
-                    int64_t n, float* y, int64_t stride, const void* const* next) {
-  switch (tokens) {
-    case 1: return rows_of<kind, 1, kTile[0]>(w, rows, x, n, y, stride, next);
-    case 2: return rows_of<kind, 2, kTile[1]>(w, rows, x, n, y, stride, next);
-    case 3: return rows_of<kind, 3, kTile[2]>(w, rows, x, n, y, stride, next);
-    default: return rows_of<kind, 4, kTile[3]>(w, rows, x, n, y, stride, next);
-  }
-}
-
 void dots(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
           int64_t n, float* y, int64_t stride, const void* const* next) {
-  if (kind == Type::BF16) return dots_of<Type::BF16>(w, rows, x, tokens, n, y, stride, next);
-  dots_of<Type::F32>(w, rows, x, tokens, n, y, stride, next);
+  chosen<kTokens>(kind, tokens, [=](auto k, auto t) {
+    rows_of<k.value, t.value, kTile[t.value - 1]>(w, rows, x, n, y, stride, next);
+  });
 }
 
 // ---- add
@@ -301,21 +291,10 @@ void add_of(const void* const* w, int64_t rows, const float* const* h, int64_t n
   add_block<kind, T, 1>(ends, rows, h, at, 0, total);
 }
 
-template <Type kind>
-INLINE void add_tokens(const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
-                       int64_t n, float* const* total) {
-  switch (tokens) {
-    case 1: return add_of<kind, 1>(w, rows, h, n, total);
-    case 2: return add_of<kind, 2>(w, rows, h, n, total);
-    case 3: return add_of<kind, 3>(w, rows, h, n, total);
-    default: return add_of<kind, 4>(w, rows, h, n, total);
-  }
-}
-
 void add(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
          int64_t n, float* const* total) {
-  if (kind == Type::BF16) return add_tokens<Type::BF16>(w, rows, h, tokens, n, total);
-  add_tokens<Type::F32>(w, rows, h, tokens, n, total);
+  chosen<kTokens>(kind, tokens,
+                  [=](auto k, auto t) { add_of<k.value, t.value>(w, rows, h, n, total); });
 }
 
 // ---- many tokens: blocks of weights as float32, side by side, for all of them
@@ -390,12 +369,9 @@ void many_dots(const void* const* w, int64_t rows, const float* const* x, int64_
       for (int64_t g = 0; g < groups; g++) {
         const float* mine = panel + g * steps * 2 * L * R;
         float* open = sums + (t * kPanel + g * R) * L;
-        switch (least(tokens - t, kManyTokens)) {
-          case 1: many_tile<1>(mine, x + t, from, steps, !from, open); break;
-          case 2: many_tile<2>(mine, x + t, from, steps, !from, open); break;
-          case 3: many_tile<3>(mine, x + t, from, steps, !from, open); break;
-          default: many_tile<4>(mine, x + t, from, steps, !from, open);
-        }
+        chosen<1, kManyTokens>(tokens - t, [=](auto count) {
+          many_tile<count.value>(mine, x + t, from, steps, !from, open);
+        });
       }
     }
   }
@@ -442,15 +418,11 @@ void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t
     }
     for (int64_t c = 0; c < kColumns && first + c * 2 * L < n; c++) {
       const int64_t at = first + c * 2 * L;
+      const float* mine = panel[c];
       for (int64_t t = 0; t < tokens; t += 6) {
-        switch (tokens - t) {
-          case 1: many_columns<1>(panel[c], rows, h + t, at, total + t); break;
-          case 2: many_columns<2>(panel[c], rows, h + t, at, total + t); break;
-          case 3: many_columns<3>(panel[c], rows, h + t, at, total + t); break;
-          case 4: many_columns<4>(panel[c], rows, h + t, at, total + t); break;
-          case 5: many_columns<5>(panel[c], rows, h + t, at, total + t); break;
-          default: many_columns<6>(panel[c], rows, h + t, at, total + t);
-        }
+        chosen<1, 6>(tokens - t, [=](auto count) {
+          many_columns<count.value>(mine, rows, h + t, at, total + t);
+        });
       }
     }
   }
@@ -514,17 +486,8 @@ INLINE int64_t pairs_of(const uint16_t* codes, int64_t n, Scales scales, uint16_
 // Returns how many of the n weights were whole vectors.
 template <int bits, class Scales>
 INLINE int64_t pairs(int64_t plane, const uint16_t* codes, int64_t n, Scales scales, uint16_t* out) {
-  constexpr int last = 16 / bits - 1;
-  switch (plane) {
-    case 0: return pairs_of<bits, 0>(codes, n, scales, out);
-    case 1: return pairs_of<bits, 1>(codes, n, scales, out);
-    case 2: return pairs_of<bits, last < 2 ? 0 : 2>(codes, n, scales, out);
-    case 3: return pairs_of<bits, last < 3 ? 0 : 3>(codes, n, scales, out);
-    case 4: return pairs_of<bits, last < 4 ? 0 : 4>(codes, n, scales, out);
-    case 5: return pairs_of<bits, last < 5 ? 0 : 5>(codes, n, scales, out);
-    case 6: return pairs_of<bits, last < 6 ? 0 : 6>(codes, n, scales, out);
-    default: return pairs_of<bits, last < 7 ? 0 : 7>(codes, n, scales, out);
-  }
+  return chosen<0, 16 / bits - 1>(
+      plane, [=](auto p) { return pairs_of<bits, p.value>(codes, n, scales, out); });
 }
 
 // The same one by one, in any dtype. scale: of each weight, or of all where step is 0.
@@ -624,12 +587,7 @@ INLINE int64_t group_of(int64_t plane, const uint16_t* codes, int64_t n, float s
   int64_t at = 0;
 #if defined(__AVX2__) && MOEJAX_LANES == 8
   if (bits == 4) {
-    switch (plane) {
-      case 0: at = looked_up<0>(codes, n, scale, out); break;
-      case 1: at = looked_up<1>(codes, n, scale, out); break;
-      case 2: at = looked_up<2>(codes, n, scale, out); break;
-      default: at = looked_up<3>(codes, n, scale, out);
-    }
+    at = chosen<0, 3>(plane, [=](auto p) { return looked_up<p.value>(codes, n, scale, out); });
   }
 #endif
   const Scale same = scale_of<bits>(scale);
@@ -728,13 +686,15 @@ INLINE void exact(const uint16_t* bytes, int64_t byte_plane, const uint16_t* cod
                   int64_t code_plane, int64_t n, const uint16_t* table, int64_t escapes,
                   uint16_t* out, const uint16_t* next_bytes, const uint16_t* next_codes) {
   // The half of a matrix that a byte's plane is holds two quarters, or parts of three.
-  switch (4 * byte_plane + code_plane) {
-    case 0: return exact_plane<0, 0>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
-    case 1: return exact_plane<0, 1>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
-    case 5: return exact_plane<1, 1>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
-    case 6: return exact_plane<1, 2>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
-    default: return exact_plane<1, 3>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
-  }
+  chosen<0, 3>(code_plane, [=](auto c) {
+    constexpr int plane = c.value;
+    constexpr int low = plane / 2, high = plane > 0;
+    if (byte_plane == low) {
+      exact_plane<low, plane>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
+    } else {
+      exact_plane<high, plane>(bytes, codes, n, table, escapes, out, next_bytes, next_codes);
+    }
+  });
 }
 
 void decode_lossless(const Format& f, const uint16_t* record, int matrix, int64_t row,
@@ -801,54 +761,45 @@ INLINE void fetch(const uint16_t* p, int64_t n) {
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i);
 }
 
-// 2·L weights of which some are escapes.
-template <int byte_plane, int code_plane>
-__attribute__((noinline)) vu with_escapes(const uint16_t* bytes, const uint16_t* codes,
-                                          const uint16_t* table, int64_t escapes) {
-  uint16_t weights[2 * L];
-  exact_plane<byte_plane, code_plane>(bytes, codes, 2 * L, table, escapes, weights, bytes, codes);
-  return load<vu>(weights);
-}
-
-// A row of gate or up: its codes, its scales or second codes, its table.
+// A row of gate or up: its codes and scales.
 struct Row {
-  const uint16_t *codes, *extra, *table;
-  int64_t escapes;
+  const uint16_t *codes, *scales;
 };
 
 // kPart weights of a row that share a plane and a scale; `get` gives a block of them, whose
 // length is `step`.
-template <Version version, int plane>
+template <int bits, int plane>
 struct Part;
 
 template <int plane>
-struct Part<Version::Int8, plane> {
+struct Part<8, plane> {
   static constexpr int64_t step = 2 * L;
   const uint16_t* codes;
   vf even, odd, zero;
   // Codes become floats where they lie in a lane, and scales take that back; but the sign has a bit.
   INLINE Part(const Row& row, int64_t size, int64_t at) : codes(row.codes + at - plane * size) {
-    const Scale scale = scale_of<8>(scale_f16(row.extra[at / kPart]));
+    const Scale scale = scale_of<8>(scale_f16(row.scales[at / kPart]));
     even = plane ? scale.large * 0x1p-8f : scale.large;
     odd = plane ? scale.large : scale.large * 0x1p-16f;
     zero = scale.zero;
   }
   INLINE void get(int64_t i, Pair* out) const {
     const vu both = load<vu>(codes + i);
-    const vu first = both & (plane ? 0xff00u : 0xffu), second = plane ? both >> 24 : both & 0xff0000u;
+    const vu first = both & (plane ? 0xff00u : 0xffu);
+    const vu second = plane ? both >> 24 : both & 0xff0000u;
     out->first = weights_of(__builtin_convertvector((vi)first, vf), even, zero);
     out->second = weights_of(__builtin_convertvector((vi)second, vf), odd, zero);
   }
 };
 
 template <int plane>
-struct Part<Version::Int4, plane> {
+struct Part<4, plane> {
   const uint16_t* codes;
 #if defined(__AVX2__) && MOEJAX_LANES == 8
   static constexpr int64_t step = 4 * L;
   Table table;
   INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), table(table_of(scale_f16(row.extra[at / kPart]))) {}
+      : codes(row.codes + at - plane * size), table(table_of(scale_f16(row.scales[at / kPart]))) {}
   INLINE void get(int64_t i, Pair* out) const {
     vu weights[2];
     looked_up<plane>(codes + i, table, weights);
@@ -858,33 +809,14 @@ struct Part<Version::Int4, plane> {
   static constexpr int64_t step = 2 * L;
   Scale scale;
   INLINE Part(const Row& row, int64_t size, int64_t at)
-      : codes(row.codes + at - plane * size), scale(scale_of<4>(scale_f16(row.extra[at / kPart]))) {}
+      : codes(row.codes + at - plane * size),
+        scale(scale_of<4>(scale_f16(row.scales[at / kPart]))) {}
   INLINE void get(int64_t i, Pair* out) const {
     const vu both = load<vu>(codes + i);
     out->first = weights_of(codes_of<4, 4 * plane>(both), scale.large, scale.zero);
     out->second = weights_of(codes_of<4, 16 + 4 * plane>(both), scale.large, scale.zero);
   }
 #endif
-};
-
-template <int plane>
-struct Part<Version::Lossless12, plane> {
-  static constexpr int64_t step = 2 * L;
-  const uint16_t *bytes, *codes, *table;
-  int64_t escapes;
-  vh base;
-  INLINE Part(const Row& row, int64_t size, int64_t at)
-      : bytes(row.codes + at - plane / 2 * 2 * size),
-        codes(row.extra + at - plane * size),
-        table(row.table),
-        escapes(row.escapes),
-        base(splat16((uint16_t)(row.table[0] << 7))) {}
-  INLINE vu get(int64_t i, vh& most) const {
-    return (vu)exact_of<plane / 2, plane>(load<vh>(bytes + i), load<vh>(codes + i), base, most);
-  }
-  INLINE vu escaped(int64_t i) const {
-    return with_escapes<plane / 2, plane>(bytes + i, codes + i, table, escapes);
-  }
 };
 
 template <int T, int R>
@@ -896,38 +828,23 @@ INLINE void add_pair(Pair pair, const float* const* x, int64_t at, int j, vf (*t
   }
 }
 
-template <Version version, int plane, int T, int R, size_t... r>
+template <int bits, int plane, int T, int R, size_t... r>
 INLINE void encoded_plane(const Format& f, const Row* rows, const float* const* x, vf (*total)[R],
                           Indices<r...>) {
-  const int64_t size = f.hidden / (version == Version::Int8 ? 2 : 4);
+  const int64_t size = f.hidden * bits / 16;
   for (int64_t at = plane * size; at < (plane + 1) * size; at += kPart) {
-    const Part<version, plane> parts[R] = {{rows[r], size, at}...};
+    const Part<bits, plane> parts[R] = {{rows[r], size, at}...};
     // Elements are passed once for each plane, and come from memory the first time.
-    for (int j = 0; j < R; j++) {
-      if constexpr (version == Version::Lossless12) {
-        if (plane < 2) fetch(parts[j].bytes + R * f.hidden / 2, kPart);
-      }
-      if (plane == 0) fetch(parts[j].codes + R * size, kPart);
-    }
-    constexpr int64_t step = Part<version, plane>::step;
+    for (int j = 0; plane == 0 && j < R; j++) fetch(parts[j].codes + R * size, kPart);
+    constexpr int64_t step = Part<bits, plane>::step;
     for (int64_t i = 0; i < kPart; i += step) {
-      if constexpr (version == Version::Lossless12) {
-        vh most = {};
-        vu both[R] = {parts[r].get(i, most)...};
-        if (__builtin_expect(any(most, kEscaped), 0)) {
-          for (int j = 0; j < R; j++) both[j] = parts[j].escaped(i);
-        }
 #pragma GCC unroll 4
-        for (int j = 0; j < R; j++) add_pair<T, R>(halves(both[j]), x, at + i, j, total);
-      } else {
-#pragma GCC unroll 4
-        for (int j = 0; j < R; j++) {
-          Pair pairs[step / (2 * L)];
-          parts[j].get(i, pairs);
+      for (int j = 0; j < R; j++) {
+        Pair pairs[step / (2 * L)];
+        parts[j].get(i, pairs);
 #pragma GCC unroll 2
-          for (int b = 0; b < step / (2 * L); b++) {
-            add_pair<T, R>(pairs[b], x, at + i + 2 * L * b, j, total);
-          }
+        for (int b = 0; b < step / (2 * L); b++) {
+          add_pair<T, R>(pairs[b], x, at + i + 2 * L * b, j, total);
         }
       }
     }
@@ -940,29 +857,25 @@ INLINE constexpr auto rows_at_once() {
   else return Indices<0, 1>();
 }
 
-template <Version version, int T>
-INLINE void encoded_rows(const Format& f, const uint16_t* record, int matrix, int64_t first,
-                         int64_t count, const float* const* x, float* y, int64_t stride) {
+template <int bits, int T>
+void encoded_rows(const Format& f, const uint16_t* record, int matrix, int64_t first,
+                  int64_t count, const float* const* x, float* y, int64_t stride) {
   constexpr auto numbers = rows_at_once<T>();
   constexpr int R = T == 1 ? 4 : 2;
-  const bool lossless = version == Version::Lossless12;
-  const int64_t size = f.hidden / (version == Version::Int4 ? 4 : 2);
-  const int64_t extra = lossless ? f.hidden / 4 : f.hidden / kPart;
+  const int64_t size = f.hidden * bits / 16, groups = f.hidden / kPart;
   for (int64_t r = 0; r < count; r += R) {
     Row rows[R];
     for (int64_t i = 0; i < R; i++) {
       const int64_t row = first + least(r + i, count - 1);  // the last, where there are no more
       rows[i] = {record + f.codes[matrix] * f.hidden + row * size,
-                 record + f.extra[matrix] * f.hidden + row * extra,
-                 record + f.tables * f.hidden + (matrix * f.blocks + row / kBlock) * (1 + f.escapes),
-                 f.escapes};
+                 record + f.extra[matrix] * f.hidden + row * groups};
     }
     vf total[T][R] = {};
-    encoded_plane<version, 0, T, R>(f, rows, x, total, numbers);
-    encoded_plane<version, 1, T, R>(f, rows, x, total, numbers);
-    if constexpr (version != Version::Int8) {
-      encoded_plane<version, 2, T, R>(f, rows, x, total, numbers);
-      encoded_plane<version, 3, T, R>(f, rows, x, total, numbers);
+    encoded_plane<bits, 0, T, R>(f, rows, x, total, numbers);
+    encoded_plane<bits, 1, T, R>(f, rows, x, total, numbers);
+    if constexpr (bits == 4) {
+      encoded_plane<bits, 2, T, R>(f, rows, x, total, numbers);
+      encoded_plane<bits, 3, T, R>(f, rows, x, total, numbers);
     }
     for (int t = 0; t < T; t++) {
       for (int64_t i = 0; i < R && r + i < count; i++) y[t * stride + r + i] = sum(total[t][i]);
@@ -970,129 +883,44 @@ INLINE void encoded_rows(const Format& f, const uint16_t* record, int matrix, in
   }
 }
 
-template <int T>
-INLINE void encoded_dots_of(const Format& f, const uint16_t* record, int matrix, int64_t first,
-                            int64_t rows, const float* const* x, float* y, int64_t stride) {
-  switch (f.version) {
-    case Version::Int8: return encoded_rows<Version::Int8, T>(f, record, matrix, first, rows, x, y, stride);
-    case Version::Int4: return encoded_rows<Version::Int4, T>(f, record, matrix, first, rows, x, y, stride);
-    default: return encoded_rows<Version::Lossless12, T>(f, record, matrix, first, rows, x, y, stride);
-  }
-}
-
 void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t first, int64_t rows,
                   const float* const* x, int64_t tokens, float* y, int64_t stride) {
-  switch (tokens) {
-    case 1: return encoded_dots_of<1>(f, record, matrix, first, rows, x, y, stride);
-    case 2: return encoded_dots_of<2>(f, record, matrix, first, rows, x, y, stride);
-    case 3: return encoded_dots_of<3>(f, record, matrix, first, rows, x, y, stride);
-    default: return encoded_dots_of<4>(f, record, matrix, first, rows, x, y, stride);
-  }
+  chosen<1, kTokens>(tokens, [&](auto t) {
+    const bool bytes = f.version == Version::Int8;
+    const auto with = bytes ? encoded_rows<8, t.value> : encoded_rows<4, t.value>;
+    with(f, record, matrix, first, rows, x, y, stride);
+  });
 }
 
-// A block of rows of lossless12: its base exponent in place, and its table.
-struct Block {
-  vh base;
-  const uint16_t* table;
-};
-
-// What 2·L columns of a row of elements hold of down^T: rows r, r + I/4, r + I/2, r + 3·I/4.
-template <Version version>
-struct Quarters;
-
-template <>
-struct Quarters<Version::Int8> {
-  vu even, odd;  // elements of rows r and r + I/4
-  Quarters() = default;
-  INLINE Quarters(const Format& f, const uint16_t* codes, const uint16_t*, const float* const*)
-      : even(load<vu>(codes)), odd(load<vu>(codes + f.width / 4 * f.hidden)) {}
-  template <int j>
-  INLINE Pair get(const float* const* scales, int64_t at) const {
-    const vu both = j % 2 ? odd : even;
-    const Scale first = scale_at(scales[j], at, 0), second = scale_at(scales[j], at, 1);
-    return {weights_of(codes_of<8, j / 2 * 8>(both), first.large, first.zero),
-            weights_of(codes_of<8, 16 + j / 2 * 8>(both), second.large, second.zero)};
-  }
-};
-
-template <>
-struct Quarters<Version::Int4> {
-  vu both;
-  Quarters() = default;
-  INLINE Quarters(const Format&, const uint16_t* codes, const uint16_t*, const float* const*)
-      : both(load<vu>(codes)) {}
-  template <int j>
-  INLINE Pair get(const float* const* scales, int64_t at) const {
-    const Scale first = scale_at(scales[j], at, 0), second = scale_at(scales[j], at, 1);
-    return {weights_of(codes_of<4, 4 * j>(both), first.large, first.zero),
-            weights_of(codes_of<4, 16 + 4 * j>(both), second.large, second.zero)};
-  }
-};
-
-template <>
-struct Quarters<Version::Lossless12> {
-  vu weights[4];
-  Quarters() = default;
-  INLINE Quarters(const Format& f, const uint16_t* bytes, const uint16_t* codes,
-                  const Block* blocks) {
-    const uint16_t* others = bytes + f.width / 4 * f.hidden;
-    const vh even = load<vh>(bytes), odd = load<vh>(others), all = load<vh>(codes);
-    vh most = {};
-    weights[0] = (vu)exact_of<0, 0>(even, all, blocks[0].base, most);
-    weights[1] = (vu)exact_of<0, 1>(odd, all, blocks[1].base, most);
-    weights[2] = (vu)exact_of<1, 2>(even, all, blocks[2].base, most);
-    weights[3] = (vu)exact_of<1, 3>(odd, all, blocks[3].base, most);
-    if (__builtin_expect(any(most, kEscaped), 0)) {
-      weights[0] = with_escapes<0, 0>(bytes, codes, blocks[0].table, f.escapes);
-      weights[1] = with_escapes<0, 1>(others, codes, blocks[1].table, f.escapes);
-      weights[2] = with_escapes<1, 2>(bytes, codes, blocks[2].table, f.escapes);
-      weights[3] = with_escapes<1, 3>(others, codes, blocks[3].table, f.escapes);
-    }
-  }
-  template <int j>
-  INLINE Pair get(const Block*, int64_t) const { return halves(weights[j]); }
-};
-
-template <bool lossless>
-struct Operand {  // of a row, besides codes
-  typedef const float* type;
-};
-template <>
-struct Operand<true> {
-  typedef Block type;
-};
-
-template <int j, int T, class Weights, class Extra>
-INLINE void add_quarter(const Weights& weights, Extra extra, int64_t at, const float* const* h,
-                        int64_t i, vf (*sums)[2]) {
-  const Pair pair = weights.template get<j>(extra, at);
+// Quarter j of what 2·L columns of a row of elements hold of down^T (rows r, r + I/4, r + I/2,
+// r + 3·I/4), times h, onto the sums. lanes: one vector of elements, or those of r and of r + I/4.
+template <int bits, int j, int T>
+INLINE void add_quarter(const vu* lanes, const float* scales, int64_t at, const float* const* h,
+                        int64_t place, vf (*sums)[2]) {
+  constexpr int bit = bits == 8 ? j / 2 * 8 : j * 4;
+  const vu both = lanes[bits == 8 ? j % 2 : 0];
+  const Scale even = scale_at(scales, at, 0), odd = scale_at(scales, at, 1);
+  const vf first = weights_of(codes_of<bits, bit>(both), even.large, even.zero);
+  const vf second = weights_of(codes_of<bits, 16 + bit>(both), odd.large, odd.zero);
 #pragma GCC unroll 4
   for (int t = 0; t < T; t++) {
-    const vf factor = splat(h[t][4 * i + j]);
-    sums[t][0] = sums[t][0] + factor * pair.first;
-    sums[t][1] = sums[t][1] + factor * pair.second;
+    const vf factor = splat(h[t][place + j]);
+    sums[t][0] = sums[t][0] + factor * first;
+    sums[t][1] = sums[t][1] + factor * second;
   }
 }
 
 // Rows of elements [first, first + rows) onto the sums of n columns from `column` on.
-template <Version version, int T>
-INLINE void encoded_columns(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
-                            int64_t column, int64_t n, const float* scales, const float* const* h,
-                            float* const* total) {
-  constexpr bool lossless = version == Version::Lossless12;
+template <int bits, int T>
+void encoded_columns(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
+                     int64_t column, int64_t n, const float* scales, const float* const* h,
+                     float* const* total) {
   const int64_t quarter = f.width / 4;
   const uint16_t* codes = record + (f.codes[DOWN] + first) * f.hidden + column;
-  const uint16_t* second = record + (f.extra[DOWN] + first) * f.hidden + column;
-  const uint16_t* tables = record + f.tables * f.hidden + DOWN * f.blocks * (1 + f.escapes);
-  typename Operand<lossless>::type extra[kElements][4];
+  const float* scale[kElements][4];
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t j = 0; j < 4; j++) {
-      const int64_t row = first + i + j * quarter;
-      if constexpr (lossless) {
-        const uint16_t* table = tables + row / kBlock * (1 + f.escapes);
-        extra[i][j] = {splat16((uint16_t)(table[0] << 7)), table};
-      }
-      if constexpr (!lossless) extra[i][j] = scales + row / f.group_out * 2 * padded(n);
+      scale[i][j] = scales + (first + i + j * quarter) / f.group_out * 2 * padded(n);
     }
   }
   constexpr int C = T <= 2 ? 2 : 1;  // blocks of 2·L columns at once
@@ -1102,20 +930,20 @@ INLINE void encoded_columns(const Format& f, const uint16_t* record, int64_t fir
       for (int t = 0; t < T; t++) memcpy(sums[c][t], total[t] + at + 2 * L * c, sizeof sums[c][t]);
     }
     for (int64_t i = 0; i < rows; i++) {
-      const uint16_t *here = codes + i * f.hidden + at, *other = second + i * f.hidden + at;
+      const uint16_t* here = codes + i * f.hidden + at;
       if (at % kLine == 0) {
         fetch(here + kElements * f.hidden, 1);
-        if (version != Version::Int4) fetch(here + (kElements + quarter) * f.hidden, 1);
-        if (lossless) fetch(other + kElements * f.hidden, 1);
+        if (bits == 8) fetch(here + (kElements + quarter) * f.hidden, 1);
       }
 #pragma GCC unroll 2
       for (int c = 0; c < C; c++) {
         const int64_t next = at + 2 * L * c;
-        const Quarters<version> weights(f, here + 2 * L * c, other + 2 * L * c, extra[i]);
-        add_quarter<0, T>(weights, extra[i], next, h, i, sums[c]);
-        add_quarter<1, T>(weights, extra[i], next, h, i, sums[c]);
-        add_quarter<2, T>(weights, extra[i], next, h, i, sums[c]);
-        add_quarter<3, T>(weights, extra[i], next, h, i, sums[c]);
+        const uint16_t* mine = here + 2 * L * c;
+        const vu lanes[] = {load<vu>(mine), bits == 8 ? load<vu>(mine + quarter * f.hidden) : vu{}};
+        add_quarter<bits, 0, T>(lanes, scale[i][0], next, h, 4 * i, sums[c]);
+        add_quarter<bits, 1, T>(lanes, scale[i][1], next, h, 4 * i, sums[c]);
+        add_quarter<bits, 2, T>(lanes, scale[i][2], next, h, 4 * i, sums[c]);
+        add_quarter<bits, 3, T>(lanes, scale[i][3], next, h, 4 * i, sums[c]);
       }
     }
     for (int c = 0; c < C; c++) {
@@ -1124,32 +952,21 @@ INLINE void encoded_columns(const Format& f, const uint16_t* record, int64_t fir
   }
 }
 
-template <int T>
-INLINE void encoded_add_of(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
-                           int64_t column, int64_t n, const float* scales, const float* const* h,
-                           float* const* total) {
-  switch (f.version) {
-    case Version::Int8:
-      return encoded_columns<Version::Int8, T>(f, record, first, rows, column, n, scales, h, total);
-    case Version::Int4:
-      return encoded_columns<Version::Int4, T>(f, record, first, rows, column, n, scales, h, total);
-    default:
-      return encoded_columns<Version::Lossless12, T>(f, record, first, rows, column, n, scales, h, total);
-  }
-}
-
 void encoded_add(const Format& f, const uint16_t* record, int64_t first, int64_t rows,
                  int64_t column, int64_t n, const float* scales, const float* const* h,
                  int64_t tokens, float* const* total) {
-  switch (tokens) {
-    case 1: return encoded_add_of<1>(f, record, first, rows, column, n, scales, h, total);
-    case 2: return encoded_add_of<2>(f, record, first, rows, column, n, scales, h, total);
-    case 3: return encoded_add_of<3>(f, record, first, rows, column, n, scales, h, total);
-    default: return encoded_add_of<4>(f, record, first, rows, column, n, scales, h, total);
-  }
+  chosen<1, kTokens>(tokens, [&](auto t) {
+    const bool bytes = f.version == Version::Int8;
+    const auto with = bytes ? encoded_columns<8, t.value> : encoded_columns<4, t.value>;
+    with(f, record, first, rows, column, n, scales, h, total);
+  });
 }
 
-int64_t takes(const Format& f) { return multiplied_in_parts(f) && f.width % 4 == 0 ? kTokens : 0; }
+// Not lossless12, which gains nothing by it: its escapes want a block.
+int64_t takes(const Format& f) {
+  const bool ints = f.version == Version::Int8 || f.version == Version::Int4;
+  return ints && multiplied_in_parts(f) && f.width % 4 == 0 ? kTokens : 0;
+}
 #else
 constexpr decltype(Kernels::encoded_dots) encoded_dots = nullptr;
 constexpr decltype(Kernels::encoded_add) encoded_add = nullptr;

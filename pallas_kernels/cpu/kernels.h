@@ -10,6 +10,12 @@ namespace moejax {
 
 enum class Type : int32_t { BF16, F16, F32 };  // a run's dtype
 static inline int64_t size_of(Type type) { return type == Type::F32 ? 4 : 2; }
+static inline const char* at(const void* p, int64_t elements, Type type) {
+  return (const char*)p + elements * size_of(type);
+}
+static inline char* at(void* p, int64_t elements, Type type) {
+  return (char*)p + elements * size_of(type);
+}
 
 enum class Version : int32_t { Dense, Int8, Int4, Int2, Lossless12 };
 enum Matrix { GATE, UP, DOWN };
@@ -105,19 +111,9 @@ struct Kernels {
   void (*exponentials)(float* x, float top, int64_t n);
 };
 
-// What a build for AMX has in place of those of its table.
-struct Tiled {
-  decltype(Kernels::dots_of_many) dots_of_many;
-  decltype(Kernels::add_of_many) add_of_many;
-  decltype(Kernels::few) few;
-  decltype(Kernels::rows_of_task) rows_of_task;
-  decltype(Kernels::takes) takes;
-  decltype(Kernels::encoded_dots) encoded_dots;
-  decltype(Kernels::encoded_add) encoded_add;
-  int64_t elements;
-};
 #ifdef MOEJAX_X86
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+const Kernels& kernels_amx();  // avx512bf16's with products by tiles
 #endif
 
 enum Activation { SILU, GELU, GELU_TANH, RELU };

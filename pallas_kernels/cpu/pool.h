@@ -77,4 +77,12 @@ void parallel(Pool& pool, int64_t tasks, int64_t work, const F& f) {
   if (shared->failed) std::rethrow_exception(shared->error);
 }
 
+// f(first, last) of parts of `rows` rows, at most `step` of them each; else as `parallel`.
+template <class F>
+void parallel_rows(Pool& pool, int64_t rows, int64_t step, int64_t work, const F& f) {
+  parallel(pool, (rows + step - 1) / step, work, [&](int64_t i) {
+    f(i * step, rows < (i + 1) * step ? rows : (i + 1) * step);
+  });
+}
+
 }  // namespace moejax

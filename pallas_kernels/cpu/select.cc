@@ -14,7 +14,6 @@ namespace moejax {
 
 extern const Kernels kernels_portable;
 #ifdef MOEJAX_X86
-extern const Tiled tiled_amx;
 
 namespace {
 
@@ -33,18 +32,6 @@ bool has_tiles() {
 #endif
 }
 
-const Kernels* amx() {
-  static const Kernels table = [] {
-    Kernels k = kernels_avx512bf16;
-    k.name = "amx", k.dots_of_many = tiled_amx.dots_of_many, k.add_of_many = tiled_amx.add_of_many;
-    k.few = tiled_amx.few, k.rows_of_task = tiled_amx.rows_of_task;
-    k.takes = tiled_amx.takes, k.encoded_dots = tiled_amx.encoded_dots;
-    k.encoded_add = tiled_amx.encoded_add, k.elements = tiled_amx.elements;
-    return k;
-  }();
-  return &table;
-}
-
 }  // namespace
 #endif
 
@@ -61,7 +48,7 @@ const Kernels* kernels_named(const char* name) {
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
                     __builtin_cpu_supports("avx512vbmi");
   if (!strcmp(name, "avx512bf16") && bf16) return &kernels_avx512bf16;
-  if (!strcmp(name, "amx") && bf16 && has_tiles()) return amx();
+  if (!strcmp(name, "amx") && bf16 && has_tiles()) return &kernels_amx();
 #endif
   return nullptr;
 }

@@ -225,9 +225,8 @@ void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens,
     const void* w[kManyAdded];
     for (int64_t i = 0; i < rows; i++) {
       const int64_t row = row_of_place(place + i, width);
-      const void* whole = row_of(*e.format, e.record, DOWN, row);
-      if (whole) {
-        w[i] = static_cast<const char*>(whole) + c.first * size;
+      if (const void* whole = row_of(*e.format, e.record, DOWN, row)) {
+        w[i] = at(whole, c.first, work.kind);
         continue;
       }
       char* decoded = c.scratch + i * c.count * size;
@@ -376,17 +375,13 @@ void compute_all(Pool& pool, Work& work) {
   Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width);
   work.x = x.get(), work.h = h.get();
   constexpr int64_t kRowsOfX = 16;
-  const int64_t parts_of_x = (c.tokens + kRowsOfX - 1) / kRowsOfX;
-  parallel(pool, parts_of_x, c.tokens * c.hidden, [&](int64_t i) {
-    const int64_t last = std::min((i + 1) * kRowsOfX, c.tokens);
-    for (int64_t t = i * kRowsOfX; t < last; t++) {
-      const char* row = static_cast<const char*>(c.x) + t * c.hidden * size_of(c.type);
-      k.pack(c.type, row, c.hidden, work.x + t * work.x_width);
+  const int64_t numbers = c.tokens * c.hidden;
+  parallel_rows(pool, c.tokens, kRowsOfX, numbers, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+      k.pack(c.type, at(c.x, t * c.hidden, c.type), c.hidden, work.x + t * work.x_width);
     }
   });
-  if (c.supply) {
-    return compute_as_they_come(pool, work);
-  }
+  if (c.supply) return compute_as_they_come(pool, work);
   Group all;
   for (Expert& e : work.experts) e.cell = kHere, all.push_back(&e);
   compute(pool, work, all);

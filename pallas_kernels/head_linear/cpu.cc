@@ -14,22 +14,21 @@ constexpr int64_t kTokensOfTask = 16;
 void some_tokens(const Kernels& k, const HeadProducts& p, int64_t head, int64_t t0, int64_t tokens,
                  float* x, float* total, float* wide) {
   const Type kind = kind_of(p.type);
-  const int64_t size = size_of(p.type), width = padded(p.columns), depth = padded(p.count);
+  const int64_t width = padded(p.columns), depth = padded(p.count);
   float* totals[kTokens];
   std::fill_n(total, tokens * width, 0.0f);
   for (int64_t t = 0; t < tokens; t++) {
     totals[t] = total + t * width;
-    const int64_t at = ((t0 + t) * p.heads + head) * p.count;
-    k.widen(p.type, static_cast<const char*>(p.x) + at * size, p.count, x + t * depth);
+    const int64_t place = ((t0 + t) * p.heads + head) * p.count;
+    k.widen(p.type, at(p.x, place, p.type), p.count, x + t * depth);
   }
-  const char* weights =
-      static_cast<const char*>(p.w) + (head * p.rows + p.first) * p.columns * size;
+  const char* weights = at(p.w, (head * p.rows + p.first) * p.columns, p.type);
   for (int64_t i = 0; i < p.count; i += kRows) {
     const int64_t rows = std::min(kRows, p.count - i);
     const void* w[kRows];
     const float* h[kTokens];
     for (int64_t r = 0; r < rows; r++) {
-      w[r] = weights + (i + r) * p.columns * size;
+      w[r] = at(weights, (i + r) * p.columns, p.type);
       if (p.type == Type::F16) {
         k.widen(p.type, w[r], p.columns, wide + r * width);
         w[r] = wide + r * width;
@@ -40,8 +39,8 @@ void some_tokens(const Kernels& k, const HeadProducts& p, int64_t head, int64_t 
   }
   for (int64_t t = 0; t < tokens; t++) {
     k.unpack(kind, totals[t], p.columns, wide);
-    const int64_t at = ((t0 + t) * p.heads + head) * p.columns;
-    k.narrow(p.type, wide, p.columns, static_cast<char*>(p.y) + at * size);
+    const int64_t place = ((t0 + t) * p.heads + head) * p.columns;
+    k.narrow(p.type, wide, p.columns, at(p.y, place, p.type));
   }
 }
 

@@ -1,6 +1,5 @@
 #include "pallas_kernels/kv_write/cpu.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -61,12 +60,11 @@ std::string kv_write(Pool& pool, const Kernels& k, const Pages& p, const Heads& 
     k.widen(p.type, h.k_norm, hd, norms.get() + hd);
   }
   const int64_t all = h.heads + 2 * h.kv_heads;
-  const int64_t tasks = (p.tokens + kTokensOfTask - 1) / kTokensOfTask;
-  parallel(pool, tasks, p.tokens * all * hd * 4, [&](int64_t task) {
+  const int64_t work = p.tokens * all * hd * 4;
+  parallel_rows(pool, p.tokens, kTokensOfTask, work, [&](int64_t first, int64_t last) {
     Buffer<float> buffer(5 * hd);
     float *x = buffer.get(), *cosine = x + hd, *sine = x + 2 * hd, *scratch = x + 3 * hd;
-    const int64_t last = std::min(p.tokens, (task + 1) * kTokensOfTask);
-    for (int64_t t = task * kTokensOfTask; t < last; t++) {
+    for (int64_t t = first; t < last; t++) {
       const char* from = static_cast<const char*>(h.qkv) + t * all * bytes;
       char* q = static_cast<char*>(h.q) + t * h.heads * bytes;
       char* row = p.row(t);

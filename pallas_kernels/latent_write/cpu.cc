@@ -25,8 +25,8 @@ std::string latent_write(Pool& pool, const Kernels& k, const Pages& p, const Lat
   const int64_t size = size_of(p.type), hd = p.head_dim, rope = 2 * p.half;
   Buffer<float> norm(l.latent);
   k.widen(p.type, l.norm, l.latent, norm.get());
-  const int64_t tasks = (p.tokens + kTokensOfTask - 1) / kTokensOfTask;
-  parallel(pool, tasks, p.tokens * (hd + l.heads * rope) * 4, [&](int64_t task) {
+  const int64_t work = p.tokens * (hd + l.heads * rope) * 4;
+  parallel_rows(pool, p.tokens, kTokensOfTask, work, [&](int64_t first, int64_t last) {
     Buffer<float> buffer(5 * hd);
     float *x = buffer.get(), *cosine = x + hd, *sine = x + 2 * hd, *scratch = x + 3 * hd;
     const auto turned = [&](const void* from, void* to) {
@@ -35,8 +35,7 @@ std::string latent_write(Pool& pool, const Kernels& k, const Pages& p, const Lat
       turn(k, p.type, x, cosine, sine, p.half, scratch);
       k.narrow(p.type, x, rope, to);
     };
-    const int64_t last = std::min(p.tokens, (task + 1) * kTokensOfTask);
-    for (int64_t t = task * kTokensOfTask; t < last; t++) {
+    for (int64_t t = first; t < last; t++) {
       const int64_t queries = t * l.heads * rope * size;
       char *row = p.row(t), *out = static_cast<char*>(l.out) + queries;
       if (!row) {  // padding

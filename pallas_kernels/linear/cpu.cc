@@ -9,10 +9,6 @@ namespace {
 
 constexpr int64_t kMost = 128;         // tokens at once
 
-const char* at(const void* p, int64_t elements, Type type) {
-  return static_cast<const char*>(p) + elements * size_of(type);
-}
-
 // Outputs [first, last) of all tokens. x: packed rows, `width` floats each.
 void block(const Kernels& k, const Product& p, const float* x, int64_t width, int64_t first,
            int64_t last) {
@@ -49,7 +45,7 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
       float* row = y + i * kMostRows;
       for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
       const int64_t place = (t + i) * p.y_stride + first;
-      k.narrow(p.out_type, row, rows, const_cast<char*>(at(p.y, place, p.out_type)));
+      k.narrow(p.out_type, row, rows, at(p.y, place, p.out_type));
     }
   }
 }

@@ -1,7 +1,5 @@
 #include "pallas_kernels/rms_norm/cpu.h"
 
-#include <algorithm>
-
 #include "pallas_kernels/cpu/buffer.h"
 
 namespace moejax {
@@ -21,14 +19,11 @@ void rms_norm(Pool& pool, const Kernels& k, Type type, const void* x, const void
               int64_t rows, int64_t width, float eps, void* out) {
   Buffer<float> scale(width);
   k.widen(type, weight, width, scale.get());
-  const int64_t bytes = width * size_of(type);
-  const int64_t tasks = (rows + kRowsOfTask - 1) / kRowsOfTask;
-  parallel(pool, tasks, rows * width, [&](int64_t task) {
+  parallel_rows(pool, rows, kRowsOfTask, rows * width, [&](int64_t first, int64_t last) {
     Buffer<float> row(width);
-    const int64_t last = std::min(rows, (task + 1) * kRowsOfTask);
-    for (int64_t r = task * kRowsOfTask; r < last; r++) {
-      k.widen(type, static_cast<const char*>(x) + r * bytes, width, row.get());
-      char* to = static_cast<char*>(out) + r * bytes;
+    for (int64_t r = first; r < last; r++) {
+      k.widen(type, at(x, r * width, type), width, row.get());
+      char* to = at(out, r * width, type);
       k.norm(type, scale.get(), width, eps, row.get(), to);
       k.narrow(type, row.get(), width, to);
     }

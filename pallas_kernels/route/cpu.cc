@@ -112,10 +112,9 @@ void route_row(const Rule& rule, const float* logits, const float* correction, i
 void route(Pool& pool, const Rule& rule, const float* logits, const bool* valid,
            const float* correction, int64_t tokens, int64_t experts, int32_t* ids,
            float* weights) {
-  const int64_t tasks = (tokens + kRowsOfTask - 1) / kRowsOfTask;
-  parallel(pool, tasks, tokens * experts * 32, [&](int64_t task) {
-    const int64_t last = std::min(tokens, (task + 1) * kRowsOfTask);
-    for (int64_t t = task * kRowsOfTask; t < last; t++) {
+  const int64_t work = tokens * experts * 32;
+  parallel_rows(pool, tokens, kRowsOfTask, work, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
       int32_t* id = ids + t * rule.top_k;
       float* weight = weights + t * rule.top_k;
       if (valid[t]) {
