@@ -32,16 +32,23 @@ class Paging(NamedTuple):
 
 
 def page_and_compute(
-    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    context: ExpertContext,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in waves over the experts.
 
+    y float32[T·K, D]: nothing_computed, or what the layer before made of the same tokens: the
+    pairs of padding keep their rows, all others get theirs.
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
     gets no cell is read through. Where all are resident in the store (context.in_place), none has a
     cell and all are hits. More waves fill more; the bits are the same.
 
-    Returns (y float32[T, K, D], memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
+    Returns (y, memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
     bit each, the experts that were missing; one array, since a scan copies each of its outputs by
     a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
     moejax.step.results.Results).
@@ -74,12 +81,11 @@ def page_and_compute(
             counts += wave_counts(work, due, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
-    y, counts = nothing_computed(ids, memory.tables, x.shape[1], len(stores))
+    counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
-    y = lax.optimization_barrier(y).reshape(*ids.shape, x.shape[1])
-    return y, memory, counts
+    return lax.optimization_barrier(y), memory, counts
 
 
 def active_experts(ids: jax.Array, experts: int) -> jax.Array:
@@ -99,12 +105,9 @@ def plan_wave(
     return due, tables, work
 
 
-def nothing_computed(
-    ids: jax.Array, tables: Tables, hidden: int, versions: int
-) -> tuple[jax.Array, jax.Array]:
-    """(y float32[T·K, D], counts) of page_and_compute before the first wave."""
-    y = jnp.zeros((ids.size, hidden), jnp.float32)
-    return y, jnp.zeros(counts_size(tables.address.shape[1], versions), jnp.int32)
+def nothing_computed(pairs: int, hidden: int) -> jax.Array:
+    """y float32[T·K, D] of page_and_compute before any layer."""
+    return jnp.zeros((pairs, hidden), jnp.float32)
 
 
 def compute(
@@ -209,18 +212,23 @@ def load(
 
 
 def compute_materialized(
-    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    context: ExpertContext,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every expert of a layer in the window on its tokens; arguments and results as of
     page_and_compute. All experts are listed as active, so all are there afterwards, used or not,
     and none is on its way when the layer's cells go on. An active expert is a hit where it has a
     cell; one whose bytes did not come in an earlier step has none, and is read through."""
-    ops, (tokens, k) = context.ops, ids.shape
+    ops = context.ops
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
     with jax.named_scope("expert_ffn"):
         y = expert_ffn(
-            jnp.zeros((tokens * k, x.shape[1]), jnp.float32),
+            y,
             x,
             ids,
             memory.arena,
@@ -239,7 +247,7 @@ def compute_materialized(
     active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
     absent = active & (tables.address[layer] < 0)
     counts = _window_counts(active, absent, len(context.stores))
-    return lax.optimization_barrier(y).reshape(tokens, k, x.shape[1]), memory, counts
+    return lax.optimization_barrier(y), memory, counts
 
 
 def expert_rows(tables: Tables, context: ExpertContext) -> jax.Array:
@@ -329,6 +337,7 @@ def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.A
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:
-    """x [T, D] + Σ_k weights[:, k]·y[:, k] in the order of k."""
+    """x [T, D] + Σ_k weights[:, k]·y[t·K + k] in the order of k. y [T·K, D]."""
     with jax.named_scope("combine"):
+        y = y.reshape(*weights.shape, -1)
         return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))

@@ -151,11 +151,13 @@ class _Parts:
 
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
         context, memory = self.programs.context(self.key, stores), DeviceMemory(arena, tables)
-        y, memory, counts = page_and_compute(normed, ids, memory, layer, context)
+        y = nothing_computed(ids.size, normed.shape[1])
+        y, memory, counts = page_and_compute(y, normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
     def blank(self, tables, ids):
-        return nothing_computed(ids, tables, self.programs.steps.config.hidden_size, 1)
+        y = nothing_computed(ids.size, self.programs.steps.config.hidden_size)
+        return y, jnp.zeros(counts_size(tables.address.shape[1]), jnp.int32)
 
     def plan(self, tables, counts, ids, layer, wave):
         """Returns (tables, counts, int32[2, E]: for each expert the arena row of its cell, IDLE or
@@ -187,7 +189,7 @@ class _Parts:
 
     def combine(self, x, y, weights):
         context = self.programs.context(self.key)
-        return add_experts(x, y.reshape(*weights.shape, -1), weights, context.ops)
+        return add_experts(x, y, weights, context.ops)
 
     def output(self, params, x, batch, traces, writes):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)

@@ -17,6 +17,7 @@ from moejax.step.experts import (
     compute_materialized,
     expert_rows,
     materialize,
+    nothing_computed,
     page_and_compute,
     stage_layer,
     zero_after,
@@ -62,7 +63,7 @@ def device_step(
     embedding = embedding_array(x, context.arrays)
 
     def layer(stack: LayerStack, carry, i):
-        x, memory = carry
+        x, memory, y = carry
         moe_layer, done = stack.first_moe_layer + i, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
@@ -72,20 +73,24 @@ def device_step(
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
-            return (stack.feed_forward(i, x, tokens), memory), None
+            return (stack.feed_forward(i, x, tokens), memory, y), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
-        y, memory, counts = compute(normed, ids, memory, moe_layer, context)
+        y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        return (x, memory), (LayerTrace(ids, weights, counts, seen), done)
+        return (x, memory, y), (LayerTrace(ids, weights, counts, seen), done)
 
     traces = []
-    carry: tuple[jax.Array, DeviceMemory] = (x, memory)
+    # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
+    # in every one.
+    pairs = x.shape[0] * model.config.num_experts_per_tok
+    carry: tuple[jax.Array, DeviceMemory, jax.Array]
+    carry = x, memory, nothing_computed(pairs, x.shape[1])
     for stack in model.runs:
         carry, trace = lax.scan(
             lambda carry, i, stack=stack: layer(stack, carry, i), carry, jnp.arange(stack.size)
@@ -95,7 +100,7 @@ def device_step(
     trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
-    x, memory = carry
+    x, memory, _ = carry
     writes = (memory.arena.token,) if context.queued else ()
     held = expert_rows(memory.tables, context) if context.window else None
     return memory, step_output(model, x, batch, trace, staged, kind, results, writes, held)
