@@ -62,8 +62,8 @@ def device_step(
     x = model.embed(ids)
     embedding = embedding_array(x, context.arrays)
 
-    def layer(stack: LayerStack, carry, i):
-        x, memory, y = carry
+    def layer(stack: LayerStack, carry):
+        i, x, memory, y = carry
         moe_layer, done = stack.first_moe_layer + i, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
@@ -73,7 +73,7 @@ def device_step(
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
-            return (stack.feed_forward(i, x, tokens), memory, y), None
+            return (i + 1, stack.feed_forward(i, x, tokens), memory, y), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
@@ -83,24 +83,26 @@ def device_step(
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        return (x, memory, y), (LayerTrace(ids, weights, counts, seen), done)
+        return (i + 1, x, memory, y), (LayerTrace(ids, weights, counts, seen), done)
 
     traces = []
     # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
     # in every one.
     pairs = x.shape[0] * model.config.num_experts_per_tok
-    carry: tuple[jax.Array, DeviceMemory, jax.Array]
-    carry = x, memory, nothing_computed(pairs, x.shape[1])
+    state = x, memory, nothing_computed(pairs, x.shape[1])
     for stack in model.runs:
-        carry, trace = lax.scan(
-            lambda carry, i, stack=stack: layer(stack, carry, i), carry, jnp.arange(stack.size)
+        # The index is carried: a scan copies it out of an array of indexes in every layer.
+        (_, *state), trace = lax.scan(
+            lambda carry, _, stack=stack: layer(stack, carry),
+            (jnp.int32(0), *state),
+            length=stack.size,
         )
         if stack.is_moe:
             traces.append(trace)
     trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
-    x, memory, _ = carry
+    x, memory, _ = state
     writes = (memory.arena.token,) if context.queued else ()
     held = expert_rows(memory.tables, context) if context.window else None
     return memory, step_output(model, x, batch, trace, staged, kind, results, writes, held)
