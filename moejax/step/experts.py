@@ -54,11 +54,11 @@ def page_and_compute(
     moejax.step.results.Results).
     """
     ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
-    active = active_experts(ids, memory.tables.address.shape[1])
+    active = active_experts(ids, jnp.ones(memory.tables.address.shape[1], bool))
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
-        due, tables, work = plan_wave(active, tables, layer, wave, context)
+        _, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
         if not context.in_place:
             with jax.named_scope("fill"):
                 arena = fill(
@@ -78,7 +78,7 @@ def page_and_compute(
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
-            counts += wave_counts(work, due, tables, layer, len(stores))
+            counts += wave_counts(work, missing, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
     counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
@@ -88,21 +88,37 @@ def page_and_compute(
     return lax.optimization_barrier(y), memory, counts
 
 
-def active_experts(ids: jax.Array, experts: int) -> jax.Array:
-    """bool[E]: those that some token is routed to. ids: as of page_and_compute."""
+def active_experts(ids: jax.Array, among: jax.Array) -> jax.Array:
+    """bool[E]: those among bool[E] that some token is routed to. ids: as of page_and_compute."""
     with jax.named_scope("plan"):
-        return jnp.any(ids.reshape(-1)[:, None] == jnp.arange(experts), axis=0)
+        # Along the pairs: across them a GPU needs two kernels from 64 rows on.
+        routed = jnp.arange(among.shape[0])[:, None] == ids.reshape(-1)
+        return jnp.any(routed & among[:, None], axis=1)
 
 
 def plan_wave(
-    active: jax.Array, tables: Tables, layer: jax.Array, wave: jax.Array, context: ExpertContext
-) -> tuple[jax.Array, Tables, Plan]:
-    """(due bool[E]: the active experts that the wave computes, tables after it, its plan)."""
+    ids: jax.Array,
+    active: jax.Array,
+    tables: Tables,
+    layer: jax.Array,
+    wave: jax.Array,
+    context: ExpertContext,
+) -> tuple[jax.Array, jax.Array, Tables, Plan]:
+    """(due bool[E]: the active experts that the wave computes, those of them that are not resident
+    before it, tables after it, its plan). ids: as of page_and_compute; active: of all experts."""
     waves, experts = context.waves, active.shape[0]
     with jax.named_scope("plan"):
-        due = active & (jnp.arange(experts) * waves // experts == wave) if waves > 1 else active
+        absent = tables.address[layer] < 0
+        if waves == 1:
+            # Beside the other reduction: of its result it would be a kernel of its own.
+            due, missing = active, active_experts(ids, absent)
+        else:
+            due = active & (jnp.arange(experts) * waves // experts == wave)
+            missing = due & absent
+        # Together, since plan changes the addresses in place: read later they would be copied.
+        due, missing = lax.optimization_barrier((due, missing))
         tables, work = plan(tables, layer, due, implementation=context.ops.plan)
-    return due, tables, work
+    return due, missing, tables, work
 
 
 def nothing_computed(pairs: int, hidden: int) -> jax.Array:
@@ -298,30 +314,30 @@ def missed_bits(counts, experts: int):
 
 
 def wave_counts(
-    work: Plan, due: jax.Array, tables: Tables, layer: jax.Array, versions: int
+    work: Plan, missing: jax.Array, tables: Tables, layer: jax.Array, versions: int
 ) -> jax.Array:
-    """What one wave adds to the counts; its missing experts are no other wave's, so bits add up.
-    tables: after plan, so that nothing keeps the addresses of before."""
-    address = tables.address[layer]
+    """What one wave adds to the counts; its missing experts, bool[E], are no other wave's, so bits
+    add up. tables: after plan."""
     paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
-    expert = jnp.arange(due.shape[0])
-    absent = jnp.where(due & (address < 0), expert, -1)  # what is read through
-    word = jnp.arange(-(-due.shape[0] // 32))
-
-    def bits(experts):
-        # Experts are named once, so a sum sets bits; −1 is in no word.
-        bit = jnp.uint32(1) << (experts % 32).astype(jnp.uint32)
-        return jnp.where(experts[:, None] // 32 == word, bit[:, None], jnp.uint32(0))
-
-    # One reduction, so one kernel in every layer.
-    words = jnp.sum(bits(work.fill_expert) + bits(absent), axis=0, dtype=jnp.uint32)
-    parts = [jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)]
+    parts = [jnp.stack(paging), _bits(missing)]
     if versions > 1:
         number = jnp.arange(versions)[:, None]
         filled = (work.fill_expert >= 0) & (work.fill_version == number)
-        through = (absent >= 0) & (tables.version[layer] == number)
+        absent = missing & (tables.address[layer] < 0)  # what is read through
+        through = absent & (tables.version[layer] == number)
         parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
     return jnp.concatenate(parts)
+
+
+def _bits(mask: jax.Array) -> jax.Array:
+    """int32[⌈E/32⌉] of mask bool[E], a bit for each."""
+    halves = jnp.pad(mask, (0, -mask.shape[0] % 32)).reshape(-1, 2, 16)
+    # XLA gives a sum over a power of two a kernel of its own on a GPU, one over 17 it makes part of
+    # the kernel that stores it.
+    halves = jnp.pad(halves, ((0, 0), (0, 0), (0, 1)))
+    bit = jnp.uint32(1) << jnp.arange(17, dtype=jnp.uint32)
+    halves = jnp.sum(jnp.where(halves, bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(halves[:, 0] | halves[:, 1] << 16, jnp.int32)
 
 
 def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.Array:
@@ -329,10 +345,7 @@ def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.A
     experts = active.shape[0]
     used, missed = (jnp.sum(mask, dtype=jnp.int32) for mask in (active, absent))
     paging = Paging(used, used - missed, jnp.int32(0), missed)
-    padded = jnp.pad(absent, (0, -experts % 32)).reshape(-1, 32)
-    bits = jnp.where(padded, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0))
-    words = lax.bitcast_convert_type(jnp.sum(bits, axis=1, dtype=jnp.uint32), jnp.int32)
-    counts = jnp.concatenate([jnp.stack(paging), words])
+    counts = jnp.concatenate([jnp.stack(paging), _bits(absent)])
     return jnp.pad(counts, (0, counts_size(experts, versions) - counts.size))
 
 

@@ -163,12 +163,12 @@ class _Parts:
         """Returns (tables, counts, int32[2, E]: for each expert the arena row of its cell, IDLE or
         READ_THROUGH, and whether the cell is to be filled)."""
         experts, context = tables.address.shape[1], self.programs.context(self.key)
-        active = active_experts(ids, experts)
-        due, tables, work = plan_wave(active, tables, layer, wave, context)
+        active = active_experts(ids, jnp.ones(experts, bool))
+        due, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
         address = tables.address[layer]
         row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
         filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
-        counts += wave_counts(work, due, tables, layer, 1)
+        counts += wave_counts(work, missing, tables, layer, 1)
         return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
 
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
