@@ -83,13 +83,13 @@ def device_step(
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        return (i + 1, x, memory, y), (LayerTrace(ids, weights, counts, seen), done)
+        return (i + 1, x, memory, y), (LayerTrace(ids, weights, counts, seen).packed(), done)
 
     traces = []
     # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
     # in every one.
-    pairs = x.shape[0] * model.config.num_experts_per_tok
-    state = x, memory, nothing_computed(pairs, x.shape[1])
+    count, k = x.shape[0], model.config.num_experts_per_tok
+    state = x, memory, nothing_computed(count * k, x.shape[1])
     for stack in model.runs:
         # The index is carried: a scan copies it out of an array of indexes in every layer.
         (_, *state), trace = lax.scan(
@@ -99,7 +99,8 @@ def device_step(
         )
         if stack.is_moe:
             traces.append(trace)
-    trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    (rows, arrays), done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    trace = LayerTrace.unpacked(rows, arrays, count, k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     x, memory, _ = state
