@@ -272,7 +272,7 @@ class LayerTrace(NamedTuple):
 
     @classmethod
     def unpacked(cls, rows: jax.Array, arrays: TraceArrays, tokens: int, k: int) -> LayerTrace:
-        """Layers out of the rows int32[L, …] and arrays that each one packed. k: experts a token."""
+        """Layers out of the rows int32[L, …] and arrays that they packed. k: experts a token."""
         ids, weights, counts = jnp.split(rows, (tokens * k, 2 * tokens * k), axis=1)
         shape = rows.shape[0], tokens, k
         weights = lax.bitcast_convert_type(weights, jnp.float32)

@@ -61,9 +61,15 @@ def device_step(
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids)
     embedding = embedding_array(x, context.arrays)
+    # What saves launches; of many tokens, one y would be held beside all that attention needs, and
+    # taking packed traces apart would copy megabytes.
+    few, k = kind == "decode", model.config.num_experts_per_tok
+
+    def blank() -> jax.Array:
+        return nothing_computed(x.shape[0] * k, x.shape[1])
 
     def layer(stack: LayerStack, carry):
-        i, x, memory, y = carry
+        i, x, memory, shared = carry
         moe_layer, done = stack.first_moe_layer + i, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
@@ -73,23 +79,25 @@ def device_step(
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
-            return (i + 1, stack.feed_forward(i, x, tokens), memory, y), None
+            return (i + 1, stack.feed_forward(i, x, tokens), memory, shared), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
+        y = blank() if shared is None else shared
         y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        return (i + 1, x, memory, y), (LayerTrace(ids, weights, counts, seen).packed(), done)
+        trace = LayerTrace(ids, weights, counts, seen)
+        carry = i + 1, x, memory, y if few else None
+        return carry, (trace.packed() if few else trace, done)
 
     traces = []
     # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
     # in every one.
-    count, k = x.shape[0], model.config.num_experts_per_tok
-    state = x, memory, nothing_computed(count * k, x.shape[1])
+    state = x, memory, blank() if few else None
     for stack in model.runs:
         # The index is carried: a scan copies it out of an array of indexes in every layer.
         (_, *state), trace = lax.scan(
@@ -99,8 +107,9 @@ def device_step(
         )
         if stack.is_moe:
             traces.append(trace)
-    (rows, arrays), done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
-    trace = LayerTrace.unpacked(rows, arrays, count, k)
+    trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    if few:
+        trace = LayerTrace.unpacked(*trace, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     x, memory, _ = state
