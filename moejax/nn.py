@@ -36,7 +36,13 @@ from moejax.checkpoints.loaded_model import DTYPE_NAMES
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_expert_budget
 from moejax.step.context import DeviceMemory, ExpertContext
-from moejax.step.experts import Paging, add_experts, page_and_compute, zero_after
+from moejax.step.experts import (
+    Paging,
+    add_experts,
+    nothing_computed,
+    page_and_compute,
+    zero_after,
+)
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cards import shared_class
 from pallas_kernels.expert_ffn import ACTIVATIONS
@@ -318,7 +324,7 @@ class PagedMoE(nnx.Module):
         )
         device = DeviceMemory(memory.arena, memory.tables)
         y, (arena, tables), counts = page_and_compute(
-            rows, ids, device, jnp.int32(self.layer), context
+            nothing_computed(ids.size, hidden), rows, ids, device, jnp.int32(self.layer), context
         )
         # For the next layer's plan, where both take the same x.
         tables = tables._replace(clock=tables.clock + zero_after(y))

@@ -33,26 +33,33 @@ class Paging(NamedTuple):
 
 
 def page_and_compute(
-    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    context: ExpertContext,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in waves over the experts.
 
+    y float32[T·K, D]: nothing_computed, or what the layer before made of the same tokens: the
+    pairs of padding keep their rows, all others get theirs.
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
     gets no cell is read through. Where all are resident in the store (context.in_place), none has a
     cell and all are hits. More waves fill more; the bits are the same.
 
-    Returns (y float32[T, K, D], memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
+    Returns (y, memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
     bit each, the experts that were missing; one array, since a scan copies each of its outputs by
     a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
     moejax.step.results.Results).
     """
     ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
-    active = active_experts(ids, memory.tables.address.shape[1])
+    active = active_experts(ids, jnp.ones(memory.tables.address.shape[1], bool))
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
-        due, tables, work = plan_wave(active, tables, layer, wave, context)
+        _, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
         if not context.in_place:
             with jax.named_scope("fill"):
                 arena = fill(
@@ -72,40 +79,52 @@ def page_and_compute(
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
-            counts += wave_counts(work, due, tables, layer, len(stores))
+            counts += wave_counts(work, missing, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
-    y, counts = nothing_computed(ids, memory.tables, x.shape[1], len(stores))
+    counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
-    y = lax.optimization_barrier(y).reshape(*ids.shape, x.shape[1])
-    return y, memory, counts
+    return lax.optimization_barrier(y), memory, counts
 
 
-def active_experts(ids: jax.Array, experts: int) -> jax.Array:
-    """bool[E]: those that some token is routed to. ids: as of page_and_compute."""
+def active_experts(ids: jax.Array, among: jax.Array) -> jax.Array:
+    """bool[E]: those among bool[E] that some token is routed to. ids: as of page_and_compute."""
     with jax.named_scope("plan"):
-        return jnp.any(ids.reshape(-1)[:, None] == jnp.arange(experts), axis=0)
+        # Along the pairs: across them a GPU needs two kernels from 64 rows on.
+        routed = jnp.arange(among.shape[0])[:, None] == ids.reshape(-1)
+        return jnp.any(routed & among[:, None], axis=1)
 
 
 def plan_wave(
-    active: jax.Array, tables: Tables, layer: jax.Array, wave: jax.Array, context: ExpertContext
-) -> tuple[jax.Array, Tables, Plan]:
-    """(due bool[E]: the active experts that the wave computes, tables after it, its plan)."""
+    ids: jax.Array,
+    active: jax.Array,
+    tables: Tables,
+    layer: jax.Array,
+    wave: jax.Array,
+    context: ExpertContext,
+) -> tuple[jax.Array, jax.Array, Tables, Plan]:
+    """(due bool[E]: the active experts that the wave computes, those of them that are not resident
+    before it, tables after it, its plan). ids: as of page_and_compute; active: of all experts."""
     waves, experts = context.waves, active.shape[0]
     with jax.named_scope("plan"):
-        due = active & (jnp.arange(experts) * waves // experts == wave) if waves > 1 else active
+        absent = tables.address[layer] < 0
+        if waves == 1:
+            # Beside the other reduction: of its result it would be a kernel of its own.
+            due, missing = active, active_experts(ids, absent)
+        else:
+            due = active & (jnp.arange(experts) * waves // experts == wave)
+            missing = due & absent
+        # Together, since plan changes the addresses in place: read later they would be copied.
+        due, missing = lax.optimization_barrier((due, missing))
         tables, work = plan(tables, layer, due, implementation=context.ops.plan)
-    return due, tables, work
+    return due, missing, tables, work
 
 
-def nothing_computed(
-    ids: jax.Array, tables: Tables, hidden: int, versions: int
-) -> tuple[jax.Array, jax.Array]:
-    """(y float32[T·K, D], counts) of page_and_compute before the first wave."""
-    y = jnp.zeros((ids.size, hidden), jnp.float32)
-    return y, jnp.zeros(counts_size(tables.address.shape[1], versions), jnp.int32)
+def nothing_computed(pairs: int, hidden: int) -> jax.Array:
+    """y float32[T·K, D] of page_and_compute before any layer."""
+    return jnp.zeros((pairs, hidden), jnp.float32)
 
 
 def compute(
@@ -218,7 +237,12 @@ def load(
 
 
 def compute_materialized(
-    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    context: ExpertContext,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every expert of a layer in the window on its tokens; arguments and results as of
     page_and_compute. All experts are listed as active, so all are there afterwards, used or not,
@@ -226,7 +250,7 @@ def compute_materialized(
     cell; one whose bytes did not come in an earlier step has none, and is read through. Where no
     store can be read (AbsentRecords) nothing flies into cells: those are listed that are used and
     there, and the rows of the others are zeros."""
-    ops, (tokens, k) = context.ops, ids.shape
+    ops = context.ops
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
     active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
@@ -238,7 +262,7 @@ def compute_materialized(
         count = jnp.sum(due, dtype=jnp.int32)
     with jax.named_scope("expert_ffn"):
         y = expert_ffn(
-            jnp.zeros((tokens * k, x.shape[1]), jnp.float32),
+            y,
             x,
             ids,
             memory.arena,
@@ -255,7 +279,7 @@ def compute_materialized(
             shared_kib=ops.shared_kib,
         )
     counts = _window_counts(active, absent, len(context.stores))
-    return lax.optimization_barrier(y).reshape(tokens, k, x.shape[1]), memory, counts
+    return lax.optimization_barrier(y), memory, counts
 
 
 def expert_rows(tables: Tables, context: ExpertContext) -> jax.Array:
@@ -306,30 +330,30 @@ def missed_bits(counts, experts: int):
 
 
 def wave_counts(
-    work: Plan, due: jax.Array, tables: Tables, layer: jax.Array, versions: int
+    work: Plan, missing: jax.Array, tables: Tables, layer: jax.Array, versions: int
 ) -> jax.Array:
-    """What one wave adds to the counts; its missing experts are no other wave's, so bits add up.
-    tables: after plan, so that nothing keeps the addresses of before."""
-    address = tables.address[layer]
+    """What one wave adds to the counts; its missing experts, bool[E], are no other wave's, so bits
+    add up. tables: after plan."""
     paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
-    expert = jnp.arange(due.shape[0])
-    absent = jnp.where(due & (address < 0), expert, -1)  # what is read through
-    word = jnp.arange(-(-due.shape[0] // 32))
-
-    def bits(experts):
-        # Experts are named once, so a sum sets bits; −1 is in no word.
-        bit = jnp.uint32(1) << (experts % 32).astype(jnp.uint32)
-        return jnp.where(experts[:, None] // 32 == word, bit[:, None], jnp.uint32(0))
-
-    # One reduction, so one kernel in every layer.
-    words = jnp.sum(bits(work.fill_expert) + bits(absent), axis=0, dtype=jnp.uint32)
-    parts = [jnp.stack(paging), lax.bitcast_convert_type(words, jnp.int32)]
+    parts = [jnp.stack(paging), _bits(missing)]
     if versions > 1:
         number = jnp.arange(versions)[:, None]
         filled = (work.fill_expert >= 0) & (work.fill_version == number)
-        through = (absent >= 0) & (tables.version[layer] == number)
+        absent = missing & (tables.address[layer] < 0)  # what is read through
+        through = absent & (tables.version[layer] == number)
         parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
     return jnp.concatenate(parts)
+
+
+def _bits(mask: jax.Array) -> jax.Array:
+    """int32[⌈E/32⌉] of mask bool[E], a bit for each."""
+    halves = jnp.pad(mask, (0, -mask.shape[0] % 32)).reshape(-1, 2, 16)
+    # XLA gives a sum over a power of two a kernel of its own on a GPU, one over 17 it makes part of
+    # the kernel that stores it.
+    halves = jnp.pad(halves, ((0, 0), (0, 0), (0, 1)))
+    bit = jnp.uint32(1) << jnp.arange(17, dtype=jnp.uint32)
+    halves = jnp.sum(jnp.where(halves, bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(halves[:, 0] | halves[:, 1] << 16, jnp.int32)
 
 
 def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.Array:
@@ -337,14 +361,12 @@ def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.A
     experts = active.shape[0]
     used, missed = (jnp.sum(mask, dtype=jnp.int32) for mask in (active, absent))
     paging = Paging(used, used - missed, jnp.int32(0), missed)
-    padded = jnp.pad(absent, (0, -experts % 32)).reshape(-1, 32)
-    bits = jnp.where(padded, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0))
-    words = lax.bitcast_convert_type(jnp.sum(bits, axis=1, dtype=jnp.uint32), jnp.int32)
-    counts = jnp.concatenate([jnp.stack(paging), words])
+    counts = jnp.concatenate([jnp.stack(paging), _bits(absent)])
     return jnp.pad(counts, (0, counts_size(experts, versions) - counts.size))
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:
-    """x [T, D] + Σ_k weights[:, k]·y[:, k] in the order of k."""
+    """x [T, D] + Σ_k weights[:, k]·y[t·K + k] in the order of k. y [T·K, D]."""
     with jax.named_scope("combine"):
+        y = y.reshape(*weights.shape, -1)
         return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))

@@ -162,22 +162,24 @@ class _Parts:
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
         context, memory = self.programs.context(self.key, stores), DeviceMemory(arena, tables)
         find = compute_materialized if context.window else page_and_compute
-        y, memory, counts = find(normed, ids, memory, layer, context)
+        y = nothing_computed(ids.size, normed.shape[1])
+        y, memory, counts = find(y, normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
     def blank(self, tables, ids):
-        return nothing_computed(ids, tables, self.programs.steps.config.hidden_size, 1)
+        y = nothing_computed(ids.size, self.programs.steps.config.hidden_size)
+        return y, jnp.zeros(counts_size(tables.address.shape[1]), jnp.int32)
 
     def plan(self, tables, counts, ids, layer, wave):
         """Returns (tables, counts, int32[2, E]: for each expert the arena row of its cell, IDLE or
         READ_THROUGH, and whether the cell is to be filled)."""
         experts, context = tables.address.shape[1], self.programs.context(self.key)
-        active = active_experts(ids, experts)
-        due, tables, work = plan_wave(active, tables, layer, wave, context)
+        active = active_experts(ids, jnp.ones(experts, bool))
+        due, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
         address = tables.address[layer]
         row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
         filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
-        counts += wave_counts(work, due, tables, layer, 1)
+        counts += wave_counts(work, missing, tables, layer, 1)
         return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
 
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
@@ -198,7 +200,7 @@ class _Parts:
 
     def combine(self, x, y, weights):
         context = self.programs.context(self.key)
-        return add_experts(x, y.reshape(*weights.shape, -1), weights, context.ops)
+        return add_experts(x, y, weights, context.ops)
 
     def output(self, params, x, batch, traces, writes, tables):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)

@@ -2,6 +2,9 @@
 
 A block is up to 64 tokens. The rows of a block that are routed to the expert are gathered into
 tiles of 16, so that each weight tile is loaded once per block, and few rows make one product.
+
+The experts are the slowest axis of both grids: a GPU starts programs in order, the first axis
+fastest, so all that have work start before those of the places in `active` behind active_count.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, 
             _gate_up, tile=gate_up, formats=formats, block=block, activation=activation
         ),
         name="expert_gate_up",
-        grid=(blocks, slots, pl.cdiv(width, gate_up.columns)),
+        grid=(blocks, pl.cdiv(width, gate_up.columns), slots),
         out_shape=jax.ShapeDtypeStruct((slots * blocks * block, width), x.dtype),
         num_warps=gate_up.num_warps,
         num_stages=gate_up.num_stages,
@@ -62,7 +65,7 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, 
     return triton_call(
         functools.partial(_down, tile=down, formats=formats, block=block),
         name="expert_down",
-        grid=(blocks, slots, pl.cdiv(hidden, down.columns)),
+        grid=(blocks, pl.cdiv(hidden, down.columns), slots),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
@@ -85,10 +88,10 @@ def _gate_up(
 ) -> None:
     """h = act(gate(x))·up(x) of one expert's rows in one block.
 
-    Program (b, g, j) writes columns j of rows (g·blocks + b)·block … of h, and no other program
+    Program (b, j, g) writes columns j of rows (g·blocks + b)·block … of h, and no other program
     does. Tiles without a routed row stay unwritten, and expert_down does not read them.
     """
-    column, first = pl.program_id(2) * tile.columns, _first_row(block)
+    column, first = pl.program_id(1) * tile.columns, _first_row(block)
     tokens, k = ids_ref.shape
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
@@ -128,11 +131,11 @@ def _down(
 ) -> None:
     """y[t·K + k] = down(h) for one expert's rows in one block.
 
-    Program (b, g, j) writes columns j of those rows t·K + k of y where t is in block b and
+    Program (b, j, g) writes columns j of those rows t·K + k of y where t is in block b and
     ids[t, k] == active[g]. An expert is in `active` once, so no other program writes them; all
     other rows keep what they hold.
     """
-    column, first = pl.program_id(2) * tile.columns, _first_row(block)
+    column, first = pl.program_id(1) * tile.columns, _first_row(block)
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
         places = [span(first + i * ROWS, ROWS) for i in range(len(tiles))]
@@ -153,7 +156,7 @@ def _down(
 
 def _first_row(block: int) -> jax.Array:
     """Where this program's block and expert lie in h."""
-    return (pl.program_id(1) * pl.num_programs(0) + pl.program_id(0)) * block
+    return (pl.program_id(2) * pl.num_programs(0) + pl.program_id(0)) * block
 
 
 def _for_expert(
@@ -170,7 +173,7 @@ def _for_expert(
     tiles: int32[16] each, pairs t·K + k in ascending order; T·K where the tile has no more. One
     tile, or where 16 rows are not enough, all of a block's: each case is a loop without branches.
     """
-    slot, start = pl.program_id(1), pl.program_id(0) * block
+    slot, start = pl.program_id(2), pl.program_id(0) * block
 
     @pl.when(slot < count_ref[0])
     def _active():

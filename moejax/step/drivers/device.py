@@ -17,6 +17,7 @@ from moejax.step.experts import (
     compute_materialized,
     expert_rows,
     materialize,
+    nothing_computed,
     page_and_compute,
     stage_layer,
     zero_after,
@@ -60,9 +61,15 @@ def device_step(
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids)
     embedding = embedding_array(x, context.arrays)
+    # What saves launches; of many tokens, one y would be held beside all that attention needs, and
+    # taking packed traces apart would copy megabytes.
+    few, k = kind == "decode", model.config.num_experts_per_tok
 
-    def layer(stack: LayerStack, carry, i):
-        x, memory = carry
+    def blank() -> jax.Array:
+        return nothing_computed(x.shape[0] * k, x.shape[1])
+
+    def layer(stack: LayerStack, carry):
+        i, x, memory, shared = carry
         moe_layer, done = stack.first_moe_layer + i, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
@@ -72,30 +79,40 @@ def device_step(
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
-            return (stack.feed_forward(i, x, tokens), memory), None
+            return (i + 1, stack.feed_forward(i, x, tokens), memory, shared), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
-        y, memory, counts = compute(normed, ids, memory, moe_layer, context)
+        y = blank() if shared is None else shared
+        y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        return (x, memory), (LayerTrace(ids, weights, counts, seen), done)
+        trace = LayerTrace(ids, weights, counts, seen)
+        carry = i + 1, x, memory, y if few else None
+        return carry, (trace.packed() if few else trace, done)
 
     traces = []
-    carry: tuple[jax.Array, DeviceMemory] = (x, memory)
+    # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
+    # in every one.
+    state = x, memory, blank() if few else None
     for stack in model.runs:
-        carry, trace = lax.scan(
-            lambda carry, i, stack=stack: layer(stack, carry, i), carry, jnp.arange(stack.size)
+        # The index is carried: a scan copies it out of an array of indexes in every layer.
+        (_, *state), trace = lax.scan(
+            lambda carry, _, stack=stack: layer(stack, carry),
+            (jnp.int32(0), *state),
+            length=stack.size,
         )
         if stack.is_moe:
             traces.append(trace)
     trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    if few:
+        trace = LayerTrace.unpacked(*trace, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
-    x, memory = carry
+    x, memory, _ = state
     writes = (memory.arena.token,) if context.queued else ()
     held = expert_rows(memory.tables, context) if context.window else None
     return memory, step_output(model, x, batch, trace, staged, kind, results, writes, held)

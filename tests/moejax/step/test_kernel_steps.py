@@ -14,6 +14,7 @@ from moejax.checkpoints.random_model import shape
 from moejax.step.programs import ProgramKey
 from pallas_kernels import resolve_ops
 from tests.aot.ptxas import compile_kernels
+from tests.aot.step_time import launches as launch_list
 from tests.moejax.step.test_constant_memory import (
     DECODE,
     PREFILL,
@@ -56,9 +57,14 @@ KERNELS = {
 }
 """Our kernels in each program; all but the logits' two are once a layer."""
 
-XLA_LAUNCHES = {"decode": 26, "prefill": 39}
+XLA_LAUNCHES = {"decode": 21, "prefill": 39}
 """Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
+
+LAYER = {"qwen3-30b-a3b": 19, "mixtral-8x7b": 19, "olmoe": 24}
+"""Launches of a decode layer: our 14 (OLMoE: 16, with the norms of q and k), the residual add, the
+active and missing experts, the trace row, the layer's index and the loop's condition; OLMoE's parts
+of qkv."""
 
 TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
 """Scratch beside arguments: decode at 64 rows; a prefill step of 8192 tokens, mostly the experts'
@@ -75,8 +81,9 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 )
 def test_step_of_kernels(model, key):
     ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
+    config = shape(model)
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
-    programs = abstract_programs(shape(model), 40 * GiB, ops=ops, waves=8, bucketed=True, **limits)
+    programs = abstract_programs(config, 40 * GiB, ops=ops, waves=8, bucketed=True, **limits)
     program = programs.program(key)
     host = tuple(i for i, arg in enumerate(program.args) if arg is programs.stores)
     compiled, kernels = compile_kernels(
@@ -95,6 +102,14 @@ def test_step_of_kernels(model, key):
     own = {kernel: n for kernel, n in launches.items() if kernel in KERNELS[kind]}
     assert own == KERNELS[kind]
     assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind]
+    if kind == "decode":
+        layer = [launch for launch in launch_list(compiled.thunks) if launch.in_layer]
+        assert len(layer) == LAYER[model]
+        assert "copy" not in {launch.name for launch in layer}
+        # Experts are the last axis: a device starts those that are there first.
+        slots = min(config.num_experts, programs.tokens(key) * config.num_experts_per_tok)
+        experts = [launch.grid[2] for launch in layer if launch.name.startswith("expert_")]
+        assert experts == [slots, slots]
     for kernel in kernels.values():
         assert kernel.spill_bytes == 0, kernel.name
         if kernel.name.partition(".")[0] in ("linear", "expert_gate_up", "expert_down", "fill"):

@@ -1,0 +1,407 @@
+"""A model of the time of a decode step on an H200: what it should take by the launches, bytes,
+programs and instructions of the compiled step. Everything it says is **predicted**.
+
+    JAX_PLATFORMS=cpu python -m tests.aot.step_time --out docs/results
+
+What a kernel does is in Work, what an H200 does in the constants, each measured by a probe
+(../shared/probes, figures of ../shared/DESIGN.md section 6) or said to be assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from moejax.models.config import parse_config
+from moejax.models.model_config import ModelConfig
+from moejax.step.programs import ProgramKey
+from pallas_kernels.expert_ffn import pallas_triton as expert_kernels
+from pallas_kernels.linear import pallas_triton as linear_kernels
+from tests.aot.cards import MODELS, compile_step
+from tests.aot.ptxas import Kernel
+from tests.moejax.models.test_published_configs import PUBLISHED
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024
+ISSUED_A_SECOND = 4 * 2.0e9
+"""Instructions of warps that one multiprocessor issues: four schedulers at 2.0 GHz."""
+MEMORY = 4.05e12
+"""Bytes a second: gate_up over 128 experts reads 805 MB in 202 µs (probe6), of which START."""
+ONE_MULTIPROCESSOR = 42e9
+"""Bytes a second that one reads at least: 96 programs of gate_up read 50 MB in 15.6 µs (probe9) of
+which START, and the memory may have been their limit: kernels of fewer programs may be faster."""
+LINK = 48e9
+"""Bytes a second from pinned host memory by a kernel within a step (probe4)."""
+LAUNCH = 1.8e-6
+"""A kernel that does next to nothing: nine small ones of XLA took 16 µs (probe9)."""
+GAP = 0.35e-6
+"""Between two kernels of a graph: 0.2 to 0.5 µs (probe8)."""
+START = 3.0e-6
+"""Of a kernel that streams weights, until the memory is busy: down's 9.1 µs for 25 MB (probe9)."""
+DEAD = 1.0e-6
+"""Of a program without work: launch and one read of L2. **Assumed**, no probe has it."""
+STARTS = {
+    "kv_write": 2.1e-6,
+    "decode_attention_split": 4.1e-6,
+    "route": 2.7e-6,
+    # Not measured; as long a chain of loads and reductions as route's.
+    "plan": 2.7e-6,
+}
+"""Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
+bytes take."""
+
+STREAMING = ("linear", "expert_gate_up", "expert_down")
+SPLIT = 256
+"""Tokens of KV that a program of decode_attention_split reads."""
+
+_LINE = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)(?P<rest>.*)$")
+_KERNEL = re.compile(r"(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One entry of XLA's list of launches."""
+
+    name: str
+    """Without XLA's number behind it; a copy's is `copy`."""
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+    in_layer: bool
+    """Once a layer: in the loop over layers or its condition; otherwise once a step."""
+    code: str
+    """Name of the kernel with XLA's number."""
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def resident(self) -> int:
+        """Programs that the device holds at a time."""
+        by_shared = SHARED_BYTES // max(self.shared_bytes + 1024, 1)
+        return MULTIPROCESSORS * max(1, min(by_shared, 2048 // self.threads, 32))
+
+
+def launches(thunks: str) -> list[Launch]:
+    """XLA's list, in order. thunks: of Compiled."""
+    found = []
+    for line in map(_LINE.match, thunks.splitlines()):
+        if line is None:
+            continue
+        inside = len(line["indent"]) > 0
+        if line["kind"] == "kCopy":
+            found.append(Launch("copy", (1,), 32, 0, inside, "copy"))
+        elif kernel := _KERNEL.search(line["rest"]):
+            grid, threads = (tuple(map(int, kernel[i].split(","))) for i in (2, 3))
+            name = re.sub(r"__?\d+$", "", kernel[1])
+            shared = int(kernel[4])
+            found.append(Launch(name, grid, math.prod(threads), shared, inside, kernel[1]))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a step has to do, in every layer the same."""
+
+    tokens: int
+    context: int
+    """Tokens of KV of each sequence."""
+    cells: int | None = None
+    """Of each layer; None: all experts are resident. Routing is uniform, so that an expert is
+    missing with probability 1 − cells/E: real routers miss less."""
+
+    def active(self, config: ModelConfig) -> float:
+        """Expected number of experts of a layer that some token is routed to."""
+        experts = config.num_experts
+        return experts * (1 - (1 - config.num_experts_per_tok / experts) ** self.tokens)
+
+    def missing(self, config: ModelConfig) -> float:
+        if self.cells is None:
+            return 0.0
+        return self.active(config) * max(0.0, 1 - self.cells / config.num_experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one launch does."""
+
+    launch: Launch
+    live: float
+    """Programs that have work."""
+    nbytes: float
+    """Read and written in device memory."""
+    instructions: float = 0
+    """PTX instructions of a warp of a live program; 0: not counted."""
+    link_bytes: float = 0
+    live_first: bool = True
+    """Whether all live programs start before any other."""
+
+    @property
+    def waves(self) -> float:
+        """Live programs for each that a device has room for."""
+        return self.live / self.launch.resident
+
+    @property
+    def seconds(self) -> float:
+        """Of the kernel alone. Dead programs run beside the live ones' tail where those are first,
+        and before the last of them where they are not."""
+        name, busy = self.launch.name, min(max(self.live, 1), MULTIPROCESSORS)
+        memory = self.nbytes / min(MEMORY, busy * ONE_MULTIPROCESSOR)
+        warps = self.live * self.launch.threads / 32
+        issue = warps * self.instructions / (busy * ISSUED_A_SECOND)
+        start = STARTS.get(name, START if name in STREAMING else LAUNCH)
+        dead = max(0, self.launch.programs - self.live) / self.launch.resident * DEAD
+        run = start + max(memory, issue, self.link_bytes / LINK)
+        return max(run, start + dead) if self.live_first else run + dead
+
+
+def step_work(
+    config: ModelConfig, load: Load, step: Sequence[Launch], kernels: Mapping[str, Kernel]
+) -> list[Work]:
+    """Each launch's work; kernels: by Launch.code, those that are missing have no instructions."""
+    head = config.head_dim
+    qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * head
+    products = iter(
+        [
+            (qkv, config.hidden_size),
+            (config.hidden_size, config.num_attention_heads * head),
+            (config.num_experts, config.hidden_size),
+            (config.vocab_size, config.hidden_size),
+        ]
+    )
+    return [_work(config, load, launch, kernels.get(launch.code), products) for launch in step]
+
+
+def _work(
+    config: ModelConfig,
+    load: Load,
+    launch: Launch,
+    kernel: Kernel | None,
+    products: Iterator[tuple[int, int]],
+) -> Work:
+    """products: outputs and inputs of the step's products, in order."""
+    tokens, hidden = load.tokens, config.hidden_size
+    width, active = config.moe_intermediate_size, load.active(config)
+    pairs, splits = tokens * config.num_experts_per_tok, math.ceil(load.context / SPLIT)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    missing, record = load.missing(config), 6 * hidden * width
+    name, live, link, first = launch.name, float(launch.programs), 0.0, True
+    nbytes, turns = 0.0, 1
+    if name == "linear":
+        outputs, inputs = next(products)
+        nbytes = 2 * outputs * inputs + 2 * tokens * (inputs + outputs)
+        turns = -(-inputs // linear_kernels.configuration(16, outputs, "bfloat16").depth)
+    elif name in ("expert_gate_up", "expert_down"):
+        up = name == "expert_gate_up"
+        experts = expert_kernels.configuration(hidden, width, "bfloat16", 16)
+        tile, depth = (experts.gate_up, hidden) if up else (experts.down, width)
+        columns = -(-(width if up else hidden) // tile.columns)
+        live, turns = active * columns, -(-depth // tile.depth)
+        nbytes = active * (4 if up else 2) * hidden * width
+        nbytes += pairs * (2 * hidden + 2 * width if up else 2 * width + 4 * hidden)
+        first = launch.grid[1] == columns  # experts are the last axis
+    elif name == "fill" and missing:
+        # What finds no cell is read through by expert_ffn, over the same link.
+        live, link = min(launch.programs, missing * record / 32768), missing * record
+        nbytes = missing * record
+    elif name == "fill":
+        live = 0.0
+    elif name == "kv_write":
+        live = tokens * launch.grid[1]
+        nbytes = 4 * tokens * (heads + 2 * kv_heads) * config.head_dim
+    elif name == "decode_attention_split":
+        live = tokens * kv_heads * splits
+        nbytes = 4 * tokens * load.context * kv_heads * config.head_dim
+    elif name == "decode_attention_merge":
+        live, nbytes = tokens * heads, 4 * tokens * heads * splits * config.head_dim
+    elif name == "combine":
+        nbytes = 4 * pairs * hidden
+    elif name.startswith("input_") and launch.programs > MULTIPROCESSORS and not launch.in_layer:
+        nbytes = 4 * tokens * config.vocab_size  # the greedy choice reads the logits
+    counted = 0.0
+    if kernel is not None:
+        counted = _instructions(kernel, turns, searches=name == "plan" and missing > 0)
+    return Work(launch, live, nbytes, counted, link, first)
+
+
+def _instructions(kernel: Kernel, turns: int, searches: bool) -> float:
+    """Of a warp of a program: the longest loop turns so often, of others that are as long (bodies
+    for another place of a record) none. searches: plan's loops over blocks of cells run."""
+    loops = kernel.loops()
+    straight = _static(kernel) - sum(loops)
+    if kernel.name == "plan":
+        return straight + (PLAN_TURNS * sum(loops) if searches else 0)
+    return straight + (turns * loops[0] if loops else 0)
+
+
+PLAN_TURNS = 8
+"""Blocks of cells that plan compares with all others, 16 of 128 each (its configuration)."""
+
+
+def _static(kernel: Kernel) -> int:
+    lines = (line.strip() for line in kernel.ptx.splitlines())
+    return sum(line.endswith(";") and not line.startswith((".", "//")) for line in lines)
+
+
+def step_seconds(config: ModelConfig, work: Sequence[Work]) -> float:
+    """Of the whole step on the device, gaps included; the host's dispatch (65 µs, 260 µs with
+    reading the ids back, probe1) is not in it."""
+    layers = sum(config.moe_layers)
+    return sum((w.seconds + GAP) * (layers if w.launch.in_layer else 1) for w in work)
+
+
+def floor_seconds(config: ModelConfig, work: Sequence[Work]) -> tuple[float, float]:
+    """Seconds that the step's bytes of memory and of the link take at least."""
+    layers = sum(config.moe_layers)
+    times = [(layers if w.launch.in_layer else 1) for w in work]
+    memory = sum(n * w.nbytes for n, w in zip(times, work, strict=True)) / MEMORY
+    return memory, sum(n * w.link_bytes for n, w in zip(times, work, strict=True)) / LINK
+
+
+def savings(config: ModelConfig, load: Load, work: Sequence[Work]) -> dict[str, float]:
+    """Seconds a step less by each change that issue 26 plans, the others left as they are."""
+    now = step_seconds(config, work)
+
+    def without(names: str) -> list[Work]:
+        return [w for w in work if not (w.launch.in_layer and re.search(names, w.launch.name))]
+
+    def each(change: Callable[[Work], Work]) -> list[Work]:
+        return [change(w) for w in work]
+
+    def no_dead(w: Work) -> Work:
+        launch = dataclasses.replace(w.launch, grid=(math.ceil(w.live),))
+        return dataclasses.replace(w, launch=launch) if w.launch.programs > w.live else w
+
+    def wide_router(w: Work) -> Work:
+        few = w.launch.name == "linear" and w.launch.in_layer and w.live < MULTIPROCESSORS / 4
+        return dataclasses.replace(w, live=MULTIPROCESSORS, instructions=0) if few else w
+
+    def short_splits(w: Work) -> Work:
+        split = w.launch.name == "decode_attention_split"
+        return dataclasses.replace(w, live=4 * w.live) if split else w
+
+    def int4(instructions: float) -> Callable[[Work], Work]:
+        def change(w: Work) -> Work:
+            matrices = {"expert_gate_up": 2, "expert_down": 1}.get(w.launch.name)
+            if matrices is None:
+                return w
+            weights = load.active(config) * matrices * config.hidden_size
+            weights *= config.moe_intermediate_size
+            a_warp = weights * instructions / (w.live * w.launch.threads)
+            nbytes = w.nbytes - (2 - INT4_BYTES) * weights
+            return dataclasses.replace(w, nbytes=nbytes, instructions=a_warp)
+
+        return change
+
+    plans = {
+        "residual add in the output product": without("wrapped_add"),
+        "no launch of XLA's in a layer": without("fusion|wrapped|copy"),
+        "grids by context and by active experts": each(no_dead),
+        "router product over all multiprocessors": each(wide_router),
+        f"attention in splits of {SPLIT // 4} tokens": each(short_splits),
+        f"int4 experts, {INT4_INSTRUCTIONS} instructions a weight": each(int4(INT4_INSTRUCTIONS)),
+        "int4 experts, 4 instructions a weight": each(int4(4)),
+    }
+    return {name: now - step_seconds(config, plan) for name, plan in plans.items()}
+
+
+INT4_BYTES, INT4_INSTRUCTIONS = 0.516, 7.1
+"""A weight's, docs/kernels.md "Versions"."""
+
+
+def kernel_table(config: ModelConfig, work: Sequence[Work]) -> list[str]:
+    """A row for each launch of a layer and for those of once a step."""
+    lines = [
+        "| kernel | programs | live | waves | MB | PTX instructions a warp | µs | ms a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    layers = sum(config.moe_layers)
+    for (name, inside), group in itertools.groupby(
+        sorted(work, key=lambda w: (not w.launch.in_layer, w.launch.name)),
+        key=lambda w: (w.launch.name, w.launch.in_layer),
+    ):
+        for w in group:
+            each = w.seconds + GAP
+            where = name if inside else f"{name} (once)"
+            lines.append(
+                f"| {where} | {w.launch.programs} | {w.live:.0f} | {w.waves:.2f} | "
+                f"{w.nbytes / 1e6:.2f} | {w.instructions:.0f} | {each * 1e6:.1f} | "
+                f"{each * 1e3 * (layers if inside else 1):.3f} |"
+            )
+    return lines
+
+
+ROWS = {1: 16, 8: 16, 32: 32}
+"""Tokens → rows of the decode step that is compiled for them."""
+CONTEXT = 1024
+PAGED = (64, 16)
+
+
+def page(models: Sequence[str]) -> str:
+    """Tables of all models."""
+    summary, details = [], []
+    for model in models:
+        config = parse_config(PUBLISHED[model].raw)
+        steps = {}
+        for rows in sorted(set(ROWS.values())):
+            compiled, kernels = compile_step("h200", model, ProgramKey("decode", rows))
+            steps[rows] = launches(compiled.thunks), kernels
+        for tokens, rows in ROWS.items():
+            for cells in (None, *(c for c in PAGED if c < config.num_experts)):
+                work = step_work(config, Load(tokens, CONTEXT, cells), *steps[rows])
+                total, (memory, link) = step_seconds(config, work), floor_seconds(config, work)
+                layers = sum(config.moe_layers)
+                worst = max(work, key=lambda w: w.seconds * (layers if w.launch.in_layer else 1))
+                a_layer = [w for w in work if w.launch.in_layer]
+                summary.append(
+                    f"| {model} | {tokens} | {'all' if cells is None else cells} | "
+                    f"{len(a_layer)} | {memory * 1e3:.1f} | {link * 1e3:.1f} | "
+                    f"{total * 1e3:.1f} | {total / max(memory, link):.2f} | {worst.launch.name} |"
+                )
+                if cells is None:
+                    details += ["", f"## {model}, {tokens} tokens", "", *kernel_table(config, work)]
+                    less = savings(config, Load(tokens, CONTEXT), work)
+                    details += ["", "Less by what is planned, ms a step: "]
+                    details[-1] += "; ".join(f"{k} {v * 1e3:.2f}" for k, v in less.items()) + "."
+    return "\n".join(
+        [
+            "# Predicted time of a decode step on an H200",
+            "",
+            "**Predicted, nothing here was measured.** `python -m tests.aot.step_time`, jax "
+            f"{jax.__version__}, {datetime.date.today().isoformat()}. {CONTEXT} tokens of context, "
+            "uniform routing (the most experts, the most misses), bfloat16. Memory and link: the "
+            "time of the bytes alone. Constants and their sources: tests/aot/step_time.py.",
+            "",
+            "| model | tokens | cells a layer | launches a layer | memory, ms | link, ms | "
+            "**step, ms** | step over the larger floor | most time in |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *summary,
+            *details,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS[:3], default=MODELS[:3])
+    parser.add_argument("--out", type=Path, help="folder for step_time.md; default: stdout")
+    args = parser.parse_args()
+    text = page(args.models)
+    if args.out is None:
+        print(text)
+    else:
+        (args.out / "step_time.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

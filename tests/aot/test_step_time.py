@@ -1,0 +1,122 @@
+"""The model of step time: against what the probes measured, and its parts."""
+
+import dataclasses
+
+import pytest
+
+from moejax.models.config import parse_config
+from tests.aot.step_time import (
+    DEAD,
+    GAP,
+    LAUNCH,
+    LINK,
+    Launch,
+    Load,
+    Work,
+    floor_seconds,
+    launches,
+    step_seconds,
+    step_work,
+)
+from tests.moejax.models.test_published_configs import PUBLISHED
+
+pytestmark = pytest.mark.slow
+
+QWEN = parse_config(PUBLISHED["Qwen3-30B-A3B"].raw)
+
+LAYER = """\
+001: kCopy         [source       | next=002 (1)] kCopy
+002: kWhile        [prev=001 (1) | next=007 (1)]
+condition:
+    003: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]  \
+shared_memory: 0 bytes
+  body:
+    004: kDynamicSliceFusion [source       | next=006 (1)] params=1, results=1
+        005: kCopy [source | sink] kCopy
+    006: kCustomKernel       [prev=004 | sink] linear__1 grid: [1, 160, 1] threads: [128, 1, 1]  \
+shared_memory: 73728 bytes
+007: kCustomKernel [prev=002 (1) | sink] rms_norm__1 grid: [16, 1, 1] threads: [128, 1, 1]  \
+shared_memory: 16 bytes
+"""
+
+
+def step(*named, threads=128, shared=73728):
+    """Launches of a layer of these names and grids."""
+    return [Launch(name, grid, threads, shared, True, name) for name, grid in named]
+
+
+def test_launches_of_a_list():
+    found = launches(LAYER)
+    names = [(launch.name, launch.in_layer) for launch in found]
+    inside = [("loop_compare_fusion", True), ("copy", True), ("linear", True)]
+    assert names == [("copy", False), *inside, ("rms_norm", False)]
+    assert found[3] == Launch("linear", (1, 160, 1), 128, 73728, True, "linear__1")
+    assert found[3].programs == 160 and found[3].resident == 132 * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "tokens", "measured"),
+    [
+        ("expert_gate_up", (1, 12, 8), 1, 15.6e-6),  # probe9, as all but the next
+        ("expert_gate_up", (1, 12, 128), 10**6, 202e-6),  # probe6: every expert active
+        ("expert_down", (1, 32, 8), 1, 9.1e-6),
+        ("linear", (1, 160, 1), 1, 7.8e-6),
+        ("decode_attention_merge", (1, 32, 1), 1, 1.8e-6),
+    ],
+)
+def test_a_kernel_takes_what_a_probe_measured(name, grid, tokens, measured):
+    load = Load(tokens, 1024)
+    (work,) = step_work(QWEN, load, step((name, grid)), {})
+    if tokens > 1:  # the weights alone: the probe had few tokens for all experts
+        work = dataclasses.replace(work, nbytes=load.active(QWEN) * 4 * 2048 * 768)
+    assert work.seconds == pytest.approx(measured, rel=0.1)
+
+
+def test_the_kernels_of_a_layer_that_probe9_measured_take_its_time():
+    """75 µs at one token: nine small kernels of XLA, and gaps, beside ours."""
+    ours = step(
+        ("linear", (1, 160, 1)),
+        ("kv_write", (1, 10, 1)),
+        ("decode_attention_split", (1, 4, 4)),
+        ("decode_attention_merge", (1, 32, 1)),
+        ("linear", (1, 128, 1)),
+        ("route", (1, 1, 1)),
+        ("expert_gate_up", (1, 12, 8)),
+        ("expert_down", (1, 32, 8)),
+    )
+    small = step(*[("loop_add_fusion", (1, 1, 1))] * 9)
+    work = step_work(QWEN, Load(1, 1024), ours + small, {})
+    assert sum(w.seconds + GAP for w in work) == pytest.approx(75e-6, rel=0.1)
+
+
+def test_dead_programs_cost_least_behind_the_live():
+    (first,) = step_work(QWEN, Load(1, 1024), step(("expert_gate_up", (1, 12, 128))), {})
+    (mixed,) = step_work(QWEN, Load(1, 1024), step(("expert_gate_up", (1, 128, 12))), {})
+    assert first.live == mixed.live == 96 and first.live_first and not mixed.live_first
+    dead = (1536 - 96) / first.launch.resident * DEAD
+    assert mixed.seconds == pytest.approx(first.seconds + dead)
+
+
+def test_misses_cross_the_link_in_fill():
+    load = Load(8, 1024, cells=64)
+    (fill,) = step_work(QWEN, load, step(("fill", (512, 1, 1)), shared=0), {})
+    record = 3 * 2048 * 768 * 2
+    assert load.active(QWEN) == pytest.approx(128 * (1 - (1 - 8 / 128) ** 8))
+    assert fill.link_bytes == pytest.approx(load.active(QWEN) / 2 * record)
+    assert fill.seconds == pytest.approx(LAUNCH + fill.link_bytes / LINK)
+    assert floor_seconds(QWEN, [fill])[1] == pytest.approx(48 * fill.link_bytes / LINK)
+    (resident,) = step_work(QWEN, Load(8, 1024), step(("fill", (512, 1, 1)), shared=0), {})
+    assert resident.link_bytes == resident.live == 0
+
+
+def test_a_layers_launches_count_once_a_layer():
+    launch = Launch("wrapped_add", (1,), 128, 0, True, "wrapped_add")
+    once = dataclasses.replace(launch, in_layer=False)
+    seconds = step_seconds(QWEN, [Work(launch, 1, 0), Work(once, 1, 0)])
+    assert seconds == pytest.approx(49 * (LAUNCH + GAP))
+
+
+def test_instructions_bound_a_kernel():
+    launch = Launch("expert_down", (132,), 128, 0, True, "expert_down")
+    work = Work(launch, 132, 0, instructions=80_000)
+    assert work.seconds == pytest.approx(3.0e-6 + 4 * 80_000 / 8e9)
