@@ -66,7 +66,6 @@ def measured_line(
 
 
 COLUMNS = (
-    ("through", "{through}"),
     ("batch", "{batch}"),
     ("cells", "{cells_per_layer}"),
     ("ms/step", "{ms_per_step:.2f}"),
@@ -88,8 +87,8 @@ COLUMNS = (
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of text for people. lines: of one run, measured_line's fields with shape, routing and
-    through."""
+    """Lines of text for people. lines: of one run, measured_line's fields with shape and
+    routing."""
     first = lines[0]
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "

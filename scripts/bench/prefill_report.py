@@ -130,7 +130,7 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     first = lines[0]
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "
-        "chunks of {chunk} tokens, {waves} wave(s), {prefill steps} prefill steps a row".format(
+        "chunks of {chunk} tokens, {waves} wave(s), {prefill_steps} prefill steps a row".format(
             **first
         )
     )

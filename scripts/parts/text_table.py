@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,17 @@ def aligned(
 ) -> Iterator[str]:
     """A heading and a line of text for each of `lines`.
 
-    columns: (heading, format string of a line's fields), as in ("ms", "{step_ms:.2f}").
+    columns: (heading, format string of a line's fields), as in ("ms", "{step_ms:.2f}"); a field
+    that is None is a dash.
     """
+    dashes = _Dashes()
     rows = [[heading for heading, _ in columns]]
-    rows += [[shown.format(**line) for _, shown in columns] for line in lines]
+    rows += [[dashes.vformat(shown, (), line) for _, shown in columns] for line in lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+class _Dashes(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "–" if value is None else super().format_field(value, format_spec)

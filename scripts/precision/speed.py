@@ -121,17 +121,13 @@ def parse_shares(text: str) -> list[float]:
 
 def table(lines: Sequence[Line], figure: str) -> Iterator[str]:
     """Milliseconds; a row for each batch, prompt and arm, a column for each memory."""
-    rows = []
+    shares, rows = [f"{share:.0%}" for share in sorted({x["share"] for x in lines})], []
     for place, of_arm in _grouped(lines, "batch", "prompt", "arm"):
-        found = {f"{x['share']:.0%}": x[figure] for x in of_arm}
-        cells = {at: "–" if s is None else f"{s * 1e3:.2f}" for at, s in found.items()}
-        rows.append(dict.fromkeys(_shares(lines), "–") | cells | place)
-    columns = ["batch", "prompt", "arm", *_shares(lines)]
-    yield from aligned([(name, "{" + name + "}") for name in columns], rows)
-
-
-def _shares(lines: Sequence[Line]) -> list[str]:
-    return [f"{share:.0%}" for share in sorted({line["share"] for line in lines})]
+        cells = {f"{x['share']:.0%}": x[figure] and x[figure] * 1e3 for x in of_arm}
+        rows.append(place | dict.fromkeys(shares) | cells)
+    columns = [(name, "{" + name + "}") for name in ("batch", "prompt", "arm")]
+    columns += [(share, "{" + share + ":.2f}") for share in shares]
+    yield from aligned(columns, rows)
 
 
 def crossovers(lines: Sequence[Line]) -> Iterator[str]:

@@ -178,7 +178,7 @@ def test_predicted_lines_are_complete_and_ordered_as_their_floors(monkeypatch):
     assert len(lines) == 2 * 2 * 6
     for line in lines:
         # A step is whole nanoseconds.
-        assert line["read_floor_s"] - 1e-9 <= line["compute_s"] <= line["tpot_s"] * (1 + 1e-9)
+        assert line["read_floor_s"] <= line["compute_s"] <= line["tpot_s"] + 1e-9
         assert line["link_floor_s"] <= line["tpot_s"] - line["compute_s"] + 1e-9
         assert line["tpot_s"] <= line["tpot_p99_s"] * (1 + 1e-9) and line["ttft_s"] > 0
     found = {(x["batch"], x["share"], x["arm"]): x for x in lines}
