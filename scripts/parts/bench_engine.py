@@ -258,3 +258,15 @@ def _compilations() -> list[str]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return log
+
+
+def described(runner: Runner) -> dict[str, Any]:
+    """Fields of a bench's line that say what ran."""
+    return {
+        "layers": runner.config.num_hidden_layers,
+        "experts": runner.config.num_experts,
+        "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
+        "device": runner.device.device_kind,
+        "jax": jax.__version__,
+        "ops": runner.ops.chosen(),
+    }
