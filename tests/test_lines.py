@@ -12,11 +12,11 @@ THEN = """def one(x):
 
 
 def test_lines_that_were_moved_and_indented_stand_and_others_do_not():
-    then = {run: "scripts/old.py" for _, run in runs(THEN)}
+    then = {run: "old.py" for _, run in runs(THEN)}
     head = ["class Moved:", "    new = 0", ""]
     now = "\n".join([*head, *(f"    {line}" for line in THEN.splitlines()[:3])])
-    assert standing(now, then) == {"scripts/old.py": 3}
+    assert standing(now, then) == {"old.py": 3}
     # The empty line within counts; a run that is broken off by a new line does not stand.
-    assert standing(THEN, then) == {"scripts/old.py": 6}
+    assert standing(THEN, then) == {"old.py": 6}
     broken = THEN.replace("    second = first * 2\n", "    second = first\n")
     assert standing(broken, then) == {}
