@@ -10,20 +10,16 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from host_offload.memory.budget import BudgetError
-from moejax import LLM
 from moejax.checkpoints.random_model import shape
 from moejax.costs.rates import measure_rates
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig
 from moejax.start.options import Options
 from scripts.bench import kernel_profile
 from scripts.bench.decode_report import measured_line, table
@@ -38,7 +34,7 @@ from scripts.parts.bench_engine import (
     no_compilation,
     parse_cells,
     parse_numbers,
-    random_weights,
+    weights_of,
 )
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import (
@@ -46,10 +42,8 @@ from scripts.parts.decode_timing import (
     Samples,
     decode,
     forced_routings,
-    generate,
     prefill,
 )
-from scripts.parts.places import DEMO
 
 DESCRIPTION = """\
 Decode steps through the engine's own executables, in the sizes of known models: random weights
@@ -70,11 +64,8 @@ columns, each figure beside its floor (the least or most that the measured rates
   host ms    median time a step spends in Python (schedule, dispatch); the device works meanwhile
              on the step before, unless dispatch itself computes, as on a CPU it may
 
-through:
-  runner     the steps alone; llm: LLM.generate end to end (embedded demo model, real routing)
-
---profile (GPU), for each row through the runner, after all of the batch's rows were measured, with
-CUDA graphs on as in every run (XLA_FLAGS may say otherwise):
+--profile (GPU), for each row, after all of the batch's rows were measured, with CUDA graphs on as
+in every run (XLA_FLAGS may say otherwise):
   kernels    device events by name: calls and µs a step, share of all events' time
   idle       the share of the traced time in which nothing runs on the device; apart from it that
              between two programs, so between steps and between a step and its sampler. The profiler
@@ -103,9 +94,8 @@ PREFILL = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of the table. through: "runner" or "llm"."""
+    """One row of the table."""
 
-    through: str
     batch: int
     cells: int
 
@@ -175,16 +165,18 @@ def _run(args: argparse.Namespace) -> None:
         expert_budget=largest(cells, config),
     )
     check_fits(args, config, device, max(cells), tokens=rows * longest, prefill=PREFILL)
-    with _engine(args, config, device, limits) as (engine, llm):
-        through = ("runner", "llm") if llm and args.routing == "real" else ("runner",)
-        cases = [Case(t, b, c) for t in through for b in batches for c in cells]
+    with (
+        weights_of(args, config, device) as loaded,
+        compiled_engine(args, loaded, device, limits) as engine,
+    ):
+        cases = [Case(b, c) for b in batches for c in cells]
         rates = measure_rates(engine.runner)
         samples = {case: Samples() for case in cases}
         profiles: dict[Case, Profile] = {}
-        for _, group in itertools.groupby(cases, lambda case: (case.through, case.batch)):
-            _measure(args, engine, llm, list(group), counts, samples, profiles)
+        for _, group in itertools.groupby(cases, lambda case: case.batch):
+            _measure(args, engine, list(group), counts, samples, profiles)
         lines = [
-            {"shape": args.shape, "routing": args.routing, "through": case.through}
+            {"shape": args.shape, "routing": args.routing}
             | measured_line(
                 engine.runner,
                 rates,
@@ -204,32 +196,12 @@ def _run(args: argparse.Namespace) -> None:
             print(line)
 
 
-@contextmanager
-def _engine(
-    args: argparse.Namespace, config: ModelConfig, device: jax.Device, limits: Options
-) -> Iterator[tuple[Engine, LLM | None]]:
-    """The engine; for the embedded model also its LLM."""
-    if args.shape == "demo" and args.layers is None:
-        options = dict(dtype=args.dtype, seed=args.seed, eviction=args.eviction, ops=args.ops)
-        given = {name: value for name, value in vars(limits).items() if value is not None}
-        with LLM(DEMO, progress=False, device=device, **given, **options) as llm:
-            llm.engine.runner.wait_compiled(everything=True)
-            yield llm.engine, llm
-        return
-    with (
-        random_weights(args, config, device) as loaded,
-        compiled_engine(args, loaded, device, limits) as engine,
-    ):
-        yield engine, None
-
-
 # ---- measuring
 
 
 def _measure(
     args: argparse.Namespace,
     engine: Engine,
-    llm: LLM | None,
     cases: list[Case],
     counts: list[int],
     samples: dict[Case, Samples],
@@ -240,22 +212,14 @@ def _measure(
     warmup = max(args.warmup, 1)
     vocabulary = runner.config.vocab_size
     prompts = random.integers(vocabulary, size=(cases[0].batch, args.context)).tolist()
-    if cases[0].through == "llm":
-        assert llm is not None
-        requests = []
+    # The same routing for every number of cells: their misses are comparable. Another one for each
+    # round and its warm-up, which would otherwise load what the timed steps need.
+    total = warmup * (len(counts) + 2) + sum(counts) + max(counts)
+    routings = forced_routings(args.routing, runner, cases[0].batch, total, random)
+    requests, sequences = prefill(engine, prompts, warmup + max(counts))
 
-        def run(first: int, steps: int, samples: Samples) -> None:
-            generate(llm, prompts, steps, samples)
-
-    else:
-        # The same routing for every number of cells: their misses are comparable. Another one for
-        # each round and its warm-up, which would otherwise load what the timed steps need.
-        total = warmup * (len(counts) + 2) + sum(counts) + max(counts)
-        routings = forced_routings(args.routing, runner, cases[0].batch, total, random)
-        requests, sequences = prefill(engine, prompts, warmup + max(counts))
-
-        def run(first: int, steps: int, samples: Samples) -> None:
-            decode(runner, sequences, routings[first : first + steps], samples)
+    def run(first: int, steps: int, samples: Samples) -> None:
+        decode(runner, sequences, routings[first : first + steps], samples)
 
     grant(engine, cases[0].cells)
     run(0, warmup, Samples())  # compiles what has not been
@@ -267,7 +231,7 @@ def _measure(
                 run(first, warmup, Samples())
                 run(first + warmup, count, samples[case])
             first += warmup + count
-        for case in cases if args.profile and cases[0].through == "runner" else ():
+        for case in cases if args.profile else ():
             grant(engine, case.cells)
             run(first, warmup, Samples())
             # decode waits for the last step, so the trace holds whole steps.

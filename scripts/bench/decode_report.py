@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from moejax.costs.rates import Rates
 from moejax.step.runner import Runner
+from scripts.parts.bench_engine import described
 from scripts.parts.decode_timing import Samples, step_bytes
 from scripts.parts.text_table import aligned
 
@@ -23,7 +23,7 @@ def measured_line(
     of a step is max(memory, link): dense weights, KV and active experts at the memory's read rate,
     missed experts at the link's. The least misses are the active experts beyond a layer's cells.
     """
-    config, record = runner.config, runner.layout.records[0].nbytes
+    record = runner.layout.records[0].nbytes
     active, fills, read_through = (
         np.array(counts, float)  # [steps, L]
         for counts in (samples.active, samples.fills, samples.read_through)
@@ -35,12 +35,7 @@ def measured_line(
     floor = max(floor_memory, floor_link)
     median = float(np.median(samples.step_s))
     return {
-        "layers": config.num_hidden_layers,
-        "experts": config.num_experts,
-        "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
-        "device": runner.device.device_kind,
-        "jax": jax.__version__,
-        "ops": runner.ops.chosen(),
+        **described(runner),
         "context": context,
         "rows": runner.shapes.bucket(batch),
         "batch": batch,
@@ -66,7 +61,6 @@ def measured_line(
 
 
 COLUMNS = (
-    ("through", "{through}"),
     ("batch", "{batch}"),
     ("cells", "{cells_per_layer}"),
     ("ms/step", "{ms_per_step:.2f}"),
@@ -88,8 +82,8 @@ COLUMNS = (
 
 
 def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of text for people. lines: of one run, measured_line's fields with shape, routing and
-    through."""
+    """Lines of text for people. lines: of one run, measured_line's fields with shape and
+    routing."""
     first = lines[0]
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "

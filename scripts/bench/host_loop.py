@@ -290,23 +290,15 @@ class Profile:
         return seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Steps of one kind. kind: `decode` (it and the step it reads are) or `prefill`."""
-
-    mode: str
-    kind: str
-    steps: int
-    total_s: np.ndarray
-    """[steps]: of the host, the fake device left out."""
-    parts_s: dict[str, np.ndarray]
-    """[steps] each; their sum is total_s."""
+Taken = dict[str, list[dict[str, float]]]
+"""Kind of steps → seconds of each one by part, the fake device's left out. `decode`: both it and
+the step that it reads are decode steps; `prefill`: all others."""
 
 
-def measure(engine: Engine, arrivals: Arrivals, mode: str, steps: int) -> list[Measured]:
+def measure(engine: Engine, arrivals: Arrivals, steps: int) -> Taken:
     """Runs the engine step by step, timing its parts."""
     profile, before = Profile(), "prefill"
-    taken: dict[str, list[dict[str, float]]] = {"decode": [], "prefill": []}
+    taken: Taken = {"decode": [], "prefill": []}
     with profile.timing(engine):
         for _ in range(steps):
             touched = profile.call("loop", engine.step)
@@ -314,22 +306,15 @@ def measure(engine: Engine, arrivals: Arrivals, mode: str, steps: int) -> list[M
             parts.pop("device", None)
             pending = engine._pending
             kind = "prefill" if pending is None else pending.kind
-            both = (before, kind) == ("decode", "decode")
-            taken["decode" if both else "prefill"].append(parts)
+            taken["decode" if before == kind == "decode" else "prefill"].append(parts)
             before = kind
             for request in touched:
                 if request.finish_reason is not None:
                     arrivals.arrive()
-    return [_measured(mode, kind, found) for kind, found in taken.items() if found]
+    return taken
 
 
-def _measured(mode: str, kind: str, taken: list[dict[str, float]]) -> Measured:
-    names = sorted({name for parts in taken for name in parts})
-    parts_s = {name: np.array([parts.get(name, 0.0) for parts in taken]) for name in names}
-    return Measured(mode, kind, len(taken), np.sum([*parts_s.values()], axis=0), parts_s)
-
-
-def run(config: ModelConfig, args: argparse.Namespace, mode: str) -> list[Measured]:
+def run(config: ModelConfig, args: argparse.Namespace, mode: str) -> Taken:
     """Steady state in one mode, after a warm-up."""
     engine = make_engine(
         config, sequences=args.sequences, max_model_len=args.max_model_len, seed=args.seed
@@ -346,8 +331,8 @@ def run(config: ModelConfig, args: argparse.Namespace, mode: str) -> list[Measur
             engine.tracer = start_trace(directory, runner, spec, settings={})
             stack.callback(engine.tracer.close)
         arrivals = Arrivals(engine, args.mean_tokens, args.seed)
-        measure(engine, arrivals, mode, args.warm_up)
-        return measure(engine, arrivals, mode, args.steps)
+        measure(engine, arrivals, args.warm_up)
+        return measure(engine, arrivals, args.steps)
 
 
 def floor_s(sequences: int, repeats: int = 200) -> float:
@@ -368,22 +353,24 @@ def floor_s(sequences: int, repeats: int = 200) -> float:
 # ---- report
 
 
-def lines(measured: Sequence[Measured], floor: float) -> Iterator[dict[str, Any]]:
+def lines(mode: str, taken: Taken, floor: float) -> Iterator[dict[str, Any]]:
     """A line for each part and for each whole step: microseconds and its share of the step."""
-    for each in measured:
-        whole = float(each.total_s.mean())
-        parts = sorted(each.parts_s.items(), key=lambda item: -item[1].mean())
-        for name, seconds in (*parts, ("step", each.total_s)):
+    for kind, steps in taken.items():
+        names = sorted({name for parts in steps for name in parts})
+        seconds = {name: np.array([parts.get(name, 0.0) for parts in steps]) for name in names}
+        whole = np.sum([*seconds.values()], axis=0)
+        found = sorted(seconds.items(), key=lambda item: -item[1].mean())
+        for name, took in (*found, ("step", whole)) if steps else ():
             yield {
-                "mode": each.mode,
-                "kind": each.kind,
+                "mode": mode,
+                "kind": kind,
                 "part": name,
-                "mean_us": float(seconds.mean()) * 1e6,
-                "median_us": float(np.median(seconds)) * 1e6,
-                "p99_us": float(np.percentile(seconds, 99)) * 1e6,
-                "share": float(seconds.mean()) / whole,
-                "floor_us": floor * 1e6 if name == "step" and each.kind == "decode" else None,
-                "steps": each.steps,
+                "mean_us": float(took.mean()) * 1e6,
+                "median_us": float(np.median(took)) * 1e6,
+                "p99_us": float(np.percentile(took, 99)) * 1e6,
+                "share": float(took.mean() / whole.mean()),
+                "floor_us": floor * 1e6 if (name, kind) == ("step", "decode") else None,
+                "steps": len(steps),
             }
 
 
@@ -395,17 +382,13 @@ _COLUMNS = (
     ("median", "{median_us:.0f}"),
     ("p99", "{p99_us:.0f}"),
     ("share", "{share:.0%}"),
-    ("floor", "{floor}"),
+    ("floor", "{floor_us:.0f}"),
     ("steps", "{steps}"),
 )
 
 
 def report(found: Sequence[dict[str, Any]], sequences: int) -> Iterator[str]:
-    shown = [
-        {**line, "floor": "" if line["floor_us"] is None else f"{line['floor_us']:.0f}"}
-        for line in found
-    ]
-    yield from aligned(_COLUMNS, shown)
+    yield from aligned(_COLUMNS, found)
     for line in found:
         if (line["mode"], line["kind"], line["part"]) != ("plain", "decode", "step"):
             continue
@@ -430,15 +413,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.experts < config.num_experts_per_tok:
             raise UserError(f"--experts must be at least {config.num_experts_per_tok}, the top-k")
         config = dataclasses.replace(config, num_experts=args.experts)
-        measured = [m for mode in args.modes for m in run(config, args, mode)]
+        floor = floor_s(args.sequences)
+        found = [x for mode in args.modes for x in lines(mode, run(config, args, mode), floor)]
     except UserError as error:
         return refuse(__name__, error)
-    found = [*lines(measured, floor_s(args.sequences))]
-    if args.json:
-        for line in found:
-            print(json.dumps(line))
-    else:
-        print("\n".join(report(found, args.sequences)))
+    print(*(map(json.dumps, found) if args.json else report(found, args.sequences)), sep="\n")
     return 0
 
 

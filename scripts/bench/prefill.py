@@ -37,7 +37,7 @@ from scripts.parts.bench_engine import (
     no_compilation,
     parse_cells,
     parse_numbers,
-    random_weights,
+    weights_of,
 )
 from scripts.parts.commands import new_parser, refuse
 
@@ -116,7 +116,7 @@ def _run(args: argparse.Namespace) -> None:
         kept = len(lengths[tokens]) * (max(lengths[tokens]) + 1)
         check_fits(args, config, device, max(cells), tokens=kept, prefill=tokens)
     lines = []
-    with random_weights(args, config, device) as loaded:
+    with weights_of(args, config, device) as loaded:
         rates = None
         for tokens in sizes:
             with compiled_engine(args, loaded, device, limits[tokens]) as engine:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from moejax.models.config import ModelConfig
 from moejax.step.runner import Runner
 from scripts.bench.prefill_timing import PrefillSample
+from scripts.parts.bench_engine import described
 from scripts.parts.text_table import aligned
 
 
@@ -73,12 +73,7 @@ def measured_line(
     floor_compute = operations / rates.matrix
     floor = max(floor_link, floor_compute)
     return {
-        "layers": config.num_hidden_layers,
-        "experts": config.num_experts,
-        "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
-        "device": runner.device.device_kind,
-        "jax": jax.__version__,
-        "ops": runner.ops.chosen(),
+        **described(runner),
         "tokens": tokens,
         "prompts": len(lengths),
         "chunk": runner.shapes.chunk,
@@ -130,7 +125,7 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
     first = lines[0]
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "
-        "chunks of {chunk} tokens, {waves} wave(s), {prefill steps} prefill steps a row".format(
+        "chunks of {chunk} tokens, {waves} wave(s), {prefill_steps} prefill steps a row".format(
             **first
         )
     )

@@ -3,32 +3,26 @@ expert) pair that a step needs.
 
 python -m scripts.bench simulator [--layers 48 --experts 128 --top-k 8] [--batch 1] [--json]
 
-A made-up trace of the shape (by default Qwen3-30B-A3B's; half of a token's experts are those of the
-token before, the rest by Zipf's law) is written to disk and simulated from there, so reading counts
-in. `plan` is the general path of policies that are weights, `min` the bound. Each figure is the
-median of `repeats`, with the fastest and slowest.
+A generated trace of the shape (by default Qwen3-30B-A3B's, with its statistics) is written to disk
+and simulated from there, so reading counts in. `plan` is the general path of policies that are
+weights, `min` the bound. Each figure is the median of `repeats`, with the fastest and slowest.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from host_offload.control.step_record import PageUse, StepRecord
 from host_offload.policies.eviction.names import PER_LAYER
 from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
-from host_offload.traces.reader import Trace, TraceHeader, read_trace
-from host_offload.traces.writer import TraceWriter
+from host_offload.traces.reader import Trace, read_trace
+from moejax.traces.generated import write_generated_trace
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
@@ -93,68 +87,26 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def made_up(directory: Path, args: argparse.Namespace, cells: int) -> Trace:
-    """A trace of decode steps with routing of that shape, the same for the same arguments."""
-    rng = np.random.default_rng(0)
-    layers, experts, k, rows = args.layers, args.experts, args.top_k, args.batch
-    popular = 1 / np.arange(1, experts + 1)
-    order = np.argsort(rng.random((layers, experts)), axis=1)
-    log_share = np.log(popular / popular.sum())[order]
-    header = TraceHeader(
-        layers,
-        experts,
-        k,
-        config_digest="",
-        spec={
-            "hidden": 2048,
-            "page_bytes": 1,
-            "page_tokens": 16,
-            "slots": layers * experts,
-            "slot_bytes": 1,
-            "shapes": {"blocks": 1},
-            "seed": 0,
-            "driver": "device",
-            "version_bytes": {"dense": 1},
-            "cells": [cells] * layers,
-        },
-        machine={},
-        command=sys.argv,
-        created="",
+    """A trace of decode steps, the same for the same arguments."""
+    about = {
+        "hidden": 2048,
+        "page_bytes": 1,
+        "page_tokens": 16,
+        "slots": args.layers * args.experts,
+        "slot_bytes": 1,
+        "shapes": {"blocks": 1},
+        "driver": "device",
+        "version_bytes": {"dense": 1},
+        "cells": [cells] * args.layers,
+    }
+    write_generated_trace(
+        directory,
+        "qwen3-like",
+        layers=args.layers,
+        experts=args.experts,
+        top_k=args.top_k,
+        sequences=args.batch,
+        tokens=args.steps,
+        about=about,
     )
-    number = np.arange(rows, dtype=np.int32)
-    none = np.zeros(layers, np.int32)
-    ids = np.zeros((rows, layers, k), np.int16)
-    with TraceWriter(directory, header) as writer:
-        for step in range(args.steps):
-            # Gumbel-top-k: k different experts by their shares; those that stay are ahead of all.
-            score = log_share + rng.gumbel(size=(rows, layers, experts))
-            if step:
-                stays = rng.random((rows, layers, k)) < 0.5
-                kept = np.where(stays, np.inf, np.take_along_axis(score, ids.astype(int), 2))
-                np.put_along_axis(score, ids.astype(int), kept, 2)
-            ids = np.sort(np.argpartition(-score, k - 1, axis=2)[..., :k], axis=2).astype(np.int16)
-            writer.append(
-                StepRecord(
-                    request=number,
-                    user=number - rows,
-                    position=number + step,
-                    phase=np.ones(rows, np.uint8),
-                    ids=ids,
-                    weights=np.full(ids.shape, 1 / k, np.float32),
-                    number=step,
-                    kind="decode",
-                    start_s=step * 1.0,
-                    read_s=step + 1.5,
-                    seconds=1.0,
-                    rows=rows,
-                    compiled=False,
-                    hits=none,
-                    fills=none,
-                    read_through=none,
-                    waves=np.ones(layers, np.int16),
-                    missed=np.zeros((layers, experts), bool),
-                    bytes=np.zeros(3, np.int64),
-                    use=np.zeros(len(dataclasses.fields(PageUse)), np.int64),
-                    finished=(),
-                )
-            )
     return read_trace(directory)

@@ -1,22 +1,20 @@
-"""What a trace costs: microseconds a record, and the share of the run time it adds.
+"""What a trace costs: the share of the run time that it adds.
 
-python -m scripts.bench trace [--batch 8] [--pairs 200] [--policy examples/recent_prefetch.py]
+python -m scripts.bench trace [--batch 8] [--pairs 200] [--policy examples/recent_prefetch.py:CLASS]
 
 A run decodes `batch` sequences; blocks of steps with and without the tracer alternate (ABBA), so
 that both see the same machine and the same context lengths, and every traced block copies its
 records once. The overhead is the median over pairs of blocks with its 95% interval (bootstrap); the
 main thread's own seconds, which other processes change less, are compared as well. With a policy
-both kinds of blocks run it; its decisions and transfers are a part of the trace. The records' own
-cost is measured apart, on made-up ones, for two models' sizes.
+both kinds of blocks run it; its decisions and transfers are a part of the trace. What a record
+costs by itself, at a large model's size, is a part of `python -m scripts.bench host_loop`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
-import runpy
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,19 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Policy
-from host_offload.control.step_record import USES, StepRecord
 from host_offload.memory.budget import BudgetError
-from host_offload.policies.eviction.names import POLICIES
-from host_offload.traces.reader import TraceHeader, read_trace
-from host_offload.traces.writer import TraceWriter
+from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.loop import Engine
+from moejax.evaluate.experiments.arms import arm_of
 from moejax.traces.tracer import BATCH, Tracer
 from scripts.parts.commands import new_parser, refuse
-
-SIZES = {"demo": (4, 16, 4), "qwen3-30b-a3b": (48, 128, 8)}
-"""Model → MoE layers, experts, experts a token."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--policy",
         default="lru",
         metavar="NAME",
-        help=f"{', '.join(POLICIES)}, or a file of Python that has one (default: lru)",
+        help="as in a grid's `policies`: lru, FILE.py:CLASS, … (default: lru)",
     )
     parser.add_argument(
         "--trace-arrays", default="", metavar="NAMES", help="as for moejax generate (default: none)"
@@ -66,17 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "trace_arrays": args.trace_arrays,
             "load_average": os.getloadavg()[0],
         }
-        result["record_us"] = {
-            name: record_us(*size, rows=args.batch) for name, size in SIZES.items()
-        }
         result |= overhead(args)
     except (UserError, BudgetError) as error:
         return refuse(__name__, error)
     if args.json:
         print(json.dumps(result))
         return 0
-    for name, us in result["record_us"].items():
-        print(f"a record of {args.batch} rows, {name}: {us:.1f} us")
     print(
         f"a step of {args.batch} rows: {result['plain_ms']:.3f} ms without, "
         f"{result['traced_ms']:.3f} ms with a trace (medians); the main thread computes "
@@ -91,68 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_policy(name: str) -> dict[str, Any]:
-    """Options of LLM for --policy. Raises UserError for what is neither a name nor a file with one
-    policy."""
-    if name in POLICIES:
-        return {"eviction": name}
-    try:
-        found = runpy.run_path(name)
-    except OSError as error:
-        raise UserError(
-            f"--policy {name}: {error.strerror}; it is one of {', '.join(POLICIES)}, or a file"
-        ) from error
-    own = [
-        value
-        for value in found.values()
-        if dataclasses.is_dataclass(value) and value.__module__ == "<run_path>"
-    ]
-    policies: list[Policy] = [value() for value in own if hasattr(value, "decide")]  # type: ignore
-    if len(policies) != 1:
-        raise UserError(f"--policy {name} has {len(policies)} policies, it must have one")
-    return {"policies": policies}
-
-
-def record_us(layers: int, experts: int, top_k: int, rows: int, steps: int = 3000) -> float:
-    """Microseconds of Tracer.after_read for a made-up record, the writing of chunks included."""
-    rng = np.random.default_rng(0)
-    none = np.zeros(layers, np.int32)
-    record = StepRecord(
-        number=0,
-        kind="decode",
-        start_s=0.0,
-        read_s=1.0,
-        seconds=0.0,
-        rows=rows,
-        compiled=False,
-        request=np.arange(rows, dtype=np.int32),
-        user=np.full(rows, -1, np.int32),
-        position=np.arange(rows, dtype=np.int32),
-        phase=np.ones(rows, np.uint8),
-        ids=rng.integers(experts, size=(rows, layers, top_k)).astype(np.int16),
-        weights=rng.random((rows, layers, top_k), dtype=np.float32),
-        hits=none,
-        fills=none,
-        read_through=none,
-        waves=none.astype(np.int16),
-        missed=rng.random((layers, experts)) < 0.5,
-        bytes=np.zeros(3, np.int64),
-        use=np.zeros(len(USES), np.int64),
-        finished=(),
-    )
-    header = TraceHeader(
-        layers, experts, top_k, config_digest="", spec={}, machine={}, command=[], created=""
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        tracer = Tracer(TraceWriter(Path(directory) / "trace", header))
-        began = time.perf_counter()
-        for _ in range(steps):
-            tracer.after_read(record)
-        seconds = time.perf_counter() - began
-        tracer.close()
-    return seconds / steps * 1e6
-
-
 def overhead(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds a step with and without the tracer, alternating within one run."""
     with (
@@ -164,7 +89,7 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
             max_num_seqs=args.batch,
             trace=Path(directory) / "trace",
             trace_arrays=args.trace_arrays.split(",") if args.trace_arrays else (),
-            **load_policy(args.policy),
+            policies=arm_of(args.policy, Path.cwd()).policies,
         ) as llm,
     ):
         engine, tracer = llm.engine, llm.engine.tracer

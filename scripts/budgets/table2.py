@@ -55,7 +55,7 @@ from scripts.parts.bench_engine import (
     compiled_engine,
     no_compilation,
     parse_cells,
-    random_weights,
+    weights_of,
 )
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import ROUTINGS, Samples, decode, forced_routings, prefill
@@ -138,9 +138,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each number of cells."""
     config = part_of(args)
     device = select_device()
-    for name, (gpu, cpu) in COUNTS.items():
+    for name, counts in COUNTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, cpu if device.platform == "cpu" else gpu)
+            setattr(args, name, counts[device.platform == "cpu"])
     cells = [c for c in parse_cells(args.cells, config.num_experts) if c]
     for name in ("batch", "context", *COUNTS):
         if getattr(args, name) < 1:
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         args, config, device, config.num_experts, tokens=args.batch * longest, prefill=PREFILL
     )
     with (
-        random_weights(args, config, device) as loaded,
+        weights_of(args, config, device) as loaded,
         compiled_engine(args, loaded, device, limits) as engine,
     ):
         link = measure_link_rate(engine.runner)
@@ -291,7 +291,7 @@ def lines_of(
             "routing": args.routing,
             "batch": batch,
             "cells": c,
-            "expert_bytes": c * len(splits["all"]) * record,
+            "expert_gib": c * len(splits["all"]) * record / 2**30,
             "steps": len(paged.step_s),
             "link_gb_per_s": link / 1e9,
             **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
@@ -313,77 +313,44 @@ def _misses(samples: Samples) -> float:
     return float(counts.sum(axis=1).mean())
 
 
+MEASURED = (
+    ("cells", "{cells}"),
+    ("experts GiB", "{expert_gib:.2f}"),
+    ("paged", "{paged_tokens_per_s:.2f}"),
+    ("predicted", "{paged_predicted_tokens_per_s:.2f}"),
+    ("misses", "{paged_misses:.1f}"),
+    ("by curve", "{paged_predicted_misses:.1f}"),
+    ("static", "{static_tokens_per_s:.2f}"),
+    ("misses", "{static_misses:.1f}"),
+    ("streamed (predicted)", "{streamed_tokens_per_s:.2f}"),
+    ("paged/static", "{paged_over_static:.2f}"),
+    ("paged/streamed", "{paged_over_streamed:.2f}"),
+)
+PREDICTED = (
+    ("cells", "{cells}"),
+    ("misses", "{misses:.1f}"),
+    ("link alone", "{link_alone_tokens_per_s:.1f}"),
+    ("paged", "{paged_tokens_per_s:.2f}"),
+    ("static", "{static_tokens_per_s:.2f}"),
+    ("streamed", "{streamed_tokens_per_s:.2f}"),
+    ("paper: WiSP", "{published[1]}"),
+    ("paper: offload", "{published[0]}"),
+)
+
+
 def report(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not args.predicted:
-        yield from _measured_table(lines)
-    whole = [
-        {
-            **line["whole_model"],
-            "cells": line["cells"],
-            "offload": line["whole_model"]["published"][0],
-            "wisp": line["whole_model"]["published"][1],
-        }
-        for line in lines
-        if line["whole_model"]
-    ]
-    if not whole:
-        return
-    yield from [] if args.predicted else [""]
-    yield (
-        f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s, "
-        f"routing {args.routing} and the paper's step with everything resident (its row of "
-        f"{max(PUBLISHED)} cells); tokens a second"
-    )
-    for line in whole:
-        link = line["link_alone_tokens_per_s"]
-        line["link"] = "–" if link is None else f"{link:.1f}"
-    yield from aligned(
-        [
-            ("cells", "{cells}"),
-            ("misses", "{misses:.1f}"),
-            ("link alone", "{link}"),
-            ("paged", "{paged_tokens_per_s:.2f}"),
-            ("static", "{static_tokens_per_s:.2f}"),
-            ("streamed", "{streamed_tokens_per_s:.2f}"),
-            ("paper: WiSP", "{wisp}"),
-            ("paper: offload", "{offload}"),
-        ],
-        whole,
-    )
-
-
-def _measured_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    first = lines[0]
-    yield (
-        f"{first['shape']}, {first['layers']} layers, vocabulary {first['vocab']}, measured on "
-        f"{first['device']}, routing {first['routing']}, batch {first['batch']}, link "
-        f"{first['link_gb_per_s']:.1f} GB/s, {first['steps']} steps a row; tokens a second, with "
-        f"everything resident {first['resident_tokens_per_s']:.2f}"
-    )
-    shown = []
-    for line in lines:
-        rate, misses = line["paged_predicted_tokens_per_s"], line["paged_predicted_misses"]
-        shown.append(
-            {
-                **line,
-                "gib": line["expert_bytes"] / 2**30,
-                "rate": "–" if rate is None else f"{rate:.2f}",
-                "curve": "–" if misses is None else f"{misses:.1f}",
-            }
+        yield (
+            "{shape}, {layers} layers, vocabulary {vocab}, measured on {device}, routing {routing},"
+            " batch {batch}, link {link_gb_per_s:.1f} GB/s, {steps} steps a row; tokens a second, "
+            "with everything resident {resident_tokens_per_s:.2f}".format(**lines[0])
         )
-    yield from aligned(
-        [
-            ("cells", "{cells}"),
-            ("experts GiB", "{gib:.2f}"),
-            ("paged", "{paged_tokens_per_s:.2f}"),
-            ("predicted", "{rate}"),
-            ("misses", "{paged_misses:.1f}"),
-            ("by curve", "{curve}"),
-            ("static", "{static_tokens_per_s:.2f}"),
-            ("misses", "{static_misses:.1f}"),
-            ("streamed (predicted)", "{streamed_tokens_per_s:.2f}"),
-            ("paged/static", "{paged_over_static:.2f}"),
-            ("paged/streamed", "{paged_over_streamed:.2f}"),
-        ],
-        shown,
-    )
+        yield from aligned(MEASURED, lines)
+    whole = [{**x["whole_model"], "cells": x["cells"]} for x in lines if x["whole_model"]]
+    if whole:
+        yield (
+            f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s, "
+            f"routing {args.routing} and the paper's step with everything resident (its row of "
+            f"{max(PUBLISHED)} cells); tokens a second"
+        )
+        yield from aligned(PREDICTED, whole)

@@ -15,6 +15,7 @@ from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.device_memory import free_memory, host_available_bytes
 from host_offload.policies.eviction.names import EVICTION
 from moejax.cache import use_compilation_cache
+from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import (
     SHAPES,
@@ -30,6 +31,7 @@ from moejax.start.options import Options
 from moejax.start.report.info import model_info
 from moejax.step.runner import Runner
 from pallas_kernels.dispatch import parse_ops
+from scripts.parts.places import DEMO
 
 HOST_RESERVE = 1 << 30
 """Host memory left to everything that is not counted."""
@@ -187,12 +189,16 @@ def check_memory(
 
 
 @contextmanager
-def random_weights(
+def weights_of(
     args: argparse.Namespace, config: ModelConfig, device: jax.Device
 ) -> Iterator[LoadedModel]:
-    """The shape's model with random weights; leaving the context frees them."""
+    """The shape's model with random weights, and the embedded one as it is, unless other layers are
+    asked for; leaving the context frees them."""
     use_compilation_cache(None)
-    loaded = random_model(config, args.dtype, device, args.seed)
+    if args.shape == "demo" and args.layers is None:
+        loaded = load_checkpoint(DEMO, args.dtype, device)
+    else:
+        loaded = random_model(config, args.dtype, device, args.seed)
     try:
         yield loaded
     finally:
@@ -252,3 +258,15 @@ def _compilations() -> list[str]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return log
+
+
+def described(runner: Runner) -> dict[str, Any]:
+    """Fields of a bench's line that say what ran."""
+    return {
+        "layers": runner.config.num_hidden_layers,
+        "experts": runner.config.num_experts,
+        "dtype": str(jax.tree.leaves(runner.state)[0].dtype),
+        "device": runner.device.device_kind,
+        "jax": jax.__version__,
+        "ops": runner.ops.chosen(),
+    }

@@ -23,11 +23,9 @@ COMMANDS = {
     "transfers": ("claim", "overlap", "device", "stream", "stream_grid", "stream_device"),
     "check": (
         "batch",
-        "parity",
         "requests",
         "paired",
         "fuzz",
-        "sessions",
         "attack",
         "gpu_day",
         "scale_out",

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 
 import jax
 import numpy as np
 
 from host_offload.traces.generators import routing_generator
 from moejax.engine.loop import Engine
-from moejax.engine.step_work import Step
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.llm import LLM
 from moejax.step.experts import Paging
 from moejax.step.parts import Routing
 from moejax.step.runner import Runner
 
 ROUTINGS = ("real", "uniform", "zipf", "qwen3-like")
-ZIPF_EXPONENT = 1.0
 
 
 @dataclasses.dataclass
@@ -57,28 +53,17 @@ def forced_routings(
 ) -> list[Routing | None]:
     """Routing of each decode step of `batch` sequences in the first rows; None each for real.
 
-    Ids int32[L, R, K], ascending and distinct, R the rows that run, and equal weights. zipf: each
-    layer has its own order of popularity. qwen3-like: of host_offload.traces.generators.
+    Ids int32[L, R, K], ascending and distinct, R the rows that run, and equal weights. kind: of
+    host_offload.traces.generators.
     """
     if kind == "real":
         return [None] * steps
     layers, experts = runner.stores[0].shape[:2]
     rows, k = runner.shapes.bucket(batch), runner.config.num_experts_per_tok
-    if kind == "qwen3-like":
-        generator = routing_generator(kind, layers, experts, k)
-        found = generator.steps(rows, steps, seed=int(random.integers(1 << 31)))
-        every = (step.ids.transpose(1, 0, 2).astype(np.int32) for step in found)
-        return [Routing(ids, np.full(ids.shape, 1 / k, np.float32)) for ids in every]
-    popularity = np.arange(1, experts + 1.0) ** -(ZIPF_EXPONENT if kind == "zipf" else 0.0)
-    order = random.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)
-    log_p = np.log(popularity)[order][:, None]
-    routings: list[Routing | None] = []
-    for _ in range(steps):
-        # The k largest of log p + Gumbel noise are k draws without replacement.
-        noise = random.gumbel(size=(layers, rows, experts))
-        ids = np.sort(np.argpartition(-(log_p + noise), k - 1)[..., :k], axis=-1)
-        routings.append(Routing(ids.astype(np.int32), np.full(ids.shape, 1 / k, np.float32)))
-    return routings
+    generator = routing_generator(kind, layers, experts, k)
+    found = generator.steps(rows, steps, seed=int(random.integers(1 << 31)))
+    every = (step.ids.transpose(1, 0, 2).astype(np.int32) for step in found)
+    return [Routing(ids, np.full(ids.shape, 1 / k, np.float32)) for ids in every]
 
 
 def prefill(
@@ -147,25 +132,3 @@ def decode(
         if current is not None:
             samples.host_s.append(dispatched - began)
         previous, began = current, last_read
-
-
-def generate(llm: LLM, prompts: list[list[int]], steps: int, samples: Samples) -> None:
-    """LLM.generate with so many decode steps; a prompt's first token is prefill's."""
-    engine, decoded = llm.engine, {}
-
-    def listen(step: Step) -> None:
-        if step.kind == "decode":
-            decoded[step.number] = step
-
-    engine.events, engine.listener = deque(), listen
-    try:
-        params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    finally:
-        engine.listener = None
-    at = {(event.what, event.step): event.seconds for event in engine.events}
-    for number, step in decoded.items():
-        samples.add(at["read", number] - at["read", number - 1], step.output.paging)
-        # Between the result that Python had in hand and the next dispatch.
-        if ("read", number - 2) in at:
-            samples.host_s.append(at["dispatch", number] - at["read", number - 2])

@@ -1,7 +1,8 @@
-"""Columns of right-aligned text."""
+"""Tables: columns of right-aligned text, or Markdown."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,32 @@ def aligned(
 ) -> Iterator[str]:
     """A heading and a line of text for each of `lines`.
 
-    columns: (heading, format string of a line's fields), as in ("ms", "{step_ms:.2f}").
+    columns: (heading, format string of a line's fields), as in ("ms", "{step_ms:.2f}"); a field
+    that is None is a dash.
     """
-    rows = [[heading for heading, _ in columns]]
-    rows += [[shown.format(**line) for _, shown in columns] for line in lines]
+    rows = _cells(columns, lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def markdown(
+    columns: Sequence[tuple[str, str]], lines: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The same as a table of Markdown."""
+    head, *rows = _cells(columns, lines)
+    for row in (head, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+def _cells(
+    columns: Sequence[tuple[str, str]], lines: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    dashes = _Dashes()
+    rows = [[dashes.vformat(shown, (), line) for _, shown in columns] for line in lines]
+    return [[heading for heading, _ in columns], *rows]
+
+
+class _Dashes(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "–" if value is None else super().format_field(value, format_spec)

@@ -61,6 +61,7 @@ from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.places import DEMO, TRI
+from scripts.parts.text_table import markdown
 
 WIDE = dict(
     model_type="qwen3_moe",
@@ -106,6 +107,14 @@ class Configuration:
         return f"{model}-{self.batch}x{self.prompt}-{name}-{self.cells}-{link}"
 
     @property
+    def eviction(self) -> str:
+        return self.policy.split(" + ")[0]
+
+    @property
+    def prefetch(self) -> str | None:
+        return self.policy.split(" + ")[1] if " + " in self.policy else None
+
+    @property
     def queue(self) -> Link | None:
         """What the simulator knows the link by."""
         return None if self.link == NO_LINK else Link(parse_rate(self.link))
@@ -135,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [line for name in args.models.split(",") for line in check(args, name)]
     except UserError as error:
         return refuse(__name__, error)
-    text = markdown(lines)
+    text = report(lines)
     with open(args.directory / "predictions.jsonl", "w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     (args.directory / "predictions.md").write_text(text)
@@ -164,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens that sequences have room for, also "
         "those that are calibrated with (%(default)s)",
     )
-    parser.add_argument("--show", action="store_true", help="print the figures too")
     parser.add_argument("--driver", default="device", help="device or host (%(default)s)")
     return parser
 
@@ -183,8 +191,6 @@ def check(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     with engines_of(args, name, batch, {NO_LINK, *links}) as engines:
         runner = engines[NO_LINK].runner
         model = calibrate(runner)
-        if args.show:
-            print(json.dumps(model.to_json()["figures"]))
         found = held_out(name, runner.config.num_experts, links, policies)
         configurations = list(itertools.islice(found, args.configurations))
         timed = {each: Timed() for each in configurations}
@@ -213,8 +219,8 @@ def predicted_of(args: argparse.Namespace, each: Configuration, model: CostModel
         model,
         link=each.queue,
         cells=each.cells,
-        eviction=eviction_of(each),
-        prefetch=prefetch_of(each),
+        eviction=each.eviction,
+        prefetch=each.prefetch,
     )
 
 
@@ -224,21 +230,10 @@ def held_out(
     links: Sequence[str] = (NO_LINK,),
     policies: Sequence[str] = POLICIES,
 ) -> Iterator[Configuration]:
-    for (batch, prompt), share in itertools.product(workloads(name), SHARES):
+    workloads = WIDE_WORKLOADS if name == "wide" else WORKLOADS
+    for (batch, prompt), share in itertools.product(workloads, SHARES):
         for policy, link in itertools.product(policies, links):
             yield Configuration(name, batch, prompt, policy, round(share * experts), link)
-
-
-def workloads(name: str) -> tuple[tuple[int, int], ...]:
-    return WIDE_WORKLOADS if name == "wide" else WORKLOADS
-
-
-def eviction_of(each: Configuration) -> str:
-    return each.policy.split(" + ")[0]
-
-
-def prefetch_of(each: Configuration) -> str | None:
-    return each.policy.split(" + ")[1] if " + " in each.policy else None
 
 
 @contextmanager
@@ -290,7 +285,7 @@ def run(
     if trace is not None:
         shutil.rmtree(trace, ignore_errors=True)
         spec = spec_of_engine(engine.runner, max_model_len=engine.scheduler.max_model_len, seed=0)
-        settings = {"eviction": eviction_of(each)}
+        settings = {"eviction": each.eviction}
         engine.tracer = start_trace(trace, engine.runner, spec, settings=settings)
     before = dict(engine.statistics.paging)
     engine.events, kinds, compiled = deque(), {}, []
@@ -324,7 +319,7 @@ def run(
 def cold(engine: Engine, each: Configuration) -> None:
     """Nothing resident, no uses counted, policies without memory of the run before."""
     spec = spec_of_engine(engine.runner, max_model_len=engine.scheduler.max_model_len, seed=0)
-    _, policies = with_eviction(eviction_of(each), with_prefetch(prefetch_of(each), ()))
+    _, policies = with_eviction(each.eviction, with_prefetch(each.prefetch, ()))
     engine.begin_anew(spec, policies, [each.cells] * spec.layers)
 
 
@@ -362,9 +357,9 @@ def line_of(
         "compiled_steps": timed.compiled_steps,
         "misses_per_step": float(predicted.simulation.misses[decode].sum() / decode.sum()),
         "staged_per_step": float(predicted.simulation.staged[decode].sum() / decode.sum()),
-        "measured_s": {name: float(value) for name, value in measured.items()},
-        "predicted_s": {name: float(value) for name, value in foretold.items()},
-        "mean_interval_s": spread.tolist(),
+        "measured_ms": {name: float(value) * 1e3 for name, value in measured.items()},
+        "predicted_ms": {name: float(value) * 1e3 for name, value in foretold.items()},
+        "mean_interval_ms": (spread * 1e3).tolist(),
         "stall_share": predicted.stall_share,
         "stall_bound_share": stall_bound_share(predicted),
     }
@@ -387,8 +382,8 @@ def _resampled(values: np.ndarray, times: int = 2000) -> np.ndarray:
 
 def errors(lines: Sequence[dict[str, Any]], figure: str) -> np.ndarray:
     """(predicted − measured) / measured"""
-    measured = np.array([line["measured_s"][figure] for line in lines])
-    return np.array([line["predicted_s"][figure] for line in lines]) / measured - 1
+    measured = np.array([line["measured_ms"][figure] for line in lines])
+    return np.array([line["predicted_ms"][figure] for line in lines]) / measured - 1
 
 
 def kendall(lines: Sequence[dict[str, Any]], *, apart: bool) -> tuple[float, int]:
@@ -398,39 +393,65 @@ def kendall(lines: Sequence[dict[str, Any]], *, apart: bool) -> tuple[float, int
     for one, other in itertools.combinations(lines, 2):
         if any(one[name] != other[name] for name in ("model", "batch", "prompt")):
             continue
-        (low, high), (lower, higher) = one["mean_interval_s"], other["mean_interval_s"]
+        (low, high), (lower, higher) = one["mean_interval_ms"], other["mean_interval_ms"]
         if apart and low <= higher and lower <= high:
             continue
         signs = [
             np.sign(one[kind]["mean"] - other[kind]["mean"])
-            for kind in ("measured_s", "predicted_s")
+            for kind in ("measured_ms", "predicted_ms")
         ]
         score, pairs = score + int(signs[0] * signs[1]), pairs + 1
     return (score / pairs if pairs else float("nan")), pairs
 
 
-def markdown(lines: Sequence[dict[str, Any]]) -> str:
+COLUMNS = (
+    *(
+        (n, "{" + n + "}")
+        for n in ("device", "model", "batch", "prompt", "policy", "cells", "link")
+    ),
+    ("misses", "{misses_per_step:.1f}"),
+    *(("p50 ms", "{measured_ms[p50]:.2f}"), ("predicted", "{predicted_ms[p50]:.2f}")),
+    *(("p99 ms", "{measured_ms[p99]:.2f}"), ("predicted", "{predicted_ms[p99]:.2f}")),
+    ("raw p99", "{measured_ms[p99_raw]:.2f}"),
+    *(("mean ms", "{measured_ms[mean]:.2f}"), ("predicted", "{predicted_ms[mean]:.2f}")),
+    *(("stall", "{stall_share:.0%}"), ("bound", "{stall_bound_share:.0%}")),
+)
+_ERRORS = {"p50": "p50", "p99": "p99", "p99_raw": "raw p99", "total": "whole run"}
+SUMMARY = (
+    *(("of", "{of}"), ("configurations", "{count}")),
+    *(
+        column
+        for name, said in _ERRORS.items()
+        for column in ((f"{said}: MAPE", f"{{{name}:.1%}}"), ("worst", f"{{{name}_worst:+.1%}}"))
+    ),
+    *(
+        ("tau", "{tau[0]:.2f} of {tau[1]} pairs"),
+        ("told apart", "{apart[0]:.2f} of {apart[1]} pairs"),
+    ),
+    *(("step: median", "{step:.1%}"), ("worst", "{mean_worst:+.1%}")),
+)
+
+
+def summary(of: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of SUMMARY."""
+    off = {name: errors(lines, name) for name in (*_ERRORS, "mean")}
+    return {
+        "of": of,
+        "count": len(lines),
+        **{name: np.mean(np.abs(values)) for name, values in off.items()},
+        **{f"{name}_worst": v[np.argmax(np.abs(v))] for name, v in off.items()},
+        "step": np.median(np.abs(off["mean"])),
+        "tau": kendall(lines, apart=False),
+        "apart": kendall(lines, apart=True),
+    }
+
+
+def report(lines: Sequence[dict[str, Any]]) -> str:
     """A table of all configurations, then errors and orders by model."""
-    heading = (
-        *("device", "model", "batch", "prompt", "policy", "cells", "link", "misses"),
-        *("p50 ms", "predicted"),
-        *("p99 ms", "predicted", "raw p99", "mean ms", "predicted", "stall", "bound"),
-    )
-    rows = [heading, ("---",) * len(heading)]
-    for line in lines:
-        measured, foretold = line["measured_s"], line["predicted_s"]
-        pairs = [f"{s[n] * 1e3:.2f}" for n in ("p50", "p99") for s in (measured, foretold)]
-        mean = [f"{s['mean'] * 1e3:.2f}" for s in (measured, foretold)]
-        names = ("device", "model", "batch", "prompt", "policy", "cells", "link")
-        shares = [f"{line[n]:.0%}" for n in ("stall_share", "stall_bound_share")]
-        found = [f"{line['misses_per_step']:.1f}", *pairs, f"{measured['p99_raw'] * 1e3:.2f}"]
-        rows.append((*(str(line[name]) for name in names), *found, *mean, *shares))
-    text = ["| " + " | ".join(row) + " |" for row in rows]
-    text += ["", "| of | " + " | ".join(SUMMARY) + " |", "|---" * (len(SUMMARY) + 1) + "|"]
     models = list(dict.fromkeys(line["model"] for line in lines))
-    for name in [*models, "all"] if len(models) > 1 else models:
-        chosen = [line for line in lines if name in ("all", line["model"])]
-        text.append(f"| {name} | " + " | ".join(summary(chosen)) + " |")
+    parts = [summary(name, [x for x in lines if x["model"] == name]) for name in models]
+    parts += [summary("all", lines)] if len(models) > 1 else []
+    text = [*markdown(COLUMNS, lines), "", *markdown(SUMMARY, parts)]
     compiled = sum(line["compiled_steps"] for line in lines)
     text += [
         "",
@@ -439,22 +460,3 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
         f"{', '.join(dict.fromkeys(line['device'] for line in lines))}.",
     ]
     return "\n".join(text) + "\n"
-
-
-SUMMARY = (
-    *("configurations", "p50: MAPE", "worst", "p99: MAPE", "worst", "raw p99: MAPE", "worst"),
-    *("whole run: MAPE", "worst", "tau", "told apart", "step: median", "worst"),
-)
-
-
-def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The figures of SUMMARY."""
-    found = [str(len(lines))]
-    for figure in ("p50", "p99", "p99_raw", "total"):
-        off = errors(lines, figure)
-        found += [f"{np.mean(np.abs(off)):.1%}", f"{off[np.argmax(np.abs(off))]:+.1%}"]
-    for apart in (False, True):
-        tau, pairs = kendall(lines, apart=apart)
-        found.append(f"{tau:.2f} of {pairs} pairs")
-    off = errors(lines, "mean")
-    return [*found, f"{np.median(np.abs(off)):.1%}", f"{off[np.argmax(np.abs(off))]:+.1%}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,11 @@ from host_offload.control.paging import PagedSpec, version_cells
 from host_offload.memory.budget import cells_per_layer
 from host_offload.memory.placement import capacity, resident_spec
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.maps import LO, top_map
+from host_offload.policies.precision.maps import top_map
 from host_offload.simulate.prediction import Prediction, predict
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.generators import routing_generator
 from host_offload.traces.reader import Trace, read_trace
-from host_offload.traces.writer import TraceWriter
 from moejax.checkpoints.random_model import expert_layout
 from moejax.models.model_config import ModelConfig
 from moejax.traces.generated import new_trace, routed_step, routing_header
@@ -39,8 +39,7 @@ WAVES = 8
 VERSIONS = ("dense", "int8", "int4")
 MIX = ("dense", "int4")
 
-ARMS = ("dense, paged", "int8, static", "int4, static", "DynaExq", "DynaExq, paged")
-"""Arms at each memory. A static one that does not fit is paged, and its line says so."""
+OFF = "DynaExq off"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +48,10 @@ class Settings:
     machine: Machine
     steps: int
     """Decode steps of each run."""
-    interval: str
-    step_bytes: int | None
-    """Bytes of transitions in a step; None: as the stage list allows (8 experts)."""
-    spares: int
+    interval: str = "512 tokens"
+    """DynaExq's: shorter than its own default, or hardly one would end within a run."""
+    spares: int = 2
+    """DynaExq's, of each version."""
     seed: int = 0
 
     @property
@@ -91,60 +90,53 @@ def route(settings: Settings, sequences: int, tokens: int) -> Routing:
     return Routing(ids(0, sequences, tokens), warm, counts.astype(np.float64))
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The routing of one batch and prompt as a trace."""
+
+    trace: Trace
+    first: int
+    """The first step after the warm sequences'."""
+    ends: np.ndarray
+    """int[batch]: the prefill step, counted from `first`, that ends each prompt."""
+
+
 def write_run(
     directory: Path, settings: Settings, routing: Routing, batch: int, prompt: int
-) -> tuple[int, np.ndarray]:
-    """Writes a trace: the warm sequences, then prefill steps over `batch` prompts in order, then
-    decode steps of all. Returns (steps of the warm part, int[batch]: the prefill step, counted from
-    there, that ends each prompt)."""
+) -> Run:
+    """Writes the warm sequences, then prefill steps over `batch` prompts in order, then decode
+    steps of all."""
     layers, experts, k = settings.sizes
+    every, sequences = np.arange(WARM_SEQUENCES), np.arange(batch)
+
+    def chosen() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int, bool]]:
+        """Of each step: routing by position and row, positions, rows, the first request, and
+        whether it is a prefill step. The warm ones are requests of their own."""
+        warm = np.tile(np.arange(WARM_TOKENS), WARM_SEQUENCES)
+        yield routing.warm, warm, np.repeat(every, WARM_TOKENS), batch, True
+        for step in range(WARM_STEPS):
+            yield routing.warm, np.full(WARM_SEQUENCES, WARM_TOKENS + step), every, batch, False
+        for first in range(0, batch * prompt, PREFILL):
+            some = np.arange(first, min(first + PREFILL, batch * prompt))
+            yield routing.ids, some % prompt, some // prompt, 0, True
+        for step in range(settings.steps):
+            yield routing.ids, np.full(batch, prompt + step), sequences, 0, False
+
     present = ("request", "position", "phase", "kind", "rows", "waves", "ids")
     header = routing_header(layers, experts, k, present, {"generator": "qwen3-like"})
-    number = 0
-
-    def append(
-        writer: TraceWriter,
-        ids: np.ndarray,
-        rows: np.ndarray,
-        position: np.ndarray,
-        kind: str,
-        first: int = 0,
-    ) -> None:
-        nonlocal number
-        prefill = kind == "prefill"
-        writer.append(
-            routed_step(
+    with new_trace(directory, header) as writer:
+        for number, (ids, position, rows, first, prefill) in enumerate(chosen()):
+            step = routed_step(
                 number,
                 ids[position, rows],
                 request=first + rows,
                 position=position,
                 phase=np.full(len(rows), not prefill, np.uint8),
-                kind=kind,
-            )._replace(
-                rows=PREFILL if prefill else len(rows),
-                waves=np.full(layers, WAVES if prefill else 1, np.int16),
+                kind="prefill" if prefill else "decode",
             )
-        )
-        number += 1
-
-    with new_trace(directory, header) as writer:
-        # The warm ones are requests of their own.
-        every, others = np.arange(WARM_SEQUENCES), {"first": batch}
-        rows = np.repeat(every, WARM_TOKENS)
-        position = np.tile(np.arange(WARM_TOKENS), WARM_SEQUENCES)
-        append(writer, routing.warm, rows, position, "prefill", **others)
-        for step in range(WARM_STEPS):
-            position = np.full(WARM_SEQUENCES, WARM_TOKENS + step)
-            append(writer, routing.warm, every, position, "decode", **others)
-        before = number
-        tokens = np.arange(batch * prompt)
-        for first in range(0, batch * prompt, PREFILL):
-            some = tokens[first : first + PREFILL]
-            append(writer, routing.ids, some // prompt, some % prompt, "prefill")
-        for step in range(settings.steps):
-            position = np.full(batch, prompt + step)
-            append(writer, routing.ids, np.arange(batch), position, "decode")
-    return before, ((np.arange(batch) + 1) * prompt - 1) // PREFILL
+            waves = np.full(layers, WAVES if prefill else 1, np.int16)
+            writer.append(step._replace(rows=PREFILL if prefill else len(rows), waves=waves))
+    return Run(read_trace(directory), 1 + WARM_STEPS, ((sequences + 1) * prompt - 1) // PREFILL)
 
 
 # ---- arms
@@ -165,29 +157,62 @@ class Plan:
     cells: np.ndarray | None = None
     policies: tuple[Policy, ...] = ()
 
+    @property
+    def one_resident(self) -> bool:
+        return self.resident and len(self.versions) == 1
 
-def plan(settings: Settings, arm: str, memory: int, scores: np.ndarray) -> Plan | None:
-    """What an arm does with so many bytes for experts; None where it cannot run."""
-    if arm.startswith("DynaExq"):
-        return _mixed(settings, memory, scores, paged=arm.endswith("paged"))
-    version = arm.split(",")[0]
+
+def plans(settings: Settings, memory: int, scores: np.ndarray) -> dict[str, Plan | None]:
+    """What each arm does with so many bytes for experts; None where it cannot run. `DynaExq off` is
+    a fixed map, in the same bytes, of what DynaExq begins with."""
+    found: dict[str, Plan | None] = {
+        "dense, paged": _single(settings, memory, "dense"),
+        "int8, static": _single(settings, memory, "int8"),
+        "int4, static": _single(settings, memory, "int4"),
+    }
+    layers, experts, _ = settings.sizes
+    layout = settings.config.slot_layout(2, MIX)
+    slots = memory // layout.slot_bytes
+    used, policy = slots * layout.slot_bytes, DynaExq(scores=scores, interval=settings.interval)
+
+    def mixed(note: str, resident: bool, policies: tuple[Policy, ...], said: Any) -> Plan:
+        spec = _spec(settings, slots) | {"resident" if resident else "paged": said}
+        return Plan(note, used, MIX, resident, spec, None, policies)
+
+    try:
+        high, _ = capacity(layout, slots, layers * experts, settings.spares)
+    except ValueError:
+        found["DynaExq"] = None
+    else:
+        start, note = policy.start(layers, experts, high), f"{high / (layers * experts):.0%} high"
+        on = resident_spec(layout, slots, start, spares=settings.spares, step_bytes=None)
+        fixed = resident_spec(layout, slots, top_map(scores, high), spares=0)
+        found["DynaExq"] = mixed(note, True, (policy,), on.said)
+        found[OFF] = mixed(f"{note}, fixed", True, (), fixed.said)
+    paged = dataclasses.replace(policy, paged=True)
+    cells = version_cells(layout, slots, layers, experts)
+    start = paged.start(layers, experts, int(cells[:, 0].sum())).astype(np.int8)
+    note = f"{cells[:, 0].mean():.0f} + {cells[:, 1].mean():.0f} cells a layer"
+    found["DynaExq, paged"] = mixed(note, False, (paged,), PagedSpec(cells, start).said)
+    return found
+
+
+def _single(settings: Settings, memory: int, version: str) -> Plan:
+    """All experts in one version: resident, or paged where they do not fit."""
     layers, experts, _ = settings.sizes
     size = settings.config.slot_layout(2, (version,)).slot_bytes
-    slots = memory // size
-    if slots >= layers * experts:
-        used = layers * experts * size
-        return Plan("all resident", used, (version,), resident=True)
+    slots = min(memory // size, layers * experts)
+    if slots == layers * experts:
+        return Plan("all resident", slots * size, (version,), resident=True)
     cells = np.array(cells_per_layer(slots, layers, experts))
     note = f"{cells.mean():.0f} cells a layer"
     return Plan(note, int(cells.sum()) * size, (version,), resident=False, cells=cells)
 
 
-def _mixed(settings: Settings, memory: int, scores: np.ndarray, *, paged: bool) -> Plan | None:
-    layers, experts, _ = settings.sizes
+def _spec(settings: Settings, slots: int) -> dict[str, Any]:
+    """What a trace's header says of an arena of two versions."""
     layout = settings.config.slot_layout(2, MIX)
-    slots = memory // layout.slot_bytes
-    policy = DynaExq(scores=scores, interval=settings.interval, paged=paged)
-    spec: dict[str, Any] = {
+    return {
         "hidden": settings.config.hidden_size,
         "page_bytes": layout.page.nbytes,
         "page_tokens": layout.page.block_size,
@@ -196,56 +221,18 @@ def _mixed(settings: Settings, memory: int, scores: np.ndarray, *, paged: bool) 
         "shapes": {"blocks": 1},
         "seed": 0,
         "driver": "device",
-        "cells": [0] * layers,
+        "cells": [0] * settings.sizes[0],
         "version_bytes": {record.version: record.nbytes for record in layout.records},
     }
-    if paged:
-        cells = version_cells(layout, slots, layers, experts)
-        high = int(cells[:, 0].sum())
-        start = policy.start(layers, experts, high).astype(np.int8)
-        said = PagedSpec(cells, start)
-        note = f"{cells[:, 0].mean():.0f} + {cells[:, 1].mean():.0f} cells a layer"
-        spec |= {"paged": said.said}
-        return Plan(note, slots * layout.slot_bytes, MIX, False, spec, None, (policy,))
-    try:
-        high, _ = capacity(layout, slots, layers * experts, settings.spares)
-    except ValueError:
-        return None
-    start = policy.start(layers, experts, high)
-    resident = resident_spec(
-        layout, slots, start, spares=settings.spares, step_bytes=settings.step_bytes
-    )
-    spec |= {"resident": resident.said}
-    note = f"{high / (layers * experts):.0%} high"
-    return Plan(note, slots * layout.slot_bytes, MIX, True, spec, None, (policy,))
 
 
-def off(settings: Settings, arm: Plan, scores: np.ndarray) -> Plan:
-    """The same bytes as a fixed map, which has what DynaExq begins with."""
-    layers, experts, _ = settings.sizes
-    layout = settings.config.slot_layout(2, MIX)
-    slots = arm.used // layout.slot_bytes
-    high, _ = capacity(layout, slots, layers * experts, settings.spares)
-    fixed = resident_spec(layout, slots, top_map(scores, high), spares=0)
-    assert int(np.sum(fixed.start != LO)) == high
-    return dataclasses.replace(
-        arm, spec={**arm.spec, "resident": fixed.said}, policies=(), note=f"{arm.note}, fixed"
-    )
-
-
-def run(
-    trace: Trace, arm: Plan, costs: Mapping[str, CostModel], experts: int
-) -> tuple[np.ndarray, Prediction]:
-    """(float64[T]: seconds of each step, what was predicted)."""
+def foretold(trace: Trace, arm: Plan, costs: Mapping[str, CostModel], experts: int) -> Prediction:
     if len(arm.versions) == 1:
-        model = costs[arm.versions[0]]
         cells = experts if arm.cells is None else arm.cells
-        found = predict(trace, model, cells=cells)
-        return (found.compute_s if arm.resident else found.seconds), found
+        return predict(trace, costs[arm.versions[0]], cells=cells)
     header = dataclasses.replace(trace.header, spec={**trace.header.spec, **arm.spec})
     told = dataclasses.replace(trace, header=header)
-    found = predict(told, {name: costs[name] for name in arm.versions}, policies=arm.policies)
-    return found.seconds, found
+    return predict(told, {name: costs[name] for name in arm.versions}, policies=arm.policies)
 
 
 # ---- lines
@@ -257,74 +244,48 @@ def predicted(
     prompts: Sequence[int],
     shares: Sequence[float],
 ) -> Iterator[dict[str, Any]]:
-    """A line for each batch, prompt, memory and arm, all `predicted`; with DynaExq one more, of the
-    fixed map that it is compared with."""
+    """A line for each batch, prompt, memory and arm."""
     rows = max(*batches, WARM_SEQUENCES)
     costs = {v: stated_costs(settings.config, settings.machine, v, rows) for v in VERSIONS}
     routing = route(settings, max(batches), max(prompts) + settings.steps)
-    experts, others = settings.config.num_experts, other_bytes(settings.config)
-    for batch in batches:
-        for prompt in prompts:
-            with tempfile.TemporaryDirectory() as directory:
-                path = Path(directory) / "trace"
-                before, ends = write_run(path, settings, routing, batch, prompt)
-                trace = read_trace(path)
-                static: dict[str, dict[str, Any]] = {}
-                for share in shares:
-                    memory = int(share * settings.dense_bytes)
-                    place = {"batch": batch, "prompt": prompt, "share": share, "memory": memory}
-                    for arm in ARMS:
-                        made = plan(settings, arm, memory, routing.scores)
-                        if made is None:
-                            none = {"note": "does not fit", "ttft_s": None, "tpot_s": None}
-                            yield {"what": "predicted", **place, "arm": arm, **none}
-                            continue
-                        single = len(made.versions) == 1
-                        # Everything resident takes the same in any memory.
-                        if single and made.resident and made.versions[0] in static:
-                            figures = static[made.versions[0]]
-                        else:
-                            took, found = run(trace, made, costs, experts)
-                            figures = _figures(took, found, before, ends, costs, made, others)
-                        if single and made.resident:
-                            static[made.versions[0]] = figures
-                        line = {**place, "arm": arm, "note": made.note, "used": made.used}
-                        yield {**line, **figures}
-                        if arm == "DynaExq":
-                            fixed = off(settings, made, routing.scores)
-                            took, found = run(trace, fixed, costs, experts)
-                            figures = _figures(took, found, before, ends, costs, fixed, others)
-                            name = {"arm": "DynaExq off", "note": fixed.note, "used": fixed.used}
-                            yield {**place, **name, **figures}
+    for batch, prompt in itertools.product(batches, prompts):
+        with tempfile.TemporaryDirectory() as directory:
+            run = write_run(Path(directory) / "trace", settings, routing, batch, prompt)
+            static: dict[str, dict[str, Any]] = {}
+            for share in shares:
+                memory = int(share * settings.dense_bytes)
+                place = {"batch": batch, "prompt": prompt, "share": share, "memory": memory}
+                for arm, made in plans(settings, memory, routing.scores).items():
+                    line = {"what": "predicted", **place, "arm": arm}
+                    if made is None:
+                        yield {**line, "note": "does not fit", "ttft_s": None, "tpot_s": None}
+                        continue
+                    # A version that is all resident takes the same in any memory.
+                    known = static if made.one_resident else {}
+                    version = made.versions[0]
+                    if version not in known:
+                        known[version] = figures(settings, run, made, costs)
+                    yield {**line, "note": made.note, "used": made.used, **known[version]}
 
 
-def _figures(
-    seconds: np.ndarray,
-    found: Prediction,
-    before: int,
-    ends: np.ndarray,
-    costs: Mapping[str, CostModel],
-    made: Plan,
-    others: int,
+def figures(
+    settings: Settings, run: Run, made: Plan, costs: Mapping[str, CostModel]
 ) -> dict[str, Any]:
-    """Figures of the steps after the warm ones. others: bytes of weights that are no expert's."""
-    last = before + int(ends[-1]) + 1
-    prefill_steps, decode = seconds[before:last], seconds[last:]
-    first_token = np.cumsum(prefill_steps)[ends]
-    moved = found.simulation
-    single = len(made.versions) == 1
-    resident = single and made.resident
-    none = np.zeros(len(decode))
-    if single:
-        size = costs[made.versions[0]].expert_bytes
-        crossing = moved.transfers[last:].sum(axis=1) * float(size)
-    else:
-        assert moved.bytes is not None
-        crossing = moved.bytes[last:].sum(axis=1).astype(float)
-    crossing = none if resident else crossing
-    misses = none if resident else moved.misses[last:].sum(axis=1)
+    """Of the steps after the warm ones. Nothing moves where one version is all resident, whatever
+    the simulator, which begins empty, counts."""
+    found = foretold(run.trace, made, costs, settings.config.num_experts)
+    last = run.first + int(run.ends[-1]) + 1
+    model, moved = costs[made.versions[0]], found.simulation
+    seconds = found.compute_s if made.one_resident else found.seconds
+    first_token, decode = np.cumsum(seconds[run.first : last])[run.ends], seconds[last:]
+    crossing = moved.transfers * model.expert_bytes if moved.bytes is None else moved.bytes
+
+    def per_step(count: np.ndarray) -> float:
+        return 0.0 if made.one_resident else float(count[last:].sum(axis=1).mean())
+
+    read = float(found.active_bytes[last:].mean() + other_bytes(settings.config))
+    through = 0 if made.one_resident else int(moved.read_through[run.first : last].sum())
     return {
-        "what": "predicted",
         "versions": list(made.versions),
         "resident": made.resident,
         "ttft_s": float(first_token.mean()),
@@ -332,11 +293,10 @@ def _figures(
         "tpot_s": float(decode.mean()),
         "tpot_p99_s": float(np.percentile(decode, 99)),
         "compute_s": float(found.compute_s[last:].mean()),
-        "read_floor_s": float(found.active_bytes[last:].mean() + others)
-        * costs[made.versions[0]].memory_per_byte,
-        "misses": float(misses.mean()),
-        "staged": float(0.0 if resident else moved.staged[last:].sum(axis=1).mean()),
-        "link_floor_s": float(crossing.mean()) * found.link_per_byte,
-        "prefill_read_through": 0 if resident else int(moved.read_through[before:last].sum()),
+        "read_floor_s": read * model.memory_per_byte,
+        "link_floor_s": per_step(crossing) * found.link_per_byte,
+        "misses": per_step(moved.misses),
+        "staged": per_step(moved.staged),
+        "prefill_read_through": through,
         "steps": len(decode),
     }

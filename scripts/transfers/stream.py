@@ -47,7 +47,7 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from scripts.parts.bench_engine import check_fits, parse_numbers, random_weights
+from scripts.parts.bench_engine import check_fits, parse_numbers, weights_of
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import (
     ROUTINGS,
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace, batches: Sequence[int], ratios: Sequence[f
     experts, layers = config.num_experts, sum(config.moe_layers)
     tokens = max(batches) * longest
     check_fits(args, config, device, 2 * experts, tokens=2 * tokens, prefill=1024)
-    with random_weights(args, config, device) as made:
+    with weights_of(args, config, device) as made:
         packed = ["lossless12"] if any(arm in TIERS for arm in args.arms) else []
         loaded = with_versions(made, ["dense", *packed])
         for batch in batches:

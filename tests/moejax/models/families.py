@@ -93,7 +93,7 @@ def config_of(architecture: str, **fields: Any) -> dict[str, Any]:
     return {"architectures": [architecture], **COMMON, **small, **fields}
 
 
-def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Tensors of a checkpoint with that config.json, scaled so that every part of a layer matters:
     matrices by their width, norms about 1, biases and corrections about 0."""
     rng = np.random.default_rng(seed)
@@ -139,5 +139,5 @@ def write_checkpoint(
     """The family's small model as a Hugging Face checkpoint without a tokenizer. stack: experts are
     stacked, whatever the family's published checkpoints are."""
     config = config_of(architecture, **fields)
-    tensors = random_weights(config)
+    tensors = weights_of(config)
     return write(directory, stacked(config, tensors) if stack else tensors, config)

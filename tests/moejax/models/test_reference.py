@@ -156,8 +156,12 @@ def test_perplexity(llm, stored, domain):
     )
     scores = np.concatenate(scores)
     assert len(scores) == expected["scored"]
+    found, told = math.exp(-scores.mean()), expected["perplexity"]
+    print(
+        f"{stored.directory.name}, {domain}: perplexity {found:.6g}, off by {found / told - 1:.0e}"
+    )
     # To four digits, asked of the number itself: rounding would split values at a border.
-    assert math.exp(-scores.mean()) == pytest.approx(expected["perplexity"], rel=5e-5)
+    assert found == pytest.approx(told, rel=5e-5)
 
 
 @on_both_models

@@ -9,7 +9,7 @@ import pytest
 from moejax.checkpoints.random_model import shape
 from moejax.engine.step_work import prefill_batch
 from scripts.bench import host_loop as bench_host_loop
-from scripts.bench.host_loop import Arrivals, Profile, make_engine, measure
+from scripts.bench.host_loop import Arrivals, Profile, lines, make_engine, measure
 from tests.scripts.runs import json_lines, refusal
 
 TINY = (
@@ -25,17 +25,20 @@ def engine():
 
 def test_parts_add_up(engine):
     began = time.perf_counter()
-    measured = measure(engine, Arrivals(engine, 20, 0), "plain", 80)
+    taken = measure(engine, Arrivals(engine, 20, 0), 80)
     wall = time.perf_counter() - began
-    assert {each.kind for each in measured} == {"decode", "prefill"}
-    assert sum(each.steps for each in measured) == 80
-    for each in measured:
-        assert {"schedule", "read", "choose arrays", "dispatch", "loop"} <= set(each.parts_s)
-        assert "device" not in each.parts_s
-        np.testing.assert_allclose(sum(each.parts_s.values()), each.total_s)
-    assert 0 < sum(float(each.total_s.sum()) for each in measured) < wall
-    (prefilled,) = (each for each in measured if each.kind == "prefill")
-    assert "prefill step arrays" in prefilled.parts_s
+    assert sum(map(len, taken.values())) == 80
+    for kind, steps in taken.items():
+        parts = set().union(*steps)
+        assert {"schedule", "read", "choose arrays", "dispatch", "loop"} <= parts
+        assert "device" not in parts
+        found = {line["part"]: line for line in lines("plain", {kind: steps}, 1e-6)}
+        whole = found.pop("step")
+        assert whole["mean_us"] == pytest.approx(sum(line["mean_us"] for line in found.values()))
+        assert whole["steps"] == len(steps) and whole["share"] == 1
+    every = sum(sum(parts.values()) for steps in taken.values() for parts in steps)
+    assert 0 < every < wall
+    assert any("prefill step arrays" in parts for parts in taken["prefill"])
     # What was timed is as it was.
     assert not [name for name in vars(engine) if name in ("_read", "_place")]
     assert bench_host_loop.sys.modules["moejax.engine.loop"].prefill_batch is prefill_batch
@@ -59,7 +62,7 @@ def test_time_within_a_part_is_not_counted_twice(monkeypatch):
 
 def test_the_state_is_steady(engine):
     arrivals = Arrivals(engine, 20, 0)
-    measure(engine, arrivals, "plain", 100)
+    measure(engine, arrivals, 100)
     scheduler = engine.scheduler
     assert len(scheduler.running) == 4 and len(scheduler.waiting) >= 1
     assert engine.statistics.requests > 15
@@ -76,10 +79,10 @@ def test_the_policy_follows_the_routing():
 
 
 def test_the_command(capsys):
-    lines = json_lines(capsys, bench_host_loop.main, *TINY)
-    assert {line["mode"] for line in lines} == {"plain", "control", "trace", "both"}
+    shown = json_lines(capsys, bench_host_loop.main, *TINY)
+    assert {line["mode"] for line in shown} == {"plain", "control", "trace", "both"}
     for mode, parts in {"both": {"control", "trace", "record"}, "plain": set()}.items():
-        of_mode = [li for li in lines if li["mode"] == mode and li["kind"] == "decode"]
+        of_mode = [li for li in shown if li["mode"] == mode and li["kind"] == "decode"]
         found = {line["part"] for line in of_mode}
         assert found & {"control", "trace", "record"} == parts
         (whole,) = [line["mean_us"] for line in of_mode if line["part"] == "step"]

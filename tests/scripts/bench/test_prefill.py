@@ -37,7 +37,7 @@ def test_tokens_by_cells(capsys):
         assert (line["floor_link_ms"] > 0) == (not resident)
         # A wave of 8 experts fills what it can; the second one evicts what the first one used.
         assert line["fills"] == {16: 0, 4: 2 * 2 * 4, 0: 0}[line["cells_per_layer"]]
-        assert line["ops"]["expert_ffn"] == "xla"
+        assert line["ops"]["expert_ffn"] in ("xla", "cpu")
 
 
 @pytest.mark.nightly

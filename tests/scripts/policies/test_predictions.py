@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.policies import predictions as check_predictions
-from scripts.policies.predictions import errors, kendall, markdown
+from scripts.policies.predictions import errors, kendall, report
 
 
 def line(mean, predicted, *, batch=1, spread=0.1, **other):
@@ -18,9 +18,9 @@ def line(mean, predicted, *, batch=1, spread=0.1, **other):
         **dict(device="CPU", model="m", batch=batch, prompt=8, policy="lru", cells=2, link="none"),
         **dict(misses_per_step=1.0, stall_share=0.25, stall_bound_share=0.125),
         **dict(repeats=5, compiled_steps=1),
-        "measured_s": measured,
-        "predicted_s": foretold,
-        "mean_interval_s": [mean - spread, mean + spread],
+        "measured_ms": measured,
+        "predicted_ms": foretold,
+        "mean_interval_ms": [mean - spread, mean + spread],
         **other,
     }
 
@@ -46,8 +46,8 @@ def test_pairs_that_were_not_told_apart_are_left_out():
 def test_errors_are_relative_to_what_was_measured():
     lines = [line(2, 1), line(2, 3), line(4, 4)]
     assert errors(lines, "p50").tolist() == [-0.5, 0.5, 0]
-    text = markdown(lines)
-    assert "| CPU | m | 1 | 8 | lru | 2 | none | 1.0 | 2000.00 | 1000.00 |" in text
+    text = report(lines)
+    assert "| CPU | m | 1 | 8 | lru | 2 | none | 1.0 | 2.00 | 1.00 |" in text
     assert "| m | 3 | 33.3% | -50.0% |" in text
     assert "3 held-out configurations, 5 interleaved repeats" in text
     assert text.splitlines()[-3].endswith("| 50.0% | -50.0% |")
@@ -92,4 +92,4 @@ def test_it_runs(tmp_path, monkeypatch):
     for text in lines:
         found = json.loads(text)
         assert found["device"] == "CPU" and found["steps"] == 3 and found["repeats"] == 2
-        assert all(seconds > 0 for seconds in found["predicted_s"].values())
+        assert all(seconds > 0 for seconds in found["predicted_ms"].values())

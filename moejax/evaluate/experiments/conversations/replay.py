@@ -1,9 +1,8 @@
-"""Concurrent conversations through an engine, turn by turn, in real or counted time."""
+"""Concurrent conversations through an engine, turn by turn, in counted time."""
 
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,22 +11,6 @@ import numpy as np
 from moejax.engine.loop import Engine
 from moejax.evaluate.experiments.conversations.workloads import Conversation, Turn
 from moejax.requests.sampling_params import SamplingParams
-
-
-class WallClock:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._began
-
-    def step(self) -> None:
-        """A step ran: time passed by itself."""
-
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(moment - self.now(), 0.0))
 
 
 class VirtualClock:
@@ -49,7 +32,7 @@ class VirtualClock:
 def replay(
     engine: Engine,
     found: Sequence[Conversation],
-    clock: WallClock | VirtualClock,
+    clock: VirtualClock,
     *,
     temperature: float = 1.0,
     seed: int = 0,

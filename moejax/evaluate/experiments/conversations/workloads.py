@@ -9,8 +9,7 @@ puts the prompt together: everything before, then `new_tokens`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -166,23 +165,6 @@ def synthetic_corpus(
         corpus[f"domain {number}"] = order[rng.choice(vocabulary - 1, tokens, p=weights)].astype(
             np.int32
         )
-    return corpus
-
-
-def text_corpus(files: Sequence[str | Path], encode: Callable[[str], Sequence[int]]) -> Corpus:
-    """A domain per text file, by its name. encode: text to token ids, such as
-    `lambda text: tokenizer(text)["input_ids"]`. Raises UserError for a file that cannot be read."""
-    corpus = {}
-    for path in map(Path, files):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise UserError(f"cannot read the text {path}: {error}") from error
-        ids = np.asarray(encode(text), np.int32)
-        if not len(ids):
-            raise UserError(f"the text {path} is empty")
-        name = path.stem if path.stem not in corpus else str(path)
-        corpus[name] = ids
     return corpus
 
 

@@ -13,7 +13,6 @@ from moejax.evaluate.experiments.conversations.workloads import (
     conversations,
     poisson_arrivals,
     synthetic_corpus,
-    text_corpus,
 )
 
 CORPUS = synthetic_corpus(512, seed=1, tokens=4096)
@@ -122,22 +121,6 @@ def test_synthetic_domains_differ_and_keep_to_the_vocabulary():
     top = [np.argsort(-np.bincount(ids, minlength=512))[:8].tolist() for ids in CORPUS.values()]
     assert len({i for ids in top for i in ids}) > 16
     assert all(ids.dtype == np.int32 and len(ids) == 4096 for ids in CORPUS.values())
-
-
-def test_documents_are_cut_from_text_files(tmp_path):
-    (tmp_path / "a.txt").write_text("abcdef" * 50)
-    (tmp_path / "b.txt").write_text("XYZ" * 50)
-    corpus = text_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], lambda s: [ord(c) for c in s])
-    assert list(corpus) == ["a", "b"]
-    for each in conversations(Workload(sessions=5, shift_share=0.5), corpus):
-        for turn in each.turns:
-            wanted = {"a": "abcdef", "b": "XYZ"}[turn.domain]
-            assert set(map(chr, turn.new_tokens)) <= set(wanted)
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match=r"the text .*empty.txt is empty"):
-        text_corpus([tmp_path / "empty.txt"], lambda s: [])
-    with pytest.raises(UserError, match=r"cannot read the text .*absent"):
-        text_corpus([tmp_path / "absent"], lambda s: [1])
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,21 @@
-"""Sessions are replayed turn by turn, in their time, and report what the engine did."""
+"""Conversations are played turn by turn, in their time, and swapping them changes no token."""
 
 import itertools
 import types
 
 import pytest
 
-from moejax.evaluate.experiments.conversations import replay
+from moejax import LLM
+from moejax.evaluate.experiments.conversations.replay import VirtualClock, replay
 from moejax.evaluate.experiments.conversations.workloads import (
     Workload,
     conversations,
     synthetic_corpus,
 )
-from scripts.check import sessions as replay_sessions
-from tests.scripts.runs import json_lines, refusal
+from moejax.traces import read_trace
 
-SMALL = (
-    *("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"),
-    *("--sessions", "4", "--turns", "4", "--document-tokens", "80", "--question-tokens", "6"),
-    *("--answer-tokens", "6", "--shift-tokens", "10", "--shift-share", "0.3", "--rate", "20"),
-)
+SIZES = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+TIGHT = {"kv_budget": "288KiB", "kv_overflow": "swap", "expert_budget": "25%"}
 
 
 class FakeEngine:
@@ -68,8 +65,8 @@ class FakeEngine:
 def test_a_turn_begins_after_the_one_before_and_its_pause(rate):
     workload = Workload(sessions=5, turns=6, rate=rate, think_s=0.7, tool_share=0.5, seed=2)
     found = conversations(workload, synthetic_corpus(64))
-    engine, clock = FakeEngine(), replay.VirtualClock(0.01)
-    lines = list(replay.replay(engine, found, clock))
+    engine, clock = FakeEngine(), VirtualClock(0.01)
+    lines = list(replay(engine, found, clock))
     assert len(lines) == 30 and len(set(engine.ended)) == 5
     by_place = {(line["session"], line["turn"]): line for line in lines}
     for session in found:
@@ -88,28 +85,28 @@ def test_a_turn_begins_after_the_one_before_and_its_pause(rate):
     assert engine.steps < alone if rate > 1 else engine.steps <= alone
 
 
-def test_a_wall_clock_waits(monkeypatch):
-    slept = []
-    monkeypatch.setattr(replay_sessions.time, "sleep", slept.append)
-    clock = replay.WallClock()
-    clock.wait_until(clock.now() + 5)
-    clock.wait_until(clock.now() - 5)
-    clock.step()
-    assert slept == [pytest.approx(5, abs=0.5), 0.0]
-
-
-@pytest.mark.nightly
 @pytest.mark.slow
-def test_swapping_sessions_changes_no_token(capsys, tmp_path):
-    *roomy, first = json_lines(capsys, replay_sessions.main, *SMALL)
-    trace = tmp_path / "trace"
-    tight = ("--kv-budget", "288KiB", "--kv-overflow", "swap", "--expert-budget", "25%")
-    *lines, summary = json_lines(
-        capsys, replay_sessions.main, *SMALL, *tight, "--trace", str(trace)
+def test_swapping_sessions_changes_no_token(tmp_path):
+    workload = Workload(
+        sessions=4,
+        turns=4,
+        document_tokens=80,
+        question_tokens=6,
+        answer_tokens=6,
+        shift_tokens=10,
+        shift_share=0.3,
+        rate=20.0,
     )
-    first, summary = first["summary"], summary["summary"]
-    assert summary["kv"]["swapped_out_bytes"] > 0 == first["kv"]["swapped_out_bytes"]
-    assert (summary["turns"], len(lines)) == (16, 16)
+
+    def played(**options):
+        with LLM("demo", progress=False, **SIZES, **options) as llm:
+            found = conversations(workload, synthetic_corpus(llm.config.vocab_size, 0))
+            return [*replay(llm.engine, found, VirtualClock(0.01))], llm.stats()["kv"]
+
+    roomy, kv = played()
+    lines, tight_kv = played(**TIGHT, trace=tmp_path / "trace")
+    assert tight_kv["swapped_out_bytes"] > 0 == kv["swapped_out_bytes"]
+    assert len(lines) == 16
 
     def tokens(lines):
         return {(line["session"], line["turn"]): line["output_token_ids"] for line in lines}
@@ -122,58 +119,9 @@ def test_swapping_sessions_changes_no_token(capsys, tmp_path):
             assert line["prompt_tokens"] > before["prompt_tokens"] + before["output_tokens"]
             assert line["cached_tokens"] >= before["prompt_tokens"]
             assert line["ttft_s"] > 0 and not line["recomputed"]
-    from moejax.traces import read_trace
-
-    found = read_trace(trace)
+    found = read_trace(tmp_path / "trace")
     generated = sum(len(line["output_token_ids"]) for line in lines)
     assert int((found.array("token.phase") == 1).sum()) == generated - 16
     assert set(found.array("token.user").tolist()) == {0, 1, 2, 3}
     shifts = sum(line["kind"] == "shift" for line in lines)
     assert len(found.marks()) == shifts > 0
-
-
-@pytest.mark.slow
-def test_the_table_names_its_columns(capsys):
-    assert replay_sessions.main([*SMALL, "--turns", "2", "--sessions", "2"]) == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split()[:4] == ["turn", "turns", "prompt", "cached"]
-    assert [row.split()[:2] for row in rows[:2]] == [["0", "2"], ["1", "2"]]
-    assert rows[2].startswith(("1", "2", "3")) and "tokens/s" in rows[2]
-    assert rows[3].startswith("KV: ") and "swapped out" in rows[3]
-
-
-def test_it_takes_what_moejax_generate_takes(capsys):
-    """The engine's options are the command's own."""
-    options = ("--memory", "3MiB", "--budget", "fixed", "--resize", "peak_headroom")
-    *_, last = json_lines(capsys, replay_sessions.main, *SMALL, *options)
-    assert last["summary"]["budget"]["resizes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--sessions", "0"], "sessions must be at least 1"),
-        (["--step-ms", "0"], "--step-ms must be above 0"),
-        (["--trace", "/dev/null/trace"], "cannot write the trace in /dev/null/trace"),
-        (["--kv-budget", "many"], "not a size"),
-        (["--resize", "sometimes"], "unknown resize 'sometimes'"),
-    ],
-)
-def test_a_mistake_is_explained(capsys, args, message):
-    assert message in refusal(capsys, replay_sessions.main, *args)
-
-
-def test_conversations_that_do_not_fit_are_refused(tmp_path):
-    llm = types.SimpleNamespace(
-        model="m",
-        config=types.SimpleNamespace(vocab_size=64),
-        engine=types.SimpleNamespace(scheduler=types.SimpleNamespace(max_model_len=200)),
-        get_tokenizer=lambda: None,
-    )
-    workload = Workload(document_tokens=190)
-    with pytest.raises(
-        replay_sessions.UserError, match=r"comes to \d+ tokens, max_model_len is 200"
-    ):
-        replay_sessions.make_conversations(llm, workload, None)
-    with pytest.raises(replay_sessions.UserError, match="m has no tokenizer; leave out --text"):
-        replay_sessions.make_conversations(llm, workload, ["a.txt"])
