@@ -23,7 +23,8 @@ from pallas_kernels.stage import Entries, stage
 
 
 class Paging(NamedTuple):
-    """Counts of one layer in one step, int32: active = hits + fills + read_through."""
+    """Counts of one layer in one step, int32: active = hits + fills + read_through, and what a
+    second processor computed."""
 
     active: jax.Array
     hits: jax.Array
@@ -31,15 +32,30 @@ class Paging(NamedTuple):
     read_through: jax.Array
 
 
+class Elsewhere(NamedTuple):
+    """What a second processor computes of a layer, and in which order the others are loaded."""
+
+    beside: jax.Array
+    """bool[E]: absent experts that get no cell and are not computed here."""
+    order: jax.Array
+    """int32[E]: place among the loads; of equal ones the lower id comes first."""
+
+
 def page_and_compute(
-    x: jax.Array, ids: jax.Array, memory: DeviceMemory, layer: jax.Array, context: ExpertContext
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    context: ExpertContext,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in waves over the experts.
 
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
     gets no cell is read through. Where all are resident in the store (context.in_place), none has a
-    cell and all are hits. More waves fill more; the bits are the same.
+    cell and all are hits. More waves fill more; the bits are the same. elsewhere: experts whose
+    rows of y stay zero; they count as active and as missing, and nowhere else.
 
     Returns (y float32[T, K, D], memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
     bit each, the experts that were missing; one array, since a scan copies each of its outputs by
@@ -51,7 +67,10 @@ def page_and_compute(
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
-        due, tables, work = plan_wave(active, tables, layer, wave, context)
+        if elsewhere is None:
+            due, tables, work = plan_wave(active, tables, layer, wave, context)
+        else:
+            due, tables, work = _plan_beside(active, tables, layer, wave, context, elsewhere)
         if not context.in_place:
             with jax.named_scope("fill"):
                 arena = fill(
@@ -72,6 +91,8 @@ def page_and_compute(
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
             counts += wave_counts(work, due, tables, layer, len(stores))
+            if elsewhere is not None:  # the plan does not count them
+                counts = counts.at[0].add(jnp.sum(due & elsewhere.beside, dtype=jnp.int32))
         return y, DeviceMemory(arena, tables), counts
 
     y, counts = nothing_computed(ids, memory.tables, x.shape[1], len(stores))
@@ -97,6 +118,38 @@ def plan_wave(
         due = active & (jnp.arange(experts) * waves // experts == wave) if waves > 1 else active
         tables, work = plan(tables, layer, due, implementation=context.ops.plan)
     return due, tables, work
+
+
+def _plan_beside(
+    active: jax.Array,
+    tables: Tables,
+    layer: jax.Array,
+    wave: jax.Array,
+    context: ExpertContext,
+    elsewhere: Elsewhere,
+) -> tuple[jax.Array, Tables, Plan]:
+    """As plan_wave, of a layer some of whose experts are computed elsewhere: the plan has none of
+    them among the active ones or those read through, and loads in the order that was asked for."""
+    wanted = tables.fill_version
+    here = tables._replace(
+        fill_version=wanted.at[layer].set(jnp.where(elsewhere.beside, -1, wanted[layer]))
+    )
+    due, tables, work = plan_wave(active, here, layer, wave, context)
+    keep = due & ~elsewhere.beside
+    count = jnp.sum(keep, dtype=jnp.int32)
+    place = jnp.where(
+        work.fill_expert < 0, jnp.iinfo(jnp.int32).max, elsewhere.order[work.fill_expert]
+    )
+    first = jnp.argsort(place, stable=True)
+    work = work._replace(
+        active=jnp.argsort(~keep, stable=True).astype(jnp.int32),
+        active_count=count,
+        fill_expert=work.fill_expert[first],
+        fill_row=work.fill_row[first],
+        fill_version=work.fill_version[first],
+        read_through=work.read_through - (work.active_count - count),
+    )
+    return due, tables._replace(fill_version=wanted), work
 
 
 def nothing_computed(
@@ -135,7 +188,25 @@ def compute(
             formats=context.formats,
             implementation=context.ops.expert_ffn,
             shared_kib=context.ops.shared_kib,
+            threads=context.threads,
         )
+
+
+def compute_in_place(
+    x: jax.Array,
+    ids: jax.Array,
+    shape: tuple[int, int],
+    layer: jax.Array,
+    listed: jax.Array,
+    count: jax.Array,
+    context: ExpertContext,
+) -> jax.Array:
+    """float32[T·K, D]: the rows of the first `count` of int32[E] `listed` experts, read where the
+    store has them; zeros elsewhere. shape: (L, E)."""
+    nowhere = jnp.zeros((1, x.shape[1]), jnp.uint16)
+    residents = nowhere, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
+    y = jnp.zeros((ids.size, x.shape[1]), jnp.float32)
+    return compute(y, x, ids, residents, layer, listed, count, context)
 
 
 def materialize(

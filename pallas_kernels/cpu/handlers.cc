@@ -159,7 +159,7 @@ std::string versions_of(const ffi::RemainingArgs& stores, Numbers formats, Numbe
 ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any x, Ints ids,
                       Any memory, Int layer, Ints address, Ints version,
                       Ints active, Int active_count, ffi::RemainingArgs stores, int64_t activation,
-                      int64_t width, Numbers formats, Numbers places,
+                      int64_t width, Numbers formats, Numbers places, int64_t most_threads,
                       ffi::Result<ffi::Buffer<ffi::F32>> y) {
   Experts c = {};
   if (x.dimensions().size() != 2 || ids.dimensions().size() != 2 ||
@@ -196,7 +196,8 @@ ffi::Error expert_ffn(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> given, Any 
   c.y = y->typed_data();
   c.supply = arena.supply(), c.writes = arena.writes();
   if (given.typed_data() != c.y) std::memcpy(c.y, given.typed_data(), given.size_bytes());
-  return run(threads, [&](Pool& pool, const Kernels& kernels) {
+  return run(threads, [&](Pool& all, const Kernels& kernels) {
+    PartOfPool pool(all, most_threads);
     const std::string wrong = run_experts(pool, kernels, c);
     return wrong.empty() ? wrong : "expert_ffn: " + wrong;
   });
@@ -458,6 +459,7 @@ MOEJAX_HANDLER(moejax_cpu_expert_ffn, expert_ffn,
                    .Attr<int64_t>("width")
                    .Attr<Numbers>("formats")
                    .Attr<Numbers>("places")
+                   .Attr<int64_t>("threads")
                    .Ret<ffi::Buffer<ffi::F32>>())
 
 MOEJAX_HANDLER(moejax_cpu_fill, fill_cells,
