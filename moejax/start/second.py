@@ -3,8 +3,10 @@ fast it is said to be."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from host_offload.control.interface import Policy
 from host_offload.policies.placement.names import placement_policy
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_duration
@@ -12,6 +14,7 @@ from moejax.start.options import Options
 from moejax.step.parts import SecondProcessor, StepSpec
 
 if TYPE_CHECKING:
+    from host_offload.policies.precision.names import Precision
     from moejax.start.settings import Settings
 
 RATES = ("accelerator", "startup", "per_token")
@@ -42,11 +45,9 @@ def parse_placement_test(text: str | None) -> SecondProcessor:
 
 def placement_of(options: Options) -> str | None:
     """The placement with the rates of its test as costs, where those are not stated. Raises
-    UserError for a name there is not, and a test of nothing."""
+    UserError for a name or a test that there is not."""
     test = parse_placement_test(options.placement_test)
     if options.placement is None:
-        if options.placement_test is not None:
-            raise UserError("placement_test is of a placement; name one, placement='prescope'")
         return None
     with user_errors():
         policy = placement_policy(options.placement)
@@ -61,9 +62,30 @@ def placement_of(options: Options) -> str | None:
     return ",".join([options.placement, *more])
 
 
+def check_places(options: Options, policies: Sequence[Policy], precision: Precision) -> None:
+    """Raises UserError for a test of nothing, and for experts in files or in several versions."""
+    if not _places(policies):
+        if options.placement_test is not None:
+            raise UserError("placement_test is of a placement; name one, placement='prescope'")
+    elif options.store == "file":
+        raise UserError(
+            "placement computes missed experts in the store's memory, and store='file' has none; "
+            "leave one out"
+        )
+    elif len(precision.versions) > 1 or precision.in_transit:
+        raise UserError(
+            f"placement knows one version of the experts, the store's; precision {precision.name} "
+            "has others; leave one out"
+        )
+
+
+def _places(policies: Sequence[Policy]) -> bool:
+    return any("execute" in policy.writes for policy in policies)
+
+
 def second_of(settings: Settings) -> SecondProcessor | None:
     """The second processor that the policies give experts to; None: there is none."""
-    if not any("execute" in policy.writes for policy in settings.policies):
+    if not _places(settings.policies):
         return None
     return parse_placement_test(settings.options.placement_test)
 
@@ -77,18 +99,8 @@ def check_second(settings: Settings, steps: StepSpec, platform: str) -> None:
             "placement computes experts on a second processor beside a CPU's own steps; on "
             f"{platform} nothing of this release does; leave out placement, or use device='cpu'"
         )
-    if settings.options.store == "file":
-        raise UserError(
-            "placement computes missed experts in the store's memory, and store='file' has none; "
-            "leave one out"
-        )
     if steps.separate:
         raise UserError(
             "placement does not go with a queue of jax's own copies: take native ops "
             "(ops='cpu'), or leave out transfers='queue'"
-        )
-    if len(steps.layout.records) > 1 or settings.precision.in_transit:
-        raise UserError(
-            f"placement knows one version of the experts, the store's; precision "
-            f"{settings.precision.name} has others; leave one out"
         )

@@ -20,7 +20,7 @@ from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Options
-from moejax.start.second import placement_of
+from moejax.start.second import check_places, placement_of
 from moejax.start.tiers import PACKED_AS, Tiers, tiers_of_options
 from moejax.traces.tracer import check_trace
 from pallas_kernels import parse_ops
@@ -139,6 +139,8 @@ def settings_of(options: Options) -> Settings:
         eviction, policies = with_eviction(options.eviction, given)
         policies = *policies, *others
         check_policies(policies, options.driver)
+    check_places(options, policies, precision)
+    with user_errors():
         ops = parse_ops(options.ops)
     arrays = check_trace(options.trace, options.trace_arrays)
     tiers = tiers_of_options(options, precision)

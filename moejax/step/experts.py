@@ -203,7 +203,9 @@ def compute_in_place(
 ) -> jax.Array:
     """float32[T·K, D]: the rows of the first `count` of int32[E] `listed` experts, read where the
     store has them; zeros elsewhere. shape: (L, E)."""
-    nowhere = jnp.zeros((1, x.shape[1]), jnp.uint16)
+    # The reference slices an arena of at least a record, whatever it reads.
+    rows = 1 if context.ops.expert_ffn == "cpu" else context.stores[0].shape[2]
+    nowhere = jnp.zeros((rows, x.shape[1]), jnp.uint16)
     residents = nowhere, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
     y = jnp.zeros((ids.size, x.shape[1]), jnp.float32)
     return compute(y, x, ids, residents, layer, listed, count, context)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from host_offload.control.interface import Policy, Spec
 from host_offload.policies.placement.policy import COSTS, Placement, costs_of
@@ -29,37 +30,51 @@ def seconds(text: str) -> float:
 
 def placement_policy(placement: str) -> Placement:
     """The policy called NAME[,KEY=VALUE…]: a name of SCHEDULERS or cross_layer; costs in seconds
-    (COSTS; load=link: what the stated link takes), predict=gates, hit=R_hit at the start. Raises ValueError naming what is known."""
+    (COSTS; load=link: what the stated link takes), predict=gates, hit=R_hit at the start. Raises
+    ValueError naming what is known."""
     name, *given = placement.split(",")
     name = ALIASES.get(name, name)
     if name not in SCHEDULERS:
         known = ", ".join((*SCHEDULERS, *ALIASES))
         raise ValueError(f"unknown placement {name!r}; known: {known}")
+    known = ", ".join((*COSTS, "predict", "hit"))
+    settings: dict[str, Any] = {}
     stated: dict[str, float] = {}
-    others: dict[str, str] = {}
     for pair in given:
         key, _, value = pair.partition("=")
-        if pair == "load=link":
-            others["load"] = value
-        elif key in COSTS:
+        if key in COSTS and pair != "load=link":
             stated[key] = seconds(value)
-        elif key in ("predict", "hit"):
-            others[key] = value
+        elif key in _SETTINGS:
+            settings |= _SETTINGS[key](value)
         else:
-            known = ", ".join((*COSTS, "predict", "hit"))
             raise ValueError(f"placement {name!r} has no setting {key!r}; it has {known}")
-    predict, hit = others.get("predict", ""), others.get("hit", "1")
-    if predict not in ("", "gates"):
+    return Placement(name, tuple(sorted(stated.items())), **settings)
+
+
+def _predict(value: str) -> dict[str, str]:
+    if value != "gates":
         raise ValueError(
-            f"placement predicts by gates, or by prefetch learned=FILE; not by {predict!r}"
+            f"placement predicts by gates, or by prefetch learned=FILE; not by {value!r}"
         )
+    return {"predict": value}
+
+
+def _hit(value: str) -> dict[str, float]:
     try:
-        rate = float(hit)
+        hit = float(value)
     except ValueError:
-        rate = -1.0
-    if not 0 <= rate <= 1:
-        raise ValueError(f"hit is R_hit at the start, 0 to 1, not {hit!r}")
-    return Placement(name, tuple(sorted(stated.items())), "load" in others, predict, rate)
+        hit = -1.0
+    if not 0 <= hit <= 1:
+        raise ValueError(f"hit is R_hit at the start, 0 to 1, not {value!r}")
+    return {"hit": hit}
+
+
+_SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "predict": _predict,
+    "hit": _hit,
+    "load": lambda value: {"load_of_link": True},
+}
+"""Key → what it makes of a value; load is here where it is the link's."""
 
 
 def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
