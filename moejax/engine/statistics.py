@@ -273,7 +273,8 @@ def placement_stats(totals: PlacementTotals | None, placement: str | None) -> di
         "accelerator_s": totals.accelerator_s,
         "second_s": totals.second_s,
         "both_s": totals.both_s,
-        "gap_s": {"mean": mean, "max": totals.most_gap_s},
+        "gap_s": totals.gap_s,
+        "gap_of_a_layer_s": {"mean": mean, "max": totals.most_gap_s},
     }
 
 

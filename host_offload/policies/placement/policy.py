@@ -58,8 +58,9 @@ class Placement:
 
     The work of a layer is known at its routing; that of the layers to come is predicted by the
     networks of `fitted` (LLaPor) or by the routers on this layer's input (`predict` "gates"), or
-    not at all: then nothing is prefetched. α is what the link still has to bring, at `load` each
-    expert. R_hit follows what critical prefetches turned out to be.
+    not at all: then nothing is prefetched. Cells that hold nobody are filled first, whatever the
+    rule: engines start cold, and some rules never load. α is what the link still has to bring, at
+    `load` an expert. R_hit follows what critical prefetches turned out to be.
     """
 
     scheduler: str = "prescope"
@@ -85,7 +86,7 @@ class Placement:
 
     @property
     def needs(self) -> frozenset[str]:
-        found = {"counts", "version"}
+        found = {"counts", "version", "cells"}
         if {*dict(self.stated), *(["load"] if self.load_of_link else [])} < {*COSTS}:
             found.add("costs")
         if self.looks_ahead:
@@ -126,7 +127,8 @@ class Placement:
             alpha = seen.progress.bytes_left / state.record_bytes * state.costs.load
         current = queue_of(layer, counts, there[layer])
         plan = SCHEDULERS[self.scheduler](current, ahead, state.costs, alpha, state.hit)
-        return self._wanted(state, plan, np.flatnonzero(counts))
+        free = int(seen.cells[layer]) - int(np.count_nonzero(there[layer]))
+        return self._wanted(state, _filling(plan, free), np.flatnonzero(counts))
 
     def _wanted(
         self, state: Placed, plan: LayerPlan, active: np.ndarray
@@ -192,6 +194,15 @@ def rows_of(said: np.ndarray, top_k: int) -> np.ndarray:
     """int[E]: how many rows of scores [N, E] have the expert among their k best."""
     best = np.argsort(-said, axis=1, kind="stable")[:, :top_k]
     return np.bincount(best.ravel(), minlength=said.shape[1])
+
+
+def _filling(plan: LayerPlan, free: int) -> LayerPlan:
+    """The plan, but with loads for the layer's free cells, of the heaviest."""
+    more = min(max(free - len(plan.load), 0), len(plan.cpu))
+    if not more:
+        return plan
+    kept = len(plan.cpu) - more
+    return plan._replace(cpu=plan.cpu[:kept], load=(*plan.cpu[kept:], *plan.load))
 
 
 def _judged(state: Placed, layer: int, counts: np.ndarray) -> Placed:

@@ -46,7 +46,9 @@ def seen(layer: int, counts, there=(), **fields):
     for key in there:
         version[key] = 0
     values = {"moment": Moment.EXPERTS_BEGIN, "layer": layer, "counts": every, "version": version}
-    return SimpleNamespace(**{**values, "progress": Progress(0.0, (), ()), **fields})
+    return SimpleNamespace(
+        **{**values, "progress": Progress(0.0, (), ()), "cells": np.zeros(2, int), **fields}
+    )
 
 
 def flying(left: int) -> Progress:
@@ -61,6 +63,17 @@ def test_light_misses_go_to_the_second_processor_and_heavy_ones_are_loaded_in_th
     assert decision.execute.tolist() == [1, 0, 0, 0]
     assert decision.load_order.tolist() == [2, 2, 1, 0]  # the list of loads ascends
     assert decision.stages is None
+
+
+def test_free_cells_are_filled_with_the_heaviest_misses_whatever_the_rule():
+    policy = placement_policy(f"fiddler,{STATED}")
+    state, cells = policy.init(told()), np.array([3, 3])
+    counts = [3, 90, 30, 0, 10]
+    _, decision = policy.decide(state, seen(0, counts, there=[(0, 1)], cells=cells))
+    assert decision.execute.tolist() == [1, 0, 0, 0]
+    there = [(0, 1), (0, 5), (0, 6)]
+    _, decision = policy.decide(state, seen(0, counts, there=there, cells=cells))
+    assert decision.execute.tolist() == [1, 0, 1, 1]
 
 
 def test_what_is_predicted_comes_ahead_and_what_the_link_still_has_to_bring_delays_it():
@@ -109,9 +122,9 @@ def test_hybrimoe_prefetches_when_the_layer_s_experts_are_computed():
 def test_without_predictions_it_asks_for_nothing_more_and_stages_nothing():
     for name in SCHEDULERS:
         policy = placement_policy(f"{name},{STATED}")
-        assert policy.needs == {"counts", "version"}
+        assert policy.needs == {"counts", "version", "cells"}
         assert policy.writes == {"execute", "load_order"}
-    assert placement_policy("fiddler").needs == {"counts", "version", "costs"}
+    assert placement_policy("fiddler").needs == {"counts", "version", "cells", "costs"}
 
 
 def test_costs_are_what_is_stated_then_what_was_measured():
