@@ -1,9 +1,9 @@
 """Throughput and decode latency of placements, measured in one engine at equal memory (PreScope).
 
 python -m scripts.policies processors MODEL [--arms prescope,greedy,...] [--rows 1,4,16]
-    [--input 512] [--output 64] [--expert-budget 25%] [--rounds 3] [--learned FILE]
-    [--predict gates] [--link-rate 2GB/s] [--test threads=1+1,accelerator=...,startup=...,per_token=...]
-    [--attention 1ms] [--json]
+    [--input 512] [--output 64] [--expert-budget 25%] [--rounds 3] [--json]
+    [--learned FILE] [--predict gates] [--link-rate 2GB/s] [--attention 1ms]
+    [--test threads=1+1,accelerator=...,startup=...,per_token=...]
 
 One engine with a second processor runs every arm: the same cells, the same prompts (random tokens),
 policies and tables begun anew, a round of each arm after the other. So arms differ by their rule

@@ -84,6 +84,9 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
         for row, request in step.sampled():
             if request.finish_reason is None:
                 logits.setdefault(id(request), []).append(rows[row].copy())
+        placed = step.output.placed
+        if placed is not None and np.any(placed & ~step.output.missed):
+            raise Faulty(f"step {step.number}: a resident was computed by the second processor")
         if check:
             check_step(llm, step)
 
