@@ -130,17 +130,10 @@ def simulate(
     granted = _cells(header, cells)
     controller, weights = None, EVICTION["lru"]
     if any(policy.moments for policy in policies):
-        told = dataclasses.replace(spec or spec_of(header), driver=driver)
-        if any("execute" in policy.writes for policy in policies):
-            told = dataclasses.replace(told, second_processor=True)
-        told = told if costs is None else dataclasses.replace(told, costs=costs)
+        told = _told(spec or spec_of(header), driver, policies, costs)
         told = told if cells is None else _with_cells(told, granted)
         controller = Controller(told, policies, listener=listener)
-        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
-            raise ValueError(
-                "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
-                "budgets=, when which budget is carried out"
-            )
+        _check_kv(controller, budgets)
         resident, bound, sizes = told.resident, told.cell_bound, told.link_bytes
     else:
         chosen = [getattr(policy, "victim_weights", None) for policy in policies]
@@ -230,6 +223,22 @@ def _with_cells(told: Spec, granted: PagedSpec) -> Spec:
     capacity = granted.capacity if granted.cells.shape[1] > 1 else None
     bound = max(told.experts, granted.cell_bound)
     return dataclasses.replace(told, resident=None, capacity=capacity, cell_bound=bound)
+
+
+def _check_kv(controller: Controller, budgets: Sequence[BudgetMove] | None) -> None:
+    """Raises ValueError for policies that decide about KV, where nothing says when."""
+    if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
+        raise ValueError(
+            "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
+            "budgets=, when which budget is carried out"
+        )
+
+
+def _told(told: Spec, driver: str, policies: Sequence[Policy], costs: Costs | None) -> Spec:
+    """What policies are told of an engine that runs them."""
+    second = any("execute" in policy.writes for policy in policies)
+    told = dataclasses.replace(told, driver=driver, second_processor=second)
+    return told if costs is None else dataclasses.replace(told, costs=costs)
 
 
 def _weighted_reference(

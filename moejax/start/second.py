@@ -15,7 +15,6 @@ from moejax.step.parts import SecondProcessor, StepSpec
 
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
-    from moejax.start.settings import Settings
 
 RATES = ("accelerator", "startup", "per_token")
 """Times of placement_test, as fields of SecondProcessor and costs of a placement."""
@@ -83,14 +82,12 @@ def _places(policies: Sequence[Policy]) -> bool:
     return any("execute" in policy.writes for policy in policies)
 
 
-def second_of(settings: Settings) -> SecondProcessor | None:
+def second_of(options: Options, policies: Sequence[Policy]) -> SecondProcessor | None:
     """The second processor that the policies give experts to; None: there is none."""
-    if not _places(settings.policies):
-        return None
-    return parse_placement_test(settings.options.placement_test)
+    return parse_placement_test(options.placement_test) if _places(policies) else None
 
 
-def check_second(settings: Settings, steps: StepSpec, platform: str) -> None:
+def check_second(steps: StepSpec, platform: str) -> None:
     """Raises UserError where a second processor cannot run."""
     if steps.second is None:
         return

@@ -127,7 +127,13 @@ class _Parts:
             "combine": ((x, y, weights), (0,)),
             "absent": ((programs.tables, index), ()),
             "accelerate": (
-                (*memory, x, ids, index, Elsewhere(programs.array(*flags, dtype=bool), listed)),
+                (
+                    *memory,
+                    x,
+                    ids,
+                    index,
+                    Elsewhere._make([programs.array(*flags, dtype=bool), listed]),
+                ),
                 (1, 2),
             ),
             "beside": ((programs.stores, x, ids, index, listed, index), ()),
@@ -210,7 +216,8 @@ class _Parts:
 
     def beside(self, stores, x, ids, layer, listed, count):
         """y of the first `count` experts of `listed`, computed where the store has them."""
-        shape = self.programs.tables.address.shape
+        layers, experts = self.programs.tables.address.shape
+        shape = layers, experts
         return compute_in_place(x, ids, shape, layer, listed, count, self._context(stores, 1))
 
     def join(self, x, y, other, ids, beside, weights):

@@ -90,7 +90,7 @@ class SecondProcessor:
     startup: float = 0.0
     """On the second processor, beside its rows."""
     per_token: float = 0.0
-    """Of one of its rows."""
+    """What one of its rows takes there."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ _TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns|)")
 
 
 def seconds(text: str) -> float:
-    """Of "20us", "1.5ms" or plain seconds. Raises ValueError."""
+    """The seconds that "20us", "1.5ms" or a plain number says. Raises ValueError."""
     found = _TIME.fullmatch(text.strip())
     try:
         assert found is not None

@@ -36,7 +36,7 @@ class Placed(NamedTuple):
 
     costs: PlacementCosts
     record_bytes: int
-    """Of an expert over the link."""
+    """What an expert takes over the link."""
     top_k: int
     router: np.ndarray | None
     """float32[L, D, E] where the routers predict."""
@@ -117,9 +117,8 @@ class Placement:
         if self.looks_ahead:
             state = self._foreseen(_judged(state, layer, counts), seen)
         ahead: list[Queue] = []
-        if layer + 1 < state.layers and state.ahead:
-            rows = dict(state.ahead)
-            none = np.zeros_like(counts)
+        if state.ahead:
+            rows, none = dict(state.ahead), np.zeros(len(counts), int)
             for other in range(layer + 1, min(layer + 1 + DISTANCE, state.layers)):
                 ahead.append(queue_of(other, rows.get(other, none), there[other]))
         alpha = 0.0

@@ -34,7 +34,7 @@ class PlacementTotals:
     """Those in which the second processor had experts, in all steps."""
     experts: int = 0
     rows: int = 0
-    """Of those experts."""
+    """What they computed."""
     accelerator_s: float = 0.0
     """Until the accelerator was done, in those layers."""
     second_s: float = 0.0
@@ -115,7 +115,7 @@ class PlacedRunner(HostRunner):
         try:
             y, self.arena, self.tables, counts = parts["accelerate", None](
                 *(self.stores, self.arena, self.tables, normed, routing.ids, index),
-                Elsewhere(beside, order.astype(np.int32)),
+                Elsewhere._make([beside, order.astype(np.int32)]),
             )
             if other is None and not self._second.accelerator:
                 return parts["combine", None](x, y, routing.weights), counts
