@@ -48,6 +48,11 @@ class Device(Protocol):
         """As of transfer, for the list that Control.between_layers returned last."""
         ...
 
+    def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
+        """Who computes what a layer misses, as of controller.Assigned, before its experts; asked of
+        devices with a second processor."""
+        ...
+
     def progress(self) -> Progress:
         """What is on its way beside compute, and what has settled since the last call; asked
         between layers, of devices whose controller's policies need it."""
@@ -184,6 +189,8 @@ class Control:
         )
         self._update_tables()
         self._hand_over_cells()
+        if (assigned := controller.assigned(layer)) is not None:
+            self.device.assign(*assigned)
         self._handed = bool(entries)
         told = Moment.TRANSFER in controller.moments
         self._more = self._handed and (told or controller.staging.queued > len(entries))

@@ -30,6 +30,7 @@ from host_offload.control.rules import (
     check_decision,
     check_policies,
     check_pool,
+    check_second_processor,
     moments_with,
     name_of,
     parse_interval,
@@ -71,6 +72,16 @@ class Observed:
 
 Event = Decided | StagedTransfer | Observed
 """Transfers are events when they are skipped, first used, or evicted without use."""
+
+
+class Assigned(NamedTuple):
+    """Who computes the missed experts of a layer."""
+
+    layer: int
+    beside: np.ndarray
+    """bool[E]: those that the second processor computes, if they are absent."""
+    order: np.ndarray
+    """int32[E]: place in the order of loads."""
 
 
 class Shown(NamedTuple):
@@ -184,6 +195,7 @@ class Controller:
         self._changed: dict[str, np.ndarray] = {}
         if spec.resident is not None:
             check_resident(policies, spec.resident)
+        check_second_processor(policies, spec)
         kind = PooledStaging if any(map(wants_pool, policies)) else Staging
         if kind is PooledStaging:
             check_pool(policies, spec)
@@ -193,6 +205,7 @@ class Controller:
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
         """int64[len(USES)] of the step that was read last."""
+        self._assigned: Assigned | None = None
         self._decisions: Counter[str] = Counter()
         self._seats = [Seat(policy, spec) for policy in policies]
         for seat in self._seats:
@@ -225,6 +238,11 @@ class Controller:
         wanted = self.stages_transfers or self.pool is not None
         return wanted or not self.needs.isdisjoint(RESIDENCY)
 
+    def assigned(self, layer: int) -> Assigned | None:
+        """What this step's policies decided of the layer so far; None: nothing."""
+        assigned = self._assigned
+        return assigned if assigned is not None and assigned.layer == layer else None
+
     # ---- a step
 
     def see(self, tables: Residency) -> None:
@@ -233,6 +251,7 @@ class Controller:
 
     def begin_step(self, step: int, *, seconds: float) -> None:
         """STEP_BEGIN, before the step is made."""
+        self._assigned = None
         self._ask_all(Shown(Moment.STEP_BEGIN, step, seconds))
 
     def stages(self, step: int) -> list[Entry]:
@@ -472,6 +491,8 @@ class Controller:
         self.max_running = decision.max_running or self.max_running
         if decision.pause_stages is not None:
             self.staging.paused = decision.pause_stages
+        if decision.execute is not None or decision.load_order is not None:
+            self._assign(decision, seat, shown)
         for field in TABLE_FIELDS:
             if (value := getattr(decision, field)) is not None:
                 self._change(field, value.astype(np.int32))
@@ -479,6 +500,26 @@ class Controller:
             if (queue := getattr(decision, kind)) is not None:
                 assert self.tables is not None, "a policy stages: give the controller the tables"
                 self.staging.want(kind, queue, self.tables)
+
+    def _assign(self, decision: Decision, seat: Seat, shown: Shown) -> None:
+        """Takes over what is decided of a layer's active experts. Raises PolicyError where these
+        are not known, or others in number."""
+        when = f"policy {seat.name} at {shown.moment.name} of step {shown.step}: "
+        if shown.routing is None:
+            raise PolicyError(f"{when}no layer is routed whose experts it could give to anyone")
+        active = np.flatnonzero(routed_counts(shown.routing.ids, self.spec.experts)[0])
+        beside, order = np.zeros(self.spec.experts, bool), np.zeros(self.spec.experts, np.int32)
+        if self._assigned is not None and self._assigned.layer == shown.layer:
+            _, beside, order = self._assigned
+        for field, target in (("execute", beside), ("load_order", order)):
+            if (value := getattr(decision, field)) is None:
+                continue
+            if len(value) != len(active):
+                raise PolicyError(
+                    f"{when}{field} has {len(value)} entries, and {len(active)} experts are active"
+                )
+            target[active] = value
+        self._assigned = Assigned(shown.layer, beside, order)
 
     def _change(self, field: str, value: np.ndarray) -> None:
         self._contents[field] = self._changed[field] = value

@@ -132,6 +132,11 @@ class Spec:
     max_num_seqs: int | None = None
     """Most sequences that run at once; executables may have more rows. None: not known."""
 
+    second_processor: bool = False
+    """A processor beside the weights computes missed experts that a policy gives it (`execute`)."""
+    link: tuple[float, float] | None = None
+    """Stated of the link: latency in seconds, seconds per byte. None: nothing is."""
+
     @property
     def link_bytes(self) -> dict[str, np.ndarray]:
         """Version → int64[L]: bytes of one expert over the link. Fewer than version_bytes where
@@ -302,9 +307,12 @@ class Decision:
     tiers: np.ndarray | None = None
     """int32[L, V]: experts of each version in device memory (FluxMoE)."""
     execute: np.ndarray | None = None
-    """int8[a]: where each active expert is computed, 0 GPU, 1 CPU (PreScope)."""
+    """int8[a]: who computes each of the layer's active experts, ascending by id: 0 the accelerator,
+    1 the second processor, from the store in place, which those that are resident ignore. At ROUTED
+    and EXPERTS_BEGIN (PreScope)."""
     load_order: np.ndarray | None = None
-    """int16[a]: order in which missing experts are loaded (PreScope)."""
+    """int16[a]: at the same moments the place of each of them in the order of loads; of equal ones
+    the lower id comes first."""
     max_running: int | None = None
     """Most sequences that run at once."""
 

@@ -38,8 +38,11 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
 }
 """Driver → the moments it has."""
 
-CARRIED_OUT = WRITES - {"tiers", "execute", "load_order"}
-"""The fields of a Decision that both drivers carry out."""
+CARRIED_OUT = WRITES - {"tiers"}
+"""The fields of a Decision that some driver carries out."""
+
+OF_LAYER = ("execute", "load_order")
+"""Those of one layer's active experts, decided between its routing and its experts."""
 
 _IN_STEP = {
     **{seen: _EMBEDDED for seen, field in SEEN.items() if field in StepRows._fields},
@@ -135,6 +138,11 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
             )
         if interval is not None:
             parse_interval(interval, name)
+        if (of_layer := policy.writes & {*OF_LAYER}) and not policy.moments & _ROUTED:
+            raise PolicyError(
+                f"policy {name} writes {min(of_layer)!r}, of a layer's experts; add one of ROUTED, "
+                "EXPERTS_BEGIN to its moments"
+            )
         weights = getattr(policy, "victim_weights", None)
         if weights is not None:
             if "victim_weights" not in policy.writes:
@@ -297,6 +305,20 @@ def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
     return bool(value)
 
 
+def _execute(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
+    return _array(value, np.shape(value)[:1], 0, 1, np.int8, refuse)
+
+
+def _load_order(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
+    return _array(value, np.shape(value)[:1], 0, np.iinfo(np.int16).max, np.int16, refuse)
+
+
+def check_second_processor(policies: Sequence[Policy], spec: Spec) -> None:
+    """Raises PolicyError for a policy that gives experts to a processor that there is not."""
+    if not spec.second_processor:
+        refuse_writes(policies, OF_LAYER, "there is no second processor; name a placement")
+
+
 def _queue(kind: type) -> Callable[[Any, Spec, Refuse], tuple]:
     def check(value: Any, spec: Spec, refuse: Refuse) -> tuple:
         if not isinstance(value, tuple | list) or isinstance(value, kind):
@@ -353,4 +375,6 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "cells": _cells,
     "kv_pages": _kv_pages,
     "max_running": _max_running,
+    "execute": _execute,
+    "load_order": _load_order,
 }

@@ -115,6 +115,11 @@ class StepRecord(NamedTuple):
         Column("token", np.float16, ("embedding",), seen="embedding", optional=True),
     ] = None
     """float16[N, D]: of the tokens fed in."""
+    placed: Annotated[
+        np.ndarray | None, Column("step", np.uint8, ("layers", "experts/8"), optional=True)
+    ] = None
+    """bool[L, E]: missed experts that a second processor computed, where there was one; a trace has
+    them as bits."""
     staged: np.ndarray | None = None
     """int32[S]: 1 for each entry of the step's stage list that was carried out; None without one,
     and in a trace."""

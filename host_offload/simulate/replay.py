@@ -12,6 +12,7 @@ from host_offload.control.controller import Decided, Event, Observed
 from host_offload.control.interface import Policy, Spec, StagedTransfer
 from host_offload.control.rules import name_of
 from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.placement.names import with_placement
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
@@ -48,6 +49,7 @@ def replay(
         )
     settings = trace.header.spec
     policies = with_prefetch(prefetch or settings.get("prefetch"), policies)
+    policies = with_placement(settings.get("placement"), policies)
     said = settings.get("eviction")
     if said not in POLICIES and said not in [name_of(p) for p in policies]:
         raise TraceError(
@@ -87,8 +89,10 @@ class _Check:
                 "trace began later), so what it left resident is not known; use simulate"
             )
         self._next += 1
-        for name in ("hits", "fills", "read_through", "missed"):
+        for name in ("hits", "fills", "read_through", "missed", "placed"):
             found, was = getattr(step, name), getattr(wanted, name)
+            if was is None:  # nobody recorded it: there was no second processor
+                was = np.zeros_like(found)
             if not np.array_equal(found, was):
                 layer = int(np.flatnonzero((found != was).reshape(len(was), -1).any(axis=1))[0])
                 raise self._differs(

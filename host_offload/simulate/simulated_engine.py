@@ -75,6 +75,8 @@ class SimulatedStep(NamedTuple):
     """int[L]"""
     read_through: np.ndarray
     """int[L]"""
+    placed: np.ndarray
+    """bool[L, E]: those that a second processor computed."""
     missed: np.ndarray
     """bool[L, E]"""
     staged: np.ndarray
@@ -106,6 +108,7 @@ class PagerDevice:
         self._moves: list[LayerExperts | Staged] = []
         self._mixed = reference is None and pager.versions > 1
         self._carried_out = np.zeros(0, np.int32)
+        self._assigned: tuple[int, np.ndarray] | None = None
         self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
         """As of Device."""
         self.begin_step()
@@ -117,6 +120,8 @@ class PagerDevice:
         layers, experts = self.pager.tables.address.shape
         self._hits = np.zeros(layers, np.int64)
         self._missed = np.zeros((layers, experts), bool)
+        self._placed = np.zeros((layers, experts), bool)
+        self._assigned = None
         self._moves.clear()
         moves = np.zeros((3, layers, self.pager.versions), np.int64)
         self._versions = VersionCounts(np.zeros((layers, experts), np.int32), *moves)
@@ -124,6 +129,8 @@ class PagerDevice:
     def compute(self, active: np.ndarray, waves: int, layer: int | None = None) -> None:
         """References all layers, or one, to their sets of active experts bool[M, E]."""
         span, counts = slice(None) if layer is None else slice(layer, layer + 1), self._versions
+        if self._assigned is not None and self._assigned[0] == layer:
+            return self._compute_beside(active, waves, self._assigned)
         for due in in_waves(active, waves):
             if self._reference is None:
                 done = self.pager.reference(due, layer)
@@ -138,6 +145,21 @@ class PagerDevice:
             else:
                 counts.fills[span, 0] += done.fills
                 counts.read_through[span, 0] += done.read_through
+
+    def _compute_beside(
+        self, active: np.ndarray, waves: int, assigned: tuple[int, np.ndarray]
+    ) -> None:
+        """As compute, of a layer some of whose misses a second processor computes: they get no
+        cell, and none of their bytes crosses the link."""
+        (layer, wanted), tables = assigned, self.pager.tables
+        beside = wanted & active[0] & (tables.address[layer] < 0)
+        fill_version = tables.fill_version[layer].copy()
+        tables.fill_version[layer][beside] = -1
+        self._assigned = None
+        self.compute(active, waves, layer)
+        tables.fill_version[layer] = fill_version
+        self._placed[layer] = beside
+        self._versions.read_through[layer, 0] -= np.count_nonzero(beside)
 
     def stage(
         self,
@@ -166,7 +188,7 @@ class PagerDevice:
         moves = self._versions[1:]
         fills, read_through, staged = (experts.sum(axis=1) for experts in moves)
         moved = np.sum(sum(moves) * self._link_bytes.T, axis=1)
-        counts = self._hits, fills, read_through, self._missed, staged, moved
+        counts = self._hits, fills, read_through, self._placed, self._missed, staged, moved
         return SimulatedStep(number, kind, *counts, self._versions, tuple(self._moves))
 
     def _tell(self, active: np.ndarray, missing: np.ndarray, first: int) -> None:
@@ -213,6 +235,10 @@ class PagerDevice:
 
     def carried_out(self) -> np.ndarray:
         return self._carried_out
+
+    def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
+        """The order of loads changes no table."""
+        self._assigned = layer, beside
 
 
 class TraceResizer:
@@ -345,7 +371,9 @@ class SimulatedEngine:
             carried_out |= device.stage(entries, layer=layer)
         control.after_dispatch(step.number)
         done = device.simulated(step.number, step.kind)
-        found = step._replace(missed=done.missed, staged=carried_out if entries else None)
+        found = step._replace(
+            missed=done.missed, placed=done.placed, staged=carried_out if entries else None
+        )
         self._reading.append((step, found))
         return done
 

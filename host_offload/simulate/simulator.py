@@ -20,6 +20,7 @@ from host_offload.memory.pager import Pager, Referenced, resident_tables
 from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.names import EVICTION, with_eviction
+from host_offload.policies.placement.names import with_placement
 from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.simulated_engine import (
@@ -39,8 +40,8 @@ STAGE_ENTRIES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a simulated run did; T steps, L layers. An expert that was needed was a hit, a fill or
-    read through."""
+    """What a simulated run did; T steps, L layers. An expert that was needed was a hit, a fill,
+    read through or computed by a second processor."""
 
     number: np.ndarray
     """int64[T]: the steps' numbers in the trace."""
@@ -52,6 +53,8 @@ class Simulation:
     """int32[T, L]"""
     read_through: np.ndarray
     """int32[T, L]"""
+    placed: np.ndarray
+    """int32[T, L]: experts that a second processor computed."""
     staged: np.ndarray
     """int32[T, L]: experts moved ahead of need."""
     bytes: np.ndarray | None
@@ -62,12 +65,12 @@ class Simulation:
     @property
     def misses(self) -> np.ndarray:
         """int32[T, L]"""
-        return self.fills + self.read_through
+        return self.fills + self.read_through + self.placed
 
     @property
     def transfers(self) -> np.ndarray:
         """int32[T, L]: experts that crossed the link, on demand or ahead."""
-        return self.misses + self.staged
+        return self.fills + self.read_through + self.staged
 
     def of_kind(self, kind: str) -> np.ndarray:
         """bool[T]: the steps of that kind, `prefill` or `decode`."""
@@ -79,6 +82,7 @@ def simulate(
     *,
     eviction: str | None = None,
     prefetch: str | None = None,
+    placement: str | None = None,
     policies: Sequence[Policy] = (),
     cells: int | Sequence[int] | np.ndarray | None = None,
     driver: str | None = None,
@@ -93,7 +97,8 @@ def simulate(
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
 
-    eviction, prefetch, policies: as of moejax.LLM. cells: of each layer, int[L], or int[L, V] of
+    eviction, prefetch, placement, policies: as of moejax.LLM, but a placement states all of its
+    costs, or `costs` has them. cells: of each layer, int[L], or int[L, V] of
     each version; None: the trace's, which may be that every expert is resident. driver: `device` or
     `host`, which has moments between layers; None: the trace's. spec: what policies are told, for a
     trace that does not say it (a converted one) and for `router`. config_digest: of the model that
@@ -117,22 +122,18 @@ def simulate(
             f"{trace.directory} is of another model: its configuration is "
             f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
         )
-    _, policies = with_eviction(eviction, with_prefetch(prefetch, policies))
+    named = with_placement(placement, with_prefetch(prefetch, policies))
+    _, policies = with_eviction(eviction, named)
     driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)
     check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
     controller, weights = None, EVICTION["lru"]
     if any(policy.moments for policy in policies):
-        told = dataclasses.replace(spec or spec_of(header), driver=driver)
-        told = told if costs is None else dataclasses.replace(told, costs=costs)
+        told = _told(spec or spec_of(header), driver, policies, costs)
         told = told if cells is None else _with_cells(told, granted)
         controller = Controller(told, policies, listener=listener)
-        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
-            raise ValueError(
-                "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
-                "budgets=, when which budget is carried out"
-            )
+        _check_kv(controller, budgets)
         resident, bound, sizes = told.resident, told.cell_bound, told.link_bytes
     else:
         chosen = [getattr(policy, "victim_weights", None) for policy in policies]
@@ -224,6 +225,22 @@ def _with_cells(told: Spec, granted: PagedSpec) -> Spec:
     return dataclasses.replace(told, resident=None, capacity=capacity, cell_bound=bound)
 
 
+def _check_kv(controller: Controller, budgets: Sequence[BudgetMove] | None) -> None:
+    """Raises ValueError for policies that decide about KV, where nothing says when."""
+    if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
+        raise ValueError(
+            "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
+            "budgets=, when which budget is carried out"
+        )
+
+
+def _told(told: Spec, driver: str, policies: Sequence[Policy], costs: Costs | None) -> Spec:
+    """What policies are told of an engine that runs them."""
+    second = any("execute" in policy.writes for policy in policies)
+    told = dataclasses.replace(told, driver=driver, second_processor=second)
+    return told if costs is None else dataclasses.replace(told, costs=costs)
+
+
 def _weighted_reference(
     trace: Trace, cells: np.ndarray, weights: Sequence[int]
 ) -> Callable[[np.ndarray], Referenced] | None:
@@ -260,13 +277,14 @@ def _collected(
     watcher: Callable[[SimulatedStep], None] | None,
 ) -> Simulation:
     total, layers = trace.steps, trace.header.layers
-    counts = np.zeros((4, total, layers), np.int32)
+    counts = np.zeros((5, total, layers), np.int32)
     moved = np.zeros((total, layers), np.int64)
     number, kind = np.zeros(total, np.int64), np.zeros(total, np.int8)
     for i, step in enumerate(steps):
         number[i] = step.number
         kind[i] = -1 if step.kind is None else KINDS.index(step.kind)
-        counts[:, i] = step.hits, step.fills, step.read_through, step.staged
+        placed = np.count_nonzero(step.placed, axis=1)
+        counts[:, i] = step.hits, step.fills, step.read_through, placed, step.staged
         moved[i] = step.moved
         if watcher is not None:
             watcher(step)

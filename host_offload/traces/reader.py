@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.traces.progress import ProgressTrace, decoded, names
 from host_offload.traces.schema import (
+    BITS,
     FORMAT,
     KINDS,
     QUEUES,
@@ -77,9 +78,9 @@ class Chunk:
         arrays = {name: self.array(name) for name in columns(self.header)}
         token = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("token.")}
         step = {n.split(".")[1]: a for n, a in arrays.items() if n.startswith("step.")}
-        if "missed" in step:
-            step["missed"] = np.unpackbits(
-                step["missed"], axis=2, count=self.header.experts, bitorder="little"
+        for name in {*BITS} & step.keys():
+            step[name] = np.unpackbits(
+                step[name], axis=2, count=self.header.experts, bitorder="little"
             ).astype(bool)
         if "use" in step:
             step["use"] = _in_order(step["use"], self.header.uses)
@@ -265,10 +266,11 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
             "read it with the moejax that wrote it"
         )
     try:
-        # Traces that were written before there was `absent` lack nothing.
-        fields = {field.name for field in dataclasses.fields(TraceHeader)} - {"absent"}
+        # Older traces lack nothing, and had no second processor.
+        later = {"absent": found.get("absent", ()), "placed": found.get("placed", False)}
+        fields = {field.name for field in dataclasses.fields(TraceHeader)} - later.keys()
         said = {name: found[name] for name in fields}
-        header = TraceHeader(**said, absent=found.get("absent", ()))
+        header = TraceHeader(**said, **later)
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])
     except (KeyError, TypeError, ValueError) as error:

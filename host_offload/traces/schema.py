@@ -29,6 +29,10 @@ ALWAYS = ("token.ids", "token.user", "step.number", "step.tokens")
 """Columns that no trace lacks."""
 
 
+BITS = ("missed", "placed")
+"""Fields of a StepRecord, bool[L, E], that chunks have as bits."""
+
+
 class TraceError(ValueError):
     """A trace that cannot be written or read; the message says which file and what to do."""
 
@@ -40,7 +44,8 @@ class TraceHeader:
     config_digest: names the model's configuration. spec: sizes and settings that policies see.
     causes: columns of a step's bytes. weights: "float32" or "float16", how router weights are kept.
     probabilities: router probabilities of all experts are recorded. gate_input, embedding: width of
-    the recorded router inputs and embeddings, 0 for none. absent: columns that the trace does not
+    the recorded router inputs and embeddings, 0 for none. placed: what a second processor computed
+    is recorded. absent: columns that the trace does not
     have, since no engine of ours ran: it was converted or generated. uses: columns of a step's use,
     of which older traces have fewer.
     """
@@ -58,6 +63,7 @@ class TraceHeader:
     probabilities: bool = False
     gate_input: int = 0
     embedding: int = 0
+    placed: bool = False
     absent: Sequence[str] = ()
     uses: Sequence[str] = USES
 

@@ -18,6 +18,7 @@ from safetensors.numpy import save
 from host_offload.control.step_record import StepRecord
 from host_offload.traces.progress import ProgressTrace, encoded
 from host_offload.traces.schema import (
+    BITS,
     FORMAT,
     KINDS,
     TRANSFER_TYPES,
@@ -246,7 +247,7 @@ class _Buffer:
         field = {name: i for i, name in enumerate(StepRecord._fields)}
         self.token_arrays, self.vectors, self.scalars = [], [], []
         for name, array in self.arrays.items():
-            if name in ("step.kind", "step.missed", "step.tokens"):
+            if name in ("step.kind", "step.tokens") or name.removeprefix("step.") in BITS:
                 continue
             where = self.vectors if array.ndim > 1 else self.scalars
             where = self.token_arrays if name.startswith("token.") else where
@@ -277,9 +278,11 @@ class _Buffer:
             array[span] = [step[field] for step in steps]
         if "step.kind" in self.arrays:
             self.arrays["step.kind"][span] = [KINDS.index(step.kind) for step in steps]
-        if "step.missed" in self.arrays:
-            missed = np.stack([step.missed for step in steps])
-            self.arrays["step.missed"][span] = np.packbits(missed, axis=2, bitorder="little")
+        for name in BITS:
+            if f"step.{name}" in self.arrays:
+                bits = np.stack([getattr(step, name) for step in steps])
+                packed = np.packbits(bits, axis=2, bitorder="little")
+                self.arrays[f"step.{name}"][span] = packed
         self.arrays["step.tokens"][span] = sizes
         self.finished += [(step.number, request) for step in steps for request in step.finished]
         self.tokens, self.steps = end, last

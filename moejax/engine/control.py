@@ -95,6 +95,12 @@ def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
     )
 
 
+def link_of(steps: StepSpec) -> tuple[float, float] | None:
+    """As of Spec."""
+    queue = steps.queue
+    return None if queue is None or not queue.rate else (queue.latency, 1 / queue.rate)
+
+
 def policy_spec(
     steps: StepSpec, *, slots: int, bound: int, max_model_len: int, max_num_seqs: int, seed: int
 ) -> Spec:
@@ -122,4 +128,6 @@ def policy_spec(
         cell_bound=bound,
         stage_entries=STAGES,
         max_num_seqs=max_num_seqs,
+        second_processor=steps.second is not None,
+        link=link_of(steps),
     )

@@ -21,6 +21,7 @@ from host_offload.queue.transfer import QueueSpec
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
+from moejax.step.drivers.placed import PlacementTotals
 from moejax.step.experts import Paging
 
 KEPT_TIMES = 100_000
@@ -255,6 +256,26 @@ def stream_stats(
         "steps": steps,
         "used": statistics.paging["active"] / (steps * every) if steps else None,
         "pays_from": PAYS_FROM,
+    }
+
+
+def placement_stats(totals: PlacementTotals | None, placement: str | None) -> dict[str, Any] | None:
+    """What a second processor computed beside the steps' own, as plain data; None: there is none.
+    Seconds are sums over the `layers` in which it had experts, each from when both begin: until
+    either was done, while both were at work, and from when one was done to when the other was."""
+    if totals is None:
+        return None
+    mean = totals.gap_s / totals.layers if totals.layers else None
+    return {
+        "placement": placement,
+        "layers": totals.layers,
+        "experts": totals.experts,
+        "rows": totals.rows,
+        "accelerator_s": totals.accelerator_s,
+        "second_s": totals.second_s,
+        "both_s": totals.both_s,
+        "gap_s": totals.gap_s,
+        "gap_of_a_layer_s": {"mean": mean, "max": totals.most_gap_s},
     }
 
 

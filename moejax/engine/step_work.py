@@ -187,6 +187,7 @@ def step_record(
         use=np.array(dataclasses.astuple(use)),
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
+        placed=output.placed,
         **arrays,
     )
 

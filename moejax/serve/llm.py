@@ -30,6 +30,7 @@ from moejax.engine.statistics import (
     StartTimes,
     arena_stats,
     kv_stats,
+    placement_stats,
     stream_stats,
     transfer_stats,
 )
@@ -59,6 +60,7 @@ from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
+from moejax.step.drivers.placed import PlacedRunner
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
@@ -102,6 +104,8 @@ class LLM:
         cells: str | Sequence[int] = "uniform",
         eviction: str | None = None,
         prefetch: str | None = None,
+        placement: str | None = None,
+        placement_test: str | None = None,
         policies: Sequence[Policy] = (),
         precision: str | Precision | None = None,
         hi: str | None = None,
@@ -381,6 +385,10 @@ class LLM:
                 "store_bytes": runner.store.nbytes,
                 "store": store_stats(engine, self.options),
                 "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
+                "placement": placement_stats(
+                    runner.placement_totals if isinstance(runner, PlacedRunner) else None,
+                    settings.placement,
+                ),
                 "stream": stream_stats(
                     runner.window,
                     engine.statistics,

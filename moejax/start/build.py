@@ -17,6 +17,8 @@ from host_offload.memory.arena import SlotArena
 from host_offload.memory.budget import ArenaTooSmall
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
+from host_offload.policies.placement.names import said
+from host_offload.policies.placement.policy import Placement
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
@@ -36,6 +38,7 @@ from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.start.tiers import measured_rates
 from moejax.step.drivers.host import HostRunner
+from moejax.step.drivers.placed import PlacedRunner
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import StreamRunner
 from moejax.step.drivers.stream_queued import QueuedStreamRunner
@@ -122,8 +125,12 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     facts = dataclasses.replace(facts, memory=budget.memory)
     costs = None
     if settings.needs_costs:
+        alone = steps
+        if steps.second is not None:
+            # Each processor by itself; what a load takes over a stated link is the link's to say.
+            alone = dataclasses.replace(steps, second=None, queue=None)
         costs = step_costs(
-            steps, lambda: make_runner(steps, loaded, device, slots=budget.slots, bound=bound)
+            alone, lambda: make_runner(alone, loaded, device, slots=budget.slots, bound=bound)
         )
     return decide(settings, model, facts, costs)
 
@@ -133,6 +140,7 @@ def make_runner(
 ) -> Runner:
     """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
     kind = (_SEPARATE if steps.separate else RUNNERS)[steps.driver]
+    kind = kind if steps.second is None else PlacedRunner
     return kind(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
@@ -275,6 +283,12 @@ def router_weights(loaded: LoadedModel) -> np.ndarray:
     return np.swapaxes(np.concatenate([np.asarray(run, np.float32) for run in runs]), 1, 2)
 
 
+def _placement(plan: Plan) -> str | None:
+    """The placement with every cost that it goes by, for a replay."""
+    placements = [p for p in plan.settings.policies if isinstance(p, Placement)]
+    return said(placements[0], plan.spec) if placements else None
+
+
 def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
     """What writes every step into the directory that options name."""
     settings, options = plan.settings, plan.settings.options
@@ -287,6 +301,7 @@ def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
         "model": str(options.model),
         "eviction": settings.eviction,
         "prefetch": options.prefetch,
+        "placement": _placement(plan),
         "precision": precision,
         "budgets": settings.budgets.stats(),
     }

@@ -193,6 +193,23 @@ class Options:
         "memory",
         metavar="NAME[=PATH]",
     )
+    placement: str | None = _option(
+        "who computes missed experts, with --driver host: prescope (or cross_layer), greedy, "
+        "hybrimoe, fiddler, fiddler-code, llama.cpp, fate, no-prediction; a second processor, from "
+        "the store in place, beside the steps' own; costs are measured, or stated as per_token, "
+        "startup, load, accelerator, attention=TIME; predict=gates, or by --prefetch learned=FILE, "
+        "brings experts ahead (docs/prescope.md; default: all are computed by the steps)",
+        "memory",
+        metavar="NAME[,KEY=VALUE…]",
+    )
+    placement_test: str | None = _option(
+        "for a placement on a CPU alone: threads=A+B of the steps' and the second processor's "
+        "experts, and times that these take at least: accelerator=TIME an expert of the steps', "
+        "startup=TIME an expert and per_token=TIME a row of the other's (default: what threads "
+        "there are, as fast as they go)",
+        "memory",
+        metavar="KEY=VALUE…",
+    )
     policies: Sequence[Policy] = _option(
         "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
         "the place of eviction",

@@ -13,12 +13,14 @@ from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
 from host_offload.policies.eviction.names import with_eviction
+from host_offload.policies.placement.names import with_placement
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Options
+from moejax.start.second import check_places, placement_of
 from moejax.start.tiers import PACKED_AS, Tiers, tiers_of_options
 from moejax.traces.tracer import check_trace
 from pallas_kernels import parse_ops
@@ -109,6 +111,9 @@ class Settings:
     tiers: Tiers | None = None
     """Where residents are, with driver="stream"; None: none is packed."""
 
+    placement: str | None = None
+    """Its name and all that options say of its costs; None: there is none."""
+
     @property
     def versions(self) -> tuple[str, ...]:
         """Those that the store needs."""
@@ -130,13 +135,16 @@ def settings_of(options: Options) -> Settings:
     others = budgets.policies(precision)
     with user_errors():
         given = with_prefetch(options.prefetch, options.policies)
+        given = with_placement(placement := placement_of(options), given)
         eviction, policies = with_eviction(options.eviction, given)
         policies = *policies, *others
         check_policies(policies, options.driver)
+    check_places(options, policies, precision)
+    with user_errors():
         ops = parse_ops(options.ops)
     arrays = check_trace(options.trace, options.trace_arrays)
     tiers = tiers_of_options(options, precision)
-    return Settings(options, precision, budgets, eviction, policies, ops, arrays, tiers)
+    return Settings(options, precision, budgets, eviction, policies, ops, arrays, tiers, placement)
 
 
 def parse_budget_options(options: Options) -> BudgetOptions:

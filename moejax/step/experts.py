@@ -24,12 +24,22 @@ from pallas_kernels.stage import Entries, stage
 
 
 class Paging(NamedTuple):
-    """Counts of one layer in one step, int32: active = hits + fills + read_through."""
+    """Counts of one layer in one step, int32: active = hits + fills + read_through, and what a
+    second processor computed."""
 
     active: jax.Array
     hits: jax.Array
     fills: jax.Array
     read_through: jax.Array
+
+
+class Elsewhere(NamedTuple):
+    """What a second processor computes of a layer, and in which order the others are loaded."""
+
+    beside: jax.Array
+    """bool[E]: absent experts that get no cell and are not computed here."""
+    order: jax.Array
+    """int32[E]: place among the loads; of equal ones the lower id comes first."""
 
 
 def page_and_compute(
@@ -39,6 +49,7 @@ def page_and_compute(
     memory: DeviceMemory,
     layer: jax.Array,
     context: ExpertContext,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in waves over the experts.
 
@@ -47,7 +58,8 @@ def page_and_compute(
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
     gets no cell is read through. Where all are resident in the store (context.in_place), none has a
-    cell and all are hits. More waves fill more; the bits are the same.
+    cell and all are hits. More waves fill more; the bits are the same. elsewhere: experts whose
+    rows of y stay zero; they count as active and as missing, and nowhere else.
 
     Returns (y, memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
     bit each, the experts that were missing; one array, since a scan copies each of its outputs by
@@ -59,7 +71,14 @@ def page_and_compute(
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
-        _, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
+        if elsewhere is None:
+            _, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
+            beside = jnp.int32(0)
+        else:
+            due, missing, tables, work = _plan_beside(
+                ids, active, tables, layer, wave, context, elsewhere
+            )
+            beside = jnp.sum(due & elsewhere.beside, dtype=jnp.int32)
         if not context.in_place:
             with jax.named_scope("fill"):
                 arena = fill(
@@ -80,6 +99,8 @@ def page_and_compute(
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
             counts += wave_counts(work, missing, tables, layer, len(stores))
+            if elsewhere is not None:  # the plan does not count them
+                counts = counts.at[0].add(beside)
         return y, DeviceMemory(arena, tables), counts
 
     counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
@@ -122,6 +143,39 @@ def plan_wave(
     return due, missing, tables, work
 
 
+def _plan_beside(
+    ids: jax.Array,
+    active: jax.Array,
+    tables: Tables,
+    layer: jax.Array,
+    wave: jax.Array,
+    context: ExpertContext,
+    elsewhere: Elsewhere,
+) -> tuple[jax.Array, jax.Array, Tables, Plan]:
+    """As plan_wave, of a layer some of whose experts are computed elsewhere: the plan has none of
+    them among the active ones or those read through, and loads in the order that was asked for."""
+    wanted = tables.fill_version
+    here = tables._replace(
+        fill_version=wanted.at[layer].set(jnp.where(elsewhere.beside, -1, wanted[layer]))
+    )
+    due, missing, tables, work = plan_wave(ids, active, here, layer, wave, context)
+    keep = due & ~elsewhere.beside
+    count = jnp.sum(keep, dtype=jnp.int32)
+    place = jnp.where(
+        work.fill_expert < 0, jnp.iinfo(jnp.int32).max, elsewhere.order[work.fill_expert]
+    )
+    first = jnp.argsort(place, stable=True)
+    work = work._replace(
+        active=jnp.argsort(~keep, stable=True).astype(jnp.int32),
+        active_count=count,
+        fill_expert=work.fill_expert[first],
+        fill_row=work.fill_row[first],
+        fill_version=work.fill_version[first],
+        read_through=work.read_through - (work.active_count - count),
+    )
+    return due, missing, tables._replace(fill_version=wanted), work
+
+
 def nothing_computed(pairs: int, hidden: int) -> jax.Array:
     """y float32[T·K, D] of page_and_compute before any layer."""
     return jnp.zeros((pairs, hidden), jnp.float32)
@@ -155,7 +209,27 @@ def compute(
             formats=context.formats,
             implementation=context.ops.expert_ffn,
             shared_kib=context.ops.shared_kib,
+            threads=context.threads,
         )
+
+
+def compute_in_place(
+    x: jax.Array,
+    ids: jax.Array,
+    shape: tuple[int, int],
+    layer: jax.Array,
+    listed: jax.Array,
+    count: jax.Array,
+    context: ExpertContext,
+) -> jax.Array:
+    """float32[T·K, D]: the rows of the first `count` of int32[E] `listed` experts, read where the
+    store has them; zeros elsewhere. shape: (L, E)."""
+    # The reference slices an arena of at least a record, whatever it reads.
+    rows = 1 if context.ops.expert_ffn == "cpu" else context.stores[0].shape[2]
+    nowhere = jnp.zeros((rows, x.shape[1]), jnp.uint16)
+    residents = nowhere, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
+    y = nothing_computed(ids.size, x.shape[1])
+    return compute(y, x, ids, residents, layer, listed, count, context)
 
 
 def materialize(

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from host_offload.memory.integrity import same_record
 from host_offload.memory.tables import without
 from moejax.models.layers import LayerStack, Tokens
-from moejax.step.context import DeviceMemory
+from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
+    Elsewhere,
     active_experts,
     add_experts,
     compute,
+    compute_in_place,
     compute_materialized,
     counts_size,
     expert_rows,
@@ -43,6 +45,9 @@ OF_RUNS = ("attend", "route", "observe", "feed_forward")
 
 EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
 """Parts of a layer's experts where the host brings those that are missing."""
+
+PLACED_PARTS = ("absent", "accelerate", "beside", "combine", "join")
+"""Parts of a layer's experts where a second processor computes some of them."""
 
 OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare", "seat")
 """Programs of the same engines, between parts: entries of a stage list without their copies, a
@@ -115,6 +120,7 @@ class _Parts:
         ids, weights = routing
         y = programs.array(ids.size, config.hidden_size, dtype=jnp.float32)
         listed = programs.array(config.num_experts)
+        flags = (config.num_experts,)
         # The kernel's result is an array of its own, which would be copied into a donated one.
         kernel = programs.steps.ops.combine == "pallas"
         return {
@@ -129,6 +135,22 @@ class _Parts:
                 (0,),
             ),
             "combine": ((x, y, weights), () if kernel else (0,)),
+            "absent": ((programs.tables, index), ()),
+            "accelerate": (
+                (
+                    *memory,
+                    x,
+                    ids,
+                    index,
+                    Elsewhere._make([programs.array(*flags, dtype=bool), listed]),
+                ),
+                (1, 2),
+            ),
+            "beside": ((programs.stores, x, ids, index, listed, index), ()),
+            "join": (
+                (x, y, y, ids, programs.array(*flags, dtype=bool), weights),
+                () if kernel else (0,),
+            ),
             "embed": ((params, batch), ()),
             "embedding": ((x,), ()),
             "attend": ((params, programs.arena, x, batch, index), (1, 2)),
@@ -198,6 +220,29 @@ class _Parts:
         y = compute(y, x, ids, (record, first, first), layer, listed, one, context)
         return y, record[0, 0]
 
+    def absent(self, tables, layer):
+        """bool[E]: experts of the layer without a cell."""
+        return tables.address[layer] < 0
+
+    def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
+        """(y of all experts that are not elsewhere, arena, tables, counts)."""
+        context, memory = self._context(stores, 0), DeviceMemory(arena, tables)
+        y = nothing_computed(ids.size, x.shape[1])
+        y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
+        return y, *memory, counts
+
+    def beside(self, stores, x, ids, layer, listed, count):
+        """y of the first `count` experts of `listed`, computed where the store has them."""
+        layers, experts = self.programs.tables.address.shape
+        shape = layers, experts
+        return compute_in_place(x, ids, shape, layer, listed, count, self._context(stores, 1))
+
+    def join(self, x, y, other, ids, beside, weights):
+        """x after the experts. other: y of those under the mask. Picked by expert, not added: −0
+        and 0 are not −0."""
+        mask = jnp.pad(beside, (0, 1))[ids]
+        return self.combine(x, jnp.where(mask.reshape(-1, 1), other, y), weights)
+
     def combine(self, x, y, weights):
         context = self.programs.context(self.key)
         return add_experts(x, y, weights, context.ops)
@@ -217,6 +262,12 @@ class _Parts:
         (arena, tables), now = stage_layer(memory, layer, entries, context)
         tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
         return arena, tables, jnp.maximum(done, now)
+
+    def _context(self, stores, processor: int) -> StepContext:
+        """What computes experts on the accelerator (0) or the second processor (1)."""
+        second, context = self.programs.steps.second, self.programs.context(self.key, stores)
+        assert second is not None
+        return dataclasses.replace(context, threads=second.threads[processor])
 
     def _stack(self, params) -> LayerStack:
         assert self.key.run is not None

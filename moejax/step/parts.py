@@ -78,6 +78,22 @@ class StepShapes:
 
 
 @dataclasses.dataclass(frozen=True)
+class SecondProcessor:
+    """A processor that computes missed experts where their weights are, beside the one that has the
+    arena (docs/prescope.md). Rates are stated for tests on one machine: a processor that is done
+    earlier waits."""
+
+    threads: tuple[int, int] = (0, 0)
+    """Most threads of the accelerator's and of the second processor's expert op; 0: all."""
+    accelerator: float = 0.0
+    """Seconds that an expert takes on the accelerator at least."""
+    startup: float = 0.0
+    """On the second processor, beside its rows."""
+    per_token: float = 0.0
+    """What one of its rows takes there."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StepSpec:
     """What compiled steps are made from, all that their costs depend on but the machine."""
 
@@ -105,6 +121,9 @@ class StepSpec:
     tiers: str = ""
     """How residents are packed: "flux", decoded into the window; "flux-direct", computed as they
     are; empty: there are none."""
+
+    second: SecondProcessor | None = None
+    """What computes missed experts beside the device; None: nothing does."""
 
     @property
     def packed(self) -> RecordFormat | None:
@@ -236,6 +255,8 @@ class StepOutput(NamedTuple):
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
     arrays: TraceArrays = TraceArrays()
+    placed: np.ndarray | None = None
+    """bool[L, E]: experts that a second processor computed; None without one."""
 
     def read(self) -> Results:
         """The results on the host. Waits for the step."""

@@ -561,6 +561,10 @@ class Runner:
         )
         return np.asarray(done)
 
+    def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
+        """Raises ValueError: these steps have no second processor (PlacedRunner)."""
+        raise ValueError("these steps have no second processor; name a placement")
+
     def carried_out(self) -> np.ndarray:
         """As of transfer, for the list that was carried out last between two layers."""
         return np.asarray(self.transfers[-1].done)

@@ -192,6 +192,7 @@ def start_trace(
         probabilities="probs" in arrays,
         gate_input=config.hidden_size if "gate_input" in arrays else 0,
         embedding=config.hidden_size if "embedding" in arrays else 0,
+        placed=runner.steps.second is not None,
     )
     return Tracer(TraceWriter(directory, header))
 

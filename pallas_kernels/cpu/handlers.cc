@@ -131,7 +131,8 @@ std::vector<StoredVersion> versions_of(const ffi::RemainingArgs& stores, Numbers
 std::string expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memory, Int layer,
                        Ints address, Ints version, Ints active, Int active_count,
                        ffi::RemainingArgs stores, int64_t activation, int64_t width,
-                       Numbers formats, Numbers places, ffi::Result<Floats> y) {
+                       Numbers formats, Numbers places, int64_t most_threads,
+                       ffi::Result<Floats> y) {
   Size tokens, hidden, top_k, layers, experts;
   const Arena arena(memory);
   need(is(x, {tokens, hidden}) && is(ids, {tokens, top_k}) && is(address, {layers, experts}) &&
@@ -153,7 +154,8 @@ std::string expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memo
   c.address = address.typed_data(), c.version = version.typed_data();
   c.active = active.typed_data(), c.active_count = used(active_count, active.element_count());
   c.y = changed(given, y);
-  return run_experts(call.pool, call.k, c);
+  PartOfPool pool(call.pool, most_threads);
+  return run_experts(pool, call.k, c);
 }
 
 // ---- fill and what else moves records and pages
@@ -333,7 +335,7 @@ MOEJAX_EXPORT const char* moejax_cpu_isa_error() { return select_error(); }
 
 MOEJAX_HANDLER(linear, linear, "row_tile")
 MOEJAX_HANDLER(head_linear, head_linear, "row_tile", "first", "transposed")
-MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "width", "formats", "places")
+MOEJAX_HANDLER(expert_ffn, expert_ffn, "activation", "width", "formats", "places", "threads")
 MOEJAX_HANDLER(fill, fill_cells, "width", "formats", "places", "ahead")
 MOEJAX_HANDLER(unpack, unpack_cells, "width", "packed")
 MOEJAX_HANDLER(drain, drain)

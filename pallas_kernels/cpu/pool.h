@@ -19,6 +19,22 @@ struct Pool {
   virtual int64_t small_work() const { return 1 << 17; }
 };
 
+// At most so many of a pool's threads, the caller among them; 0: all. Two ops that run at once are
+// two groups of threads this way.
+struct PartOfPool : Pool {
+  PartOfPool(Pool& pool, int64_t most) : pool_(pool), most_(most) {}
+  int64_t threads() const override {
+    const int64_t all = pool_.threads();
+    return most_ > 0 && most_ < all ? most_ : all;
+  }
+  void schedule(void (*run)(void*), void* data) override { pool_.schedule(run, data); }
+  int64_t small_work() const override { return pool_.small_work(); }
+
+ private:
+  Pool& pool_;
+  int64_t most_;
+};
+
 namespace internal {
 struct Shared {
   std::atomic<int64_t> next{0}, done{0};

@@ -29,6 +29,7 @@ def expert_ffn(
     formats: Formats | None = None,
     implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
+    threads: int = 0,
 ) -> Float[Array, "TK D"]:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
 
@@ -40,7 +41,8 @@ def expert_ffn(
     row_tile: rows of one product; constant for an engine, since the shape of a product decides its
     bits. formats: of the versions, see VersionFormats; None: one version, dense. Whatever its
     version, an expert's weights are computed with as they decode, in x's dtype. shared_kib: the
-    device's `cards.shared_class`, for the kernels.
+    device's `cards.shared_class`, for the kernels. threads: of XLA's pool, the most that
+    the native op takes, so that another one can run beside; 0: all. No bit depends on it.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
@@ -62,6 +64,7 @@ def expert_ffn(
         store.stand_in(arena, implementation) if isinstance(store, AbsentRecords) else store
         for store in stores
     )
+    part = {"threads": threads} if implementation == "cpu" else {}
     return fn(
         y,
         x,
@@ -76,4 +79,5 @@ def expert_ffn(
         formats=formats,
         activation=ACTIVATIONS[activation],
         row_tile=row_tile,
+        **part,
     )

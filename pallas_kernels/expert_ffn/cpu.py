@@ -23,11 +23,13 @@ def expert_ffn(
     formats,
     activation,
     row_tile,
+    threads=0,
 ):
     """Each weight is read once for all rows of its expert, where the record lies. A row's sums have
     one order, whatever the number of rows: row_tile decides no bits. down is summed in the order
     that cpu.cc gives (`row_of_place`), the same for all versions. Where a queue brings records,
-    those of all active experts with cells are there afterwards, also of one without a token."""
+    those of all active experts with cells are there afterwards, also of one without a token.
+    threads: as of the API."""
     check_dtypes("expert_ffn", x=x)
     name = next(name for name, function in ACTIVATIONS.items() if function is activation)
     operands = y, x, ids, arena, int32(layer), address, version, active, int32(active_count)
@@ -38,5 +40,6 @@ def expert_ffn(
         *stores,
         aliases={0: 0},
         activation=np.int64(CODES[name]),
+        threads=np.int64(threads),
         **versions(formats, stores, address.shape[0]),
     )

@@ -84,6 +84,9 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
         for row, request in step.sampled():
             if request.finish_reason is None:
                 logits.setdefault(id(request), []).append(rows[row].copy())
+        placed = step.output.placed
+        if placed is not None and np.any(placed & ~step.output.missed):
+            raise Faulty(f"step {step.number}: a resident was computed by the second processor")
         if check:
             check_step(llm, step)
 
@@ -131,7 +134,8 @@ def check_step(llm: LLM, step: Step) -> None:
     for layer in range(layers):
         active = np.unique(ids[layer][ids[layer] < experts])
         counts = [int(n[layer]) for n in paging]
-        if counts[0] != len(active) or counts[0] != sum(counts[1:]):
+        placed = 0 if step.output.placed is None else int(np.sum(step.output.placed[layer]))
+        if counts[0] != len(active) or counts[0] != sum(counts[1:]) + placed:
             faults.append(f"layer {layer}: {len(active)} active experts counted as {counts}")
         # What was hit or filled is still there: an expert the layer needs is never a victim.
         lies = tables.address[layer, active] >= 0

@@ -38,6 +38,7 @@ from moejax.start.precision import (
     paged_cells,
     resident_versions,
 )
+from moejax.start.second import check_second, second_of
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS
 from moejax.step.parts import TRACE_ARRAYS, StepSpec
@@ -162,11 +163,13 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         tiers="" if settings.tiers is None else settings.tiers.name,
         store="file" if options.store == "file" else "memory",
         queue=queue_of(settings),
+        second=second_of(options, settings.policies),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )
     check_stream(settings, steps, device.platform)
     check_file_steps(settings, steps, device.platform)
     check_queue(settings, steps, device.platform)
+    check_second(steps, device.platform)
     return steps
 
 

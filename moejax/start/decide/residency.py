@@ -18,6 +18,7 @@ def about_cells(options: Options) -> dict[str, bool]:
     return {
         "eviction": options.eviction is not None,
         "prefetch": options.prefetch is not None,
+        "placement": options.placement is not None,
         "policies": len(options.policies) > 0,
         "budget": options.budget != "fixed",
         "resize": options.resize != "none",

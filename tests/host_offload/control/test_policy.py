@@ -50,7 +50,7 @@ def test_what_is_only_known_once_a_step_was_read_is_not_there_before():
 
 def test_every_need_and_write_is_some_drivers_or_refused():
     assert set(MOMENTS) == {"device", "host", "stream"}
-    assert {"tiers", "execute", "load_order"} == WRITES - CARRIED_OUT
+    assert {"tiers"} == WRITES - CARRIED_OUT
 
 
 class Thawed:
@@ -101,9 +101,14 @@ END = {Moment.STEP_END}
             "needs 'kv_refs', which its moments do not have; add one of TURN_END",
         ),
         (
+            [scripted(writes={"tiers"})],
+            "host",
+            "writes 'tiers', which no driver of this release carries out",
+        ),
+        (
             [scripted(writes={"execute"})],
             "host",
-            "writes 'execute', which no driver of this release carries out",
+            "writes 'execute', of a layer's experts; add one of ROUTED, EXPERTS_BEGIN",
         ),
         (
             [scripted(moments={Moment.STEP_BEGIN}, needs={"ids"})],
@@ -191,7 +196,7 @@ def grid(value, *shape):
         ),
         (Decision(kv_pages=4), "kv_pages must lie in 5…60, not 4"),
         (Decision(kv_pages=True), "kv_pages must be an integer, not True"),
-        (Decision(load_order=np.zeros(1)), "it set 'load_order', which its `writes` lacks"),
+        (Decision(tiers=np.zeros(1)), "it set 'tiers', which its `writes` lacks"),
     ],
 )
 def test_decisions_that_mean_nothing_are_refused(decision, match):

@@ -94,7 +94,7 @@ def test_when_a_rate_is_reached():
     hits = np.zeros((steps, 1), np.int32)
     hits[14:], hits[:4] = 2, 50
     zero = np.zeros_like(hits)
-    found = Simulation(np.arange(steps), kind, hits, 2 - hits.clip(0, 2), zero, zero, None)
+    found = Simulation(np.arange(steps), kind, hits, 2 - hits.clip(0, 2), zero, zero, zero, None)
     assert maps.hit_rate(found) == 0.75 and maps.hit_rate(found, 14) == 1.0
     assert maps.when(found, 22 / 32) == 32
     assert maps.when(found, 23 / 32) == 33

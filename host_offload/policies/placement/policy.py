@@ -1,0 +1,214 @@
+"""A scheduler of placement.SCHEDULERS as a policy of the engine: at each layer it says which missed
+experts the second processor computes, in which order the others are loaded, and what comes ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.policies.placement.presched import (
+    LayerPlan,
+    PlacementCosts,
+    Queue,
+    followed,
+    queue_of,
+)
+from host_offload.policies.placement.rivals import SCHEDULERS
+from host_offload.policies.prefetch.fitted import Fitted
+from host_offload.policies.prefetch.llapor.network import of_layer, scores
+from host_offload.policies.prefetch.next_layers import finite, gate_scores
+
+DISTANCE = 2
+"""Layers ahead that are predicted, the second one for Q4."""
+
+COSTS = tuple(field.name for field in dataclasses.fields(PlacementCosts))
+
+AHEAD = frozenset({"prescope", "greedy", "hybrimoe", "fate"})
+"""Schedulers that prefetch, given predictions."""
+
+
+class Placed(NamedTuple):
+    """State of Placement."""
+
+    costs: PlacementCosts
+    record_bytes: int
+    """What an expert takes over the link."""
+    top_k: int
+    router: np.ndarray | None
+    """float32[L, D, E] where the routers predict."""
+    hit: float
+    """R_hit."""
+    critical: tuple[tuple[int, int], ...] = ()
+    """(layer, expert) of critical prefetches whose layer is to come."""
+    ahead: tuple[tuple[int, np.ndarray], ...] = ()
+    """(layer, int[E] rows that are predicted) of layers to come."""
+    later: tuple[Stage, ...] | None = None
+    """What is prefetched when this layer's experts are computed."""
+    layers: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which processor computes a missed expert (PreScope, section 4.3; the other arms are
+    docs/prescope.md's). Resident experts stay on the accelerator. Needs driver="host".
+
+    The work of a layer is known at its routing; that of the layers to come is predicted by the
+    networks of `fitted` (LLaPor) or by the routers on this layer's input (`predict` "gates"), or
+    not at all: then nothing is prefetched. Cells that hold nobody are filled first, whatever the
+    rule: engines start cold, and some rules never load. α is what the link still has to bring, at
+    `load` an expert. R_hit follows what critical prefetches turned out to be.
+    """
+
+    scheduler: str = "prescope"
+    stated: tuple[tuple[str, float], ...] = ()
+    """(name, seconds) of PlacementCosts that are given; the others are measured (Spec.costs)."""
+    load_of_link: bool = False
+    """A load takes what the stated link does (Spec.link)."""
+    predict: str = ""
+    """"gates", or empty: by `fitted` where that is given, else nothing is predicted."""
+    hit: float = 1.0
+    """R_hit at the start."""
+    fitted: Fitted | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it prefetches."""
+        return self.scheduler in AHEAD and bool(self.predict or self.fitted)
+
+    @property
+    def moments(self) -> frozenset[Moment]:
+        after = {Moment.LAYER_BEGIN} if self.scheduler == "hybrimoe" and self.looks_ahead else set()
+        return frozenset({Moment.EXPERTS_BEGIN, *after})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        found = {"counts", "version", "cells"}
+        if {*dict(self.stated), *(["load"] if self.load_of_link else [])} < {*COSTS}:
+            found.add("costs")
+        if self.looks_ahead:
+            found |= {"progress", "gate_input"}
+            found |= {"router"} if self.predict == "gates" else {"ids", "weights"}
+        return frozenset(found)
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset({"execute", "load_order", *(["stages"] if self.looks_ahead else [])})
+
+    def init(self, spec: Spec) -> Placed:
+        """Nobody was seen. Raises ValueError for networks of another model."""
+        if self.fitted is not None:
+            self.fitted.check(spec)
+        sizes = max(spec.link_bytes.values(), key=np.max)
+        record = int(np.max(sizes))
+        costs = costs_of(self, spec, record)
+        return Placed(costs, record, spec.top_k, spec.router, self.hit, layers=spec.layers)
+
+    def decide(self, state: Placed, observation: Observation) -> tuple[Placed, Decision]:
+        seen: Any = observation
+        if observation.moment == Moment.LAYER_BEGIN:
+            if state.later is None:
+                return state, Decision()
+            return state._replace(later=None), Decision(stages=state.later)
+        layer, counts, there = seen.layer, seen.counts[seen.layer], seen.version >= 0
+        if self.looks_ahead:
+            state = self._foreseen(_judged(state, layer, counts), seen)
+        ahead: list[Queue] = []
+        if state.ahead:
+            rows, none = dict(state.ahead), np.zeros(len(counts), int)
+            for other in range(layer + 1, min(layer + 1 + DISTANCE, state.layers)):
+                ahead.append(queue_of(other, rows.get(other, none), there[other]))
+        alpha = 0.0
+        if self.looks_ahead:
+            alpha = seen.progress.bytes_left / state.record_bytes * state.costs.load
+        current = queue_of(layer, counts, there[layer])
+        plan = SCHEDULERS[self.scheduler](current, ahead, state.costs, alpha, state.hit)
+        free = int(seen.cells[layer]) - int(np.count_nonzero(there[layer]))
+        return self._wanted(state, _filling(plan, free), np.flatnonzero(counts))
+
+    def _wanted(
+        self, state: Placed, plan: LayerPlan, active: np.ndarray
+    ) -> tuple[Placed, Decision]:
+        """The plan as a decision. active: experts of the layer that have rows, ascending."""
+        beside = {work.expert for work in plan.cpu}
+        order = {work.expert: place for place, work in enumerate(plan.load)}
+        experts = active.tolist()
+        decision = Decision(
+            execute=np.array([expert in beside for expert in experts], np.int8),
+            load_order=np.array([order.get(e, len(order)) for e in experts], np.int16),
+        )
+        if not self.looks_ahead:
+            return state, decision
+        wanted = tuple(Stage(w.layer, w.expert, cause=self.scheduler) for w in plan.prefetch)
+        if wanted:
+            last = plan.prefetch[-1]
+            state = state._replace(critical=(*state.critical, (last.layer, last.expert)))
+        if plan.after_experts:
+            return state._replace(later=wanted), dataclasses.replace(decision, stages=())
+        return state, dataclasses.replace(decision, stages=wanted)
+
+    def _foreseen(self, state: Placed, seen: Any) -> Placed:
+        """The state with this layer's predictions."""
+        inputs, layer = seen.gate_input[:, 0], seen.layer
+        found = {of: rows for of, rows in state.ahead if layer < of} if layer else {}
+        if self.predict == "gates":
+            assert state.router is not None
+            for other in range(layer + 1, min(layer + 1 + DISTANCE, state.layers)):
+                found[other] = rows_of(gate_scores(inputs, state.router[other]), state.top_k)
+        elif self.fitted is not None and (own := of_layer(self.fitted.arrays, layer)):
+            said = scores(own, finite(inputs), seen.ids[:, 0], seen.weights[:, 0])
+            found[layer + self.fitted.setting("stride")] = rows_of(said, state.top_k)
+        return state._replace(ahead=tuple(found.items()))
+
+
+def costs_of(policy: Placement, spec: Spec, record: int) -> PlacementCosts:
+    """What is stated, and what was measured of the rest. record: bytes of an expert over the link.
+    Raises ValueError where neither says it."""
+    found = dict(policy.stated)
+    if policy.load_of_link and spec.link is not None:
+        found["load"] = float(spec.link[0] + spec.link[1] * record)
+    if (costs := spec.costs) is not None:
+        startup, per_token = costs.cpu_expert.tolist()
+        measured = {
+            "per_token": per_token,
+            "startup": startup,
+            "load": float(costs.fill[0] + costs.fill[1] * record),
+            "accelerator": float(costs.gpu_expert[0, 1]),
+            "attention": costs.attention_s,
+        }
+        found = {**measured, **found}
+    missing = [name for name in COSTS if not np.isfinite(found.get(name, np.nan))]
+    if missing:
+        raise ValueError(
+            f"placement does not know {', '.join(missing)}: state them in seconds, such as "
+            f"{missing[0]}=100us, or run `moejax calibrate`"
+        )
+    return PlacementCosts(**{name: found[name] for name in COSTS})
+
+
+def rows_of(said: np.ndarray, top_k: int) -> np.ndarray:
+    """int[E]: how many rows of scores [N, E] have the expert among their k best."""
+    best = np.argsort(-said, axis=1, kind="stable")[:, :top_k]
+    return np.bincount(best.ravel(), minlength=said.shape[1])
+
+
+def _filling(plan: LayerPlan, free: int) -> LayerPlan:
+    """The plan, but with loads for the layer's free cells, of the heaviest."""
+    more = min(max(free - len(plan.load), 0), len(plan.cpu))
+    if not more:
+        return plan
+    kept = len(plan.cpu) - more
+    return plan._replace(cpu=plan.cpu[:kept], load=(*plan.cpu[kept:], *plan.load))
+
+
+def _judged(state: Placed, layer: int, counts: np.ndarray) -> Placed:
+    """The state after the critical prefetches of the layer were used, or were not."""
+    hit = state.hit
+    for of, expert in state.critical:
+        if of == layer:
+            hit = followed(hit, bool(counts[expert]))
+    left = tuple(key for key in state.critical if key[0] > layer)
+    return state._replace(hit=hit, critical=left)

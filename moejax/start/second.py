@@ -1,0 +1,103 @@
+"""`placement=` and `placement_test=`: whether a second processor computes missed experts, and how
+fast it is said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from host_offload.control.interface import Policy
+from host_offload.policies.placement.names import placement_policy
+from moejax.errors import UserError, user_errors
+from moejax.sizes import parse_duration
+from moejax.start.options import Options
+from moejax.step.parts import SecondProcessor, StepSpec
+
+if TYPE_CHECKING:
+    from host_offload.policies.precision.names import Precision
+
+RATES = ("accelerator", "startup", "per_token")
+"""Times of placement_test, as fields of SecondProcessor and costs of a placement."""
+
+
+def parse_placement_test(text: str | None) -> SecondProcessor:
+    """What `threads=A+B,accelerator=TIME,startup=TIME,per_token=TIME` says; None: nothing, so both
+    processors run on what threads there are, as fast as they go. Raises UserError."""
+    found: dict[str, float] = {}
+    threads = (0, 0)
+    for pair in (text or "").split(",") if text else ():
+        key, _, value = pair.strip().partition("=")
+        if key in RATES:
+            found[key] = parse_duration(value)
+        elif key == "threads":
+            parts = value.split("+")
+            if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+                raise UserError(
+                    f"placement_test threads={value} is not A+B, threads of the accelerator's and "
+                    "the second processor's experts, such as 1+1"
+                )
+            threads = int(parts[0]), int(parts[1])
+        else:
+            raise UserError(f"placement_test takes threads, {', '.join(RATES)}, not {key!r}")
+    return SecondProcessor(threads, **found)
+
+
+def placement_of(options: Options) -> str | None:
+    """The placement with the rates of its test as costs, where those are not stated. Raises
+    UserError for a name or a test that there is not."""
+    test = parse_placement_test(options.placement_test)
+    if options.placement is None:
+        return None
+    with user_errors():
+        policy = placement_policy(options.placement)
+    given = dict(policy.stated)
+    more = [
+        f"{name}={value!r}"
+        for name in RATES
+        if name not in given and (value := getattr(test, name))
+    ]
+    if options.link_rate and "load" not in given:
+        more.append("load=link")
+    return ",".join([options.placement, *more])
+
+
+def check_places(options: Options, policies: Sequence[Policy], precision: Precision) -> None:
+    """Raises UserError for a test of nothing, and for experts in files or in several versions."""
+    if not _places(policies):
+        if options.placement_test is not None:
+            raise UserError("placement_test is of a placement; name one, placement='prescope'")
+    elif options.store == "file":
+        raise UserError(
+            "placement computes missed experts in the store's memory, and store='file' has none; "
+            "leave one out"
+        )
+    elif len(precision.versions) > 1 or precision.in_transit:
+        raise UserError(
+            f"placement knows one version of the experts, the store's; precision {precision.name} "
+            "has others; leave one out"
+        )
+
+
+def _places(policies: Sequence[Policy]) -> bool:
+    return any("execute" in policy.writes for policy in policies)
+
+
+def second_of(options: Options, policies: Sequence[Policy]) -> SecondProcessor | None:
+    """The second processor that the policies give experts to; None: there is none."""
+    return parse_placement_test(options.placement_test) if _places(policies) else None
+
+
+def check_second(steps: StepSpec, platform: str) -> None:
+    """Raises UserError where a second processor cannot run."""
+    if steps.second is None:
+        return
+    if platform != "cpu":
+        raise UserError(
+            "placement computes experts on a second processor beside a CPU's own steps; on "
+            f"{platform} nothing of this release does; leave out placement, or use device='cpu'"
+        )
+    if steps.separate:
+        raise UserError(
+            "placement does not go with a queue of jax's own copies: take native ops "
+            "(ops='cpu'), or leave out transfers='queue'"
+        )

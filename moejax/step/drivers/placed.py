@@ -1,0 +1,171 @@
+"""The host driver with a second processor: missed experts that a policy gives it are computed from
+the store in place, by a program of its own in a thread of its own, while the device loads and
+computes the others.
+
+A layer's slots y[T, K, D] are taken from whoever computed the expert and summed as ever. So where
+both processors run the same implementation, the bits are those of full residency (contract 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.step.drivers.host import HostRunner, Parts
+from moejax.step.experts import Elsewhere
+from moejax.step.hooks import Hooks
+from moejax.step.layer_programs import PLACED_PARTS
+from moejax.step.parts import Routing, SecondProcessor, StepOutput
+from moejax.step.programs import ProgramKey
+from pallas_kernels.stage import Entries
+
+
+@dataclasses.dataclass
+class PlacementTotals:
+    """What both processors did so far. Seconds are from when a layer's experts begin on both."""
+
+    layers: int = 0
+    """Those in which the second processor had experts, in all steps."""
+    experts: int = 0
+    rows: int = 0
+    """What they computed."""
+    accelerator_s: float = 0.0
+    """Until the accelerator was done, in those layers."""
+    second_s: float = 0.0
+    """Until the second processor was."""
+    both_s: float = 0.0
+    """While both were at work."""
+    gap_s: float = 0.0
+    """From when one was done to when the other was."""
+    most_gap_s: float = 0.0
+
+    def add(self, experts: int, rows: int, began: float, ended: tuple[float, float]) -> None:
+        """A layer. ended: when the accelerator and the second processor were done."""
+        accelerator, second = (end - began for end in ended)
+        gap = abs(accelerator - second)
+        self.layers += 1
+        self.experts += experts
+        self.rows += rows
+        self.accelerator_s += accelerator
+        self.second_s += second
+        self.both_s += min(accelerator, second)
+        self.gap_s += gap
+        self.most_gap_s = max(self.most_gap_s, gap)
+
+
+class PlacedRunner(HostRunner):
+    """A HostRunner of StepSpec.second."""
+
+    expert_parts = PLACED_PARTS
+
+    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
+        assert self.steps.second is not None
+        self._second: SecondProcessor = self.steps.second
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
+        self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._placed = self._nothing_placed()
+        self.placement_totals = PlacementTotals()
+        super()._compile_first(runs)
+
+    def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
+        """As of host_offload.control.control.Device."""
+        self._assigned = layer, beside, order
+
+    def _nothing_placed(self) -> np.ndarray:
+        return np.zeros((sum(self.config.moe_layers), self.config.num_experts), bool)
+
+    def _step(
+        self,
+        step: ProgramKey,
+        args: tuple,
+        forced: Routing | None,
+        stages: Entries | None,
+        hooks: Hooks | None,
+    ) -> StepOutput:
+        self._assigned, self._placed = None, self._nothing_placed()
+        output = super()._step(step, args, forced, stages, hooks)
+        return output._replace(placed=self._placed)
+
+    def _experts(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        x: jax.Array,
+        normed: jax.Array,
+        routing: Routing,
+    ) -> tuple[jax.Array, jax.Array]:
+        ids, index, experts = np.asarray(routing.ids), self._index[layer], self._placed.shape[1]
+        rows = np.bincount(ids.ravel(), minlength=experts + 1)[:experts]
+        beside, order = np.zeros(experts, bool), np.zeros(experts, np.int32)
+        if self._assigned is not None and self._assigned[0] == layer:
+            _, wanted, order = self._assigned
+            # What is resident stays where it is, also what came since the policy looked.
+            if np.any(wanted):
+                beside = wanted & (rows > 0) & np.asarray(parts["absent", None](self.tables, index))
+        mine = np.flatnonzero(beside)
+        began = time.perf_counter()
+        other = self._beside(parts, normed, routing.ids, index, mine, int(rows[mine].sum()))
+        try:
+            y, self.arena, self.tables, counts = parts["accelerate", None](
+                *(self.stores, self.arena, self.tables, normed, routing.ids, index),
+                Elsewhere._make([beside, order.astype(np.int32)]),
+            )
+            if other is None and not self._second.accelerator:
+                return parts["combine", None](x, y, routing.weights), counts
+            y.block_until_ready()
+            here = int(np.count_nonzero(rows)) - len(mine)
+            ended = _at_least(began, here * self._second.accelerator)
+        finally:
+            # A step that fails leaves nobody reading the store.
+            result = None if other is None else _settled(other)
+        if result is None:
+            return parts["combine", None](x, y, routing.weights), counts
+        computed, second_ended = result()
+        self._placed[layer] = beside
+        totals = self.placement_totals
+        totals.add(len(mine), int(rows[mine].sum()), began, (ended, second_ended))
+        x = parts["join", None](x, y, computed, routing.ids, beside, routing.weights)
+        return x, counts
+
+    def _beside(
+        self, parts: Parts, x: jax.Array, ids: jax.Array, index: jax.Array, mine: Any, rows: int
+    ) -> Future | None:
+        """(y of those experts, when they were done) to come; None where there are none."""
+        if not len(mine):
+            return None
+        listed = np.full(self._placed.shape[1], -1, np.int32)
+        listed[: len(mine)] = mine
+        second, count = self._second, np.int32(len(mine))
+        takes = len(mine) * second.startup + rows * second.per_token
+
+        def compute() -> tuple[jax.Array, float]:
+            began = time.perf_counter()
+            y = parts["beside", None](self.stores, x, ids, index, listed, count)
+            y.block_until_ready()
+            return y, _at_least(began, takes)
+
+        return self._thread.submit(compute)
+
+    def delete(self, *, given: bool = True) -> None:
+        self._thread.shutdown(wait=True)
+        super().delete(given=given)
+
+
+def _at_least(began: float, seconds: float) -> float:
+    """Now, but not before so many seconds have passed since `began`."""
+    while (left := began + seconds - time.perf_counter()) > 0:
+        time.sleep(left)
+    return time.perf_counter()
+
+
+def _settled(future: Future) -> Callable[[], Any]:
+    """Waits for it; what gives its result or raises what it raised."""
+    future.exception()
+    return future.result

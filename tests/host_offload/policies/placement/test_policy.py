@@ -1,0 +1,250 @@
+"""Placement: what a scheduler says of a layer becomes decisions, and a name becomes a placement."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from host_offload.control.controller import Controller
+from host_offload.control.interface import Decision, Moment
+from host_offload.control.rules import PolicyError
+from host_offload.control.step_record import LayerRouting, StepRows
+from host_offload.policies.placement.names import (
+    ALIASES,
+    placement_policy,
+    said,
+    seconds,
+    with_placement,
+)
+from host_offload.policies.placement.policy import COSTS, Placement, costs_of
+from host_offload.policies.placement.rivals import SCHEDULERS
+from host_offload.policies.prefetch.llapor.policy import Learned
+from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.queue.transfer import Flying, Progress, Transfer
+from tests.host_offload.control.policy_runs import scripted, spec
+from tests.host_offload.sizing.cost_models import MODEL
+
+pytestmark = pytest.mark.slow  # numpy
+
+STATED = "per_token=1,startup=1,load=4,accelerator=1,attention=2"
+ROUTER = np.eye(4, 8, dtype=np.float32)[None].repeat(2, 0)
+"""[L, D, E]: input i asks for expert i."""
+PAGED = {"dense": np.full(2, 100)}
+
+
+def told(**changes):
+    return spec(version_bytes=PAGED, second_processor=True, driver="host", **changes)
+
+
+def seen(layer: int, counts, there=(), **fields):
+    """An observation between layers. there: (layer, expert) of residents."""
+    every, version = np.zeros((2, 8), int), np.full((2, 8), -1)
+    every[layer, : len(counts)] = counts
+    for key in there:
+        version[key] = 0
+    values = {"moment": Moment.EXPERTS_BEGIN, "layer": layer, "counts": every, "version": version}
+    return SimpleNamespace(
+        **{**values, "progress": Progress(0.0, (), ()), "cells": np.zeros(2, int), **fields}
+    )
+
+
+def flying(left: int) -> Progress:
+    return Progress(0.0, (Flying(1, Transfer(1, 7, 0, 3, "prefetch"), 100, left, True),), ())
+
+
+def test_light_misses_go_to_the_second_processor_and_heavy_ones_are_loaded_in_their_order():
+    policy = placement_policy(f"fiddler-code,{STATED}")
+    state = policy.init(told())
+    # Rows of experts 0…4; 1 is resident. 7 a row against 70 a load: from 10 rows on it is loaded.
+    _, decision = policy.decide(state, seen(0, [3, 90, 30, 0, 10], there=[(0, 1)]))
+    assert decision.execute.tolist() == [1, 0, 0, 0]
+    assert decision.load_order.tolist() == [2, 2, 1, 0]  # the list of loads ascends
+    assert decision.stages is None
+
+
+def test_free_cells_are_filled_with_the_heaviest_misses_whatever_the_rule():
+    policy = placement_policy(f"fiddler,{STATED}")
+    state, cells = policy.init(told()), np.array([3, 3])
+    counts = [3, 90, 30, 0, 10]
+    _, decision = policy.decide(state, seen(0, counts, there=[(0, 1)], cells=cells))
+    assert decision.execute.tolist() == [1, 0, 0, 0]
+    there = [(0, 1), (0, 5), (0, 6)]
+    _, decision = policy.decide(state, seen(0, counts, there=there, cells=cells))
+    assert decision.execute.tolist() == [1, 0, 1, 1]
+
+
+def test_what_is_predicted_comes_ahead_and_what_the_link_still_has_to_bring_delays_it():
+    policy = placement_policy(f"prescope,{STATED},predict=gates")
+    state = policy.init(told(router=ROUTER))
+    inputs = np.eye(4, dtype=np.float16)[[2, 2, 3]][:, None]
+    fields = {"gate_input": inputs}
+    _, decision = policy.decide(state, seen(0, [1, 1], **fields))
+    assert decision.execute.tolist() == [1, 1]
+    assert [stage[:2] for stage in decision.stages] == [(1, 0), (1, 2)]  # of most rows first
+    assert {stage.cause for stage in decision.stages} == {"prescope"}
+    _, decision = policy.decide(state, seen(0, [9, 8], **fields))
+    _, later = policy.decide(state, seen(0, [9, 8], **fields, progress=flying(1000)))
+    # The link is busy for ten loads: nobody waits for it, everybody is computed.
+    assert decision.execute.tolist() == [0, 1] and later.execute.tolist() == [1, 1]
+
+
+def test_a_critical_prefetch_that_nobody_uses_lowers_its_rate_of_hits():
+    policy = placement_policy(f"greedy,{STATED},predict=gates,hit=0.5")
+    state = policy.init(told(router=ROUTER))
+    inputs = {"gate_input": np.eye(4, dtype=np.float16)[[2]][:, None]}
+    state, decision = policy.decide(state, seen(0, [9], **inputs))
+    last = decision.stages[-1]
+    assert state.critical == ((1, last.expert),)
+    used = np.zeros(8, int)
+    used[last.expert] = 1
+    after, _ = policy.decide(state, seen(1, used, **inputs))
+    assert after.hit == pytest.approx(0.55) and after.critical == ()
+    after, _ = policy.decide(state, seen(1, 1 - used, **inputs))
+    assert after.hit == pytest.approx(0.45)
+
+
+def test_hybrimoe_prefetches_when_the_layer_s_experts_are_computed():
+    policy = placement_policy(f"hybrimoe,{STATED},predict=gates")
+    assert policy.moments == {Moment.EXPERTS_BEGIN, Moment.LAYER_BEGIN}
+    state = policy.init(told(router=ROUTER))
+    inputs = {"gate_input": np.eye(4, dtype=np.float16)[[2]][:, None]}
+    state, decision = policy.decide(state, seen(0, [9], **inputs))
+    assert decision.stages == ()
+    begun = SimpleNamespace(moment=Moment.LAYER_BEGIN, layer=1)
+    state, decision = policy.decide(state, begun)
+    assert {stage.expert for stage in decision.stages} == {0, 2}
+    assert policy.decide(state, begun)[1] == Decision()
+
+
+def test_without_predictions_it_asks_for_nothing_more_and_stages_nothing():
+    for name in SCHEDULERS:
+        policy = placement_policy(f"{name},{STATED}")
+        assert policy.needs == {"counts", "version", "cells"}
+        assert policy.writes == {"execute", "load_order"}
+    assert placement_policy("fiddler").needs == {"counts", "version", "cells", "costs"}
+
+
+def test_costs_are_what_is_stated_then_what_was_measured():
+    measured = told(costs=MODEL.costs())
+    found = costs_of(placement_policy("prescope,load=3ms"), measured, 100)
+    assert found.load == pytest.approx(3e-3)
+    assert (found.startup, found.per_token) == (70.0, 1.0)
+    link = told(costs=MODEL.costs(), link=(1e-3, 1e-4))
+    assert costs_of(placement_policy("prescope,load=link"), link, 100).load == pytest.approx(0.011)
+    with pytest.raises(ValueError, match="does not know startup, load, accelerator, attention"):
+        placement_policy("prescope,per_token=1").init(told())
+
+
+def test_a_name_says_all_that_a_replay_needs():
+    policy = placement_policy("cross_layer,load=3ms,predict=gates,hit=0.25")
+    text = said(policy, told(costs=MODEL.costs()))
+    again = placement_policy(text)
+    assert text.startswith("prescope,") and "costs" not in again.needs
+    assert (again.scheduler, again.predict, again.hit) == ("prescope", "gates", 0.25)
+    wanted = costs_of(policy, told(costs=MODEL.costs()), 100)
+    assert costs_of(again, told(), 100) == wanted
+    assert set(dict(again.stated)) == {*COSTS} and ALIASES == {"cross_layer": "prescope"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds_of"), [("20us", 2e-5), ("1.5ms", 1.5e-3), ("2", 2.0), ("4e-05", 4e-5)]
+)
+def test_times_have_units(text, seconds_of):
+    assert seconds(text) == pytest.approx(seconds_of)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prescop", "unknown placement 'prescop'; known: prescope, greedy"),
+        ("prescope,speed=3", "has no setting 'speed'; it has per_token"),
+        ("prescope,load=fast", "'fast' is no time; write 20us"),
+        ("prescope,predict=hope", "predicts by gates, or by prefetch learned=FILE"),
+        ("prescope,hit=2", "hit is R_hit at the start, 0 to 1, not '2'"),
+        ("prescope,hit=x", "hit is R_hit at the start"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        placement_policy(text)
+
+
+def test_networks_among_the_policies_are_what_it_predicts_by():
+    fitted: object = object()
+    learned = Learned(fitted)  # type: ignore[arg-type]
+    other, found = with_placement("prescope", [learned, RandomPrefetch()])
+    assert isinstance(other, RandomPrefetch) and isinstance(found, Placement)
+    assert found.fitted is fitted and found.writes >= {"stages"}
+    assert found.needs >= {"gate_input", "ids", "weights", "progress"}
+    assert with_placement(None, [learned]) == [learned]
+    with pytest.raises(ValueError, match="both predict"):
+        with_placement("prescope,predict=gates", [learned])
+    with pytest.raises(ValueError, match="fiddler prefetches nothing"):
+        with_placement("fiddler", [learned])
+
+
+# ---- the controller
+
+
+ROWS = StepRows(*(np.zeros(2, np.int32),) * 4)
+ROUTED = LayerRouting(np.array([[[1, 4]], [[4, 6]]], np.int16), np.ones((2, 1, 2), np.float32))
+
+
+def placed(script, **fields) -> Controller:
+    moments = {Moment.ROUTED, Moment.EXPERTS_BEGIN}
+    writes = {"execute", "load_order"}
+    return Controller(told(**fields), [scripted(script, moments=moments, writes=writes)])
+
+
+def look(controller: Controller, moment: Moment, layer: int = 0) -> None:
+    controller.between_layers(moment, 0, layer, seconds=0.0, rows=ROWS, routing=ROUTED)
+
+
+def test_decisions_of_a_layer_add_up_until_the_next_one():
+    controller = placed(
+        {
+            (Moment.ROUTED, 0): Decision(execute=np.array([0, 1, 1])),
+            (Moment.EXPERTS_BEGIN, 0): Decision(load_order=np.array([2, 0, 1])),
+        }
+    )
+    controller.begin_step(0, seconds=0.0)
+    assert controller.assigned(0) is None
+    look(controller, Moment.ROUTED)
+    look(controller, Moment.EXPERTS_BEGIN)
+    assigned = controller.assigned(0)
+    assert assigned is not None and controller.assigned(1) is None
+    assert np.flatnonzero(assigned.beside).tolist() == [4, 6]
+    assert assigned.order[[1, 4, 6]].tolist() == [2, 0, 1]
+    controller.begin_step(1, seconds=0.0)
+    assert controller.assigned(0) is None
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (Decision(execute=np.array([0, 1])), "execute has 2 entries, and 3 experts are active"),
+        (Decision(execute=np.array([0, 1, 2])), r"execute must lie in 0…1, not 0…2"),
+        (Decision(load_order=np.array([-1, 0, 1])), r"load_order must lie in 0…"),
+    ],
+)
+def test_a_decision_that_fits_no_layer_is_refused(decision, message):
+    controller = placed({(Moment.ROUTED, 0): decision})
+    with pytest.raises(PolicyError, match=message):
+        look(controller, Moment.ROUTED)
+
+
+def test_there_is_nobody_to_give_experts_to():
+    policy = scripted(moments={Moment.ROUTED}, writes={"execute"})
+    alone = dataclasses.replace(told(), second_processor=False)
+    with pytest.raises(PolicyError, match="there is no second processor; name a placement"):
+        Controller(alone, [policy])
+    policy = scripted(
+        {(Moment.STEP_BEGIN, 0): Decision(execute=np.zeros(0, int))},
+        moments={Moment.ROUTED, Moment.STEP_BEGIN},
+        writes={"execute"},
+    )
+    with pytest.raises(PolicyError, match="no layer is routed"):
+        Controller(told(), [policy]).begin_step(0, seconds=0.0)
