@@ -236,6 +236,8 @@ class StepOutput(NamedTuple):
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
     arrays: TraceArrays = TraceArrays()
+    ahead: jax.Array | None = None
+    """int32[·, 4, S]: transfers that the step chose itself, as of map_search.Lookahead.fetch."""
 
     def read(self) -> Results:
         """The results on the host. Waits for the step."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from host_offload.control.interface import MapSearch
 from moejax.models.layers import Decoder, LayerStack
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
@@ -21,6 +22,7 @@ from moejax.step.experts import (
     stage_layer,
     zero_after,
 )
+from moejax.step.map_search import Lookahead, MapArrays, Trajectory
 from moejax.step.parts import (
     LayerTrace,
     Routing,
@@ -45,6 +47,7 @@ def device_step(
     *,
     forced: Routing | None = None,
     stages: Entries | None = None,
+    maps: tuple[MapArrays, MapSearch] | None = None,
 ) -> tuple[DeviceMemory, StepOutput]:
     """One token for every row, or every layer over all chunks, in which an active expert crosses
     the link once a layer.
@@ -56,14 +59,20 @@ def device_step(
     results: of StepOutput.results.
     forced: routing to use instead of the router's, [L, T, K] each. stages: transfers to carry out
     beside the misses; each layer's after its experts were computed, so visible from the next step.
+    maps: what a decode step searches for experts of its own layers to come, and how.
     """
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids)
     embedding = embedding_array(x, context.arrays)
+    look = trajectory = first = None
+    if maps is not None:
+        look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
+        trajectory = Trajectory.begun(look.arrays, ids.shape[0])
+        memory, first = look.begin(x, memory)
 
     def layer(stack: LayerStack, carry, i):
-        x, memory = carry
-        moe_layer, done = stack.first_moe_layer + i, None
+        x, memory, trajectory = carry
+        moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
@@ -72,7 +81,7 @@ def device_step(
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
-            return (stack.feed_forward(i, x, tokens), memory), None
+            return (stack.feed_forward(i, x, tokens), memory, trajectory), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
@@ -82,20 +91,26 @@ def device_step(
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        return (x, memory), (LayerTrace(ids, weights, counts, seen), done)
+        if look is not None:
+            probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
+            memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
+        return (x, memory, trajectory), (LayerTrace(ids, weights, counts, seen), done, ahead)
 
     traces = []
-    carry: tuple[jax.Array, DeviceMemory] = (x, memory)
+    carry: tuple[jax.Array, DeviceMemory, Trajectory | None] = (x, memory, trajectory)
     for stack in model.runs:
         carry, trace = lax.scan(
             lambda carry, i, stack=stack: layer(stack, carry, i), carry, jnp.arange(stack.size)
         )
         if stack.is_moe:
             traces.append(trace)
-    trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    trace, done, ahead = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
-    x, memory = carry
+    x, memory, _ = carry
     writes = (memory.arena.token,) if context.queued else ()
     held = expert_rows(memory.tables, context) if context.window else None
-    return memory, step_output(model, x, batch, trace, staged, kind, results, writes, held)
+    output = step_output(model, x, batch, trace, staged, kind, results, writes, held)
+    if first is not None:
+        output = output._replace(ahead=jnp.concatenate([first, ahead]))
+    return memory, output
