@@ -348,8 +348,8 @@ class Policy(Protocol):
     "0.5 seconds". `victim_weights`: three integers that hold from the start; with empty moments
     they are all there is, and the policy costs nothing at run time. `pool`: True makes the cells of
     all layers one pool, where whoever is worth least of all layers by the same key makes room;
-    driver="host" alone. `search`, a MapSearch: decode steps choose transfers themselves, by expert maps
-    that the policy writes; driver="device" alone, and no simulation.
+    driver="host" alone. `search`, a MapSearch: decode steps choose transfers themselves, by expert
+    maps that the policy writes; driver="device" alone, and no simulation.
     """
 
     @property

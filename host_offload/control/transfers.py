@@ -174,7 +174,9 @@ class Transfers(abc.ABC):
         layer, expert and cell of each, and whether it was carried out."""
         for layer, expert, cell, done in entries.tolist():
             size = self._moved[0][layer]
-            made = StagedTransfer(layer, expert, 0, cell, size, Stage._field_defaults["cause"], step)
+            made = StagedTransfer(
+                layer, expert, 0, cell, size, Stage._field_defaults["cause"], step
+            )
             self.count(made.cause, "issued")
             self._settle(Flight(made, 0, between_layers=True), bool(done))
 

@@ -1,5 +1,5 @@
-"""Expert maps inside a compiled decode step: the searches of fMoE (arXiv:2502.05370, sections 4.2 to
-4.5), what they want fetched, and its transfers, with no host in between.
+"""Expert maps inside a compiled decode step: the searches of fMoE (arXiv:2502.05370, sections 4.2
+to 4.5), what they want fetched, and its transfers, with no host in between.
 
 Shapes: C places of the store, L MoE layers, E experts a layer, D hidden size, R rows of the step, S
 entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.store; what is
@@ -23,8 +23,8 @@ from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, victim_key
 from pallas_kernels.stage import Entries
 
 ENTRIES = 24
-"""Most transfers of a layer and step, S where it has as many experts: as many as the host form hands
-out between two layers."""
+"""Most transfers of a layer and step, S where it has as many experts: as many as the host form
+hands out between two layers."""
 
 WRITTEN = 64
 """Places of the store that one call of its program writes, a compiled shape."""
@@ -219,7 +219,7 @@ class Lookahead:
         or where nothing is stored. Returns (memory, int32[4, S]: layer, expert and cell of each
         entry, −1: none, and whether it was carried out).
         """
-        (layers, _, experts), size = self.arrays.maps.shape, self.entries
+        layers, size = len(self.arrays.lengths), self.entries
         layer = jnp.minimum(target, layers - 1)
         known = self.valid & (found.score > _NONE) & (target < layers)
         likely = self.arrays.maps[layer, found.place].astype(jnp.float32)
@@ -228,7 +228,9 @@ class Lookahead:
         wanted = jnp.max(jnp.where(chosen, likely, 0), axis=0)
         arena, tables = memory
         least = 2.0 ** -(MAX_PRIOR // LOG2_UNIT)
-        prior = (jnp.log2(jnp.maximum(jnp.max(likely, axis=0), least)) * LOG2_UNIT).astype(jnp.int32)
+        prior = (jnp.log2(jnp.maximum(jnp.max(likely, axis=0), least)) * LOG2_UNIT).astype(
+            jnp.int32
+        )
         prior = jnp.where(jnp.any(known), prior, tables.prior[layer])
         tables = tables._replace(prior=tables.prior.at[layer].set(prior))
         entries = list_entries(tables, layer, wanted, size)

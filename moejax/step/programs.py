@@ -287,7 +287,10 @@ class Programs:
         """Other rows of the store of expert maps."""
         layers, experts = self.tables.address.shape
         hidden, half = self.steps.config.hidden_size, jnp.float16
-        rows = self.array(WRITTEN, hidden, dtype=half), self.array(WRITTEN, layers, experts, dtype=half)
+        rows = (
+            self.array(WRITTEN, hidden, dtype=half),
+            self.array(WRITTEN, layers, experts, dtype=half),
+        )
         return Program(write_rows, (self.maps(search), self.array(WRITTEN), *rows), (0,))
 
     def _token_programs(self, key: ProgramKey) -> dict[Kind, Program]:

@@ -300,8 +300,8 @@ class Runner:
             self.prepare_stages()
 
     def hold_maps(self, search: MapSearch | None) -> None:
-        """Makes decode steps search an empty store of expert maps, and begins to compile them; None:
-        they search no more, and the store is freed."""
+        """Makes decode steps search an empty store of expert maps, and begins to compile them;
+        None: they search no more, and the store is freed."""
         for array in jax.tree.leaves(self.maps):
             array.delete()
         self.search, self.maps = search, None

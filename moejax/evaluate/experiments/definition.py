@@ -539,9 +539,9 @@ def _check_arms(experiment: Experiment) -> None:
             experiment.driver == "host" or arm.needs_host or experiment.modes != ("measured",)
         ):
             raise UserError(
-                f"policy {arm.name!r} has compiled steps decide, which driver: host does not, and no "
-                "simulation; write driver: auto and modes: [measured], with no policy beside it that "
-                "looks between layers"
+                f"policy {arm.name!r} has compiled steps decide, which driver: host does not, and "
+                "no simulation; write driver: auto and modes: [measured], with no policy beside it "
+                "that looks between layers"
             )
         if experiment.conversations:
             if arm.needs_host or arm.learns or arm.oracle is not None:

@@ -1,5 +1,5 @@
-"""Expert maps searched inside the compiled step: the store is the host form's, the searches and what
-they fetch are the step's own (moejax/step/map_search.py)."""
+"""Expert maps searched inside the compiled step: the store is the host form's, the searches and
+what they fetch are the step's own (moejax/step/map_search.py)."""
 
 from __future__ import annotations
 
