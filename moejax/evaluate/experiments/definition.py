@@ -535,7 +535,9 @@ def _check_arms(experiment: Experiment) -> None:
                 f"policy {arm.name!r} looks between layers, which driver: device lacks; write "
                 "driver: auto or host"
             )
-        if search_of(arm.policies) is not None and (
+        # What has to learn first has no policies yet.
+        in_step = search_of(arm.policies) is not None or "expert_map_in_step" in arm.learns
+        if in_step and (
             experiment.driver == "host" or arm.needs_host or experiment.modes != ("measured",)
         ):
             raise UserError(

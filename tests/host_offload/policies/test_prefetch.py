@@ -18,11 +18,20 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, State
-from host_offload.control.rules import PolicyError, check_policies, search_of
+from host_offload.control.interface import (
+    Decision,
+    MapRows,
+    Moment,
+    Observation,
+    Policy,
+    Spec,
+    State,
+)
+from host_offload.control.rules import PolicyError, check_decision, check_policies, search_of
 from host_offload.policies.prefetch import coactivation
 from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
+from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
@@ -296,6 +305,23 @@ def simulated_policies_of(trace: Trace) -> dict[str, Policy]:
     with pytest.raises(PolicyError, match="measure it, or simulate its host form"):
         simulate(trace, policies=[refused["expert_map_in_step"]], driver="device")
     return {name: policy for name, policy in every.items() if name not in refused}
+
+
+def test_rows_of_maps_that_are_refused(told):
+    policy = ExpertMapInStep()
+    maps = np.zeros((2, told.layers, told.experts), np.float16)
+    good = MapRows(np.array([3, 1]), np.zeros((2, told.hidden)), maps)
+    found = check_decision(Decision(map_rows=good), policy, told, "start").map_rows
+    assert found is not None and found.embeddings.dtype == np.float16
+    bad: list[tuple[Any, str]] = [
+        (maps, "map_rows must be a MapRows, not ndarray"),
+        (good._replace(maps=maps[:1]), "map_rows must be of shapes"),
+        (good._replace(place=np.array([3, 3])), "names a place twice"),
+        (good._replace(place=np.array([-1, 3])), "or one below 0"),
+    ]
+    for rows, match in bad:
+        with pytest.raises(PolicyError, match=match):
+            check_decision(Decision(map_rows=rows), policy, told, "start")
 
 
 @dataclasses.dataclass(frozen=True)
