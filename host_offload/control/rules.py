@@ -101,8 +101,10 @@ def check_search(policies: Sequence[Policy], driver: str, versions: int = 1) -> 
             raise PolicyError(f"{who}, which fetch one version of the experts; leave out precision")
 
 
-def check_simulated(policies: Sequence[Policy]) -> None:
-    """Raises PolicyError for a policy whose decisions no simulation takes."""
+def check_simulated(policies: Sequence[Policy], driver: str) -> None:
+    """As check_policies; raises PolicyError also for a policy whose decisions no simulation
+    takes."""
+    check_policies(policies, driver)
     for policy in policies:
         if search_of([policy]) is not None:
             raise PolicyError(

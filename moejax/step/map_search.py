@@ -244,7 +244,7 @@ class Lookahead:
 
     @property
     def entries(self) -> int:
-        """S"""
+        """Length of a list, S."""
         return min(ENTRIES, self.arrays.maps.shape[2])
 
 

@@ -97,7 +97,8 @@ class ProgramKey(NamedTuple):
     staged: bool = False
     """A step with a stage list as the last argument."""
     maps: MapSearch | None = None
-    """Of a decode step that searches expert maps, its last argument, and of what writes them."""
+    """How a decode step searches expert maps, which are its last argument; also of what writes
+    them."""
     part: str | None = None
     """Which part of a step, see layer_programs; None: all of it."""
     run: int | None = None
