@@ -244,7 +244,7 @@ class Lookahead:
 
     @property
     def entries(self) -> int:
-        """Length of a list, S."""
+        """How many entries a list has, S."""
         return min(ENTRIES, self.arrays.maps.shape[2])
 
 
