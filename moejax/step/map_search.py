@@ -249,7 +249,7 @@ class Lookahead:
 
 
 def _nearest(arrays: MapArrays, scores: jax.Array) -> Found:
-    """Of scores float32[R, C]; a place that is empty has none."""
+    """The best of scores float32[R, C]; a place that is empty has none."""
     scores = jnp.where(arrays.lengths[0] > 0, scores, _NONE)
     place = jnp.argmax(scores, axis=1).astype(jnp.int32)
     return Found(place, jnp.max(scores, axis=1))
