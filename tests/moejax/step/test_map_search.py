@@ -209,7 +209,7 @@ def test_step_of_kernels_that_searches(search):
     launches = collections.Counter(compiled.kernels())
     assert {kernel: launches[kernel] for kernel in LAUNCHES} == LAUNCHES
     # Two more loops' worth: the semantic search runs its body `distance` times a step.
-    assert sum(launches.values()) <= 100
+    assert sum(launches.values()) <= 110
     assert all(kernel.spill_bytes == 0 for kernel in kernels.values())
 
     program = programs.program(ProgramKey("write_maps", maps=search))
