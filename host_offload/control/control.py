@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Moment
+from host_offload.control.interface import MapRows, Moment
 from host_offload.control.step_record import LayerRouting, StepRecord, StepRows
 from host_offload.memory.tables import Entry, HandOver, Move, Residency
 from host_offload.queue.transfer import Progress
@@ -29,6 +29,11 @@ class Device(Protocol):
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Other contents of some tables, for the steps to come."""
+        ...
+
+    def write_maps(self, rows: MapRows) -> None:
+        """Other rows of the store of expert maps, for the steps to come; asked of devices whose
+        controller has a `search`."""
         ...
 
     def move_cells(self, moves: Sequence[Move]) -> None:
@@ -115,6 +120,7 @@ class Control:
         self._moves: list[Move] = []
         self._hand_overs: list[HandOver] = []
         self._contents: dict[str, np.ndarray] = {}
+        self._map_rows: list[MapRows] = []
         device.prepare(controller)
         self._update_tables()
 
@@ -228,6 +234,10 @@ class Control:
         if self._contents:
             self.device.set_tables(self._contents)
             self._contents = {}
+        self._map_rows += self.controller.take_map_rows()
+        while self._map_rows:
+            self.device.write_maps(self._map_rows[0])
+            del self._map_rows[0]
 
     def _resize(self) -> None:
         controller, resizer = self.controller, self.resizer

@@ -15,6 +15,8 @@ import numpy as np
 from host_offload.control.interface import (
     ALWAYS,
     Decision,
+    MapRows,
+    MapSearch,
     Moment,
     Observation,
     Policy,
@@ -30,10 +32,12 @@ from host_offload.control.rules import (
     check_decision,
     check_policies,
     check_pool,
+    check_search,
     check_second_processor,
     moments_with,
     name_of,
     parse_interval,
+    search_of,
     wants_pool,
 )
 from host_offload.control.staging import Staging, last_used
@@ -174,6 +178,10 @@ class Controller:
         listener: Callable[[Event], None] | None = None,
     ):
         check_policies(policies, spec.driver)
+        check_search(policies, spec.driver, len(spec.version_bytes))
+        self.search: MapSearch | None = search_of(policies)
+        """How decode steps search expert maps; None: they do not."""
+        self._map_rows: list[MapRows] = []
         self.spec, self.listener = spec, listener
         self.moments: frozenset[Moment] = frozenset().union(*(p.moments for p in policies))
         """At which some policy is asked; where there are none, a step has nothing to call."""
@@ -235,7 +243,7 @@ class Controller:
 
     @property
     def needs_residency(self) -> bool:
-        wanted = self.stages_transfers or self.pool is not None
+        wanted = self.stages_transfers or self.pool is not None or self.search is not None
         return wanted or not self.needs.isdisjoint(RESIDENCY)
 
     def assigned(self, layer: int) -> Assigned | None:
@@ -276,6 +284,11 @@ class Controller:
         changed, self._changed = self._changed, {}
         return changed | self.staging.take_contents()
 
+    def take_map_rows(self) -> list[MapRows]:
+        """Rows of the store of expert maps since the last call, in order."""
+        rows, self._map_rows = self._map_rows, []
+        return rows
+
     def settle_budget(self, done: bool) -> None:
         """wanted_cells and wanted_kv_pages were carried out, or have to wait."""
         if done:
@@ -291,6 +304,8 @@ class Controller:
         if tables is not None:
             self.see(tables)
         step = record.number
+        if record.ahead is not None:
+            self.staging.made_in_step(step, record.ahead)
         self.staging.settle(step, record.staged, self.tables)
         counts = None
         if self.staging.watching or "counts" in self.needs:
@@ -489,6 +504,8 @@ class Controller:
         if decision.kv_pages is not None:
             self.wanted_kv_pages = decision.kv_pages
         self.max_running = decision.max_running or self.max_running
+        if decision.map_rows is not None:
+            self._map_rows.append(decision.map_rows)
         if decision.pause_stages is not None:
             self.staging.paused = decision.pause_stages
         if decision.execute is not None or decision.load_order is not None:

@@ -168,6 +168,32 @@ class Transition(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class MapSearch:
+    """How compiled decode steps search a store of expert maps, and fetch what those say
+    (moejax/step/map_search.py)."""
+
+    capacity: int
+    """Places of the store (C)."""
+    distance: int
+    """Layers ahead (d)."""
+
+    def nbytes(self, layers: int, experts: int, hidden: int) -> int:
+        """Bytes of the store on the device: float16, and the lengths of prefixes in float32."""
+        return self.capacity * (2 * hidden + layers * (2 * experts + 4))
+
+
+class MapRows(NamedTuple):
+    """Rows of the store of expert maps."""
+
+    place: np.ndarray
+    """int32[n], each once."""
+    embeddings: np.ndarray
+    """float16[n, D], of length 1."""
+    maps: np.ndarray
+    """float16[n, L, E], each layer's sum is 1."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StagedTransfer:
     """A staged copy from its issue on. Steps are numbers of engine steps."""
 
@@ -315,6 +341,8 @@ class Decision:
     the lower id comes first."""
     max_running: int | None = None
     """Most sequences that run at once."""
+    map_rows: MapRows | None = None
+    """Rows of the store of expert maps that steps search: of a policy with `search`."""
 
 
 WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
@@ -324,11 +352,12 @@ WRITES = frozenset(f.name for f in dataclasses.fields(Decision))
 class Policy(Protocol):
     """What the controller asks of a policy: a frozen dataclass with these.
 
-    Three more attributes are optional. `interval`: for INTERVAL, "4096 tokens", "16 steps" or
+    Four more attributes are optional. `interval`: for INTERVAL, "4096 tokens", "16 steps" or
     "0.5 seconds". `victim_weights`: three integers that hold from the start; with empty moments
     they are all there is, and the policy costs nothing at run time. `pool`: True makes the cells of
     all layers one pool, where whoever is worth least of all layers by the same key makes room;
-    driver="host" alone.
+    driver="host" alone. `search`, a MapSearch: decode steps choose transfers themselves, by expert
+    maps that the policy writes; driver="device" alone, and no simulation.
     """
 
     @property

@@ -12,6 +12,8 @@ from host_offload.control.interface import (
     NEEDS,
     WRITES,
     Decision,
+    MapRows,
+    MapSearch,
     Moment,
     Policy,
     Spec,
@@ -77,6 +79,42 @@ def check_pool(policies: Sequence[Policy], spec: Spec) -> None:
             f"policy {who} wants cells of one pool, which hold one version of the experts; leave "
             "out precision, or the pool"
         )
+
+
+def search_of(policies: Sequence[Policy]) -> MapSearch | None:
+    """How decode steps search expert maps, by the policy's optional attribute `search`; None: no
+    policy has them do so. At most one writes `map_rows`."""
+    found = (getattr(policy, "search", None) for policy in policies)
+    return next((search for search in found if search is not None), None)
+
+
+def check_search(policies: Sequence[Policy], driver: str, versions: int = 1) -> None:
+    """Raises PolicyError for a policy that has compiled steps search expert maps where none can.
+    versions: of the experts."""
+    for policy in policies:
+        if search_of([policy]) is None:
+            continue
+        who = f"policy {name_of(policy)} has steps search expert maps themselves"
+        if driver != "device":
+            raise PolicyError(
+                f"{who}, which driver={driver!r} does not; use driver='device', or "
+                "prefetch='expert_map' with driver='host'"
+            )
+        if versions > 1:
+            raise PolicyError(f"{who}, which fetch one version of the experts; leave out precision")
+
+
+def check_simulated(policies: Sequence[Policy], driver: str) -> None:
+    """As check_policies; raises PolicyError also for a policy whose decisions no simulation
+    takes."""
+    check_policies(policies, driver)
+    for policy in policies:
+        if search_of([policy]) is not None:
+            raise PolicyError(
+                f"policy {name_of(policy)} has compiled steps decide, which a simulation does not "
+                "run, and a replay neither; measure it, or simulate its host form, "
+                "prefetch='expert_map' with driver='host'"
+            )
 
 
 def name_of(policy: Any) -> str:
@@ -365,7 +403,21 @@ def _index(value: Any, refuse: Refuse) -> int:
     return int(value)
 
 
+def _map_rows(value: Any, spec: Spec, refuse: Refuse) -> MapRows:
+    if not isinstance(value, MapRows):
+        raise refuse(f"must be a MapRows, not {type(value).__name__}")
+    n = len(value.place)
+    shapes = (n,), (n, spec.hidden), (n, spec.layers, spec.experts)
+    if tuple(part.shape for part in value) != shapes:
+        raise refuse(f"must be of shapes {shapes}, not {tuple(part.shape for part in value)}")
+    place, embeddings, maps = value
+    if len(np.unique(place)) < n or (n and place.min() < 0):
+        raise refuse("names a place twice, or one below 0")
+    return MapRows(place.astype(np.int32), embeddings.astype(np.float16), maps.astype(np.float16))
+
+
 _CHECKS: dict[str, Callable[..., Any]] = {
+    "map_rows": _map_rows,
     "victim_weights": _victim_weights,
     "prior": _prior,
     "fill_version": _fill_version,

@@ -123,6 +123,9 @@ class StepRecord(NamedTuple):
     staged: np.ndarray | None = None
     """int32[S]: 1 for each entry of the step's stage list that was carried out; None without one,
     and in a trace."""
+    ahead: np.ndarray | None = None
+    """int32[n, 4]: transfers that the step chose itself: layer, expert, cell, and 1 for those
+    carried out; None in a step that chooses none, and in a trace, which has them as transfers."""
 
 
 class StepRows(NamedTuple):

@@ -169,6 +169,17 @@ class Transfers(abc.ABC):
         a later step."""
         return False
 
+    def made_in_step(self, step: int, entries: np.ndarray) -> None:
+        """Transfers that a step chose itself, before the layers that they are for: int32[n, 4], the
+        layer, expert and cell of each, and whether it was carried out."""
+        for layer, expert, cell, done in entries.tolist():
+            size = self._moved[0][layer]
+            made = StagedTransfer(
+                layer, expert, 0, cell, size, Stage._field_defaults["cause"], step
+            )
+            self.count(made.cause, "issued")
+            self._settle(Flight(made, 0, between_layers=True), bool(done))
+
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that was issued last between layers is complete. done int32[S]: as staged.
         Returns whether there was one."""

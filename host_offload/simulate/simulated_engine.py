@@ -14,7 +14,7 @@ import numpy as np
 
 from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Moment
+from host_offload.control.interface import MapRows, Moment
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import (
     COLUMNS,
@@ -223,6 +223,9 @@ class PagerDevice:
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         self.pager.set(contents)
+
+    def write_maps(self, rows: MapRows) -> None:
+        raise NotImplementedError("check_simulated refuses policies whose steps search maps")
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         self.pager.move(moves)

@@ -13,6 +13,7 @@ import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller, Event
+from host_offload.control.rules import search_of
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.budget import ArenaTooSmall
 from host_offload.memory.kv_cache import KVCache
@@ -112,6 +113,8 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
         runner = make_runner(steps, loaded, device, slots=1, bound=bound)
         if any({"stages", "transitions"} & policy.writes for policy in settings.policies):
             runner.prepare_stages()
+        if (search := search_of(settings.policies)) is not None:
+            runner.hold_maps(search)
         return runner
 
     budget = divided(

@@ -187,6 +187,7 @@ class Options:
     )
     prefetch: str | None = _option(
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
+        "expert_map_in_step[=FILE], chosen inside the compiled step, with --driver device; "
         "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
         "coactivation and layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",

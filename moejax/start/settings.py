@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from host_offload.control.interface import Policy
-from host_offload.control.rules import check_policies
+from host_offload.control.rules import check_policies, check_search
 from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
@@ -139,6 +139,7 @@ def settings_of(options: Options) -> Settings:
         eviction, policies = with_eviction(options.eviction, given)
         policies = *policies, *others
         check_policies(policies, options.driver)
+        check_search(policies, options.driver, len(precision.versions))
     check_places(options, policies, precision)
     with user_errors():
         ops = parse_ops(options.ops)

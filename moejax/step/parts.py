@@ -257,6 +257,8 @@ class StepOutput(NamedTuple):
     arrays: TraceArrays = TraceArrays()
     placed: np.ndarray | None = None
     """bool[L, E]: experts that a second processor computed; None without one."""
+    ahead: jax.Array | None = None
+    """int32[·, 4, S]: transfers that the step chose itself, as of map_search.Lookahead.fetch."""
 
     def read(self) -> Results:
         """The results on the host. Waits for the step."""

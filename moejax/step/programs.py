@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from host_offload.control.interface import MapSearch
 from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import (
@@ -31,6 +32,7 @@ from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.drivers.device import device_step
 from moejax.step.experts import load_seated, stage_layer
+from moejax.step.map_search import WRITTEN, MapArrays, map_shapes, write_rows
 from moejax.step.parts import (
     Leaf,
     PrefillBatch,
@@ -73,7 +75,7 @@ Kind = (
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
-    | Literal["admit", "land", "land_many", "forget", "compare", "seat"]
+    | Literal["admit", "land", "land_many", "forget", "compare", "seat", "write_maps"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
@@ -94,6 +96,9 @@ class ProgramKey(NamedTuple):
     """A step with routing as an argument."""
     staged: bool = False
     """A step with a stage list as the last argument."""
+    maps: MapSearch | None = None
+    """How a decode step searches expert maps, which are its last argument; also of what writes
+    them."""
     part: str | None = None
     """Which part of a step, see layer_programs; None: all of it."""
     run: int | None = None
@@ -102,6 +107,8 @@ class ProgramKey(NamedTuple):
     def __str__(self) -> str:
         given = {"traced": self.traced, "forced": self.forced, "staged": self.staged}
         flags = [flag for flag, on in given.items() if on]
+        if self.maps is not None:
+            flags.append(f"maps{self.maps.capacity}x{self.maps.distance}")
         rows = "" if self.rows is None else f"@{self.rows}"
         if self.part is None:
             return "_".join((self.kind, *flags)) + rows
@@ -147,10 +154,14 @@ class Programs:
     def program(self, key: ProgramKey) -> Program:
         """Raises ValueError for a key that no whole program has."""
         of_step = key.traced or key.forced or key.staged
+        if (key.maps is not None) > (key.kind in ("decode", "write_maps")):
+            raise ValueError(f"no program {str(key)!r}: decode steps search expert maps")
         if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
             if key.kind in STEPS:
                 return self._step(key)
             programs = self._token_programs(key) | self._memory_programs(key)
+            if key.maps is not None:
+                programs = {"write_maps": self._write_maps(key.maps)}
             if key.kind in programs and not of_step:
                 return programs[key.kind]
         raise ValueError(f"no program {str(key)!r}")
@@ -189,6 +200,12 @@ class Programs:
 
     def entries(self) -> Entries:
         return Entries._make([self.array(STAGES)] * len(Entries._fields))
+
+    def maps(self, search: MapSearch) -> MapArrays:
+        """The store of expert maps."""
+        layers, experts = self.tables.address.shape
+        shapes = map_shapes(search, layers, experts, self.steps.config.hidden_size)
+        return MapArrays(**{n: self.array(*s, dtype=t) for n, (s, t) in shapes.items()})
 
     def routing(self, key: ProgramKey, *layers: int) -> Routing:
         """The routing of one layer, or of as many as given, of the step's tokens."""
@@ -244,6 +261,7 @@ class Programs:
     def _step(self, key: ProgramKey) -> Program:
         def run(params, stores, arena, tables, *args):
             batch = list(args)
+            maps = None if key.maps is None else (batch.pop(), key.maps)
             stages = batch.pop() if key.staged else None
             forced = batch.pop() if key.forced else None
             memory, output = device_step(
@@ -255,6 +273,7 @@ class Programs:
                 self.results,
                 forced=forced,
                 stages=stages,
+                maps=maps,
             )
             return *memory, output
 
@@ -262,7 +281,18 @@ class Programs:
         layers = self.tables.clock.shape[0]
         forced = (self.routing(key, layers),) if key.forced else ()
         staged = (self.entries(),) if key.staged else ()
-        return Program(run, (*buffers, *self.batch(key), *forced, *staged), (2, 3))
+        maps = () if key.maps is None else (self.maps(key.maps),)
+        return Program(run, (*buffers, *self.batch(key), *forced, *staged, *maps), (2, 3))
+
+    def _write_maps(self, search: MapSearch) -> Program:
+        """Other rows of the store of expert maps."""
+        layers, experts = self.tables.address.shape
+        hidden, half = self.steps.config.hidden_size, jnp.float16
+        rows = (
+            self.array(WRITTEN, hidden, dtype=half),
+            self.array(WRITTEN, layers, experts, dtype=half),
+        )
+        return Program(write_rows, (self.maps(search), self.array(WRITTEN), *rows), (0,))
 
     def _token_programs(self, key: ProgramKey) -> dict[Kind, Program]:
         """From logits to tokens."""

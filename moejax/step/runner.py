@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
+from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.window import WindowSpec
 from host_offload.memory.arena import allocate_arena, own_arena
 from host_offload.memory.integrity import damaged, describe_faults
@@ -50,6 +51,7 @@ from moejax.errors import UserError
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
+from moejax.step.map_search import WRITTEN, MapArrays
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from moejax.step.results import Results
@@ -137,6 +139,9 @@ class Runner:
         """What brings records into cells beside compute, of an owned arena."""
         self.pooled = False
         """Cells go from layer to layer, so that the tables alone say which has how many."""
+        self.search: MapSearch | None = None
+        """How decode steps search the expert maps; None: they do not."""
+        self.maps: MapArrays | None = None
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
         self.tokens = jax.device_put(np.zeros(self.shapes.rows, np.int32), self._sharding)
@@ -295,8 +300,35 @@ class Runner:
         if "kv_pages" in controller.writes:
             kinds += "move_pages", "swap_out", "swap_in"
         self.need(*map(ProgramKey, kinds))
+        self.hold_maps(controller.search)
         if staged and not controller.spec.blocking:
             self.prepare_stages()
+
+    def hold_maps(self, search: MapSearch | None) -> None:
+        """Makes decode steps search an empty store of expert maps, and begins to compile them;
+        None: they search no more, and the store is freed."""
+        for array in jax.tree.leaves(self.maps):
+            array.delete()
+        self.search, self.maps = search, None
+        if search is None:
+            return
+        self.maps = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, a.dtype, device=self._sharding),
+            self.programs().maps(search),
+        )
+        steps = [key for step in self._decodes() for key in self._calls(step)]
+        self.need(ProgramKey("write_maps", maps=search), *(k._replace(maps=search) for k in steps))
+
+    def write_maps(self, rows: MapRows) -> None:
+        """Writes rows of the store of expert maps, for the steps to come."""
+        key = ProgramKey("write_maps", maps=self.search)
+        for i in range(0, len(rows.place), WRITTEN):
+            place, *values = (part[i : i + WRITTEN] for part in rows)
+            padding = WRITTEN - len(place)
+            assert self.search is not None
+            place = np.pad(place, (0, padding), constant_values=self.search.capacity)
+            values = [np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)) for a in values]
+            self.maps = self._call(key, self.maps, place, *values)
 
     def prepare_stages(self) -> None:
         """As prepare, of what steps with stage lists need."""
@@ -342,6 +374,9 @@ class Runner:
             staged=stages is not None,
         )
         extras = [value for value in (forced, stages) if value is not None]
+        if self.search is not None and key.kind == "decode":
+            key = key._replace(maps=self.search)
+            extras.append(self.maps)
         self.arena, self.tables, output = self._call(
             key, self._params, self.stores, self.arena, self.tables, *args, *extras
         )
@@ -618,7 +653,8 @@ class Runner:
         """Frees the arena now, and store and parameters, which it was given."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._executables.clear()
-        mine = (self.arena, self.tables, self.tokens, self.counts, self.state if given else ())
+        mine = (self.arena, self.tables, self.tokens, self.counts, self.maps)
+        mine = *mine, self.state if given else ()
         try:  # what was donated to a copy that failed is gone
             jax.block_until_ready([a for a in jax.tree.leaves(mine) if not a.is_deleted()])
         except jax.errors.JaxRuntimeError as error:  # said when that step was read

@@ -96,6 +96,9 @@ class Tracer:
             if self._queues.get(place) == queue:
                 wanted[name] = "as before"
             self._queues[place] = queue
+        if event.decision.map_rows is not None:
+            # The maps themselves are probabilities of earlier steps.
+            wanted["map_rows"] = event.decision.map_rows.place
         fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
         self.writer.decision(event.step, fields)
 

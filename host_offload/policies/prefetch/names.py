@@ -23,6 +23,9 @@ _MADE: dict[str, _Made] = {
     "expert_map": _Made(
         "expert_map.policy:ExpertMap", "expert_map.policy:fit", "expert_map.policy:read"
     ),
+    "expert_map_in_step": _Made(
+        "expert_map.in_step:ExpertMapInStep", "expert_map.in_step:fit", "expert_map.in_step:read"
+    ),
     "fate": _Made("fate:Fate"),
     "layer-streaming": _Made("deepspeed:LayerStreaming"),
     "learned": _Made(read="llapor.policy:read"),

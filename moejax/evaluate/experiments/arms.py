@@ -70,6 +70,7 @@ MOVERS: Mapping[str, Callable[..., Policy]] = {
 
 _LEARNED_FROM = {
     "expert_map": {"probs", "embedding"},
+    "expert_map_in_step": {"probs", "embedding"},
     "learned": {"gate_input"},
     "promoe": {"gate_input"},
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from host_offload.control.interface import Spec
+from host_offload.control.rules import search_of
 from host_offload.memory.budget import BudgetError, Share, expert_slots_of, format_bytes
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, arm_of, file_digest
@@ -533,6 +534,16 @@ def _check_arms(experiment: Experiment) -> None:
             raise UserError(
                 f"policy {arm.name!r} looks between layers, which driver: device lacks; write "
                 "driver: auto or host"
+            )
+        # What has to learn first has no policies yet.
+        in_step = search_of(arm.policies) is not None or "expert_map_in_step" in arm.learns
+        if in_step and (
+            experiment.driver == "host" or arm.needs_host or experiment.modes != ("measured",)
+        ):
+            raise UserError(
+                f"policy {arm.name!r} has compiled steps decide, which driver: host does not, and "
+                "no simulation; write driver: auto and modes: [measured], with no policy beside it "
+                "that looks between layers"
             )
         if experiment.conversations:
             if arm.needs_host or arm.learns or arm.oracle is not None:

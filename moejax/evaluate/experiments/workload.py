@@ -12,7 +12,7 @@ import numpy as np
 
 from moejax.costs.energy import joules, read_energy
 from moejax.engine.loop import Engine
-from moejax.engine.step_work import Step, moved_bytes
+from moejax.engine.step_work import Step, chosen_in_step, moved_bytes
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.hooks import LayerTransfers
@@ -118,6 +118,8 @@ def _ahead(step: Step, layers: int) -> np.ndarray:
     for entries, done in lists:
         chosen = np.asarray(entries.layer)[np.asarray(done) > 0]
         found += np.bincount(chosen, minlength=layers)[:layers]
+    if (chosen := chosen_in_step(step.output)) is not None:
+        found += np.bincount(chosen[chosen[:, 3] > 0, 0], minlength=layers)
     return found
 
 

@@ -7,6 +7,7 @@ import sys
 
 from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
+from host_offload.control.rules import search_of
 from host_offload.control.transitions import check_resident
 from host_offload.control.window import WindowSpec
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
@@ -18,6 +19,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.transition_bound import bounded
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
+from moejax.models.model_config import ModelConfig
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
 from moejax.start.decide.residency import check_file_steps, why_cells, why_donated
 from moejax.start.decide.shapes import (
@@ -204,6 +206,7 @@ def divide(
     seqs, _, length = limits_of(settings, model, device)
     why = why_cells(settings, steps, device.platform)
     window = _window(settings, model, device, steps, memory)
+    held = _map_bytes(settings, config)
     wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
     budget = resolve_budget(
         steps.layout,
@@ -211,8 +214,8 @@ def divide(
         experts=experts,
         max_num_seqs=seqs,
         max_model_len=length,
-        available_bytes=sys.maxsize if memory is None else memory.available,
-        memory=_arena_bytes(settings, model, device.platform),
+        available_bytes=sys.maxsize if memory is None else max(memory.available - held, 0),
+        memory=_less(_arena_bytes(settings, model, device.platform), held),
         expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
@@ -224,6 +227,8 @@ def divide(
         notes = (*notes, _file_note(settings, model, budget, steps, device.platform))
     elif why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
         notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
+    if held:
+        notes = (*notes, f"expert maps take {format_bytes(held)} of device memory beside the arena")
     if others := why_donated(steps):
         text = f"the arena is an array, donated from step to step: {others} is not native"
         notes = (*notes, text)
@@ -259,6 +264,23 @@ def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | 
             f"experts, {format_bytes(model.param_bytes)} ({model.param_bytes} bytes); raise it"
         )
     return options.host_memory - model.param_bytes
+
+
+def _map_bytes(settings: Settings, config: ModelConfig) -> int:
+    """Device memory of the store of expert maps that steps search."""
+    if (search := search_of(settings.policies)) is None:
+        return 0
+    return search.nbytes(sum(config.moe_layers), config.num_experts, config.hidden_size)
+
+
+def _less(whole: int | None, held: int) -> int | None:
+    """What expert maps leave of a memory. Raises UserError where that is nothing."""
+    if whole is not None and held >= whole:
+        raise UserError(
+            f"expert maps take {format_bytes(held)} of device memory ({held} bytes), and memory is "
+            f"{format_bytes(whole)}; raise it, or lower the maps' capacity"
+        )
+    return None if whole is None else whole - held
 
 
 def _file_note(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from host_offload.control.interface import MapSearch
 from moejax.models.layers import Decoder, LayerStack
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
@@ -22,6 +23,7 @@ from moejax.step.experts import (
     stage_layer,
     zero_after,
 )
+from moejax.step.map_search import Lookahead, MapArrays, Trajectory
 from moejax.step.parts import (
     LayerTrace,
     Routing,
@@ -46,6 +48,7 @@ def device_step(
     *,
     forced: Routing | None = None,
     stages: Entries | None = None,
+    maps: tuple[MapArrays, MapSearch] | None = None,
 ) -> tuple[DeviceMemory, StepOutput]:
     """One token for every row, or every layer over all chunks, in which an active expert crosses
     the link once a layer.
@@ -57,10 +60,16 @@ def device_step(
     results: of StepOutput.results.
     forced: routing to use instead of the router's, [L, T, K] each. stages: transfers to carry out
     beside the misses; each layer's after its experts were computed, so visible from the next step.
+    maps: what a decode step searches for experts of its own layers to come, and how.
     """
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids)
     embedding = embedding_array(x, context.arrays)
+    look = trajectory = first = None
+    if maps is not None:
+        look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
+        trajectory = Trajectory.begun(look.arrays, ids.shape[0])
+        memory, first = look.begin(x, memory)
     # What saves launches; of many tokens, one y would be held beside all that attention needs, and
     # taking packed traces apart would copy megabytes.
     few, k = kind == "decode", model.config.num_experts_per_tok
@@ -69,8 +78,8 @@ def device_step(
         return nothing_computed(x.shape[0] * k, x.shape[1])
 
     def layer(stack: LayerStack, carry):
-        i, x, memory, shared = carry
-        moe_layer, done = stack.first_moe_layer + i, None
+        i, x, memory, shared, trajectory = carry
+        moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
@@ -79,7 +88,7 @@ def device_step(
         x, arena = stack.attend(i, x, arena, tokens, context.page)
         memory = DeviceMemory(arena, tables)
         if not stack.is_moe:
-            return (i + 1, stack.feed_forward(i, x, tokens), memory, shared), None
+            return (i + 1, stack.feed_forward(i, x, tokens), memory, shared, trajectory), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
@@ -90,14 +99,17 @@ def device_step(
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
+        if look is not None:
+            probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
+            memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         trace = LayerTrace(ids, weights, counts, seen)
-        carry = i + 1, x, memory, y if few else None
-        return carry, (trace.packed() if few else trace, done)
+        carry = i + 1, x, memory, y if few else None, trajectory
+        return carry, (trace.packed() if few else trace, done, ahead)
 
     traces = []
     # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
     # in every one.
-    state = x, memory, blank() if few else None
+    state = x, memory, blank() if few else None, trajectory
     for stack in model.runs:
         # The index is carried: a scan copies it out of an array of indexes in every layer.
         (_, *state), trace = lax.scan(
@@ -107,12 +119,15 @@ def device_step(
         )
         if stack.is_moe:
             traces.append(trace)
-    trace, done = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    trace, done, ahead = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
     if few:
         trace = LayerTrace.unpacked(*trace, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
-    x, memory, _ = state
+    x, memory, _, _ = state
     writes = (memory.arena.token,) if context.queued else ()
     held = expert_rows(memory.tables, context) if context.window else None
-    return memory, step_output(model, x, batch, trace, staged, kind, results, writes, held)
+    output = step_output(model, x, batch, trace, staged, kind, results, writes, held)
+    if first is not None:
+        output = output._replace(ahead=jnp.concatenate([first, ahead]))
+    return memory, output

@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.interface import Decision, MapRows, Moment, Observation, Spec
 from host_offload.control.step_record import USES, PageUse, StepRecord
 from host_offload.memory.tables import Entry, Move, Residency
 from host_offload.queue.transfer import Progress
@@ -128,6 +128,9 @@ class MemoryDevice:
             else:
                 for layer, pager in enumerate(self.memory.pagers):
                     setattr(pager, name, values[layer].tolist())
+
+    def write_maps(self, rows: MapRows) -> None:
+        raise AssertionError("no step searches maps")
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         raise AssertionError("experts are paged")

@@ -18,11 +18,20 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, State
-from host_offload.control.rules import PolicyError, check_policies
+from host_offload.control.interface import (
+    Decision,
+    MapRows,
+    Moment,
+    Observation,
+    Policy,
+    Spec,
+    State,
+)
+from host_offload.control.rules import PolicyError, check_decision, check_policies, search_of
 from host_offload.policies.prefetch import coactivation
 from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
+from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
@@ -65,11 +74,13 @@ FITS: dict[str, Any] = FIT | {"promoe": functools.partial(promoe.fit, training=Q
 
 def test_names():
     known = (
-        "coactivation, deepspeed, expert_map, fate, layer-streaming, learned, mixtral-offloading, "
-        "moe-infinity, oracle, promoe"
+        "coactivation, deepspeed, expert_map, expert_map_in_step, fate, layer-streaming, learned, "
+        "mixtral-offloading, moe-infinity, oracle, promoe"
     )
     assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]
-    assert set(FIT) == {"coactivation", "expert_map", "moe-infinity", "promoe"}
+    assert set(FIT) == {
+        *("coactivation", "expert_map", "expert_map_in_step", "moe-infinity", "promoe")
+    }
     assert prefetch_policy("fate") == Fate()
     assert with_prefetch(None, [Fate()]) == [Fate()]
     assert with_prefetch("random", [Fate()]) == (Fate(), RandomPrefetch())
@@ -80,7 +91,7 @@ def test_names():
     [
         (
             "belady",
-            "policy 'belady'; known: coactivation, deepspeed, expert_map, fate, layer",
+            "policy 'belady'; known: coactivation, deepspeed, expert_map, expert_map_in_step, fate",
         ),
         ("fate=x", "prefetch 'fate' learns nothing; leave out =x"),
         ("promoe", "prefetch 'promoe' needs a file that its fit wrote: promoe=PATH"),
@@ -95,7 +106,8 @@ def test_names_that_are_refused(name, match):
 
 
 def test_policies_between_layers_name_the_driver_that_has_them(trace):
-    between = [prefetch_policy(name) for name in PREFETCH if name not in ("random", "deepspeed")]
+    both = ("random", "deepspeed", "expert_map_in_step")
+    between = [prefetch_policy(name) for name in PREFETCH if name not in both]
     for policy in [*between, promoe.fit(trace, training=QUICK)]:
         with pytest.raises(PolicyError, match="driver='device' lacks; driver='host' has it"):
             check_policies([policy], "device")
@@ -232,6 +244,7 @@ def test_gates_learned_and_counted_predictions_save_misses(trace, told):
 @pytest.mark.parametrize("name", FIT)
 def test_what_was_learned_comes_back_from_its_file(name, trace, told, tmp_path):
     policy: Any = FITS[name](trace)
+    fitted_as = policy.fitted.policy  # two forms read expert_map's file
     path = tmp_path / "learned"
     policy.fitted.write(path)
     again: Any = prefetch_policy(f"{name}={path}")
@@ -240,9 +253,13 @@ def test_what_was_learned_comes_back_from_its_file(name, trace, told, tmp_path):
         np.testing.assert_array_equal(again.fitted.arrays[array], found)
     again.init(told)
     check_fitted([again, Fate()], trace.header.config_digest)
-    with pytest.raises(ValueError, match=f"{name} was fitted to a model of configuration 0f0f"):
+    with pytest.raises(
+        ValueError, match=f"{fitted_as} was fitted to a model of configuration 0f0f"
+    ):
         check_fitted([again], "ab" * 32)
-    with pytest.raises(ValueError, match=f"{name} was fitted to a model with experts 8, this one"):
+    with pytest.raises(
+        ValueError, match=f"{fitted_as} was fitted to a model with experts 8, this one"
+    ):
         again.init(dataclasses.replace(told, experts=9))
     with pytest.raises(ValueError, match="read-only"):
         again.fitted.arrays[array][:] = 0
@@ -278,6 +295,33 @@ def policies_of(trace: Trace) -> dict[str, Policy]:
         "oracle": oracle_of(trace),
         "static-layers": StaticLayers(),
     }
+
+
+def simulated_policies_of(trace: Trace) -> dict[str, Policy]:
+    """Those that do not have compiled steps decide."""
+    every = policies_of(trace)
+    refused = {name: policy for name, policy in every.items() if search_of([policy]) is not None}
+    assert refused.keys() == {"expert_map_in_step", "expert_map_in_step, fitted"}
+    with pytest.raises(PolicyError, match="measure it, or simulate its host form"):
+        simulate(trace, policies=[refused["expert_map_in_step"]], driver="device")
+    return {name: policy for name, policy in every.items() if name not in refused}
+
+
+def test_rows_of_maps_that_are_refused(told):
+    policy = ExpertMapInStep()
+    maps = np.zeros((2, told.layers, told.experts), np.float16)
+    good = MapRows(np.array([3, 1]), np.zeros((2, told.hidden)), maps)
+    found = check_decision(Decision(map_rows=good), policy, told, "start").map_rows
+    assert found is not None and found.embeddings.dtype == np.float16
+    bad: list[tuple[Any, str]] = [
+        (maps, "map_rows must be a MapRows, not ndarray"),
+        (good._replace(maps=maps[:1]), "map_rows must be of shapes"),
+        (good._replace(place=np.array([3, 3])), "names a place twice"),
+        (good._replace(place=np.array([-1, 3])), "or one below 0"),
+    ]
+    for rows, match in bad:
+        with pytest.raises(PolicyError, match=match):
+            check_decision(Decision(map_rows=rows), policy, told, "start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +385,7 @@ def test_no_prefetch_moves_less_than_min(tmp_path_factory, kinds):
     cells = int(references.largest.max())
     least = min_transfers(references, cells)
     pool = min_transfers(in_one_pool(references), cells * LAYERS)
-    for name, policy in policies_of(trace).items():
+    for name, policy in simulated_policies_of(trace).items():
         found = simulate(trace, policies=[policy], spec=spec, cells=cells).transfers.sum(axis=0)
         assert found.sum() >= pool.sum(), name
         if name != "static-layers":
@@ -355,7 +399,7 @@ def test_prefetch_pages_as_plain_python(tmp_path_factory, kinds, cells):
     moments between layers."""
     trace = trace_of_kinds(tmp_path_factory.mktemp("plain"), kinds)
     spec = dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
-    policies = policies_of(trace)
+    policies = simulated_policies_of(trace)
     del policies["static-layers"]  # moves cells, which this device cannot
     for name, policy in policies.items():
         if isinstance(policy, ExpertMap):  # nor has it cells of one pool: test_pool.py

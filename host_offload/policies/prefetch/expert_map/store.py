@@ -113,6 +113,13 @@ def with_rows(
     the one that it makes most redundant, by RDY = d/L · semantic + (L − d)/L · trajectory score
     (section 4.4), so that what is kept is diverse and not recent.
     """
+    return placed(store, embeddings, maps, capacity=capacity, distance=distance)[0]
+
+
+def placed(
+    store: MapStore, embeddings: np.ndarray, maps: np.ndarray, *, capacity: int, distance: int
+) -> tuple[MapStore, np.ndarray]:
+    """The store of with_rows, and the places that it wrote, int64[m], ascending."""
     new = stored(embeddings, maps)
     room = max(capacity - store.size, 0)
     old = MapStore(
@@ -120,8 +127,9 @@ def with_rows(
         np.concatenate([store.maps, new.maps[:, :room]], axis=1),
         np.concatenate([store.lengths, new.lengths[:, :room]], axis=1),
     )
+    written = {*range(store.size, old.size)}
     if (late := new.size - room) <= 0:
-        return old
+        return old, np.array(sorted(written), np.int64)
     rest = MapStore(new.embeddings[room:], new.maps[:, room:], new.lengths[:, room:])
     scores, among = _redundancy(rest, old, distance), _redundancy(rest, rest, distance)
     for i in range(late):
@@ -129,7 +137,8 @@ def with_rows(
         old.embeddings[place] = rest.embeddings[i]
         old.maps[:, place], old.lengths[:, place] = rest.maps[:, i], rest.lengths[:, i]
         scores[:, place] = among[:, i]
-    return old
+        written.add(place)
+    return old, np.array(sorted(written), np.int64)
 
 
 def _redundancy(new: MapStore, old: MapStore, distance: int) -> np.ndarray:

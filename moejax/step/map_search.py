@@ -1,0 +1,280 @@
+"""Expert maps inside a compiled decode step: the searches of fMoE (arXiv:2502.05370, sections 4.2
+to 4.5), what they want fetched, and its transfers, with no host in between.
+
+Shapes: C places of the store, L MoE layers, E experts a layer, D hidden size, R rows of the step, S
+entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.store; what is
+stored, and what is compared with it, is rounded to float16, sums are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from host_offload.control.interface import MapSearch
+from host_offload.memory.tables import Tables
+from moejax.step.context import DeviceMemory, ExpertContext
+from moejax.step.experts import stage_layer, zero_after
+from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, victim_key
+from pallas_kernels.stage import Entries
+
+ENTRIES = 24
+"""Most transfers of a layer and step, S where it has as many experts: as many as the host form
+hands out between two layers."""
+
+WRITTEN = 64
+"""Places of the store that one call of its program writes, a compiled shape."""
+
+
+class MapArrays(NamedTuple):
+    """The store on the device; steps read it, and between steps its rows are replaced."""
+
+    embeddings: Any
+    """float16[C, D], of length 1."""
+    maps: Any
+    """float16[L, C, E]: the router's probabilities."""
+    lengths: Any
+    """float32[L, C]: of a map up to that layer, the layer included; 0: the place is empty."""
+
+
+def map_shapes(
+    search: MapSearch, layers: int, experts: int, hidden: int
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Field of MapArrays → its shape and dtype."""
+    return {
+        "embeddings": ((search.capacity, hidden), jnp.float16),
+        "maps": ((layers, search.capacity, experts), jnp.float16),
+        "lengths": ((layers, search.capacity), jnp.float32),
+    }
+
+
+def write_rows(
+    arrays: MapArrays, place: jax.Array, embeddings: jax.Array, maps: jax.Array
+) -> MapArrays:
+    """The store with other rows at places int32[n], C and more: nowhere. embeddings float16[n, D],
+    maps float16[n, L, E]."""
+    by_layer = maps.swapaxes(0, 1)
+    squares = jnp.sum(jnp.square(by_layer.astype(jnp.float32)), axis=2)
+    lengths = jnp.sqrt(jnp.cumsum(squares, axis=0))
+    return MapArrays(
+        arrays.embeddings.at[place].set(embeddings, mode="drop"),
+        arrays.maps.at[:, place].set(by_layer, mode="drop"),
+        arrays.lengths.at[:, place].set(lengths, mode="drop"),
+    )
+
+
+class Trajectory(NamedTuple):
+    """Rows of a step beside every map, over the layers routed so far."""
+
+    products: jax.Array
+    """float32[R, C]"""
+    squares: jax.Array
+    """float32[R]: of the rows themselves."""
+
+    @classmethod
+    def begun(cls, arrays: MapArrays, rows: int) -> Trajectory:
+        """Before the first layer."""
+        capacity = arrays.embeddings.shape[0]
+        return cls(jnp.zeros((rows, capacity), jnp.float32), jnp.zeros(rows, jnp.float32))
+
+
+class Found(NamedTuple):
+    """The nearest map of each row; equal ones: the lowest place."""
+
+    place: jax.Array
+    """int32[R]"""
+    score: jax.Array
+    """float32[R]: its cosine; less than −1: nothing is stored."""
+
+
+def nearest_embedding(arrays: MapArrays, embedding: jax.Array) -> Found:
+    """By the cosine of the embeddings [R, D] (equation 4)."""
+    rows = embedding.astype(jnp.float32)
+    length = jnp.sqrt(jnp.sum(jnp.square(rows), axis=1, keepdims=True))
+    units = _quotient(rows, length).astype(jnp.float16)
+    return _nearest(arrays, _products(units, arrays.embeddings))
+
+
+def nearest_map(
+    arrays: MapArrays, trajectory: Trajectory, layer: jax.Array, probabilities: jax.Array
+) -> tuple[Trajectory, Found]:
+    """By the cosine of all layers routed so far, that one and its probabilities [R, E] included
+    (equation 5): one product a layer and row is added to those of the layers before."""
+    rows = probabilities.astype(jnp.float32)
+    rows = _quotient(rows, jnp.sum(rows, axis=1, keepdims=True)).astype(jnp.float16)
+    here = lax.dynamic_index_in_dim(arrays.maps, layer, keepdims=False)
+    trajectory = Trajectory(
+        trajectory.products + _products(rows, here),
+        trajectory.squares + jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1),
+    )
+    lengths = lax.dynamic_index_in_dim(arrays.lengths, layer, keepdims=False)
+    lengths = jnp.sqrt(trajectory.squares)[:, None] * lengths
+    return trajectory, _nearest(arrays, _quotient(trajectory.products, lengths))
+
+
+def wanted_experts(probabilities: jax.Array, score: jax.Array, top_k: int) -> jax.Array:
+    """bool[R, E]: of float32[R, E] the fewest, likeliest ones whose sum is at least
+    clip(1 − score, 0, 1), and at least top_k (equations 6 to 8).
+
+    An expert is wanted where fewer than top_k come before it, or where those do not suffice: so
+    nothing is sorted."""
+    expert = jnp.arange(probabilities.shape[1])
+    p, other = probabilities[:, :, None], probabilities[:, None, :]
+    before = (p > other) | ((p == other) & (expert[:, None] < expert))  # [R, before, expert]
+    rank = jnp.sum(before, axis=1)
+    mass = jnp.sum(jnp.where(before, p, 0.0), axis=1)
+    return (rank < top_k) | (mass < jnp.clip(1 - score, 0, 1)[:, None])
+
+
+def list_entries(tables: Tables, layer: jax.Array, wanted: jax.Array, size: int) -> Entries:
+    """The transfers of a layer that the step has yet to compute: absent experts of float32[E], 0:
+    not wanted, the likeliest first, each to a cell that makes room.
+
+    Free cells go first, then those whose owner nobody wants, by plan's victim key, then those whose
+    owner is wanted less than who comes.
+    """
+
+    def at(table):
+        return lax.dynamic_index_in_dim(table, layer, keepdims=False)
+
+    cell_row, owner, last_used, address = map(
+        at, (tables.cell_row, tables.owner, tables.last_used, tables.address)
+    )
+    expert, cell = jnp.arange(address.shape[0]), jnp.arange(owner.shape[0])
+    owned = owner >= 0
+    owns = (owner[:, None] == expert) & owned[:, None]
+
+    def of_owner(values):
+        return jnp.sum(jnp.where(owns, values, 0), axis=1)
+
+    worth = of_owner(wanted)
+    # The clock of the reference to come, at which plan would compute it.
+    age = at(tables.clock) + 1 - last_used
+    prior, frequency = of_owner(at(tables.prior)), of_owner(at(tables.frequency))
+    key = victim_key(age, frequency, prior, tables.victim_weights)
+    kind = owned.astype(jnp.int32) + (worth > 0)
+    order = kind, worth, key * owned, last_used * owned, owner, cell
+    place = jnp.arange(size)[:, None]
+    cells = (cell_row >= 0) & (_ranks(order, cell_row >= 0) == place)  # [S, C]
+    absent = (wanted > 0) & (address < 0)
+    experts = absent & (_ranks((-wanted, expert), absent) == place)  # [S, E]
+
+    def of(taken, values):
+        return jnp.sum(jnp.where(taken, values, 0), axis=1)
+
+    both = jnp.any(cells, axis=1) & jnp.any(experts, axis=1)
+    fits = both & (of(experts, wanted) > of(cells, worth))
+    listed = layer, of(experts, expert), 0, of(cells, cell)
+    return Entries._make(jnp.where(fits, value, -1).astype(jnp.int32) for value in listed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookahead:
+    """What a step fetches ahead of its own layers, by the maps of earlier ones."""
+
+    arrays: MapArrays
+    search: MapSearch
+    top_k: int
+    valid: jax.Array
+    """bool[R]: the rows that hold a token."""
+    context: ExpertContext
+
+    def begin(self, x: jax.Array, memory: DeviceMemory) -> tuple[DeviceMemory, jax.Array]:
+        """Between the embedding x [R, D] and the first layer: the semantic search, for the first
+        `distance` layers. Returns (memory, int32[distance, 4, S]: see fetch)."""
+        found = nearest_embedding(self.arrays, x.astype(jnp.float16))
+
+        def layer(memory, target):
+            return self.fetch(memory, target, found, x)
+
+        with jax.named_scope("lookahead"):
+            return lax.scan(layer, memory, jnp.arange(self.search.distance))
+
+    def after_layer(
+        self,
+        memory: DeviceMemory,
+        trajectory: Trajectory,
+        layer: jax.Array,
+        probabilities: jax.Array,
+        x: jax.Array,
+    ) -> tuple[DeviceMemory, Trajectory, jax.Array]:
+        """After the experts of a layer, which made x: the search with what its router said,
+        float16[R, E], for the layer `distance` further on."""
+        with jax.named_scope("lookahead"):
+            trajectory, found = nearest_map(self.arrays, trajectory, layer, probabilities)
+            memory, ahead = self.fetch(memory, layer + self.search.distance, found, x)
+        return memory, trajectory, ahead
+
+    def fetch(
+        self, memory: DeviceMemory, target: jax.Array, found: Found, after: jax.Array
+    ) -> tuple[DeviceMemory, jax.Array]:
+        """What the maps that were found say of a layer to come becomes its prior, by which it
+        evicts, and transfers. after: what was made from all that read the arena so far.
+
+        Rows are united, each probability the largest of theirs. Nothing of a layer that is none,
+        or where nothing is stored. Returns (memory, int32[4, S]: layer, expert and cell of each
+        entry, −1: none, and whether it was carried out).
+        """
+        layers, size = len(self.arrays.lengths), self.entries
+        layer = jnp.minimum(target, layers - 1)
+        known = self.valid & (found.score > _NONE) & (target < layers)
+        likely = self.arrays.maps[layer, found.place].astype(jnp.float32)
+        likely = jnp.where(known[:, None], likely, 0)
+        chosen = wanted_experts(likely, found.score, self.top_k) & known[:, None]
+        wanted = jnp.max(jnp.where(chosen, likely, 0), axis=0)
+        arena, tables = memory
+        least = 2.0 ** -(MAX_PRIOR // LOG2_UNIT)
+        prior = (jnp.log2(jnp.maximum(jnp.max(likely, axis=0), least)) * LOG2_UNIT).astype(
+            jnp.int32
+        )
+        prior = jnp.where(jnp.any(known), prior, tables.prior[layer])
+        tables = tables._replace(prior=tables.prior.at[layer].set(prior))
+        entries = list_entries(tables, layer, wanted, size)
+        given = entries._replace(layer=entries.layer + zero_after(after))
+        # Read against the clock of the reference to come, so that what the step before used may go.
+        tables = tables._replace(clock=tables.clock.at[layer].add(1))
+        memory, done = stage_layer(DeviceMemory(arena, tables), layer, given, self.context)
+        clock = memory.tables.clock.at[layer].add(-1)
+        memory = memory._replace(tables=memory.tables._replace(clock=clock))
+        return memory, jnp.stack([entries.layer, entries.expert, entries.cell, done])
+
+    @property
+    def entries(self) -> int:
+        """How many entries a list has, S."""
+        return min(ENTRIES, self.arrays.maps.shape[2])
+
+
+def _nearest(arrays: MapArrays, scores: jax.Array) -> Found:
+    """The best of scores float32[R, C]; a place that is empty has none."""
+    scores = jnp.where(arrays.lengths[0] > 0, scores, _NONE)
+    place = jnp.argmax(scores, axis=1).astype(jnp.int32)
+    return Found(place, jnp.max(scores, axis=1))
+
+
+_NONE = -3.0
+"""Below every cosine."""
+
+
+def _products(rows: jax.Array, stored: jax.Array) -> jax.Array:
+    """float32[R, C] of float16[R, n] and [C, n]."""
+    both = (((1,), (1,)), ((), ()))
+    return lax.dot_general(rows, stored, both, preferred_element_type=jnp.float32)
+
+
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, 0 where b is: what has no direction is like nothing."""
+    return a / jnp.where(b > 0, b, jnp.inf)
+
+
+def _ranks(order: tuple[jax.Array, ...], candidate: jax.Array) -> jax.Array:
+    """int32[n]: how many candidates come before each, by the fields of `order` one after the
+    other."""
+    less, equal = jnp.zeros((), bool), jnp.ones((), bool)
+    for field in order:
+        a, b = field[:, None], field[None, :]
+        less, equal = less | (equal & (a < b)), equal & (a == b)
+    return jnp.sum(less & candidate[:, None], axis=0)

@@ -1,0 +1,218 @@
+"""Searches for expert maps inside a step against the host form's functions, and the step compiled
+for an H200."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from host_offload.control.interface import MapSearch
+from host_offload.control.staging import making_room
+from host_offload.memory.tables import Residency, Tables
+from host_offload.policies.prefetch.expert_map.store import (
+    MapStore,
+    Trajectory,
+    selected,
+    semantic_scores,
+)
+from moejax.checkpoints.random_model import shape
+from moejax.step import map_search
+from moejax.step.map_search import MapArrays, list_entries, map_shapes, wanted_experts, write_rows
+from moejax.step.programs import ProgramKey
+from pallas_kernels import resolve_ops
+from pallas_kernels.plan.victim import MAX_PRIOR
+from tests.aot.ptxas import compile_kernels
+from tests.moejax.step.test_constant_memory import DECODE, GiB, MiB, abstract_programs, nbytes
+
+C, L, E, D, R, TOP_K = 40, 5, 16, 24, 3, 4
+LAUNCHES = {"stage": 2, "fill": 3, "linear": 5}
+"""Kernels of ours that such a step has more than others: a list's two in each layer and in the
+semantic search, the router once more for its probabilities."""
+
+
+def distributions(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    scores = np.exp(2 * rng.normal(size=shape))
+    return (scores / scores.sum(axis=-1, keepdims=True)).astype(np.float16)
+
+
+def half_store(filled: int, seed: int = 0) -> tuple[MapArrays, MapStore]:
+    """A store with some places filled, out of order, and the same for the host's functions."""
+    rng = np.random.default_rng(seed)
+    embeddings = rng.normal(size=(C, D))
+    embeddings = (embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)).astype(np.float16)
+    maps = distributions(rng, C, L, E)
+    place = rng.permutation(C)
+    place[filled:] = C  # dropped
+    arrays = MapArrays(
+        **{n: jnp.zeros(s, t) for n, (s, t) in map_shapes(MapSearch(C, 2), L, E, D).items()}
+    )
+    for part in np.array_split(np.arange(C), 3):
+        arrays = write_rows(arrays, jnp.asarray(place[part]), embeddings[part], maps[part])
+    order = np.full(C, -1)
+    order[place[:filled]] = np.arange(filled)
+    present = order >= 0
+    by_layer = np.where(present[:, None, None], maps[order], 0).swapaxes(0, 1).astype(np.float32)
+    lengths = np.sqrt(np.cumsum(np.einsum("lne,lne->ln", by_layer, by_layer), axis=0))
+    units = np.where(present[:, None], embeddings[order], 0).astype(np.float32)
+    return arrays, MapStore(units, by_layer, lengths)
+
+
+def same_place(scores: np.ndarray, found: map_search.Found, empty: np.ndarray) -> None:
+    scores = np.where(empty, -np.inf, scores)
+    assert np.asarray(found.place).tolist() == np.argmax(scores, axis=1).tolist()
+    np.testing.assert_allclose(found.score, scores.max(axis=1), atol=2e-3)
+
+
+@pytest.mark.parametrize("filled", [C, 7])
+def test_semantic_search_is_the_hosts(filled):
+    arrays, store = half_store(filled)
+    rng = np.random.default_rng(1)
+    near = rng.choice(np.flatnonzero(store.lengths[0]), R)
+    rows = (3 * store.embeddings[near] + 0.2 * rng.normal(size=(R, D))).astype(np.float16)
+    # One that is unlike all: an empty place, at a cosine of 0, would be nearer.
+    rows[0] = -np.sum(store.embeddings, axis=0)
+    found = map_search.nearest_embedding(arrays, jnp.asarray(rows))
+    same_place(semantic_scores(store, rows), found, store.lengths[0] == 0)
+    assert np.asarray(found.place)[1:].tolist() == near[1:].tolist()
+
+
+def test_trajectory_search_is_the_hosts_after_every_layer():
+    """Rows begin like one map and end like another, so that each layer's product counts."""
+    arrays, store = half_store(C, seed=2)
+    first, last = np.array([3, 11, 19]), np.array([8, 30, 2])
+    theirs, found = Trajectory.of(store, R), None
+    ours = map_search.Trajectory.begun(arrays, R)
+    for layer in range(L):
+        rows = store.maps[layer, first if layer < 3 else last].astype(np.float16)
+        theirs = theirs.after(store, layer, rows)
+        ours, found = map_search.nearest_map(arrays, ours, jnp.int32(layer), jnp.asarray(rows))
+        same_place(theirs.scores(store, layer), found, np.zeros(C, bool))
+        if layer < 3:
+            np.testing.assert_allclose(found.score, 1, atol=1e-6)
+    assert found is not None and np.all(np.asarray(found.score) < 0.99)
+    assert np.asarray(found.place).tolist() == first.tolist()
+
+
+def test_wanted_experts_are_those_that_the_host_selects():
+    rng = np.random.default_rng(3)
+    rows = distributions(rng, 400, E).astype(np.float32)
+    rows[:20] = 1 / E  # ties go to the lowest place
+    scores = rng.uniform(-0.2, 1.1, 400).astype(np.float32)
+    found = np.asarray(wanted_experts(jnp.asarray(rows), jnp.asarray(scores), TOP_K))
+    assert np.array_equal(found, selected(rows, scores, TOP_K))
+    assert found.sum(axis=1).min() == TOP_K and found.sum(axis=1).max() > TOP_K + 3
+
+
+def random_tables(rng: np.random.Generator, cells: int) -> Residency:
+    """One layer of L in use: some cells are not granted, some free."""
+    granted = np.sort(rng.permutation(E)[:cells])
+    cell_row = np.full((L, E), -1, np.int32)
+    owner, last_used = cell_row.copy(), np.zeros((L, E), np.int32)
+    address = np.full((L, E), -1, np.int32)
+    cell_row[1, granted] = 100 + granted
+    held = granted[rng.random(cells) < 0.8]
+    experts = rng.permutation(E)[: len(held)]
+    owner[1, held], last_used[1, held] = experts, rng.integers(1, 9, len(held))
+    address[1, experts] = cell_row[1, held]
+    return Residency(
+        cell_row=cell_row,
+        cell_version=np.zeros((L, E), np.int32),
+        owner=owner,
+        last_used=last_used,
+        address=address,
+        version=np.zeros((L, E), np.int32),
+        frequency=rng.integers(0, 5, (L, E)).astype(np.int32),
+        fill_version=np.zeros((L, E), np.int32),
+        prior=rng.integers(-MAX_PRIOR, 0, (L, E)).astype(np.int32),
+        clock=np.full(L, 9, np.int32),
+        victim_weights=np.array([0, 1, 1], np.int32),
+    )
+
+
+def test_entries_are_those_of_a_brute_force():
+    """Likeliest absent experts first, into free cells, then those of whom nobody wants in the order
+    of the host's staging, then those of whoever is wanted less."""
+    listed = jax.jit(list_entries, static_argnums=3)
+    for seed in range(60):
+        check_entries(listed, np.random.default_rng(seed))
+
+
+def check_entries(listed, rng: np.random.Generator) -> None:
+    tables = random_tables(rng, int(rng.integers(0, E + 1)))
+    wanted = np.where(rng.random(E) < 0.6, rng.random(E), 0).astype(np.float32)
+    room = making_room(tables, 1, 0)
+    worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
+    cells = [cell for cell, _ in room if worth[cell] == 0]
+    cells += sorted((cell for cell, _ in room if worth[cell] > 0), key=worth.__getitem__)
+    absent = [
+        e for e in np.argsort(-wanted, kind="stable") if wanted[e] and tables.address[1, e] < 0
+    ]
+    expected = [
+        (1, int(e), 0, int(c)) for e, c in zip(absent, cells, strict=False) if wanted[e] > worth[c]
+    ][:6]
+    given = jax.tree.map(jnp.asarray, Tables(**tables._asdict()))
+    found = np.array(listed(given, jnp.int32(1), jnp.asarray(wanted), 6)).T
+    assert [tuple(entry) for entry in found.tolist() if entry[0] >= 0] == expected
+    assert np.all(found[len(expected) :] == -1)
+
+
+def test_an_empty_store_wants_nothing():
+    arrays, _ = half_store(0)
+    found = map_search.nearest_embedding(arrays, jnp.ones((R, D)))
+    assert np.all(np.asarray(found.score) < -1)
+    look = map_search.Lookahead(arrays, MapSearch(C, 2), TOP_K, jnp.ones(R, bool), None)  # pyright: ignore
+    tables = jax.tree.map(
+        jnp.asarray, Tables(**random_tables(np.random.default_rng(0), 8)._asdict())
+    )
+    stored = functools.partial(_kept, entries=[])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(map_search, "stage_layer", stored)
+        memory = map_search.DeviceMemory(jnp.zeros(1), tables)
+        after, ahead = look.fetch(memory, jnp.int32(1), found, jnp.ones((R, D)))
+    assert np.all(np.asarray(ahead)[0] == -1)
+    assert np.array_equal(after.tables.prior, tables.prior)
+
+
+def _kept(memory, layer, given, context, entries):
+    entries.append(given)
+    return memory, jnp.zeros_like(given.layer)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("search", [MapSearch(1000, 3)], ids=str)
+def test_step_of_kernels_that_searches(search):
+    """48 layers of 128 experts, 64 rows: the pinned store is read in place, arena, tables and maps
+    are not copied, and a layer launches what docs/policies.md says."""
+    ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
+    limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
+    programs = abstract_programs(
+        shape("qwen3-30b-a3b"), 40 * GiB, ops=ops, waves=8, bucketed=True, **limits
+    )
+    maps = programs.maps(search)
+    assert nbytes(maps) == search.nbytes(48, 128, 2048)
+    assert nbytes(maps.maps) == 1000 * 48 * 128 * 2  # the paper's map store: 12 MB
+
+    program = programs.program(DECODE._replace(maps=search))
+    host = tuple(i for i, arg in enumerate(program.args) if arg is programs.stores)
+    compiled, kernels = compile_kernels(
+        program.function, *program.args, donate_argnums=program.donated, host_argnums=host
+    )
+    assert compiled.copies(MiB) == []
+    assert compiled.host_copies(1) == compiled.host_copies(1, to_host=True) == []
+    assert compiled.memory.alias_bytes == nbytes((programs.arena, programs.tables))
+    assert compiled.memory.temp_bytes < 20 * MiB
+    launches = collections.Counter(compiled.kernels())
+    assert {kernel: launches[kernel] for kernel in LAUNCHES} == LAUNCHES
+    # Two more loops' worth: the semantic search runs its body `distance` times a step.
+    assert sum(launches.values()) <= 110
+    assert all(kernel.spill_bytes == 0 for kernel in kernels.values())
+
+    program = programs.program(ProgramKey("write_maps", maps=search))
+    compiled, _ = compile_kernels(program.function, *program.args, donate_argnums=program.donated)
+    assert compiled.copies(1 << 10) == []
+    assert compiled.memory.alias_bytes == nbytes(maps)
