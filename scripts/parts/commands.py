@@ -20,7 +20,15 @@ COMMANDS = {
     "precision": ("shifts", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store", "peer"),
-    "transfers": ("claim", "overlap", "device", "stream", "stream_grid"),
+    "transfers": (
+        "claim",
+        "overlap",
+        "device",
+        "handles",
+        "stream",
+        "stream_grid",
+        "stream_report",
+    ),
     "check": (
         "batch",
         "parity",
