@@ -167,7 +167,7 @@ def crossovers(found: Sequence[Mapping], rival: str) -> list[str]:
 
 
 CONTEXT = 1024
-"""Of what is drawn."""
+"""Tokens of the places that are drawn."""
 
 
 def draw(plt: Any, found: Sequence[Mapping], path: Path) -> None:

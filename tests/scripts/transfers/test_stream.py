@@ -23,7 +23,7 @@ from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow
 
-SUBSET = Path(scripts.experiments.__path__[0]) / "stream_cells.yaml"
+SUBSET = Path(scripts.experiments.__path__[0]) / "stream" / "cells.yaml"
 
 DEMO = """groups:
 - {name: small, shape: demo, residents: 8, rate: 200MB/s, places: [[2, 32], [4, 16]], steps: 2,
