@@ -20,7 +20,16 @@ COMMANDS = {
     "precision": ("shifts", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store", "peer"),
-    "transfers": ("claim", "overlap", "device", "stream", "stream_grid", "stream_device"),
+    "transfers": (
+        "claim",
+        "overlap",
+        "device",
+        "handles",
+        "stream",
+        "stream_device",
+        "stream_grid",
+        "stream_report",
+    ),
     "check": (
         "batch",
         "requests",

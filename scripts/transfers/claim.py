@@ -37,8 +37,8 @@ from moejax.evaluate.experiments.grid import ablate
 from moejax.serve.costs import cost_model_of
 from moejax.sizes import parse_rate
 from scripts.parts.commands import new_parser, refuse
+from scripts.parts.padded_experts import padded_experts
 from scripts.parts.text_table import aligned
-from scripts.transfers.padded_experts import padded_experts
 
 OFF, ON = "lru", "lru + coactivation=train"
 LOOKS = f"lru + {Path(__file__).with_name('onlooker.py')}:Onlooker"

@@ -18,13 +18,13 @@ processors.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import jax
+import numpy as np
 
 from host_offload.queue.pinned import PinnedBuilder, PinnedRecords
 from moejax.checkpoints.random_model import random_model, shape
@@ -32,7 +32,7 @@ from moejax.device import select_device
 from moejax.errors import UserError
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import ROUTINGS
-from scripts.transfers.stream import PROMPT, arms, spread
+from scripts.transfers.stream import PAGE, Group, arm, sizes_of
 
 
 def copies(records: PinnedRecords, device: jax.Device) -> float:
@@ -46,31 +46,42 @@ def copies(records: PinnedRecords, device: jax.Device) -> float:
     return time.perf_counter() - began
 
 
-def measure(args: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
-    """Name → [median, lower quartile, upper quartile]."""
-    device = select_device()
-    config = shape(args.shape, args.layers)
+def measure(group: Group, rounds: int, ops: str | None) -> Iterator[tuple[str, list[float]]]:
+    """Name → [median, lower quartile, upper quartile], at the group's one place."""
+    device, (place,) = select_device(), group.places
+    config = shape(group.shape, group.layers)
     # On a CPU with native ops their own queue would run.
-    ops = args.ops or ("move=xla" if device.platform == "cpu" else "auto")
+    ops = ops or ("move=xla" if device.platform == "cpu" else "auto")
     every = {"expert_budget": "100%", "eviction": "lru", "ops": ops}
     loaded = random_model(config, device=device)
     separate = random_model(config, device=device, new_builder=PinnedBuilder)
     (records,) = separate.store.arrays.values()
-    rows = []
+    # The cells of the arena are one half of the window.
+    half = config.num_experts * separate.layout.nbytes
+    engines = {
+        "compute": (loaded, {**every, "driver": "host"}),
+        "device": (loaded, {**every, "driver": "device"}),
+        "stream": (separate, {"driver": "stream", "ops": ops, "expert_budget": half}),
+    }
+    sizes, rows = sizes_of([group], config.num_experts), []
     with ExitStack() as stack:
-        plain = {"compute": {**every, "driver": "host"}, "device": {**every, "driver": "device"}}
-        found = stack.enter_context(arms(loaded, args, args.batch, plain))
-        streamed = {"stream": {"driver": "stream", "ops": ops}}
-        found |= stack.enter_context(arms(separate, args, args.batch, streamed))
-        for seed in range(1, args.rounds + 1):
-            row = {name: arm.block(args, seed).seconds * 1e3 for name, arm in found.items()}
+        found = {
+            name: stack.enter_context(arm(of, group, sizes, options))
+            for name, (of, options) in engines.items()
+        }
+        for seed in range(rounds + 1):  # the first compiles what has not been
+            row = {
+                name: float(np.median(one.measure(group, place, seed)["seconds"])) * 1e3
+                for name, one in found.items()
+            }
             row["copies"] = copies(records, device) * 1e3
             longer, both = max(row["compute"], row["copies"]), row["compute"] + row["copies"]
             row["stream / max(compute, copies)"] = row["stream"] / longer
             row["stream / (compute + copies)"] = row["stream"] / both
             rows.append(row)
     for name in rows[0]:
-        yield name, spread([row[name] for row in rows])
+        middle, *quartiles = np.percentile([row[name] for row in rows[1:]], (50, 25, 75))
+        yield name, [float(middle), *map(float, quartiles)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--layers", type=int, default=4, help="3 or more (default: %(default)s)")
     add("--batch", type=int, default=64, help="sequences at once (default: %(default)s)")
     add("--context", type=int, default=1024, help="tokens of each (default: %(default)s)")
-    add("--routing", default="real", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
+    add("--routing", default="uniform", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
     add("--rounds", type=int, default=5, help="(default: %(default)s)")
     add("--steps", type=int, default=8, help="of a block (default: %(default)s)")
     add("--ops", help="(default: auto on a GPU, move=xla on a CPU, so that the arena is an array)")
@@ -89,9 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.routing not in ROUTINGS or min(args.rounds, args.steps, args.batch) < 1:
             raise UserError("--rounds, --steps and --batch are positive, --routing one of those")
-        if args.context < PROMPT or args.layers < 3:
-            raise UserError(f"--context is {PROMPT} or more, --layers 3")
-        for name, (middle, low, high) in measure(args):
+        if args.context < PAGE or args.layers < 3:
+            raise UserError(f"--context is {PAGE} or more, --layers 3")
+        group = Group(
+            name="device",
+            places=((args.batch, args.context),),
+            residents=0,
+            rate=None,
+            arms=(),
+            shape=args.shape,
+            layers=args.layers,
+            routing=args.routing,
+            steps=args.steps,
+        )
+        for name, (middle, low, high) in measure(group, args.rounds, args.ops):
             if args.json:
                 print(json.dumps({"arm": name, "median": middle, "q1": low, "q3": high}))
             else:

@@ -7,13 +7,16 @@ Four layers of Qwen3-30B's shape (eight where whole layers are in a tier) on a m
 rates, whose link takes ratio × compute for all experts of all layers. A layer's compute is the
 longer of its bytes over the memory's rate and its multiplications over the peak; routing is even,
 so a step uses E·(1 − (1 − k/E)^B) experts, and of those a paging engine with C of E cells misses
-the share 1 − C/E. Arms are those of `stream`, in the same bytes of experts; what does not fit is
-left out. Printed: tokens a second by arm, bytes a step over the link of streaming and of paging,
-and how busy streaming keeps link and compute; then where streaming and paging cross, with the bytes
-that say why.
+the share 1 − C/E: demands into the cells of experts that the step does not use, and the others
+through two buffers, as no expert that a step uses makes room. Arms are those of `stream`, in the
+same bytes of experts; what does not fit is left out. Printed: tokens a second by arm, bytes a step
+over the link of streaming and of paging, and how busy streaming keeps link and compute; then where
+streaming and paging cross, with the bytes that say why.
 
 --paper: the cells that FluxMoE measured, in place of the grid, from the rates of its machine as far
-as they are public, beside its figures.
+as they are public, beside its figures; and what the timeline says of one H200, from rates that were
+measured on one (memory 4.3 TB/s, link 52 GB/s, decoding 2.3 TB/s), where each arm keeps the share
+of the experts with which it makes most tokens a second.
 """
 
 from __future__ import annotations
@@ -130,17 +133,22 @@ class Cell:
         shape, part = self.shape, self.shape.record_bytes // 3
         used, one = shape.used(self.batch), of_expert(self.machine, shape, self.batch)
         misses = round(self.missed())
+        # No expert that a step uses makes room, so only cells of the others are filled.
+        fills = min(misses, round(self.paging_cells * (1 - used / shape.experts)))
         timeline = Timeline({"link": Link(self.link_rate, chunk_bytes=part)}, record=False)
         hits = max(used - misses, 0.0) * one
         cost = LayerCost(
             before_experts(self.machine, shape, self.batch, self.context), hits * 2 / 3, hits / 3
         )
+
+        def need(i: int) -> Need:
+            ticket = timeline.submit("link", Transfer(0, i, 0, i), (part,) * 3)
+            return Need(ticket, one * 2 / 3, one / 3)
+
         timeline.compute("attention", cost.before, 0)
-        needs = [
-            Need(timeline.submit("link", Transfer(0, i, 0, i), (part,) * 3), one * 2 / 3, one / 3)
-            for i in range(misses)
-        ]
-        timeline.experts(0, cost, "link", needs)
+        filled = [need(i) for i in range(fills)]
+        through = (need(i) for i in range(fills, misses))
+        timeline.experts(0, cost, "link", filled, through)
         return timeline.now
 
     @property
@@ -223,7 +231,8 @@ class PaperCell:
 L40 = Machine(4 * 0.864e12, 4 * 181e12, 4 * 300e9)
 """Four of them; decoding at "hundreds of GB/s" each."""
 
-H200 = Machine(4.8e12, 989e12, 2.3e12)
+H200 = Machine(4.3e12, 989e12 / 2, 2.3e12)
+H200_LINK, H200_MEMORY = 52e9, 141e9 * 0.9
 
 QWEN3_NEXT = Shape(48, 512, 10, 3 * 2048 * 512 * 2, 24576, 60 << 20)
 MIXTRAL = Shape(32, 8, 2, 3 * 4096 * 14336 * 2, 131072, 84 << 20)
@@ -295,6 +304,63 @@ def paper() -> list[PaperCell]:
     return cells
 
 
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """What an arm does at best on one H200."""
+
+    tokens_per_s: float
+    rows: int
+    """Sequences at once."""
+    kept: float
+    """Share of the experts on the device beside a window, packed or in whole layers."""
+
+
+def on_an_h200(shape: Shape, batch: int, context: int) -> dict[str, Best]:
+    """Arm → its best; of an arm that holds no sequence nothing."""
+    every = shape.layers * shape.experts * shape.record_bytes
+    window = 2 * every / shape.layers
+    found: dict[str, Best] = {}
+
+    def consider(arm: str, held: float, kept: float) -> None:
+        rows = rows_that_fit(shape, H200_MEMORY, held, batch, context)
+        if not rows:
+            return
+        cell = Cell(H200, shape, rows, context, H200_LINK, 0)
+        if arm == "resident":
+            seconds = compute_seconds(H200, shape, rows, context)
+        elif arm == "FluxMoE":
+            seconds = cell.play([cell.layer(0, round(kept * shape.experts))] * 4)
+        else:
+            whole = round(8 * kept)
+            inside = [cell.layer(shape.experts, 0)] * whole
+            seconds = cell.play([*inside, *[cell.layer(0, 0)] * (8 - whole)])
+        best = Best(rows / (seconds * shape.layers), rows, kept)
+        if arm not in found or best.tokens_per_s > found[arm].tokens_per_s:
+            found[arm] = best
+
+    consider("resident", every, 1.0)
+    for eighths in range(4, 9):  # fewer kept is slower and leaves more rows than there are
+        consider("FluxMoE", KAPPA * eighths / 8 * every + window, eighths / 8)
+        if eighths < 8:
+            consider("vLLM-O", eighths / 8 * every + window, eighths / 8)
+    return found
+
+
+def _h200(as_json: bool) -> Iterator[str]:
+    models = {"Qwen3-30B-A3B": QWEN3_30B, "Qwen3-Next-80B-A3B": QWEN3_NEXT}
+    for (name, shape), batch in itertools.product(models.items(), (32, 256)):
+        best = on_an_h200(shape, batch, 4096)
+        arms = {arm: dataclasses.asdict(one) for arm, one in best.items()}
+        if as_json:
+            yield json.dumps({"model": name, "batch": batch, "context": 4096, "arms": arms})
+            continue
+        said = "; ".join(
+            f"{arm} {one.tokens_per_s:.0f} ({one.rows} at once, {one.kept:.1%} kept)"
+            for arm, one in best.items()
+        )
+        yield f"one H200, {name} ({batch}, 4096), tokens/s: {said}"
+
+
 def _over(one, other, batch: int, context: int) -> float:
     below = other(batch, context)
     return one(batch, context) / below if below else float("inf")
@@ -341,6 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for one in paper():
                 said = f"{one.name:<40} here {one.ours:6.2f} ×, paper {one.paper:g}"
                 print(json.dumps(dataclasses.asdict(one)) if args.json else said)
+            for text in _h200(args.json):
+                print(text)
             return 0
         found = []
         for one in grid(args):

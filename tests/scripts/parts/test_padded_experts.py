@@ -5,8 +5,8 @@ import json
 import pytest
 
 from moejax import LLM, SamplingParams, UserError
+from scripts.parts.padded_experts import WIDTH, padded_experts
 from scripts.parts.places import DEMO
-from scripts.transfers.padded_experts import WIDTH, padded_experts
 
 
 def test_padded_experts_generate_the_models_tokens(tmp_path):
