@@ -171,7 +171,7 @@ def _wanted(
     """Places in queues of (layer, expert), by kind, the most urgent kind first: 0 the most urgent,
     _NEVER of nobody there; of each expert, int64[L, E], and of each cell's owner, int64[L, C]."""
     wanted = np.full(tables.address.shape, _NEVER)
-    for kind in reversed(queues):
+    for kind in [*queues][::-1]:
         for rank, place in enumerate(queues[kind]):
             wanted[place] = rank
     held = np.take_along_axis(wanted, np.maximum(tables.owner, 0), 1)

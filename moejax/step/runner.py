@@ -376,7 +376,8 @@ class Runner:
         extras = [value for value in (forced, stages) if value is not None]
         if self.search is not None and key.kind == "decode":
             key = key._replace(maps=self.search)
-            extras.append(self.maps)
+            assert self.maps is not None
+            extras = [*extras, self.maps]
         self.arena, self.tables, output = self._call(
             key, self._params, self.stores, self.arena, self.tables, *args, *extras
         )

@@ -110,7 +110,7 @@ def write_run(
     every, sequences = np.arange(WARM_SEQUENCES), np.arange(batch)
 
     def chosen() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int, bool]]:
-        """Of each step: routing by position and row, positions, rows, the first request, and
+        """Yields of each step: routing by position and row, positions, rows, the first request, and
         whether it is a prefill step. The warm ones are requests of their own."""
         warm = np.tile(np.arange(WARM_TOKENS), WARM_SEQUENCES)
         yield routing.warm, warm, np.repeat(every, WARM_TOKENS), batch, True
@@ -271,8 +271,8 @@ def predicted(
 def figures(
     settings: Settings, run: Run, made: Plan, costs: Mapping[str, CostModel]
 ) -> dict[str, Any]:
-    """Of the steps after the warm ones. Nothing moves where one version is all resident, whatever
-    the simulator, which begins empty, counts."""
+    """What the steps after the warm ones take. Nothing moves where one version is all resident,
+    whatever the simulator, which begins empty, counts."""
     found = foretold(run.trace, made, costs, settings.config.num_experts)
     last = run.first + int(run.ends[-1]) + 1
     model, moved = costs[made.versions[0]], found.simulation

@@ -28,7 +28,7 @@ from moejax.cache import use_compilation_cache
 from moejax.errors import UserError
 from scripts.parts.bench_engine import parse_numbers
 from scripts.parts.commands import new_parser, refuse
-from scripts.transfers.stream import Arm, Group, arm, load, sizes_of
+from scripts.transfers.streaming.arms import Arm, Group, arm, load, sizes_of
 
 OPTIONS = {
     "plain": {"expert_budget": "100%", "driver": "device", "eviction": "lru"},

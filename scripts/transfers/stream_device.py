@@ -32,7 +32,7 @@ from moejax.device import select_device
 from moejax.errors import UserError
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.decode_timing import ROUTINGS
-from scripts.transfers.stream import PAGE, Group, arm, sizes_of
+from scripts.transfers.streaming.arms import PAGE, Group, arm, sizes_of
 
 
 def copies(records: PinnedRecords, device: jax.Device) -> float:

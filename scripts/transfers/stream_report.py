@@ -31,7 +31,7 @@ from moejax.errors import UserError
 from moejax.sizes import parse_rate
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.plots import pyplot
-from scripts.transfers.stream_grid import Cell, Machine, Shape, arm_seconds, compute_seconds
+from scripts.transfers.streaming.cells import Cell, Machine, Shape, arm_seconds, compute_seconds
 
 
 class Place(NamedTuple):

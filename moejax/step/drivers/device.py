@@ -6,6 +6,9 @@ and are donated, so nothing of their size is ever allocated or copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,6 +41,17 @@ from moejax.step.results import ResultShape
 from pallas_kernels.stage import Entries
 
 
+class _Carry(NamedTuple):
+    """What goes from layer to layer."""
+
+    x: jax.Array
+    memory: DeviceMemory
+    y: jax.Array | None = None
+    """As of page_and_compute; None: each layer has its own."""
+    trajectory: Trajectory | None = None
+    """None: nothing is searched."""
+
+
 def device_step(
     model: Decoder,
     context: StepContext,
@@ -65,69 +79,79 @@ def device_step(
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids)
     embedding = embedding_array(x, context.arrays)
-    look = trajectory = first = None
+    look = first = None
+    carry = _Carry(x, memory)
     if maps is not None:
         look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
-        trajectory = Trajectory.begun(look.arrays, ids.shape[0])
         memory, first = look.begin(x, memory)
-    # What saves launches; of many tokens, one y would be held beside all that attention needs, and
-    # taking packed traces apart would copy megabytes.
+        carry = _Carry(x, memory, trajectory=Trajectory.begun(look.arrays, ids.shape[0]))
     few, k = kind == "decode", model.config.num_experts_per_tok
+    if few:
+        # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the
+        # same in every one. Of many tokens it would be held beside all that attention needs, and
+        # taking packed traces apart would copy megabytes.
+        carry = carry._replace(y=nothing_computed(x.shape[0] * k, x.shape[1]))
 
-    def blank() -> jax.Array:
-        return nothing_computed(x.shape[0] * k, x.shape[1])
-
-    def layer(stack: LayerStack, carry):
-        i, x, memory, shared, trajectory = carry
+    def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
+        x, memory, shared, trajectory = carry
         moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
-        arena, tables = memory
-        x, arena = stack.attend(i, x, arena, tokens, context.page)
-        memory = DeviceMemory(arena, tables)
+        x, arena = stack.attend(i, x, memory.arena, tokens, context.page)
+        memory = memory._replace(arena=arena)
         if not stack.is_moe:
-            return (i + 1, stack.feed_forward(i, x, tokens), memory, shared, trajectory), None
+            return _Carry(stack.feed_forward(i, x, tokens), memory, shared, trajectory), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         compute = compute_materialized if context.window else page_and_compute
-        y = blank() if shared is None else shared
+        y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
         y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
-        if look is not None:
+        if look is not None and trajectory is not None:
             probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         trace = LayerTrace(ids, weights, counts, seen)
-        carry = i + 1, x, memory, y if few else None, trajectory
-        return carry, (trace.packed() if few else trace, done, ahead)
+        y = y if few else None
+        return _Carry(x, memory, y, trajectory), (trace.packed() if few else trace, done, ahead)
 
-    traces = []
-    # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the same
-    # in every one.
-    state = x, memory, blank() if few else None, trajectory
-    for stack in model.runs:
-        # The index is carried: a scan copies it out of an array of indexes in every layer.
-        (_, *state), trace = lax.scan(
-            lambda carry, _, stack=stack: layer(stack, carry),
-            (jnp.int32(0), *state),
-            length=stack.size,
-        )
-        if stack.is_moe:
-            traces.append(trace)
-    trace, done, ahead = jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+    (x, memory, *_), (trace, done, ahead) = _over_layers(model, layer, carry)
     if few:
-        trace = LayerTrace.unpacked(*trace, x.shape[0], k)
+        rows, arrays = trace
+        trace = LayerTrace.unpacked(rows, arrays, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
-    x, memory, _, _ = state
     writes = (memory.arena.token,) if context.queued else ()
     held = expert_rows(memory.tables, context) if context.window else None
     output = step_output(model, x, batch, trace, staged, kind, results, writes, held)
     if first is not None:
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
     return memory, output
+
+
+def _over_layers(
+    model: Decoder, layer: Callable[[LayerStack, jax.Array, _Carry], Any], carry: _Carry
+) -> tuple[_Carry, Any]:
+    """What the last layer leaves, and what MoE layers give out, stacked. layer: takes its index in
+    its stack."""
+
+    def counted(stack, carry):
+        after, out = layer(stack, *carry)
+        return (carry[0] + 1, after), out
+
+    traces = []
+    for stack in model.runs:
+        # The index is carried: a scan copies it out of an array of indexes in every layer.
+        (_, carry), trace = lax.scan(
+            lambda carry, _, stack=stack: counted(stack, carry),
+            (jnp.int32(0), carry),
+            length=stack.size,
+        )
+        if stack.is_moe:
+            traces.append(trace)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)

@@ -10,15 +10,8 @@ import pytest
 import scripts.experiments
 from moejax.errors import UserError
 from scripts.transfers import handles
-from scripts.transfers.stream import (
-    Group,
-    arm_options,
-    load,
-    main,
-    measured_compute,
-    read_groups,
-    sizes_of,
-)
+from scripts.transfers.stream import main, measured_compute
+from scripts.transfers.streaming.arms import Group, arm_options, load, read_groups, sizes_of
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow

@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from scripts.transfers.stream_grid import (
+from scripts.transfers.stream_grid import crossovers, main
+from scripts.transfers.streaming.cells import (
     HERE,
     QWEN3_30B,
     Cell,
     arm_seconds,
     compute_seconds,
-    crossovers,
-    main,
 )
 
 pytestmark = pytest.mark.slow
