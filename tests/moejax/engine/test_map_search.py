@@ -193,7 +193,7 @@ def test_kernels_interpreted():
         ({"policies": [ExpertMapInStep(distance=4)]}, "distance must lie in 1…3"),
         ({"policies": [ExpertMapInStep(capacity=0)]}, "capacity must be at least 1"),
     ],
-    ids=str,
+    ids=("host driver", "two versions", "little memory", "far ahead", "no maps"),
 )
 def test_refusals(options, says):
     options = {"policies": [ExpertMapInStep()], **options}
