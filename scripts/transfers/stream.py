@@ -2,7 +2,7 @@
 
 python -m scripts.transfers stream CELLS.yaml [--only GROUP,…] [--folder DIR] [--output FILE]
 
-CELLS.yaml names the cells of the grid that are measured (scripts/experiments/stream/cells.yaml):
+CELLS.yaml names the cells of the grid that are measured (scripts/transfers/streaming/cells.yaml):
 groups of places (batch, context) that have residents, link and arms in common. Random weights in
 the sizes of a known model, with a vocabulary of 1,024, since a head weighs twelve times as much in
 four layers as in 48; contexts are pages of zeros that are there; routing is drawn, the same in each

@@ -165,7 +165,11 @@ def test_reads_are_verified_by_crc32c_where_it_is_known_else_by_sha256(
     [
         ({"host_memory": None}, "gpu", "say how large, host_memory=SIZE"),
         ({"driver": "device"}, "gpu", "for driver='host', not 'device'.*use driver='host'"),
-        ({"driver": "stream"}, "gpu", "for driver='host', not 'stream'"),
+        (
+            {"driver": "stream"},
+            "gpu",
+            "driver='stream' on a GPU.*use store='memory', or driver='host'",
+        ),
         ({"transfers": None}, "gpu", "or driver='host' and transfers='queue' for a cache"),
         pytest.param(
             {"transfers": None}, "cpu", "or driver='host' and transfers='queue'", marks=NATIVE

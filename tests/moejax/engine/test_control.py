@@ -237,6 +237,7 @@ class FakeRunner:
     set_tables, seen = Runner.set_tables, Runner.seen
     prepare, snapshot, stage_list = Runner.prepare, Runner.snapshot, Runner.stage_list
     keep_settled, queue = Runner.keep_settled, None
+    hold_maps, maps = Runner.hold_maps, None
 
     def __init__(self):
         self.transfers = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import scripts.experiments
+import scripts.transfers.streaming
 from moejax.errors import UserError
 from scripts.transfers import handles
 from scripts.transfers.stream import main, measured_compute
@@ -16,7 +16,7 @@ from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow
 
-SUBSET = Path(scripts.experiments.__path__[0]) / "stream" / "cells.yaml"
+SUBSET = Path(scripts.transfers.streaming.__path__[0]) / "cells.yaml"
 
 DEMO = """groups:
 - {name: small, shape: demo, residents: 8, rate: 200MB/s, places: [[2, 32], [4, 16]], steps: 2,
