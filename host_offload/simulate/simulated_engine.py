@@ -225,7 +225,7 @@ class PagerDevice:
         self.pager.set(contents)
 
     def write_maps(self, rows: MapRows) -> None:
-        raise NotImplementedError("check_simulated refuses policies whose steps search maps")
+        raise ValueError("a simulation has no steps that search maps (check_simulated)")
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         self.pager.move(moves)
