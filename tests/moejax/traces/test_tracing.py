@@ -112,8 +112,10 @@ def test_bytes_are_by_version_and_cause():
     """Of one version by the counts, of several by the demand; ahead of need by the lists."""
     paging = Paging(*(np.array(c, np.int32) for c in ([6, 5], [3, 3], [2, 1], [1, 1])))
     entries = types.SimpleNamespace(version=np.array([1, 0, 1]))
-    none: Any = types.SimpleNamespace(between=(), stages=None)
-    step: Any = types.SimpleNamespace(between=[(entries, np.array([1, 1, 0]))], stages=None)
+    output = types.SimpleNamespace(ahead=None)
+    none: Any = types.SimpleNamespace(between=(), stages=None, output=output)
+    carried = [(entries, np.array([1, 1, 0]))]
+    step: Any = types.SimpleNamespace(between=carried, stages=None, output=output)
     assert moved_bytes(none, paging, None, (100,)).tolist() == [300, 200, 0]
     demand = np.array([[[1, 1], [0, 1]], [[0, 1], [1, 0]]], np.int32)
     assert moved_bytes(step, paging, demand, (100, 30)).tolist() == [160, 130, 130]
