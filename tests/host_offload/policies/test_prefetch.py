@@ -27,7 +27,13 @@ from host_offload.control.interface import (
     Spec,
     State,
 )
-from host_offload.control.rules import PolicyError, check_decision, check_policies, search_of
+from host_offload.control.rules import (
+    PolicyError,
+    check_decision,
+    check_policies,
+    search_of,
+    wants_pool,
+)
 from host_offload.policies.prefetch import coactivation
 from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
@@ -378,7 +384,7 @@ SEQUENCES = st.lists(
 @given(kinds=SEQUENCES)
 def test_no_prefetch_moves_less_than_min(tmp_path_factory, kinds):
     """Every prefetch by name, those that are fitted, the oracle and static layers, with cells for
-    the largest step set; MIN of one pool for the one that moves cells."""
+    the largest step set; MIN of one pool for those whose cells go from layer to layer."""
     trace = trace_of_kinds(tmp_path_factory.mktemp("min"), kinds)
     spec = dataclasses.replace(spec_of(trace.header), driver="host", router=ROUTER)
     references = read_references(trace)
@@ -388,7 +394,7 @@ def test_no_prefetch_moves_less_than_min(tmp_path_factory, kinds):
     for name, policy in simulated_policies_of(trace).items():
         found = simulate(trace, policies=[policy], spec=spec, cells=cells).transfers.sum(axis=0)
         assert found.sum() >= pool.sum(), name
-        if name != "static-layers":
+        if name != "static-layers" and not wants_pool(policy):
             assert (found >= least).all(), name
 
 
