@@ -351,6 +351,11 @@ def _load_order(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
     return _array(value, np.shape(value)[:1], 0, np.iinfo(np.int16).max, np.int16, refuse)
 
 
+def gives_away(policies: Sequence[Policy]) -> bool:
+    """Whether a policy gives missed experts to a second processor."""
+    return any("execute" in policy.writes for policy in policies)
+
+
 def check_second_processor(policies: Sequence[Policy], spec: Spec) -> None:
     """Raises PolicyError for a policy that gives experts to a processor that there is not."""
     if not spec.second_processor:

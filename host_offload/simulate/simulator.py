@@ -15,7 +15,7 @@ import numpy as np
 from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import PagedSpec, paged_said
-from host_offload.control.rules import check_simulated
+from host_offload.control.rules import check_simulated, gives_away
 from host_offload.memory.pager import Pager, Referenced, resident_tables
 from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
@@ -236,8 +236,7 @@ def _check_kv(controller: Controller, budgets: Sequence[BudgetMove] | None) -> N
 
 def _told(told: Spec, driver: str, policies: Sequence[Policy], costs: Costs | None) -> Spec:
     """What policies are told of an engine that runs them."""
-    second = any("execute" in policy.writes for policy in policies)
-    told = dataclasses.replace(told, driver=driver, second_processor=second)
+    told = dataclasses.replace(told, driver=driver, second_processor=gives_away(policies))
     return told if costs is None else dataclasses.replace(told, costs=costs)
 
 

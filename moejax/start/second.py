@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from host_offload.control.interface import Policy
+from host_offload.control.rules import gives_away
 from host_offload.policies.placement.names import placement_policy
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_duration
@@ -63,7 +64,7 @@ def placement_of(options: Options) -> str | None:
 
 def check_places(options: Options, policies: Sequence[Policy], precision: Precision) -> None:
     """Raises UserError for a test of nothing, and for experts in files or in several versions."""
-    if not _places(policies):
+    if not gives_away(policies):
         if options.placement_test is not None:
             raise UserError("placement_test is of a placement; name one, placement='prescope'")
     elif options.store == "file":
@@ -78,13 +79,9 @@ def check_places(options: Options, policies: Sequence[Policy], precision: Precis
         )
 
 
-def _places(policies: Sequence[Policy]) -> bool:
-    return any("execute" in policy.writes for policy in policies)
-
-
 def second_of(options: Options, policies: Sequence[Policy]) -> SecondProcessor | None:
     """The second processor that the policies give experts to; None: there is none."""
-    return parse_placement_test(options.placement_test) if _places(policies) else None
+    return parse_placement_test(options.placement_test) if gives_away(policies) else None
 
 
 def check_second(steps: StepSpec, platform: str) -> None:

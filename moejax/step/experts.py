@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -68,17 +69,13 @@ def page_and_compute(
     """
     ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
     active = active_experts(ids, jnp.ones(memory.tables.address.shape[1], bool))
+    planned = plan_wave
+    if elsewhere is not None:
+        planned = functools.partial(_plan_beside, elsewhere=elsewhere)
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
-        if elsewhere is None:
-            _, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
-            beside = jnp.int32(0)
-        else:
-            due, missing, tables, work = _plan_beside(
-                ids, active, tables, layer, wave, context, elsewhere
-            )
-            beside = jnp.sum(due & elsewhere.beside, dtype=jnp.int32)
+        _, missing, tables, work = planned(ids, active, tables, layer, wave, context)
         if not context.in_place:
             with jax.named_scope("fill"):
                 arena = fill(
@@ -99,14 +96,14 @@ def page_and_compute(
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
             counts += wave_counts(work, missing, tables, layer, len(stores))
-            if elsewhere is not None:  # the plan does not count them
-                counts = counts.at[0].add(beside)
         return y, DeviceMemory(arena, tables), counts
 
     counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
+    if elsewhere is not None:  # the plans do not count them
+        counts = counts.at[0].add(jnp.sum(active & elsewhere.beside, dtype=jnp.int32))
     return lax.optimization_barrier(y), memory, counts
 
 
@@ -327,7 +324,7 @@ def compute_materialized(
     ops = context.ops
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
-    active = jnp.any(ids.reshape(-1)[:, None] == expert, axis=0)
+    active = active_experts(ids, jnp.ones(experts, bool))
     absent = active & (tables.address[layer] < 0)
     listed, count = expert, jnp.int32(experts)
     if isinstance(context.stores[0], AbsentRecords):
@@ -366,19 +363,34 @@ def expert_rows(tables: Tables, context: ExpertContext) -> jax.Array:
 
 
 def stage_layer(
-    memory: DeviceMemory, layer: jax.Array, entries: Entries, context: ExpertContext
+    memory: DeviceMemory,
+    layer: jax.Array,
+    entries: Entries,
+    context: ExpertContext,
+    ahead: jax.Array | int = 0,
 ) -> tuple[DeviceMemory, jax.Array]:
-    """A stage list's entries of one MoE layer, as the op; int32[S] 1 for each carried out."""
+    """A stage list's entries of one MoE layer, as the op; int32[S] 1 for each carried out. ahead: 1
+    before the layer's plan, when what the last step used may go; its clock is then read as that of
+    the coming reference."""
+    arena, tables = memory
     with jax.named_scope("stage"):
         arena, tables, done = stage(
-            *memory,
+            arena,
+            clock_moved(tables, layer, ahead),
             context.stores,
             layer,
             entries,
             formats=context.formats,
             implementation=context.ops.stage,
         )
-    return DeviceMemory(arena, tables), done
+    return DeviceMemory(arena, clock_moved(tables, layer, -ahead)), done
+
+
+def clock_moved(tables: Tables, layer: jax.Array, by: jax.Array | int) -> Tables:
+    """The tables with a layer's clock so many references later."""
+    if isinstance(by, int) and by == 0:
+        return tables
+    return tables._replace(clock=tables.clock.at[layer].add(by))
 
 
 def zero_after(value: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from moejax.step.experts import (
     Elsewhere,
     active_experts,
     add_experts,
+    clock_moved,
     compute,
     compute_in_place,
     compute_materialized,
@@ -257,10 +258,8 @@ class _Parts:
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
         read as that of the coming reference. done int32[STAGES]: of other layers."""
-        tables = tables._replace(clock=tables.clock.at[layer].add(ahead))
         memory, context = DeviceMemory(arena, tables), self.programs.context(self.key, stores)
-        (arena, tables), now = stage_layer(memory, layer, entries, context)
-        tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
+        (arena, tables), now = stage_layer(memory, layer, entries, context, ahead)
         return arena, tables, jnp.maximum(done, now)
 
     def _context(self, stores, processor: int) -> StepContext:
@@ -295,9 +294,8 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
     def admit(tables, layer, ahead, entries, done):
         """ahead, done: as of _Parts.stage. The last result, int32[2, STAGES]: for the host, each
         entry's expert and the arena row of its cell, −1 where it is not carried out."""
-        tables = tables._replace(clock=tables.clock.at[layer].add(ahead))
-        tables, row = admit_entries(tables, layer, entries)
-        tables = tables._replace(clock=tables.clock.at[layer].add(-ahead))
+        tables, row = admit_entries(clock_moved(tables, layer, ahead), layer, entries)
+        tables = clock_moved(tables, layer, -ahead)
         now = (row >= 0).astype(jnp.int32)
         return tables, jnp.maximum(done, now), jnp.stack([entries.expert, row])
 

@@ -235,11 +235,7 @@ class Lookahead:
         tables = tables._replace(prior=tables.prior.at[layer].set(prior))
         entries = list_entries(tables, layer, wanted, size)
         given = entries._replace(layer=entries.layer + zero_after(after))
-        # Read against the clock of the reference to come, so that what the step before used may go.
-        tables = tables._replace(clock=tables.clock.at[layer].add(1))
-        memory, done = stage_layer(DeviceMemory(arena, tables), layer, given, self.context)
-        clock = memory.tables.clock.at[layer].add(-1)
-        memory = memory._replace(tables=memory.tables._replace(clock=clock))
+        memory, done = stage_layer(DeviceMemory(arena, tables), layer, given, self.context, ahead=1)
         return memory, jnp.stack([entries.layer, entries.expert, entries.cell, done])
 
     @property

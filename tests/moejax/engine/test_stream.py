@@ -134,15 +134,19 @@ def test_layers_stream_from_files(demo_dir, tmp_path):
 # ---- Algorithm 1
 
 
-@functools.cache
-def loaded(layers: int, versions: tuple[str, ...] = ("dense",)):
+def config_of(layers: int):
     """layers: with experts; 5: two others between three of them, so that each is a run of its
     own."""
     config = shape("demo", layers=layers)
     if layers == 5:
         moe = (True, False, True, False, True)
         config = dataclasses.replace(config, moe_layers=moe, intermediate_size=256)
-    return with_versions(random_model(config, device=select_device()), versions)
+    return config
+
+
+@functools.cache
+def loaded(layers: int, versions: tuple[str, ...] = ("dense",)):
+    return with_versions(random_model(config_of(layers), device=select_device()), versions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +200,8 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
     return wrong
 
 
-def short_jobs():
-    params = dataclasses.replace(GREEDY, max_tokens=8)
+def short_jobs(tokens: int = 8):
+    params = dataclasses.replace(GREEDY, max_tokens=tokens)
     return [dataclasses.replace(job, params=params) for job in mixed_jobs()[:2]]
 
 

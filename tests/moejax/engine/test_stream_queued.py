@@ -7,7 +7,6 @@ arena is an array.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -16,14 +15,22 @@ import pytest
 
 from host_offload.queue.pinned import PinnedBuilder, PinnedRecords
 from moejax import LLM, UserError
-from moejax.checkpoints.random_model import random_model, shape
+from moejax.checkpoints.random_model import random_model
 from moejax.device import select_device
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.stream_queued import QueuedStreamRunner
 from tests.moejax.engine.test_device_queue import delay
-from tests.moejax.engine.test_stream import GREEDY, LIMITS, PROMPTS, Running
+from tests.moejax.engine.test_stream import (
+    GREEDY,
+    LIMITS,
+    PROMPTS,
+    Running,
+    config_of,
+    short_jobs,
+    slow,
+)
 from tests.moejax.engine_runs import Faulty, mixed_jobs, run
 from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 from tests.pallas_kernels.contract import NATIVE
@@ -45,10 +52,6 @@ def at_rest(ops: str = "auto"):
 
 def same(ours, theirs) -> bool:
     return all(a.same_bits(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def slow(**options):
-    return pytest.param(options, marks=pytest.mark.slow)
 
 
 # ---- bits and memory
@@ -118,14 +121,8 @@ def test_the_bits_are_those_of_full_residency_with_kernels():
 
 @functools.cache
 def loaded(layers: int, builder: type):
-    """layers: with experts; 5: two others between three of them, so that each is a run of its
-    own."""
-    config = shape("demo", layers=layers)
-    if layers == 5:
-        moe = (True, False, True, False, True)
-        config = dataclasses.replace(config, moe_layers=moe, intermediate_size=256)
     options = {} if builder is None else {"new_builder": builder}
-    return random_model(config, device=select_device(), **options)
+    return random_model(config_of(layers), device=select_device(), **options)
 
 
 def started(layers: int, driver: str = "stream", **options) -> Running:
@@ -135,15 +132,10 @@ def started(layers: int, driver: str = "stream", **options) -> Running:
     return Running(start_engine(model, made, select_device())[0])
 
 
-def short_jobs():
-    params = dataclasses.replace(GREEDY, max_tokens=6)
-    return [dataclasses.replace(job, params=params) for job in mixed_jobs()[:2]]
-
-
 @functools.cache
 def at_rest_of(layers: int):
     running = started(layers, "device")
-    found = run(running, short_jobs(), check=False)
+    found = run(running, short_jobs(6), check=False)
     running.engine.runner.delete(given=False)
     return found
 
@@ -192,7 +184,7 @@ def out_of_order(layers: int, monkeypatch, **options) -> list[str]:
         streamed, wrong = runner.window.half, []
         count = len(runner.window.tier)
         events = told(runner, monkeypatch)
-        found = run(running, short_jobs(), check=False)
+        found = run(running, short_jobs(6), check=False)
         if not same(found, at_rest_of(layers)):
             wrong.append("other bits")
         wrong += runner.faults()

@@ -169,17 +169,19 @@ def test_an_empty_store_wants_nothing():
     tables = jax.tree.map(
         jnp.asarray, Tables(**random_tables(np.random.default_rng(0), 8)._asdict())
     )
-    stored = functools.partial(_kept, entries=[])
+    staged = []
+    stored = functools.partial(_kept, entries=staged)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(map_search, "stage_layer", stored)
         memory = map_search.DeviceMemory(jnp.zeros(1), tables)
         after, ahead = look.fetch(memory, jnp.int32(1), found, jnp.ones((R, D)))
     assert np.all(np.asarray(ahead)[0] == -1)
+    assert [moved for _, moved in staged] == [1]  # what the step before used may go
     assert np.array_equal(after.tables.prior, tables.prior)
 
 
-def _kept(memory, layer, given, context, entries):
-    entries.append(given)
+def _kept(memory, layer, given, context, ahead, entries):
+    entries.append((given, ahead))
     return memory, jnp.zeros_like(given.layer)
 
 
