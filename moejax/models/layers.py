@@ -84,7 +84,7 @@ class LayerStack(nnx.Module):
     def _optional(self, name: str) -> jax.Array | None:
         return self.weights[name][...] if name in self.weights else None
 
-    def _linear(self, x, name, i, tokens, out_dtype=None):
+    def _linear(self, x, name, i, tokens, out_dtype=None, residual=None):
         return linear(
             x,
             self._weight(name),
@@ -93,9 +93,16 @@ class LayerStack(nnx.Module):
             row_tile=tokens.row_tile,
             tiles=tokens.tiles,
             out_dtype=out_dtype,
+            residual=residual,
             implementation=self.ops.linear,
             shared_kib=self.ops.shared_kib,
         )
+
+    def _plus(self, x, y, name, i, tokens):
+        """x plus the product of y, one op where the model has no factor between."""
+        if self.config.residual_multiplier == 1:
+            return self._linear(y, name, i, tokens, residual=x)
+        return x + self._added(self._linear(y, name, i, tokens))
 
     def _norm(self, x, name, i, eps=None):
         eps = self.config.rms_norm_eps if eps is None else eps
@@ -116,7 +123,7 @@ class LayerStack(nnx.Module):
             normed = self._norm(x, "input_norm", i)
             read = self._read_heads if self.config.mla is None else self._read_latent
             attended, arena = read(i, normed, arena, tokens, page)
-            x = x + self._added(self._linear(attended, "o", i, tokens))
+            x = self._plus(x, attended, "o", i, tokens)
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
             return lax.optimization_barrier(x), arena
 
@@ -252,7 +259,7 @@ class LayerStack(nnx.Module):
                 implementation=self.ops.route,
             )
             if "shared_down" in self.weights:
-                x = x + self._added(self._shared_expert(i, normed, tokens))
+                x = self._plus_shared_expert(i, x, normed, tokens)
             return lax.optimization_barrier((x, normed, ids, weights))
 
     def _correction(self):
@@ -267,27 +274,29 @@ class LayerStack(nnx.Module):
     def _router_logits(self, i, normed, tokens):
         return self._linear(normed, "router", i, tokens, out_dtype=jnp.float32)
 
-    def _shared_expert(self, i, normed, tokens):
-        """The expert that every token goes through, behind a gate of its own in Qwen2-MoE."""
+    def _plus_shared_expert(self, i, x, normed, tokens):
+        """x plus the expert that every token goes through, behind a gate of its own in
+        Qwen2-MoE."""
         with jax.named_scope("shared_expert"):
-            out = self._gated(normed, "shared_", i, tokens)
+            hidden = self._gated(normed, "shared_", i, tokens)
             if "shared_gate" not in self.weights:
-                return out
+                return self._plus(x, hidden, "shared_down", i, tokens)
+            out = self._linear(hidden, "shared_down", i, tokens)
             gate = self._linear(normed, "shared_gate", i, tokens, out_dtype=jnp.float32)
-            return (jax.nn.sigmoid(gate) * out).astype(out.dtype)
+            return x + self._added((jax.nn.sigmoid(gate) * out).astype(out.dtype))
 
     def feed_forward(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
         """x [T, D] plus the gated feed-forward of a layer without experts."""
         with jax.named_scope("feed_forward"):
             normed = self._norm(x, "post_norm", i)
-            out = self._added(self._gated(normed, "", i, tokens))
-            return lax.optimization_barrier(x + out)
+            hidden = self._gated(normed, "", i, tokens)
+            return lax.optimization_barrier(self._plus(x, hidden, "down", i, tokens))
 
     def _gated(self, normed, key, i, tokens):
+        """The activated gate times the other half, before the product with `down`."""
         gate_up = self._linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        hidden = (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
-        return self._linear(hidden, f"{key}down", i, tokens)
+        return (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -19,7 +19,8 @@ from pallas_kernels.cpu.arena import OwnedArena
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
-from pallas_kernels.plan import Plan, plan
+from pallas_kernels.plan import Plan, plan, plan_counts, plan_routed, routed_to
+from pallas_kernels.plan.record import active_experts, bits, counts_size, record
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.stage import Entries, stage
 
@@ -67,7 +68,7 @@ def page_and_compute(
     a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
     moejax.step.results.Results).
     """
-    ops, stores, formats, waves = context.ops, context.stores, context.formats, context.waves
+    stores, waves = context.stores, context.waves
     active = active_experts(ids, jnp.ones(memory.tables.address.shape[1], bool))
     planned = plan_wave
     if elsewhere is not None:
@@ -77,25 +78,14 @@ def page_and_compute(
         y, (arena, tables), counts = carry
         _, missing, tables, work = planned(ids, active, tables, layer, wave, context)
         if not context.in_place:
-            with jax.named_scope("fill"):
-                arena = fill(
-                    arena,
-                    stores,
-                    layer,
-                    work.fill_expert,
-                    work.fill_row,
-                    work.fill_version,
-                    work.fill_count,
-                    formats=formats,
-                    implementation=ops.fill,
-                )
+            arena = fill_planned(arena, layer, work, context)
         residents = arena, tables.address, tables.version
         y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
         if context.in_place:
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
-            counts += wave_counts(work, missing, tables, layer, len(stores))
+            counts += plan_counts(work, missing, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
     counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
@@ -107,12 +97,61 @@ def page_and_compute(
     return lax.optimization_barrier(y), memory, counts
 
 
-def active_experts(ids: jax.Array, among: jax.Array) -> jax.Array:
-    """bool[E]: those among bool[E] that some token is routed to. ids: as of page_and_compute."""
+def page_and_record(
+    y: jax.Array,
+    x: jax.Array,
+    routing: tuple[jax.Array, jax.Array],
+    memory: DeviceMemory,
+    layer: jax.Array,
+    records: jax.Array,
+    context: ExpertContext,
+) -> tuple[jax.Array, DeviceMemory, jax.Array]:
+    """As page_and_compute in one wave, with the layer's record in its row of int32[L, W] `records`
+    in place of counts. routing: ids and weights [T, K]."""
+    ids, weights = routing
     with jax.named_scope("plan"):
-        # Along the pairs: across them a GPU needs two kernels from 64 rows on.
-        routed = jnp.arange(among.shape[0])[:, None] == ids.reshape(-1)
-        return jnp.any(routed & among[:, None], axis=1)
+        tables, records, work = plan_routed(
+            memory.tables,
+            layer,
+            ids,
+            weights,
+            records,
+            versions=len(context.stores),
+            implementation=context.ops.plan,
+        )
+    arena = fill_planned(memory.arena, layer, work, context)
+    residents = arena, tables.address, tables.version
+    y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
+    return lax.optimization_barrier(y), DeviceMemory(arena, tables), records
+
+
+def with_record(
+    records: jax.Array,
+    layer: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    counts: jax.Array,
+) -> jax.Array:
+    """The records with a layer's in its row, of counts that are known already."""
+    return lax.dynamic_update_index_in_dim(records, record(ids, weights, counts), layer, 0)
+
+
+def fill_planned(
+    arena: jax.Array, layer: jax.Array, work: Plan, context: ExpertContext
+) -> jax.Array:
+    """The arena with what a plan moves into cells."""
+    with jax.named_scope("fill"):
+        return fill(
+            arena,
+            context.stores,
+            layer,
+            work.fill_expert,
+            work.fill_row,
+            work.fill_version,
+            work.fill_count,
+            formats=context.formats,
+            implementation=context.ops.fill,
+        )
 
 
 def plan_wave(
@@ -127,15 +166,12 @@ def plan_wave(
     before it, tables after it, its plan). ids: as of page_and_compute; active: of all experts."""
     waves, experts = context.waves, active.shape[0]
     with jax.named_scope("plan"):
-        absent = tables.address[layer] < 0
         if waves == 1:
-            # Beside the other reduction: of its result it would be a kernel of its own.
-            due, missing = active, active_experts(ids, absent)
+            due, missing = routed_to(tables, layer, ids)
         else:
             due = active & (jnp.arange(experts) * waves // experts == wave)
-            missing = due & absent
-        # Together, since plan changes the addresses in place: read later they would be copied.
-        due, missing = lax.optimization_barrier((due, missing))
+            # Together, since plan changes the addresses in place: read later they would be copied.
+            due, missing = lax.optimization_barrier((due, due & (tables.address[layer] < 0)))
         tables, work = plan(tables, layer, due, implementation=context.ops.plan)
     return due, missing, tables, work
 
@@ -401,12 +437,6 @@ def zero_after(value: jax.Array) -> jax.Array:
     return (value.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
 
 
-def counts_size(experts: int, versions: int = 1) -> int:
-    """int32 values of one layer's counts: the fields of Paging, one bit an expert, and of several
-    versions the fills and the experts read through of each."""
-    return len(Paging._fields) + -(-experts // 32) + (2 * versions if versions > 1 else 0)
-
-
 def missed_bits(counts, experts: int):
     """bool[L, E]: active experts that were not resident when their layer began, of counts
     int32[L, counts_size] on the host or in a step."""
@@ -415,39 +445,12 @@ def missed_bits(counts, experts: int):
     return bits.reshape(counts.shape[0], -1)[:, :experts] > 0
 
 
-def wave_counts(
-    work: Plan, missing: jax.Array, tables: Tables, layer: jax.Array, versions: int
-) -> jax.Array:
-    """What one wave adds to the counts; its missing experts, bool[E], are no other wave's, so bits
-    add up. tables: after plan."""
-    paging = Paging(work.active_count, work.hits, work.fill_count, work.read_through)
-    parts = [jnp.stack(paging), _bits(missing)]
-    if versions > 1:
-        number = jnp.arange(versions)[:, None]
-        filled = (work.fill_expert >= 0) & (work.fill_version == number)
-        absent = missing & (tables.address[layer] < 0)  # what is read through
-        through = absent & (tables.version[layer] == number)
-        parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
-    return jnp.concatenate(parts)
-
-
-def _bits(mask: jax.Array) -> jax.Array:
-    """int32[⌈E/32⌉] of mask bool[E], a bit for each."""
-    halves = jnp.pad(mask, (0, -mask.shape[0] % 32)).reshape(-1, 2, 16)
-    # XLA gives a sum over a power of two a kernel of its own on a GPU, one over 17 it makes part of
-    # the kernel that stores it.
-    halves = jnp.pad(halves, ((0, 0), (0, 0), (0, 1)))
-    bit = jnp.uint32(1) << jnp.arange(17, dtype=jnp.uint32)
-    halves = jnp.sum(jnp.where(halves, bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(halves[:, 0] | halves[:, 1] << 16, jnp.int32)
-
-
 def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.Array:
     """The counts of a layer in the window; active, absent: bool[E]."""
     experts = active.shape[0]
     used, missed = (jnp.sum(mask, dtype=jnp.int32) for mask in (active, absent))
     paging = Paging(used, used - missed, jnp.int32(0), missed)
-    counts = jnp.concatenate([jnp.stack(paging), _bits(absent)])
+    counts = jnp.concatenate([jnp.stack(paging), bits(absent)])
     return jnp.pad(counts, (0, counts_size(experts, versions) - counts.size))
 
 

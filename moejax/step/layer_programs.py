@@ -13,20 +13,17 @@ from moejax.models.layers import LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
     Elsewhere,
-    active_experts,
     add_experts,
     clock_moved,
     compute,
     compute_in_place,
     compute_materialized,
-    counts_size,
     expert_rows,
     nothing_computed,
     page_and_compute,
     plan_wave,
     seat,
     stage_layer,
-    wave_counts,
 )
 from moejax.step.parts import (
     LayerTrace,
@@ -38,6 +35,8 @@ from moejax.step.parts import (
     step_tokens,
 )
 from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
+from pallas_kernels.plan import plan_counts
+from pallas_kernels.plan.record import active_experts, counts_size
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.stage import admit_entries
 
@@ -202,7 +201,7 @@ class _Parts:
         address = tables.address[layer]
         row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
         filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
-        counts += wave_counts(work, missing, tables, layer, 1)
+        counts += plan_counts(work, missing, tables, layer, 1)
         return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
 
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):

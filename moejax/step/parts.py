@@ -286,16 +286,9 @@ class LayerTrace(NamedTuple):
     arrays: TraceArrays = TraceArrays()
     """One layer has no embedding."""
 
-    def packed(self) -> tuple[jax.Array, TraceArrays]:
-        """All of one layer but the arrays as int32, since a scan writes each of its results by a
-        kernel or a copy of its own."""
-        weights = lax.bitcast_convert_type(self.weights, jnp.int32)
-        parts = self.ids.reshape(-1), weights.reshape(-1), self.counts
-        return jnp.concatenate(parts), self.arrays
-
     @classmethod
     def unpacked(cls, rows: jax.Array, arrays: TraceArrays, tokens: int, k: int) -> LayerTrace:
-        """Layers out of the rows int32[L, …] and arrays that they packed. k: experts a token."""
+        """Layers out of their records int32[L, record_size] and arrays. k: experts a token."""
         ids, weights, counts = jnp.split(rows, (tokens * k, 2 * tokens * k), axis=1)
         shape = rows.shape[0], tokens, k
         weights = lax.bitcast_convert_type(weights, jnp.float32)

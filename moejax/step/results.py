@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.step.experts import Paging, counts_size, missed_bits
+from moejax.step.experts import Paging, missed_bits
+from pallas_kernels.plan.record import counts_size
 
 _NONE = np.zeros(1, np.int32)
 

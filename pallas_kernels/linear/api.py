@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cards import CLASSES
@@ -18,16 +19,18 @@ def linear(
     row_tile: int | None = None,
     tiles: Int[Array, ""] | int | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
+    residual: Float[Array, "T N"] | None = None,
     implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "T N"]:
-    """x · weights[layer]ᵀ (+ bias[layer]), summed in float32.
+    """x · weights[layer]ᵀ (+ bias[layer]), summed in float32; then, where there is one, residual +
+    that, rounded to out_dtype before the sum and after it.
 
     weights are stacked over layers in [out, in] order and passed whole: a kernel indexes them, so
     that a scan over layers copies nothing. row_tile: rows of one product (default: all), a divisor
     of T; it decides the bits, T does not. tiles: only the first so many row tiles are needed
-    (default: all); the rows after them mean nothing. out_dtype: x's by default. shared_kib: the
-    device's `cards.shared_class`, for the kernel.
+    (default: all); the rows after them mean nothing. out_dtype: x's by default; a residual has it.
+    shared_kib: the device's `cards.shared_class`, for the kernel.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -39,7 +42,16 @@ def linear(
     if row_tile < 1 or x.shape[0] % row_tile:
         raise ValueError(f"{x.shape[0]} rows are not whole tiles of {row_tile}")
     tiles = x.shape[0] // row_tile if tiles is None else tiles
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if residual is not None:
+        wanted = (x.shape[0], weights.shape[1]), out_dtype
+        if (residual.shape, residual.dtype) != wanted:
+            raise ValueError(
+                f"residual is {residual.dtype} {residual.shape}, the result {wanted[1]} {wanted[0]}"
+            )
     fn = pick("linear", IMPLEMENTATIONS, implementation, shared_kib)
-    return fn(
-        x, weights, layer, bias, row_tile=row_tile, tiles=tiles, out_dtype=out_dtype or x.dtype
-    )
+    options = {"row_tile": row_tile, "tiles": tiles, "out_dtype": out_dtype}
+    if residual is None or implementation == "pallas":
+        fused = {} if residual is None else {"residual": residual}
+        return fn(x, weights, layer, bias, **options, **fused)
+    return residual + fn(x, weights, layer, bias, **options)

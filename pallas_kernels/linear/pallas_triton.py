@@ -68,7 +68,18 @@ def configuration(
     return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=stages)
 
 
-def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype, shared_kib: int = CLASSES[-1]):
+def linear(
+    x,
+    weights,
+    layer,
+    bias,
+    *,
+    row_tile,
+    tiles,
+    out_dtype,
+    residual=None,
+    shared_kib: int = CLASSES[-1],
+):
     tokens, outputs = x.shape[0], weights.shape[1]
     dtype = jnp.promote_types(x.dtype, weights.dtype)
     config = configuration(row_tile, outputs, dtype, shared_kib)
@@ -85,17 +96,18 @@ def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype, shared_kib: i
         scalar(tiles),
         x,
         weights,
-        *(() if bias is None else (bias,)),
+        () if bias is None else (bias,),
+        () if residual is None else (residual,),
     )
 
 
-def _kernel(layer, tiles, x, weights, *rest, config, row_tile):
-    """Program (i, j) computes row tile i and column tile j of the product; K ascends.
+def _kernel(layer, tiles, x, weights, bias, residual, out, *, config, row_tile):
+    """Program (i, j) computes row tile i and column tile j of the product; K ascends. bias,
+    residual: of one array or none.
 
     Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
     nothing if the tile lies behind the rows in use.
     """
-    *bias, out = rest
     (tokens, inputs), outputs = x.shape, weights.shape[1]
     first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(1) * config.columns
     rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
@@ -110,10 +122,15 @@ def _kernel(layer, tiles, x, weights, *rest, config, row_tile):
             weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(part, weight, trans_b=True)
 
+        mask = tile_mask(row_mask, column_mask, (config.rows, config.columns))
+        # Before the sum, so that nobody waits for it behind the last tile of weights.
+        added = [load_tile(r.at[rows, columns], row_mask, column_mask) for r in residual]
         total = jnp.zeros((config.rows, config.columns), jnp.float32)
         total = sum_over_depth(add, total, inputs, config.depth)
         if bias:
             row = load_tile(bias[0].at[pl.ds(layer[0], 1), columns], None, column_mask)
             total = total + row.astype(jnp.float32)
-        mask = tile_mask(row_mask, column_mask, total.shape)
-        plgpu.store(out.at[rows, columns], total.astype(out.dtype), mask=mask)
+        result = total.astype(out.dtype)
+        for part in added:  # the product is rounded before the sum is
+            result = (part.astype(jnp.float32) + result.astype(jnp.float32)).astype(out.dtype)
+        plgpu.store(out.at[rows, columns], result, mask=mask)

@@ -1,6 +1,16 @@
 """Maps a layer's active experts to hits, fills and read-throughs, and picks victims."""
 
-from pallas_kernels.plan.api import Plan, Tables, plan
+from pallas_kernels.plan.api import Plan, Tables, plan, plan_counts, plan_routed, routed_to
 from pallas_kernels.plan.victim import LOG2_UNIT, log2_fixed, victim_key
 
-__all__ = ["LOG2_UNIT", "Plan", "Tables", "log2_fixed", "plan", "victim_key"]
+__all__ = [
+    "LOG2_UNIT",
+    "Plan",
+    "Tables",
+    "log2_fixed",
+    "plan",
+    "plan_counts",
+    "plan_routed",
+    "routed_to",
+    "victim_key",
+]

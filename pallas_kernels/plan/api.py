@@ -2,9 +2,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Int
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.plan import pallas_triton
+from pallas_kernels.plan.record import active_experts, bits, record, record_size
 
 
 class Tables(NamedTuple):
@@ -56,6 +61,9 @@ class Plan(NamedTuple):
 
 IMPLEMENTATIONS = implementations("plan", ("xla", "pallas", "cpu"))
 
+ROUTED = {"pallas": pallas_triton.plan_routed}
+"""Implementations that do all of plan_routed themselves; others are XLA around their plan."""
+
 
 def plan(
     tables: Tables,
@@ -82,3 +90,66 @@ def plan(
         raise ValueError(f"{tables.cell_row.shape[0]} layers of cells, {layers} of experts")
     tables, parts = pick("plan", IMPLEMENTATIONS, implementation)(tables, layer, active)
     return tables, Plan(*parts)
+
+
+def plan_routed(
+    tables: Tables,
+    layer: Int[Array, ""] | int,
+    ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    records: Int[Array, "L W"],
+    *,
+    versions: int = 1,
+    implementation: str = "xla",
+) -> tuple[Tables, Int[Array, "L W"], Plan]:
+    """As plan, of the experts that the tokens of a step are routed to, which also writes the
+    layer's record into its row of `records`.
+
+    ids: E for padding. weights: float32, of the record alone. A record (W = record_size) holds the
+    ids, the bits of the weights, and the counts: active experts, hits, fills, experts read through;
+    a bit for each active expert that was not resident before; with several versions the fills of
+    each and the experts read through of each.
+
+    Raises ValueError for shapes that do not fit or an unknown implementation.
+    """
+    layers, experts = tables.address.shape
+    wanted = layers, record_size(ids.size, experts, versions)
+    if records.shape != wanted:
+        raise ValueError(f"records are {records.shape}, those of {ids.size} pairs {wanted}")
+    if weights.shape != ids.shape:
+        raise ValueError(f"weights are {weights.shape}, ids {ids.shape}")
+    if implementation in ROUTED:
+        operands = tables, layer, ids, weights, records
+        tables, records, parts = ROUTED[implementation](*operands, versions=versions)
+        return tables, records, Plan(*parts)
+    active, missing = routed_to(tables, layer, ids)
+    tables, work = plan(tables, layer, active, implementation=implementation)
+    row = record(ids, weights, plan_counts(work, missing, tables, layer, versions))
+    return tables, lax.dynamic_update_index_in_dim(records, row, layer, 0), work
+
+
+def routed_to(
+    tables: Tables, layer: Int[Array, ""] | int, ids: Int[Array, "T K"]
+) -> tuple[Bool[Array, " E"], Bool[Array, " E"]]:
+    """(experts that some token is routed to, those of them that are not resident)."""
+    absent = lax.dynamic_index_in_dim(tables.address, layer, keepdims=False) < 0
+    # Beside each other: the second out of the first would be a kernel of its own. Behind a border,
+    # since plan changes the addresses in place: read later they would be copied.
+    every = jnp.ones_like(absent)
+    return lax.optimization_barrier((active_experts(ids, every), active_experts(ids, absent)))
+
+
+def plan_counts(
+    work: Plan, missing: jax.Array, tables: Tables, layer: jax.Array | int, versions: int
+) -> Int[Array, " N"]:
+    """The counts of a record, int32[counts_size]. missing bool[E]: active experts that were not
+    resident before the plan `work`. tables: after it."""
+    totals = work.active_count, work.hits, work.fill_count, work.read_through
+    parts = [jnp.stack(totals), bits(missing)]
+    if versions > 1:
+        number = jnp.arange(versions)[:, None]
+        filled = (work.fill_expert >= 0) & (work.fill_version == number)
+        absent = missing & (tables.address[layer] < 0)  # what is read through
+        through = absent & (tables.version[layer] == number)
+        parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
+    return jnp.concatenate(parts)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.plan.listing import count, places
+from pallas_kernels.plan.record import TOTALS
 from pallas_kernels.plan.victim import victim_key
 from pallas_kernels.triton import scalar, triton_call
 
@@ -20,6 +21,9 @@ UPDATED = ("owner", "last_used", "address", "version", "frequency", "clock")
 """The tables that a plan changes, in place."""
 
 READ = ("cell_row", "cell_version", "fill_version", "prior", "victim_weights")
+
+LISTS = 8
+"""Fields of a Plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,30 +41,41 @@ def configuration(cells: int, experts: int) -> Config:
 
 
 def plan(tables, layer, active):
+    tables, _, parts = _call(_plan, tables, layer, (active,))
+    return tables, parts
+
+
+def plan_routed(tables, layer, ids, weights, records, *, versions):
+    kernel = functools.partial(_plan_routed, versions=versions)
+    routing = ids.reshape(-1), weights.reshape(-1)
+    tables, (records, *_), parts = _call(kernel, tables, layer, routing, records)
+    return tables, records, parts
+
+
+def _call(kernel, tables, layer, active, records=None):
+    """(tables, (records, which experts are active) or nothing, the plan). active: what says which
+    experts are."""
     cells, experts = tables.owner.shape[1], tables.address.shape[1]
     config = configuration(cells, experts)
     one, listed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32)
     updated = [getattr(tables, name) for name in UPDATED]
-    operands = [
-        scalar(layer),
-        active,
-        *(getattr(tables, name) for name in READ),
-        *updated,
-    ]
+    in_place = updated if records is None else [*updated, records]
+    operands = [scalar(layer), *active, *(getattr(tables, name) for name in READ), *in_place]
     results = triton_call(
-        functools.partial(_plan, config=config),
+        functools.partial(kernel, config=config),
         name="plan",
         grid=(1,),
         out_shape=(
-            *(jax.ShapeDtypeStruct(table.shape, table.dtype) for table in updated),
+            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in in_place),
+            *(() if records is None else (listed,)),
             *(listed, one, listed, listed, listed, one, one, one),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        aliases={len(operands) - len(updated) + i: i for i in range(len(updated))},
+        aliases={len(operands) - len(in_place) + i: i for i in range(len(in_place))},
     )(*operands)
     changed = dict(zip(UPDATED, results[: len(UPDATED)], strict=True))
-    return tables._replace(**changed), results[len(UPDATED) :]
+    return tables._replace(**changed), results[len(UPDATED) : -LISTS], results[-LISTS:]
 
 
 class _Cells(NamedTuple):
@@ -82,17 +97,74 @@ class _Candidates(NamedTuple):
     """Lexicographic: free first, then key, last use, owner, index."""
 
 
-def _plan(layer, active, *refs, config):
+class _Decided(NamedTuple):
+    """What a plan says of each expert: bool, and int32 the version that a missing one is filled or
+    read in."""
+
+    active: jax.Array
+    hit: jax.Array
+    fills: jax.Array
+    version: jax.Array
+
+
+def _plan_routed(layer, ids, weights, *refs, config, versions):
+    """As _plan, behind a part that makes the mask of active experts out of int32[P] `ids`, and
+    before one that writes the layer's record.
+
+    Writes: one program. Threads with the same id write the same 1 into `active`, which is result
+    and scratch; barriers stand between its zeros, its ones and who reads it. An element of the
+    record has one writer.
+    """
+    *others, records, active = refs[:-LISTS]
+    experts, pairs = active.shape[0], ids.shape[0]
+    expert, pair = (jnp.arange(pl.next_power_of_2(n)) for n in (experts, pairs))
+    inside = pair < pairs
+    plgpu.store(active.at[expert], jnp.zeros_like(expert), mask=expert < experts)
+    plgpu.debug_barrier()
+    routed = plgpu.load(ids.at[pair], mask=inside, other=experts)
+    plgpu.store(active.at[routed], jnp.ones_like(routed), mask=routed < experts)
+    plgpu.debug_barrier()
+
+    def put(place, value, mask):
+        plgpu.store(records.at[layer[0], place], value, mask=mask)
+
+    def record(decided):
+        put(pair, routed, inside)
+        weight = plgpu.load(weights.at[pair], mask=inside, other=0.0)
+        put(pairs + pair, lax.bitcast_convert_type(weight, jnp.int32), inside)
+        missing = decided.active & ~decided.hit
+        through = missing & ~decided.fills
+        totals = [count(m) for m in (decided.active, decided.hit, decided.fills, through)]
+        if versions > 1:
+            of_version = [decided.version == v for v in range(versions)]
+            totals += [count(m & v) for m in (decided.fills, through) for v in of_version]
+        size = pl.next_power_of_2(len(totals))
+        place, values = jnp.arange(size), jnp.zeros(size, jnp.int32)
+        for i, total in enumerate(totals):
+            values = jnp.where(place == i, total, values)
+        words = pl.cdiv(experts, 32)
+        # By-version totals stand behind the bits.
+        behind = jnp.where(place < TOTALS, place, place + words)
+        put(2 * pairs + behind, values, place < len(totals))
+        bit = jnp.where(missing, jnp.int32(1) << expert % 32, 0)
+        bit = jnp.sum(bit.reshape(-1, min(32, expert.size)), axis=1)
+        word = jnp.arange(bit.size)
+        put(2 * pairs + TOTALS + word, bit, word < words)
+
+    _plan(layer, active, *others, *refs[-LISTS:], config=config, record=record)
+
+
+def _plan(layer, active, *refs, config, record=None):
     """All of it in one program: loads, arithmetic on values, a barrier, stores.
 
-    Writes: one program, so nothing across programs. Within it every element has one writer: a
-    table's element is written by index, a list's by a permutation. The barrier separates the loads
-    of tables that other threads of the program write.
+    record: called at the end with what was decided about each expert. Writes: one program, so
+    nothing across programs. Within it every element has one writer: a table's element is written by
+    index, a list's by a permutation. The barrier separates the loads of tables that other threads
+    of the program write.
     """
-    read, updated = refs[: len(READ)], refs[len(READ) + len(UPDATED) :]
-    tables = dict(zip(READ, read, strict=True)) | dict(zip(UPDATED, updated, strict=False))
-    lists = updated[len(UPDATED) :]
-    active_list, active_count, fill_expert, fill_row, fill_version, *counts = lists
+    read, updated = refs[: len(READ)], refs[-LISTS - len(UPDATED) : -LISTS]
+    tables = dict(zip(READ, read, strict=True)) | dict(zip(UPDATED, updated, strict=True))
+    active_list, active_count, fill_expert, fill_row, fill_version, *counts = refs[-LISTS:]
     layer = layer[0]
     cells, experts = tables["owner"].shape[1], tables["address"].shape[1]
     cell, expert = (jnp.arange(pl.next_power_of_2(n)) for n in (cells, experts))
@@ -103,7 +175,8 @@ def _plan(layer, active, *refs, config):
         return plgpu.load(tables[name].at[layer, index], mask=mask, other=other)
 
     def is_active(index, mask):
-        return plgpu.load(active.at[index], mask=mask, other=False)
+        nobody = False if active.dtype == jnp.bool_ else 0
+        return plgpu.load(active.at[index], mask=mask, other=nobody).astype(jnp.bool_)
 
     def cells_at(index):
         inside = index < cells
@@ -200,7 +273,8 @@ def _plan(layer, active, *refs, config):
     put("last_used", cell, jnp.full_like(cell, clock), taken | pinned)
     put("address", expert, new_row, fills | (evicted > 0))
     # What is missing is computed in the version that it would fill, with or without a cell.
-    put("version", expert, jnp.where(wanted >= 0, wanted, -1 - wanted), needed & ~hit)
+    version = jnp.where(wanted >= 0, wanted, -1 - wanted)
+    put("version", expert, version, needed & ~hit)
     put("frequency", expert, frequency + 1, needed)
     tables["clock"][layer] = clock
 
@@ -216,6 +290,8 @@ def _plan(layer, active, *refs, config):
     active_count[...] = count(needed)
     for ref, mask in zip(counts, totals, strict=True):
         ref[...] = count(mask)
+    if record is not None:
+        record(_Decided(needed, hit, fills, version))
 
 
 def precedes(a, b):

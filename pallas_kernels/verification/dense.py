@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from pallas_kernels.combine import combine
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear
-from pallas_kernels.plan import Tables, plan
+from pallas_kernels.plan import Tables, plan, plan_routed
+from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route
 from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
@@ -20,18 +21,27 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     d, dtype = shape.hidden, shape.dtype
     for outputs, inputs, bias, out in shape.products:
         for row_tile in (16, 64):
+            # What a layer adds its output to.
+            residual = (2 * row_tile, outputs) if (outputs, out) == (d, dtype) else None
 
-            def inputs_of(outputs=outputs, inputs=inputs, bias=bias, tile=row_tile):
+            def inputs_of(
+                outputs=outputs, inputs=inputs, bias=bias, tile=row_tile, residual=residual
+            ):
                 return (
                     draw(0, (2 * tile, inputs), dtype),
                     draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
                     jnp.int32(0),
                     draw(2, (1, outputs), dtype) if bias else None,
+                    None if residual is None else draw(3, residual, dtype),
                 )
 
             def product(name, *operands, out=out, tile=row_tile):
+                *operands, residual = operands
                 options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
-                return linear(*operands, **options, implementation=name)
+                alone = linear(*operands, **options, implementation=name)
+                if residual is None:
+                    return alone
+                return alone, linear(*operands, residual=residual, **options, implementation=name)
 
             what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
             yield make_check("linear", what, dtype, inputs_of, product, out)
@@ -81,18 +91,40 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
     what += " corrected" if shape.correction else ""
     yield make_check("route", what, "float32", scores, routed)
 
+    versions, pairs = len(shape.versions), 33 * rule.top_k
+
     def references():
         chance = min(4 * rule.top_k / experts, 1)
-        return (jax.random.bernoulli(jax.random.key(1), chance, (6, experts)),)
+        active = jax.random.bernoulli(jax.random.key(1), chance, (6, experts))
+        # Of those experts, and of padding.
+        ids = jax.random.randint(jax.random.key(2), (6, 33, rule.top_k), 0, experts)
+        ids = jnp.where(jax.vmap(lambda mask, i: mask[i])(active, ids), ids, experts)
+        return active, ids, draw(3, ids.shape, "float32")
 
     for cells in sorted({experts, max(experts // 4, 1)}):
 
-        def planned(name, active, cells=cells):
+        def planned(name, active, ids, weights, cells=cells):
             def step(tables, active):
                 return plan(tables, jnp.int32(1), active, implementation=name)
 
-            # A scan compiles the kernel once.
-            return jax.lax.scan(step, empty_tables(experts, cells), active)
+            def routed_step(carry, routing):
+                tables, records, work = plan_routed(
+                    carry[0],
+                    jnp.int32(1),
+                    *routing,
+                    carry[1],
+                    versions=versions,
+                    implementation=name,
+                )
+                return (tables, records), (work, records[1])
+
+            # A scan compiles a kernel once.
+            tables = empty_tables(experts, cells)
+            records = jnp.zeros((2, record_size(pairs, experts, versions)), jnp.int32)
+            return (
+                jax.lax.scan(step, tables, active),
+                jax.lax.scan(routed_step, (tables, records), (ids, weights)),
+            )
 
         yield make_check("plan", f"{experts} experts {cells} cells", "int32", references, planned)
 

@@ -25,11 +25,12 @@ def case(spec, seed):
     return x, weights, bias if spec.bias else None
 
 
-def run(spec, implementation, x, weights, bias):
+def run(spec, implementation, x, weights, bias, residual=None):
     options = dict(out_dtype=spec.out_dtype, row_tile=spec.row_tile)
     op = compiled(api.linear, implementation=implementation, **options)
     tiles = None if spec.tiles is None else np.int32(spec.tiles)
-    return np.asarray(op(x, weights, np.int32(LAYER), bias, tiles=tiles))
+    more = {} if residual is None else {"residual": residual}
+    return np.asarray(op(x, weights, np.int32(LAYER), bias, tiles=tiles, **more))
 
 
 def check(spec, implementation):
@@ -47,6 +48,33 @@ def check(spec, implementation):
 @each(api.IMPLEMENTATIONS, SPECS)
 def test_contract(spec, implementation):
     check(spec, implementation)
+
+
+RESIDUAL_SPECS = (
+    Spec(17, "bfloat16", bias=True),
+    Spec(64, "bfloat16", row_tile=16, tiles=3),
+    Spec(3, "float16", inputs=200, outputs=4100),
+    Spec(128, "bfloat16", inputs=200, outputs=150, row_tile=64),
+    Spec(3, "float32"),
+)
+
+
+def check_residual(spec, implementation):
+    """The bits of the sum with the rounded product, rounded again."""
+    x, weights, bias = case(spec, 0)
+    out_dtype = spec.out_dtype or spec.dtype
+    residual = draw(np.random.default_rng(1), (spec.tokens, spec.outputs), out_dtype)
+    product = run(spec, implementation, x, weights, bias)
+    got = run(spec, implementation, x, weights, bias, residual)
+    assert got.dtype == out_dtype
+    needed = spec.tokens if spec.tiles is None else spec.tiles * spec.row_tile
+    want = residual.astype(np.float32) + product.astype(np.float32)
+    same_bits(got[:needed], want.astype(out_dtype)[:needed])
+
+
+@each(api.IMPLEMENTATIONS, RESIDUAL_SPECS)
+def test_a_residual_is_added_to_the_rounded_product(spec, implementation):
+    check_residual(spec, implementation)
 
 
 @each(api.IMPLEMENTATIONS, dtypes=("float32", "bfloat16"))
@@ -125,6 +153,14 @@ def test_the_row_tile_and_the_sizes_decide_the_configuration():
 @pytest.mark.parametrize(
     ("x", "bias", "options", "message"),
     [
+        (
+            *((3, 4), None, {"residual": np.zeros((3, 4), np.float32)}),
+            r"residual is float32 \(3, 4\), the result float32 \(3, 6\)",
+        ),
+        (
+            *((3, 4), None, {"residual": np.zeros((3, 6), np.float16)}),
+            "residual is float16 .* the result float32",
+        ),
         ((3, 5), None, {}, "x has 5 columns, the weights have 4"),
         ((3, 4), (2, 7), {}, r"bias is \(2, 7\), the weights need \(2, 6\)"),
         ((3, 4), None, {"row_tile": 2}, "3 rows are not whole tiles of 2"),

@@ -1,6 +1,8 @@
 """plan against a plain Python pager, over histories of references and regrants."""
 
 import functools
+import itertools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from host_offload.memory.tables import empty_tables, regrant
 from host_offload.policies.eviction.names import EVICTION
 from pallas_kernels.plan import api, pallas_triton
 from pallas_kernels.plan.listing import places
+from pallas_kernels.plan.record import record_size
 from pallas_kernels.plan.specs import SPECS, Spec
 from pallas_kernels.plan.victim import MAX_PRIOR
 from tests.pallas_kernels.contract import compiled, each
@@ -21,6 +24,8 @@ from tests.pallas_kernels.plan_mutants import MUTANTS
 
 WEIGHTS = ((1, 0, 0), (0, 1, 0), (1, 1, 0), (3, -2, 5), (0, 0, 1), (0, 0, 0))
 VERSIONS = 2
+PAIRS = 34
+"""Of tokens and their choices, in test_contract_of_routed: no power of two."""
 
 
 def histories(spec: Spec):
@@ -61,10 +66,14 @@ def rows(layer: int, place: list[int]) -> list[int]:
     return [-1 if p < 0 else 100 * layer + 7 * i + 3 * p for i, p in enumerate(place)]
 
 
-def check(spec: Spec, implementation: str, history) -> None:
-    """Plans and tables equal the pager's after every action."""
+def check(spec: Spec, implementation: str, history, routed: bool = False) -> None:
+    """Plans and tables equal the pager's after every action. routed: of plan_routed."""
     versions, fill_versions, granted, actions = history
     op = compiled(api.plan, implementation=implementation)
+    if routed:
+        op = compiled(api.plan_routed, versions=VERSIONS, implementation=implementation)
+        size = record_size(PAIRS, spec.experts, VERSIONS)
+        records = np.full((spec.layers, size), -7, INT)
     move = compiled(regrant)
     weights = WEIGHTS[0]
     pagers = [Pager(versions, spec.experts) for _ in range(spec.layers)]
@@ -78,9 +87,16 @@ def check(spec: Spec, implementation: str, history) -> None:
             tables = tables._replace(victim_weights=INT(weights))
         elif kind == "reference":
             layer, active = action
+            absent = [e for e in active if e not in pagers[layer].where]
             want = pagers[layer].reference(active, weights)
-            mask = np.isin(np.arange(spec.experts), list(active))
-            tables, got = op(tables, INT(layer), mask)
+            if routed:
+                ids, shares = routing(active, spec.experts)
+                tables, got_records, got = op(tables, INT(layer), ids, shares, records)
+                records[layer] = record_of(ids, shares, want, absent, pagers[layer])
+                np.testing.assert_array_equal(got_records, records, strict=True)
+            else:
+                mask = np.isin(np.arange(spec.experts), list(active))
+                tables, got = op(tables, INT(layer), mask)
             equal(got, want)
         elif kind == "regrant":
             layer, place = action
@@ -93,6 +109,31 @@ def check(spec: Spec, implementation: str, history) -> None:
         equal(tables, tables_of(pagers, weights))
 
 
+check_routed = functools.partial(check, routed=True)
+
+
+def routing(active: Iterable[int], experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """ids and weights [T, K] of tokens that are routed to these experts, some of them several
+    times, one token that is padding, and some that are routed nowhere else."""
+    ids = np.full(PAIRS, experts, INT)
+    for i, expert in enumerate(itertools.islice(itertools.cycle(active or [experts]), PAIRS - 3)):
+        ids[(5 * i) % PAIRS] = expert
+    weights = np.linspace(-1, 2, PAIRS, dtype=np.float32)
+    return ids.reshape(-1, 2), weights.reshape(-1, 2)
+
+
+def record_of(ids, weights, plan, absent: list[int], pager: Pager) -> np.ndarray:
+    """The record of a reference that found these experts absent; pager: after it."""
+    bits = np.zeros(32 * -(-len(pager.version) // 32), np.uint8)
+    bits[absent] = 1
+    filled = [v for v in plan.fill_version if v >= 0]
+    through = [pager.version[e] for e in absent if e not in plan.fill_expert]
+    totals = [plan.active_count, plan.hits, plan.fill_count, plan.read_through]
+    by_version = [v.count(i) for v in (filled, through) for i in range(VERSIONS)]
+    words = np.packbits(bits, bitorder="little").view(INT)
+    return np.concatenate([ids.ravel(), weights.view(INT).ravel(), totals, words, by_version])
+
+
 def equal(got, want) -> None:
     for name, a, b in zip(type(want)._fields, jax.device_get(got), want, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
@@ -102,6 +143,12 @@ def equal(got, want) -> None:
 @given(data=st.data())
 def test_contract(spec, implementation, data):
     check(spec, implementation, data.draw(histories(spec)))
+
+
+@each(api.IMPLEMENTATIONS, SPECS, quick=1)
+@given(data=st.data())
+def test_contract_of_routed(spec, implementation, data):
+    check_routed(spec, implementation, data.draw(histories(spec)))
 
 
 @each(api.IMPLEMENTATIONS, (Spec(1, 40, 60), Spec(1, 70, 33)))
@@ -123,6 +170,7 @@ def test_more_cells_than_a_block(spec, implementation):
     actions.insert(30, ("regrant", 0, numbers(-1, 2, spec.cells)))
     versions = numbers(0, VERSIONS, spec.cells), numbers(-1, VERSIONS, spec.experts)
     check(spec, implementation, (*versions, [0] * spec.cells, actions))
+    check_routed(spec, implementation, (*versions, [0] * spec.cells, actions))
 
 
 def test_places_are_a_permutation():
@@ -229,3 +277,17 @@ def test_refuses(change, active, options, message):
     tables = empty_tables(2, 8, 5)._replace(**change)
     with pytest.raises(ValueError, match=message):
         api.plan(tables, 0, jnp.zeros(active, bool), **options)
+
+
+@pytest.mark.parametrize(
+    ("records", "weights", "message"),
+    [
+        ((2, 14), (2, 2), r"records are \(2, 14\), those of 4 pairs \(2, 13\)"),
+        ((1, 13), (2, 2), r"records are \(1, 13\), those of 4 pairs \(2, 13\)"),
+        ((2, 13), (4,), r"weights are \(4,\), ids \(2, 2\)"),
+    ],
+)
+def test_routed_refuses(records, weights, message):
+    ids, tables = jnp.zeros((2, 2), jnp.int32), empty_tables(2, 8, 5)
+    with pytest.raises(ValueError, match=message):
+        api.plan_routed(tables, 0, ids, jnp.zeros(weights), jnp.zeros(records, jnp.int32))

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.plan import Tables, plan
+from pallas_kernels.plan import Tables, plan, plan_routed
+from pallas_kernels.plan.record import record_size
 from tests.aot.models import MODELS
 from tests.aot.ptxas import compile_kernels
 
@@ -44,6 +45,31 @@ SIZES = {
 
 
 ALWAYS = ("512 experts, 70 cells",)
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.nightly)])
+def test_routed_at_a_real_size(rows):
+    """As in a decode step: tables and records in place, and no launch but the kernel and the
+    loop's index and condition."""
+    layers, experts, top_k = 48, 128, 8
+
+    def steps(tables, records, ids, weights):
+        def layer(carry, i):
+            tables, records = carry
+            tables, records, work = plan_routed(
+                tables, i, ids, weights, records, implementation="pallas"
+            )
+            return (tables, records), work.fill_count
+
+        return jax.lax.scan(layer, (tables, records), jnp.arange(layers))
+
+    tables = tables_of(layers, experts, experts)
+    records = Array((layers, record_size(rows * top_k, experts)), jnp.int32)
+    routing = Array((rows, top_k), jnp.int32), Array((rows, top_k), jnp.float32)
+    program, kernels = compile_kernels(steps, tables, records, *routing, donate_argnums=(0, 1))
+    assert program.memory.alias_bytes == nbytes(tables) + 4 * records.size
+    assert program.copies(4 * layers * experts) == []
+    assert kernels["plan"].spill_bytes == 0 and kernels["plan"].registers <= 128
 
 
 @pytest.mark.parametrize(

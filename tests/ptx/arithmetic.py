@@ -160,6 +160,8 @@ def _plain(ins: Instruction) -> Step:
     name, *modes, last = ins.parts
     if set(modes) - ROUNDINGS or (name, last) == ("fma", "f64"):
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
+    if last in ("f16x2", "bf16x2"):
+        return _packed(ins, last.removesuffix("x2"))
     dtype = kind(ins, last)
     operands = [source(o, dtype) for o in ins.operands[1:]]
     put = target(ins.operands[0])
@@ -179,6 +181,31 @@ def _plain(ins: Instruction) -> Step:
     if last == "f32" and name not in ("neg", "abs"):
         return lambda m, idx: put(m, _canonical(function(*(o(m, idx) for o in operands))), idx)
     return lambda m, idx: put(m, function(*(o(m, idx) for o in operands)), idx)
+
+
+def _packed(ins: Instruction, last: str) -> Step:
+    """add, sub, mul, fma of both halves of registers."""
+    if ins.parts[0] not in ("add", "sub", "mul", "fma") or ins.parts[1:-1] != ("rn",):
+        _refuse(ins)
+    if last == "bf16":
+        function = _in_float32(FLOAT[ins.parts[0]], bf16_to_f32, f32_to_bf16)
+    else:
+        widened = _in_float32(
+            FLOAT[ins.parts[0]], lambda a: a.view("f2").astype("f4"), lambda a: a.astype("f2")
+        )
+        function = lambda *values: widened(*values).view("u2")  # noqa: E731
+    operands = [source(o, KINDS["b32"]) for o in ins.operands[1:]]
+    put = target(ins.operands[0])
+
+    def step(m, idx):
+        values = [np.asarray(o(m, idx)) for o in operands]
+        low, high = (
+            function(*((v >> np.uint32(shift)).astype(np.uint16) for v in values)).astype(np.uint32)
+            for shift in (0, 16)
+        )
+        put(m, low | high << np.uint32(16), idx)
+
+    return step
 
 
 def _in_float32(function: Callable, before: Callable, after: Callable) -> Callable:

@@ -57,6 +57,7 @@ DECODE = {
     "linear": (test_linear, test_linear.check, LINEAR),
     "rms_norm": (test_rms_norm, test_rms_norm.check, RMS_NORM),
     "layer_norm": (test_layer_norm, test_layer_norm.check, LAYER_NORM),
+    "residual": (test_linear, test_linear.check_residual, test_linear.RESIDUAL_SPECS[:-1]),
     "kv_write": (test_kv_write, test_kv_write.check, KV_WRITE),
     "latent_write": (test_latent_write, test_latent_write.check, LATENT_WRITE),
     "head_linear": (test_head_linear, test_head_linear.check, HEAD_LINEAR),
@@ -78,6 +79,7 @@ QUICK = {
     "route": (0, 1),
     "combine": (0,),
     "linear": (0, 17),
+    "residual": (0,),
     "rms_norm": (0,),
     "kv_write": (3,),
     "attention": (4, -2),
@@ -132,26 +134,27 @@ def test_prefill(name, place):
 
 
 HISTORIES = {
-    "plan": (test_plan, test_plan.histories, PLAN),
-    "stage": (test_stage, test_stage.histories, STAGE),
-    "move": (test_move, test_move.states, MOVE),
+    "plan": (test_plan, test_plan.check, test_plan.histories, PLAN),
+    "plan_routed": (test_plan, test_plan.check_routed, test_plan.histories, PLAN),
+    "stage": (test_stage, test_stage.check, test_stage.histories, STAGE),
+    "move": (test_move, test_move.check, test_move.states, MOVE),
 }
-"""Ops whose contract takes a history: module, histories of a spec, specs."""
+"""Ops whose contract takes a history: module, contract, histories of a spec, specs."""
 
 
 def check_histories(name, place, examples, card="h200"):
-    module, histories, specs = HISTORIES[name]
+    module, contract, histories, specs = HISTORIES[name]
 
     @settings(max_examples=examples, phases=[Phase.generate], database=None)
     @given(history=histories(specs[place]))
     def each(history):
-        module.check(specs[place], "pallas", history)
+        contract(specs[place], "pallas", history)
 
     with patched(module, card=card):
         each()
 
 
-@pytest.mark.parametrize("name", ["stage", "move"])  # plan has one in test_mutations
+@pytest.mark.parametrize("name", ["stage", "move"])  # plan has its own in test_mutations
 def test_histories(name):
     check_histories(name, 0, 2)
 

@@ -39,6 +39,10 @@ CHECKS: dict[str, tuple] = {
     "rms_norm": (test_rms_norm, lambda: test_rms_norm.check(NormSpec((3,), "bfloat16"), "pallas")),
     "fill": (test_fill, lambda: test_fill.check(FillSpec((12, 4)), "pallas")),
     "plan": (test_plan, lambda: test_plan.check(PlanSpec(2, 5, 8), "pallas", HISTORY)),
+    "plan routed": (
+        test_plan,
+        lambda: test_plan.check_routed(PlanSpec(2, 5, 8), "pallas", HISTORY),
+    ),
 }
 """Op → the module of its contract, and the contract for one spec."""
 
@@ -150,6 +154,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
     "stores of tables before all threads have read": (
         *("plan", lambda ptx: re.sub(BARRIER, NONE, ptx), "race|nobody wrote"),
     ),
+    "the mask of active experts read before it is whole": (
+        *("plan routed", replaced(BARRIER, NONE, 1), "race"),
+    ),
+    "its ones written beside its zeros": ("plan routed", replaced(BARRIER, NONE), "race"),
     "an instruction that is not known": (
         *("fill", replaced(r"add\.s32", "sad.s32"), r"unknown instruction sad\.s32"),
     ),

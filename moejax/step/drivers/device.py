@@ -23,7 +23,9 @@ from moejax.step.experts import (
     materialize,
     nothing_computed,
     page_and_compute,
+    page_and_record,
     stage_layer,
+    with_record,
     zero_after,
 )
 from moejax.step.map_search import Lookahead, MapArrays, Trajectory
@@ -38,6 +40,7 @@ from moejax.step.parts import (
     step_tokens,
 )
 from moejax.step.results import ResultShape
+from pallas_kernels.plan.record import record_size
 from pallas_kernels.stage import Entries
 
 
@@ -48,6 +51,8 @@ class _Carry(NamedTuple):
     memory: DeviceMemory
     y: jax.Array | None = None
     """As of page_and_compute; None: each layer has its own."""
+    records: jax.Array | None = None
+    """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
     trajectory: Trajectory | None = None
     """None: nothing is searched."""
 
@@ -90,10 +95,15 @@ def device_step(
         # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the
         # same in every one. Of many tokens it would be held beside all that attention needs, and
         # taking packed traces apart would copy megabytes.
-        carry = carry._replace(y=nothing_computed(x.shape[0] * k, x.shape[1]))
+        # Traces too are one array, written in place.
+        pairs, (layers, experts) = x.shape[0] * k, memory.tables.address.shape
+        size = record_size(pairs, experts, len(context.stores))
+        carry = carry._replace(
+            y=nothing_computed(pairs, x.shape[1]), records=jnp.zeros((layers, size), jnp.int32)
+        )
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
-        x, memory, shared, trajectory = carry
+        x, memory, shared, records, trajectory = carry
         moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
@@ -102,12 +112,22 @@ def device_step(
         x, arena = stack.attend(i, x, memory.arena, tokens, context.page)
         memory = memory._replace(arena=arena)
         if not stack.is_moe:
-            return _Carry(stack.feed_forward(i, x, tokens), memory, shared, trajectory), None
+            return carry._replace(x=stack.feed_forward(i, x, tokens), memory=memory), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
-        compute = compute_materialized if context.window else page_and_compute
-        y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
-        y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
+        y, trace = nothing_computed(ids.size, x.shape[1]) if shared is None else shared, None
+        if records is not None and not (context.window or context.in_place):
+            routing = ids, weights
+            y, memory, records = page_and_record(
+                y, normed, routing, memory, moe_layer, records, context
+            )
+        else:
+            compute = compute_materialized if context.window else page_and_compute
+            y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
+            if records is None:
+                trace = LayerTrace(ids, weights, counts, seen)
+            else:
+                records = with_record(records, moe_layer, ids, weights, counts)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
@@ -116,14 +136,12 @@ def device_step(
         if look is not None and trajectory is not None:
             probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
-        trace = LayerTrace(ids, weights, counts, seen)
-        y = y if few else None
-        return _Carry(x, memory, y, trajectory), (trace.packed() if few else trace, done, ahead)
+        out = seen if few else trace, done, ahead
+        return _Carry(x, memory, y if few else None, records, trajectory), out
 
-    (x, memory, *_), (trace, done, ahead) = _over_layers(model, layer, carry)
-    if few:
-        rows, arrays = trace
-        trace = LayerTrace.unpacked(rows, arrays, x.shape[0], k)
+    (x, memory, _, records, _), (trace, done, ahead) = _over_layers(model, layer, carry)
+    if records is not None:
+        trace = LayerTrace.unpacked(records, trace, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     writes = (memory.arena.token,) if context.queued else ()
