@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,11 +67,21 @@ _OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
 """Tables that say what is where: nothing may fly while they change."""
 
 
-def compiler_options(platform: str) -> dict[str, str | bool]:
-    """XLA options of every executable: without them equal programs may round differently."""
+ONE_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+"""What goes into CUDA graphs: XLA's default, and loops, so that a step is one graph. By default the
+host launches one for each turn of the loop over layers."""
+
+
+def compiler_options(platform: str, key: ProgramKey | None = None) -> dict[str, str | bool]:
+    """XLA options of every executable: without them equal programs may round differently. key: of a
+    decode step also that it is one CUDA graph, unless XLA_FLAGS say what graphs take."""
     options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
         options["xla_gpu_autotune_level"] = "0"
+        graphs = "xla_gpu_enable_command_buffer"
+        decodes = key is not None and key.kind == "decode" and key.part is None
+        if decodes and graphs not in os.environ.get("XLA_FLAGS", ""):
+            options[graphs] = ONE_GRAPH
     return options
 
 
@@ -340,7 +351,8 @@ class Runner:
         return tuple(self._executables)
 
     def _compile(self, key: ProgramKey):
-        return self.lower(key).compile(compiler_options=compiler_options(self.device.platform))
+        options = compiler_options(self.device.platform, key)
+        return self.lower(key).compile(compiler_options=options)
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """The traced and lowered program, arena and tables donated."""

@@ -138,14 +138,10 @@ def _plan_routed(layer, ids, weights, *refs, config, versions):
         if versions > 1:
             of_version = [decided.version == v for v in range(versions)]
             totals += [count(m & v) for m in (decided.fills, through) for v in of_version]
-        size = pl.next_power_of_2(len(totals))
-        place, values = jnp.arange(size), jnp.zeros(size, jnp.int32)
-        for i, total in enumerate(totals):
-            values = jnp.where(place == i, total, values)
         words = pl.cdiv(experts, 32)
-        # By-version totals stand behind the bits.
-        behind = jnp.where(place < TOTALS, place, place + words)
-        put(2 * pairs + behind, values, place < len(totals))
+        for i, total in enumerate(totals):  # those by version stand behind the bits
+            place = 2 * pairs + i + (words if i >= TOTALS else 0)
+            records[layer[0], place] = total
         bit = jnp.where(missing, jnp.int32(1) << expert % 32, 0)
         bit = jnp.sum(bit.reshape(-1, min(32, expert.size)), axis=1)
         word = jnp.arange(bit.size)

@@ -54,11 +54,19 @@ class Compiled:
     memory: how many bytes the program needs, and where.
     thunks: XLA's own launch list (kernels with grid, threads and shared memory, memory copies),
         as debug text without a fixed format; "" if XLA_FLAGS has an xla_dump_to of its own.
+    captured: the same list with what XLA puts into CUDA graphs; "" if it makes none.
     """
 
     hlo: str
     memory: Memory
     thunks: str
+    captured: str = ""
+
+    def graphs(self) -> list[bool]:
+        """The CUDA graphs of the program, in order: whether each is launched once a run, and not
+        in every turn of a loop that the host goes through."""
+        lines = re.findall(r"^( *)\d+: kCommandBuffer", self.captured, re.MULTILINE)
+        return [not indent for indent in lines]
 
     def kernels(self) -> list[str]:
         """Names of the kernels, one per call site: a Pallas-Triton kernel by its own name, any
@@ -111,7 +119,15 @@ def compile_for_h200(fn, *args, donate_argnums=(), static_argnums=(), host_argnu
     )
 
 
-def compile_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argnums=()) -> Compiled:
+def compile_for(
+    card,
+    fn,
+    *args,
+    donate_argnums=(),
+    static_argnums=(),
+    host_argnums=(),
+    compiler_options=None,
+) -> Compiled:
     """Compiles fn(*args) for one GPU.
 
     card: one of CARDS.
@@ -119,6 +135,7 @@ def compile_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argn
     args: arrays, jax.ShapeDtypeStruct, or pytrees of these; only shapes and dtypes are used.
     donate_argnums, static_argnums: as for jax.jit.
     host_argnums: arguments that live in pinned host memory instead of device memory.
+    compiler_options: XLA's, by name.
 
     Raises AotUnavailable if something is not installed, and jax's own errors if fn does not
     compile, for instance because a Pallas kernel needs too much shared memory.
@@ -154,7 +171,7 @@ def compile_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argn
     gpu = AbstractDevice(device_kind=device_of(card).device_kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = fn.trace(*args).lower(lowering_platforms=("cuda",))
-    return _compile(lowered.compiler_ir("stablehlo"), device_of(card))
+    return _compile(lowered.compiler_ir("stablehlo"), device_of(card), compiler_options or {})
 
 
 @functools.cache
@@ -176,8 +193,8 @@ def device_of(card):
         ) from e
 
 
-def _compile(module, device) -> Compiled:
-    """Compiles a StableHLO module with the options that jax.jit would use."""
+def _compile(module, device, compiler_options) -> Compiled:
+    """Compiles a StableHLO module with the options that jax.jit would use, and these."""
     import jax
     from jax._src import compiler
     from jax._src.lib import xla_client
@@ -185,7 +202,7 @@ def _compile(module, device) -> Compiled:
     with tempfile.TemporaryDirectory() as dump:
         flags = {} if "xla_dump_to" in os.environ.get("XLA_FLAGS", "") else {"xla_dump_to": dump}
         options = compiler.get_compile_options(
-            num_replicas=1, num_partitions=1, env_options_overrides=flags
+            num_replicas=1, num_partitions=1, env_options_overrides={**compiler_options, **flags}
         )
         try:
             program = device.client.compile(module, xla_client.DeviceList((device,)), options)
@@ -196,7 +213,10 @@ def _compile(module, device) -> Compiled:
                     "pip install 'nvidia-cuda-nvcc==13.0.*'"
                 ) from e
             raise
-        thunks = "".join(p.read_text() for p in pathlib.Path(dump).glob("*thunk_sequence.txt"))
+        thunks, captured = (
+            "".join(p.read_text() for p in pathlib.Path(dump).glob(f"*thunk_sequence{what}.txt"))
+            for what in ("", "_after_thunk_passes")
+        )
     stats = program.get_compiled_memory_stats()
     memory = Memory(
         *(
@@ -204,7 +224,7 @@ def _compile(module, device) -> Compiled:
             for field in dataclasses.fields(Memory)
         )
     )
-    return Compiled(program.hlo_modules()[0].to_string(), memory, thunks)
+    return Compiled(program.hlo_modules()[0].to_string(), memory, thunks, captured)
 
 
 # Reading HLO text: pinned host memory is memory space 5, written S(5) in a layout.

@@ -613,7 +613,7 @@ def test_missing_barriers_are_found(monkeypatch):
     unless there are barriers. Either guard is enough on CPU; the engine has both."""
 
     def recorded(options):
-        monkeypatch.setattr(runner, "compiler_options", lambda platform: options)
+        monkeypatch.setattr(runner, "compiler_options", lambda platform, key=None: options)
         found = []
         for driver in RUNNERS:
             with make_llm("bfloat16", driver=driver) as llm:
