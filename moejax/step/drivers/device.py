@@ -114,7 +114,9 @@ def device_step(
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
         if look is not None and trajectory is not None:
-            probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
+            probs = seen.probs
+            if probs is None:
+                probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         trace = LayerTrace(ids, weights, counts, seen)
         y = y if few else None
