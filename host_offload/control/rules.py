@@ -104,19 +104,6 @@ def check_search(policies: Sequence[Policy], driver: str, versions: int = 1) -> 
             raise PolicyError(f"{who}, which fetch one version of the experts; leave out precision")
 
 
-def check_simulated(policies: Sequence[Policy], driver: str) -> None:
-    """As check_policies; raises PolicyError also for a policy whose decisions no simulation
-    takes."""
-    check_policies(policies, driver)
-    for policy in policies:
-        if search_of([policy]) is not None:
-            raise PolicyError(
-                f"policy {name_of(policy)} has compiled steps decide, which a simulation does not "
-                "run, and a replay neither; measure it, or simulate its host form, "
-                "prefetch='expert_map' with driver='host'"
-            )
-
-
 def name_of(policy: Any) -> str:
     return type(policy).__name__
 

@@ -97,8 +97,9 @@ def predict(
     steps take; without times one step is dispatched before the one before it is read. What policies
     see of time (`seconds`, and with it intervals) is the model's, so when transfers are issued and
     published does not depend on the times in the trace. Policies that are asked something add
-    CostModel.control to each step, and between layers CostModel.look at each moment and
-    CostModel.hand for each list of theirs, but what they compute costs nothing; their `costs` are
+    CostModel.control to each step, and between layers CostModel.look at each moment that sees the
+    tables copied, CostModel.glance at the others and CostModel.hand for each list of theirs, but
+    what they compute costs nothing, as do searches that a step makes itself; their `costs` are
     those of version 0. Waiting for requests is not a part of any step. The same arguments give the
     same result.
 
@@ -190,7 +191,7 @@ class _Clock:
         routed = routed_counts(step.ids, self._header.experts)
         experts, tiles = version_costs.version_work(routed, counts.version, tile, len(models))
         control = version_costs.control_s(models, experts) if self._asked else 0.0
-        looks = self._looks.count(len(routed)) * max(model.look for model in models)
+        looks = self._looks.seconds(len(routed), models)
         compute = version_costs.compute_s(models, work, experts, tiles, rows) + control + looks
         load = StepLoad(work, rows, routed, control, self._looks)
         seconds = self._timeline.play(load, simulated)

@@ -135,6 +135,8 @@ class _Check:
 def _plain(event: Decided) -> dict[str, Any]:
     """A decision as JSON gives it back."""
     wanted = {name: value for name, value in vars(event.decision).items() if value is not None}
+    if event.decision.map_rows is not None:  # a trace has their places
+        wanted["map_rows"] = event.decision.map_rows.place
     fields = {"moment": event.moment.name, "policy": event.policy, "decision": wanted}
     return json.loads(json.dumps({"step": event.step, **fields}, default=lambda a: a.tolist()))
 

@@ -27,6 +27,12 @@ from host_offload.control.step_record import (
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager, Referenced
 from host_offload.memory.tables import Entry, HandOver, Move, Residency
+from host_offload.policies.prefetch.expert_map.step_search import (
+    Found,
+    HeldMaps,
+    HeldTrajectory,
+    entries_of,
+)
 from host_offload.queue.transfer import Progress
 from host_offload.sizing.version_costs import VersionCounts
 from host_offload.traces.progress import Recorded
@@ -109,6 +115,8 @@ class PagerDevice:
         self._mixed = reference is None and pager.versions > 1
         self._carried_out = np.zeros(0, np.int32)
         self._assigned: tuple[int, np.ndarray] | None = None
+        self.maps: HeldMaps | None = None
+        """What decode steps search; None: nothing."""
         self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
         """As of Device."""
         self.begin_step()
@@ -183,6 +191,21 @@ class PagerDevice:
                 self._moves.append(Staged(of, expert, version, row, coming, routed))
         return done
 
+    def fetch(self, layer: int, found: Found, top_k: int, coming: int) -> np.ndarray:
+        """What the maps that were found say of a layer to come becomes its prior and transfers, as
+        moejax.step.map_search.Lookahead.fetch has it. coming: as of stage. Returns those of
+        StepRecord.ahead."""
+        assert self.maps is not None, "only a step that searches finds anything"
+        said = self.maps.wanted(found, layer, top_k)
+        if said is None:
+            return np.zeros((0, 4), np.int32)
+        tables = self.pager.tables
+        tables.prior[layer], wanted = said
+        entries = entries_of(tables, layer, wanted)
+        done = self.stage(entries, coming=coming)
+        chosen = [(of, expert, cell) for of, expert, _, cell in entries]
+        return np.column_stack([np.array(chosen, np.int32).reshape(-1, 3), done])
+
     def simulated(self, number: int, kind: str | None) -> SimulatedStep:
         """What the step did."""
         moves = self._versions[1:]
@@ -215,7 +238,10 @@ class PagerDevice:
 
     # ---- for a Control
 
-    def prepare(self, controller: Controller) -> None: ...
+    def prepare(self, controller: Controller) -> None:
+        if (search := controller.search) is not None:
+            spec = controller.spec
+            self.maps = HeldMaps(search, spec.layers, spec.experts, spec.hidden)
 
     def snapshot(self) -> Callable[[], Residency]:
         copy = self.pager.copy()
@@ -225,7 +251,8 @@ class PagerDevice:
         self.pager.set(contents)
 
     def write_maps(self, rows: MapRows) -> None:
-        raise ValueError("a simulation has no steps that search maps (check_simulated)")
+        assert self.maps is not None, "asked of devices whose controller has a search"
+        self.maps.write(rows)
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         self.pager.move(moves)
@@ -242,6 +269,31 @@ class PagerDevice:
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
         """The order of loads changes no table."""
         self._assigned = layer, beside
+
+
+class StepSearch:
+    """A decode step's searches for expert maps and what they fetch, in the order of
+    moejax.step.map_search.Lookahead: before the first layer, and after each layer's experts."""
+
+    def __init__(self, device: PagerDevice, maps: HeldMaps, step: StepRecord, top_k: int):
+        assert step.embedding is not None and step.probabilities is not None
+        self._device, self._maps, self._top_k = device, maps, top_k
+        self._probabilities: np.ndarray = step.probabilities
+        self._trajectory: HeldTrajectory = maps.trajectory(len(step.ids))
+        found = maps.nearest_embedding(step.embedding)
+        self.chosen = [
+            device.fetch(layer, found, top_k, coming=0) for layer in range(maps.search.distance)
+        ]
+        """As of StepRecord.ahead, one array a search and layer."""
+
+    def after_layer(self, layer: int) -> None:
+        """After the layer's experts."""
+        target = layer + self._maps.search.distance
+        if target >= self._probabilities.shape[1]:
+            return
+        said = self._probabilities[:, layer]
+        self._trajectory, found = self._maps.nearest_map(self._trajectory, layer, said)
+        self.chosen.append(self._device.fetch(target, found, self._top_k, coming=layer + 1))
 
 
 class TraceResizer:
@@ -364,21 +416,36 @@ class SimulatedEngine:
         active, waves = step_set(step, self.header.experts)
         carried_out = np.zeros(len(entries), np.int32)
         rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
+        search = self._search_of(step)
         if self._between:
             self._look(Moment.EMBEDDED, -1, rows)
-        for layer in range(len(active)) if self._between else [None]:
-            if layer is not None:
+        for layer in range(len(active)) if self._between or search else [None]:
+            if layer is not None and self._between:
                 self._look_between(step, rows, layer)
             device.compute(active if layer is None else active[layer : layer + 1], waves, layer)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
             carried_out |= device.stage(entries, layer=layer)
+            if layer is not None and search is not None:
+                search.after_layer(layer)
         control.after_dispatch(step.number)
         done = device.simulated(step.number, step.kind)
         found = step._replace(
-            missed=done.missed, placed=done.placed, staged=carried_out if entries else None
+            missed=done.missed,
+            placed=done.placed,
+            staged=carried_out if entries else None,
+            ahead=None if search is None else np.concatenate(search.chosen),
         )
         self._reading.append((step, found))
         return done
+
+    def _search_of(self, step: StepRecord) -> StepSearch | None:
+        """What a decode step searches; None: nothing. Raises TraceError for a trace that does not
+        say what routers and embeddings were."""
+        if self._device.maps is None or step.kind != "decode":
+            return None
+        for name in ("embedding", "probs"):
+            _check_array(self.header, name, "a decode step searches")
+        return StepSearch(self._device, self._device.maps, step, self.header.top_k)
 
     def _look_between(self, step: StepRecord, rows: StepRows, layer: int) -> None:
         fields = (getattr(step, name) for name in LayerRouting._fields[1:])
@@ -431,13 +498,19 @@ def _check_needs(header: TraceHeader, controller: Controller) -> None:
     for name in sorted(controller.needs & fields.keys()):
         field = fields[name]
         column = f"{COLUMNS[field].per}.{field}"
-        if COLUMNS[field].optional and not getattr(header, field):
-            raise TraceError(
-                f"a policy needs {name!r}, which this trace does not have; record one with "
-                f"--trace-arrays {name}"
-            )
+        _check_array(header, name, "a policy needs", field)
         if column in header.absent and field != "missed":  # it is what comes out
             raise TraceError(
                 f"a policy needs {name!r}, and this trace, which was converted or generated, has "
                 f"no {column}"
             )
+
+
+def _check_array(header: TraceHeader, name: str, who: str, field: str | None = None) -> None:
+    """Raises TraceError for an array that whoever needs it does not find in the trace. field: of
+    the StepRecord, where policies see it by another name than in SEEN."""
+    field = field or SEEN[name]
+    if COLUMNS[field].optional and not getattr(header, field):
+        raise TraceError(
+            f"{who} {name!r}, which this trace does not have; record one with --trace-arrays {name}"
+        )

@@ -15,7 +15,7 @@ import numpy as np
 from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import PagedSpec, paged_said
-from host_offload.control.rules import check_simulated, gives_away
+from host_offload.control.rules import check_policies, check_search, gives_away
 from host_offload.memory.pager import Pager, Referenced, resident_tables
 from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
@@ -125,7 +125,8 @@ def simulate(
     named = with_placement(placement, with_prefetch(prefetch, policies))
     _, policies = with_eviction(eviction, named)
     driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
-    check_simulated(policies, driver)
+    check_policies(policies, driver)
+    check_search(policies, driver)
     check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
     controller, weights = None, EVICTION["lru"]

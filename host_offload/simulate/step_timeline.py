@@ -37,6 +37,13 @@ class Looks(NamedTuple):
         """In a step."""
         return self.embedded + layers * (self.begin + self.routed)
 
+    def seconds(self, layers: int, models: Sequence[CostModel]) -> float:
+        """In a step in which nothing is handed out: the tables are copied at the first moment of
+        each layer, the one behind the embedding included."""
+        copied = layers if self.begin + self.routed else min(self.embedded, 1)
+        look, glance = _look_costs(models)
+        return copied * look + (self.count(layers) - copied) * glance
+
 
 class StepLoad(NamedTuple):
     """What a step computes."""
@@ -84,7 +91,8 @@ class StepTimeline:
         timeline.compute("policies", load.control)
         ahead = [move for move in simulated.moves if isinstance(move, Staged)]
         # Lists from between layers cost what they cost there.
-        listed = not load.looks.count(1) or any(move.coming is None for move in ahead)
+        between = load.looks.count(1) or ahead
+        listed = not between or any(move.coming is None for move in ahead)
         lists_s = version_costs.list_s(self._models, counts) if listed else 0.0
         timeline.compute("begin", fixed.begin + lists_s)
         if self._queued:
@@ -92,11 +100,13 @@ class StepTimeline:
         else:
             moves = version_costs.moves_s(self._models, counts, prefill=prefill)
             products = self._products(load, counts.version)
-            self._look(load.looks.embedded, 0)
+            looks = load.looks
+            self._look(looks.embedded, 0)
             for layer, (gate_up, down) in enumerate(products.sum(axis=1)):
-                self._look(load.looks.begin, layer)
+                unseen = bool(layer) or not looks.embedded
+                self._look(looks.begin, layer, unseen)
                 timeline.compute(f"layer {layer}", fixed.before, layer)
-                self._look(load.looks.routed, layer)
+                self._look(looks.routed, layer, unseen and not looks.begin)
                 if not listed and counts.staged[layer].any():
                     self._list(layer)
                 for kind, seconds in zip(MOVES, moves[:, layer].tolist(), strict=True):
@@ -139,15 +149,17 @@ class StepTimeline:
     def _queued_layers(self, load: StepLoad, simulated: SimulatedStep, fixed: _Fixed) -> None:
         timeline = self.timeline
         products = self._products(load, simulated.versions.version)
-        moves = _by_layer(simulated.moves)
-        self._look(load.looks.embedded, 0)
+        moves, looks = _by_layer(simulated.moves), load.looks
+        self._look(looks.embedded, 0)
         for layer in range(len(products)):
             before, routed, waves, after = moves.get(layer, ((), (), (), ()))
-            self._look(load.looks.begin, layer)
-            self._hand(before)
+            unseen = bool(layer) or not looks.embedded
+            self._look(looks.begin, layer, unseen)
+            self._hand(before, looks)
             timeline.compute(f"layer {layer}", fixed.before, layer)
-            self._look(load.looks.routed, layer)
-            self._hand(routed)
+            # A list changes the tables.
+            self._look(looks.routed, layer, bool(before) or (unseen and not looks.begin))
+            self._hand(routed, looks)
             for wave in waves:
                 self._wave(wave, products[layer])
             self._prefetch(after)
@@ -157,15 +169,19 @@ class StepTimeline:
             del self._flying[row]
         timeline.forget(LINK)
 
-    def _look(self, moments: int, layer: int) -> None:
-        """Policies are asked while the device waits, and transfers go on."""
-        seconds = moments * max(model.look for model in self._models)
-        self.timeline.compute("policies", seconds, layer)
+    def _look(self, moments: int, layer: int, unseen: bool = True) -> None:
+        """Policies are asked while the device waits, and transfers go on. unseen: the tables are
+        others than at the moment before, so that the first moment copies them."""
+        if moments:
+            look, glance = _look_costs(self._models)
+            seconds = (look if unseen else glance) + (moments - 1) * glance
+            self.timeline.compute("policies", seconds, layer)
 
-    def _hand(self, staged: Sequence[Staged]) -> None:
-        """A list from between layers, or none."""
+    def _hand(self, staged: Sequence[Staged], looks: Looks) -> None:
+        """A list from between layers, or none; where nobody looks the step made it itself."""
         if staged:
-            self._list(staged[0].coming)
+            if looks.count(1):
+                self._list(staged[0].coming)
             self._prefetch(staged)
 
     def _list(self, layer: int | None) -> None:
@@ -219,6 +235,11 @@ class StepTimeline:
         parts = third, third, self._models[version].expert_bytes - 2 * third
         transfer = Transfer(layer, expert, version, row, cause)
         self._flying[row] = timeline.submit(LINK, transfer, parts)
+
+
+def _look_costs(models: Sequence[CostModel]) -> tuple[float, float]:
+    """Seconds of a moment that sees a copy of the tables, and of one that sees them as before."""
+    return max(model.look for model in models), max(model.glance for model in models)
 
 
 def _by_layer(

@@ -17,7 +17,7 @@ import numpy as np
 
 from host_offload.control.interface import Costs
 
-FORMAT, VERSION = "moejax-costs", 3
+FORMAT, VERSION = "moejax-costs", 4
 
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
@@ -125,8 +125,11 @@ class CostModel:
     beside_per_byte: float = 0.0
     """Lost by computing beside a queue that moves bytes."""
     look: float = 0.0
-    """Added by each moment between layers at which policies are asked: the wait for what they see,
-    the copies of it, and Python, not what they compute. 0 where the driver has no such moments."""
+    """Added by a moment between layers at which policies see a copy of the tables, the first one of
+    each layer: the wait for what they see, the copies of it, and Python, not what they compute. 0
+    where the driver has no such moments."""
+    glance: float = 0.0
+    """Added by each other one, at which nothing has changed the tables."""
     hand: float = 0.0
     """Added by each list of transfers that they return there."""
     shares: Shares = Shares()

@@ -118,7 +118,8 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
     rows = [
         ("a list of transfers in a step", model.stage_list * 1e6, "µs a step"),
         ("policies that look at a step", model.control * 1e6, "µs a step"),
-        ("policies that look between layers", model.look * 1e6, "µs a moment"),
+        ("policies that look between layers", model.look * 1e6, "µs a layer"),
+        ("another look in the same layer", model.glance * 1e6, "µs a moment"),
         ("a list of transfers between layers", model.hand * 1e6, "µs a list"),
         ("expert filled in a prefill step", model.prefill_fill * 1e6, "µs"),
         ("expert read through in a prefill step", model.prefill_read_through * 1e6, "µs"),

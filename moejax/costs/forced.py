@@ -73,6 +73,8 @@ class Case:
     between: int | None = None
     """Another one looks behind each router, and wants so many absent experts of the next layer,
     which do not come; None: nobody does."""
+    twice: bool = False
+    """It looks before each router too, so that it sees the tables copied there."""
     prompt: int = 1
     """Tokens before the first step."""
 
@@ -106,8 +108,8 @@ class Asker:
     """A policy that looks behind each router and wants absent experts of the next layer."""
 
     count: int
+    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
 
-    moments = frozenset({Moment.ROUTED})
     needs = frozenset({"ids", "state"})
     writes = frozenset({"stages"})
 
@@ -246,7 +248,8 @@ class ForcedSteps:
         """Sets the policies of a case."""
         policies: list[Policy] = [Onlooker()] if case.observed else []
         if case.between is not None:
-            policies.append(Asker(case.between))
+            before = frozenset({Moment.LAYER_BEGIN} if case.twice else ())
+            policies.append(Asker(case.between, before | {Moment.ROUTED}))
         runner, controller = self.runner, Controller(self._spec, policies)
         control = self._engine.control = control_of(runner, controller)
         if control is not None and case.between is not None:

@@ -187,6 +187,7 @@ def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[
     if runner.driver == "host":
         asked = Case(rows, k, observed=True, between=0)
         found += [asked, dataclasses.replace(asked, between=min(k, STAGES, forced.experts - k))]
+        found.append(dataclasses.replace(asked, twice=True))
     for missing in _powers(most):
         if max(k, missing) <= min(forced.cells, forced.experts - missing):
             found.append(Case(rows, max(k, missing), missing))
@@ -250,10 +251,11 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     observed, *asked = (c for c in medians if c.observed)
     between = {}
     if asked:
-        looked, handed = asked
+        looked, handed, twice = asked
         between = {
             "look": max(extra(looked, observed), 0.0) / layers,
             "hand": max(extra(handed, looked), 0.0) / max(layers - 1, 1),
+            "glance": max(extra(twice, looked), 0.0) / layers,
         }
     prefill_steps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
     prefill, fill, read_through = fitted_prefill(

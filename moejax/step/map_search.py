@@ -3,7 +3,8 @@ to 4.5), what they want fetched, and its transfers, with no host in between.
 
 Shapes: C places of the store, L MoE layers, E experts a layer, D hidden size, R rows of the step, S
 entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.store; what is
-stored, and what is compared with it, is rounded to float16, sums are float32.
+stored, and what is compared with it, is rounded, and how, so that a simulation finds the same, says
+step_search beside it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from jax import lax
 
 from host_offload.control.interface import MapSearch
 from host_offload.memory.tables import Tables
+from host_offload.policies.prefetch.expert_map.step_search import (
+    ENTRIES,
+    NONE,
+    cosines,
+    distributions,
+    prior_of,
+    squares_of,
+    unit_rows,
+    whole_products,
+)
 from moejax.step.context import DeviceMemory, ExpertContext
 from moejax.step.experts import stage_layer, zero_after
-from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, victim_key
+from pallas_kernels.plan.victim import victim_key
 from pallas_kernels.stage import Entries
-
-ENTRIES = 24
-"""Most transfers of a layer and step, S where it has as many experts: as many as the host form
-hands out between two layers."""
 
 WRITTEN = 64
 """Places of the store that one call of its program writes, a compiled shape."""
@@ -34,11 +41,12 @@ class MapArrays(NamedTuple):
     """The store on the device; steps read it, and between steps its rows are replaced."""
 
     embeddings: Any
-    """float16[C, D], of length 1."""
+    """float16[C, D], of length 1, as of step_search.rounded."""
     maps: Any
-    """float16[L, C, E]: the router's probabilities."""
+    """float16[L, C, E]: the router's probabilities, likewise."""
     lengths: Any
-    """float32[L, C]: of a map up to that layer, the layer included; 0: the place is empty."""
+    """float32[L, C]: of a map up to that layer, the layer included, in units of 2 ** -BITS; 0: the
+    place is empty."""
 
 
 def map_shapes(
@@ -58,8 +66,8 @@ def write_rows(
     """The store with other rows at places int32[n], C and more: nowhere. embeddings float16[n, D],
     maps float16[n, L, E]."""
     by_layer = maps.swapaxes(0, 1)
-    squares = jnp.sum(jnp.square(by_layer.astype(jnp.float32)), axis=2)
-    lengths = jnp.sqrt(jnp.cumsum(squares, axis=0))
+    squares = jnp.cumsum(squares_of(by_layer.astype(jnp.float32), jnp), axis=0)
+    lengths = jnp.sqrt(squares.astype(jnp.float32))
     return MapArrays(
         arrays.embeddings.at[place].set(embeddings, mode="drop"),
         arrays.maps.at[:, place].set(by_layer, mode="drop"),
@@ -71,15 +79,15 @@ class Trajectory(NamedTuple):
     """Rows of a step beside every map, over the layers routed so far."""
 
     products: jax.Array
-    """float32[R, C]"""
+    """int32[R, C]: as of step_search.whole_products."""
     squares: jax.Array
-    """float32[R]: of the rows themselves."""
+    """int32[R]: of the rows themselves."""
 
     @classmethod
     def begun(cls, arrays: MapArrays, rows: int) -> Trajectory:
         """Before the first layer."""
         capacity = arrays.embeddings.shape[0]
-        return cls(jnp.zeros((rows, capacity), jnp.float32), jnp.zeros(rows, jnp.float32))
+        return cls(jnp.zeros((rows, capacity), jnp.int32), jnp.zeros(rows, jnp.int32))
 
 
 class Found(NamedTuple):
@@ -93,9 +101,7 @@ class Found(NamedTuple):
 
 def nearest_embedding(arrays: MapArrays, embedding: jax.Array) -> Found:
     """By the cosine of the embeddings [R, D] (equation 4)."""
-    rows = embedding.astype(jnp.float32)
-    length = jnp.sqrt(jnp.sum(jnp.square(rows), axis=1, keepdims=True))
-    units = _quotient(rows, length).astype(jnp.float16)
+    units = unit_rows(embedding.astype(jnp.float32), jnp).astype(jnp.float16)
     return _nearest(arrays, _products(units, arrays.embeddings))
 
 
@@ -104,16 +110,14 @@ def nearest_map(
 ) -> tuple[Trajectory, Found]:
     """By the cosine of all layers routed so far, that one and its probabilities [R, E] included
     (equation 5): one product a layer and row is added to those of the layers before."""
-    rows = probabilities.astype(jnp.float32)
-    rows = _quotient(rows, jnp.sum(rows, axis=1, keepdims=True)).astype(jnp.float16)
+    rows = distributions(probabilities.astype(jnp.float32), jnp)
     here = lax.dynamic_index_in_dim(arrays.maps, layer, keepdims=False)
     trajectory = Trajectory(
-        trajectory.products + _products(rows, here),
-        trajectory.squares + jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=1),
+        trajectory.products + whole_products(_products(rows.astype(jnp.float16), here)),
+        trajectory.squares + squares_of(rows, jnp),
     )
     lengths = lax.dynamic_index_in_dim(arrays.lengths, layer, keepdims=False)
-    lengths = jnp.sqrt(trajectory.squares)[:, None] * lengths
-    return trajectory, _nearest(arrays, _quotient(trajectory.products, lengths))
+    return trajectory, _nearest(arrays, cosines(*trajectory, lengths, jnp))
 
 
 def wanted_experts(probabilities: jax.Array, score: jax.Array, top_k: int) -> jax.Array:
@@ -221,16 +225,13 @@ class Lookahead:
         """
         layers, size = len(self.arrays.lengths), self.entries
         layer = jnp.minimum(target, layers - 1)
-        known = self.valid & (found.score > _NONE) & (target < layers)
+        known = self.valid & (found.score > NONE) & (target < layers)
         likely = self.arrays.maps[layer, found.place].astype(jnp.float32)
         likely = jnp.where(known[:, None], likely, 0)
         chosen = wanted_experts(likely, found.score, self.top_k) & known[:, None]
         wanted = jnp.max(jnp.where(chosen, likely, 0), axis=0)
         arena, tables = memory
-        least = 2.0 ** -(MAX_PRIOR // LOG2_UNIT)
-        prior = (jnp.log2(jnp.maximum(jnp.max(likely, axis=0), least)) * LOG2_UNIT).astype(
-            jnp.int32
-        )
+        prior = prior_of(jnp.max(likely, axis=0), jnp)
         prior = jnp.where(jnp.any(known), prior, tables.prior[layer])
         tables = tables._replace(prior=tables.prior.at[layer].set(prior))
         entries = list_entries(tables, layer, wanted, size)
@@ -246,24 +247,15 @@ class Lookahead:
 
 def _nearest(arrays: MapArrays, scores: jax.Array) -> Found:
     """The best of scores float32[R, C]; a place that is empty has none."""
-    scores = jnp.where(arrays.lengths[0] > 0, scores, _NONE)
+    scores = jnp.where(arrays.lengths[0] > 0, scores, NONE)
     place = jnp.argmax(scores, axis=1).astype(jnp.int32)
     return Found(place, jnp.max(scores, axis=1))
-
-
-_NONE = -3.0
-"""Below every cosine."""
 
 
 def _products(rows: jax.Array, stored: jax.Array) -> jax.Array:
     """float32[R, C] of float16[R, n] and [C, n]."""
     both = (((1,), (1,)), ((), ()))
     return lax.dot_general(rows, stored, both, preferred_element_type=jnp.float32)
-
-
-def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, 0 where b is: what has no direction is like nothing."""
-    return a / jnp.where(b > 0, b, jnp.inf)
 
 
 def _ranks(order: tuple[jax.Array, ...], candidate: jax.Array) -> jax.Array:

@@ -13,7 +13,13 @@ from types import ModuleType
 from typing import Any
 
 from host_offload.control.interface import Moment, Policy, Spec
-from host_offload.control.rules import BETWEEN_LAYERS, check_policies, name_of, wants_pool
+from host_offload.control.rules import (
+    BETWEEN_LAYERS,
+    check_policies,
+    name_of,
+    search_of,
+    wants_pool,
+)
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.eviction import static
@@ -158,6 +164,12 @@ class Arm:
     def arrays(self) -> frozenset[str]:
         """What steps must give out for it."""
         return TRACE_ARRAYS & {need for policy in self.policies for need in policy.needs}
+
+    @property
+    def simulated_arrays(self) -> frozenset[str]:
+        """What a trace must have to simulate it: also what its steps search maps by."""
+        searched = {"probs", "embedding"} if search_of(self.policies) is not None else set()
+        return self.arrays | searched
 
 
 def arm_of(text: str, home: Path, *, shared: bool = False) -> Arm:

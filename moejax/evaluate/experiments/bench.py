@@ -56,7 +56,8 @@ class Group:
 
 def group_of(cell: Cell, experiment: Experiment) -> Group:
     """The group of a cell, whatever its mode."""
-    arrays = experiment.arms[cell.policy].arrays
+    arm = experiment.arms[cell.policy]
+    arrays = arm.arrays if cell.mode == "measured" else arm.simulated_arrays
     budget = cell.budget if experiment.mixed(cell.precision) else None
     return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays, budget)
 

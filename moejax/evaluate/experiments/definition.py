@@ -38,7 +38,7 @@ DRIVERS = ("device", "host")
 
 OPTIONS = (
     *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "quantizer", "tokenizer"),
-    *("step", "name_map", "link_latency"),
+    *("step", "name_map", "link_latency", "store", "host_memory", "verify_reads"),
 )
 """Options of LLM that a definition may give under `options`, for all of its cells."""
 
@@ -537,13 +537,10 @@ def _check_arms(experiment: Experiment) -> None:
             )
         # What has to learn first has no policies yet.
         in_step = search_of(arm.policies) is not None or "expert_map_in_step" in arm.learns
-        if in_step and (
-            experiment.driver == "host" or arm.needs_host or experiment.modes != ("measured",)
-        ):
+        if in_step and (experiment.driver == "host" or arm.needs_host):
             raise UserError(
-                f"policy {arm.name!r} has compiled steps decide, which driver: host does not, and "
-                "no simulation; write driver: auto and modes: [measured], with no policy beside it "
-                "that looks between layers"
+                f"policy {arm.name!r} has compiled steps decide, which driver: host does not; "
+                "write driver: auto, with no policy beside it that looks between layers"
             )
         if experiment.conversations:
             if arm.needs_host or arm.learns or arm.oracle is not None:
@@ -566,7 +563,7 @@ def _check_drawn(experiment: Experiment, given: Mapping[str, Any]) -> None:
     if "measured" in experiment.modes:
         raise UserError("routing is without a model; write modes: [simulated] or [predicted]")
     for arm in experiment.arms.values():
-        if wanted := sorted(arm.arrays | arm.train_arrays):
+        if wanted := sorted(arm.simulated_arrays | arm.train_arrays):
             raise UserError(
                 f"policy {arm.name!r} needs {wanted[0]}, which routing without a model lacks; "
                 "give texts"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.control.interface import MapSearch
-from moejax.models.layers import Decoder, LayerStack
+from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
     add_experts,
@@ -33,6 +33,7 @@ from moejax.step.parts import (
     LayerTrace,
     Routing,
     StepOutput,
+    TraceArrays,
     embedding_array,
     layer_arrays,
     route_layer,
@@ -134,7 +135,7 @@ def device_step(
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
         if look is not None and trajectory is not None:
-            probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
+            probs = _probabilities(seen, stack, i, normed, tokens)
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         out = seen if few else trace, done, ahead
         return _Carry(x, memory, y if few else None, records, trajectory), out
@@ -150,6 +151,16 @@ def device_step(
     if first is not None:
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
     return memory, output
+
+
+def _probabilities(
+    seen: TraceArrays, stack: LayerStack, i: jax.Array, normed: jax.Array, tokens: Tokens
+) -> jax.Array:
+    """float16[T, E]: what the layer's router said, the very array that a trace has, if it is in
+    what the step gives out."""
+    if seen.probs is not None:
+        return seen.probs
+    return layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
 
 
 def _over_layers(

@@ -294,6 +294,50 @@ def test_looking_between_layers_costs_each_moment_and_each_list(tmp_path, link):
     assert plain.seconds.tolist() == predict(trace, MODEL, cells=4, link=link).seconds.tolist()
 
 
+@dataclasses.dataclass(frozen=True)
+class Watches(Between):
+    """The same, and looks at other moments too."""
+
+    others: frozenset[Moment] = frozenset()
+
+    @property
+    def moments(self):
+        return self.others | {self.moment}
+
+    def decide(self, state, observation):
+        wanted = observation.moment == self.moment
+        return super().decide(state, observation) if wanted else (state, Decision(stages=()))
+
+
+@pytest.mark.parametrize("link", [None, Link(rate=100.0)])
+@pytest.mark.parametrize(
+    ("moment", "others", "looks", "glances", "after_a_list"),
+    [
+        (Moment.ROUTED, {Moment.LAYER_BEGIN}, 2, 2, 0),
+        (Moment.ROUTED, {Moment.EMBEDDED}, 2, 1, 0),
+        (Moment.ROUTED, {Moment.EMBEDDED, Moment.LAYER_BEGIN}, 2, 3, 0),
+        # Behind the list of layer 0 the tables are others.
+        (Moment.LAYER_BEGIN, {Moment.ROUTED}, 2, 2, 1),
+    ],
+    ids=str,
+)
+def test_the_tables_are_copied_where_they_changed(
+    tmp_path, link, moment, others, looks, glances, after_a_list
+):
+    """Two steps of two layers. What is copied once more behind a list is seen over a link, where it
+    is known when the list is handed out."""
+    trace = write_trace(tmp_path / "t", [one_token([0, 1], [2, 3])] * 2, EXPERTS)
+    policies = [Watches(moment, frozenset(others))]
+    options = {"cells": 4, "driver": "host", "link": link, "policies": policies}
+    free = predict(trace, MODEL, **options)
+    found = predict(trace, dataclasses.replace(MODEL, look=1000.0, glance=10.0), **options)
+    told = looks * 1000 + glances * 10
+    assert (found.compute_s - free.compute_s).tolist() == [told, told]
+    more = found.seconds - free.seconds
+    copied = 990 * after_a_list if link else 0
+    assert more.tolist() == pytest.approx([told + copied, told])
+
+
 def test_a_prefill_step_moves_beside_its_waves(tmp_path):
     ids = np.tile(np.array([[[0, 1], [0, 1]], [[2, 3], [2, 3]]]), (65, 1, 1))
     trace = write_trace(tmp_path / "t", [ids], EXPERTS, waves=[2])

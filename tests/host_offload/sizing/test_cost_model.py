@@ -104,7 +104,7 @@ def broken(**figures):
     [
         ([], "no costs of moejax"),
         ({"format": "moejax-trace", "version": 1}, "no costs of moejax"),
-        (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 3; calibrate again"),
+        (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 4; calibrate again"),
         (broken(fill=...), "without a figure.*fill"),
         (broken(extra=1), "one too many.*extra"),
         (broken(decode={"8": {"step": 1}}), "without a figure"),

@@ -72,7 +72,7 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
         ("{", "damaged: it is no JSON"),
         (json.dumps(MODEL.to_json())[:-40], "damaged"),
         ("[]", "no costs of moejax; delete it"),
-        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 3"),
+        (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 4"),
         (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),
     ],
 )
@@ -255,6 +255,7 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     model = dataclasses.replace(
         MODEL,
         look=17 * MICRO,
+        glance=5 * MICRO,
         hand=19 * MICRO,
         **{name: getattr(MODEL, name) * MICRO for name in names},
         **tables,
@@ -281,6 +282,7 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
         ("staged", MODEL.stage[:, 1]),
         ("policies that look at a step", [MODEL.control]),
         ("policies that look between layers", [17]),
+        ("another look in the same layer", [5]),
         ("a list of transfers between layers", [19]),
         ("a list of transfers in a step", [MODEL.stage_list]),
         ("expert filled in a prefill step", [MODEL.prefill_fill]),
@@ -317,6 +319,7 @@ def test_forced_steps_move_what_they_should(driver):
             Case(2, 4, staged=3),
             Case(2, 4, observed=True),
             *((Case(2, 4, observed=True, between=n) for n in (0, 3)) if driver == "host" else ()),
+            *((Case(2, 4, observed=True, between=0, twice=True),) if driver == "host" else ()),
         ):
             (sample,) = forced.measure(case, 1)
             assert sample.seconds > 0

@@ -262,7 +262,7 @@ def test_budgets_moved_by_hand_are_replayed_without_policies(start, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("prefetch", [n for n in PREFETCH if n != "expert_map_in_step"])
+@pytest.mark.parametrize("prefetch", PREFETCH)
 def test_prefetch_by_name(prefetch, tmp_path):
     """Through the front door, with what the policies need of the model."""
     moments, needs = PREFETCH[prefetch]().moments, PREFETCH[prefetch]().needs

@@ -18,6 +18,7 @@ from host_offload.control.interface import (
 )
 from host_offload.policies.prefetch.expert_map.policy import NAME, check_distance
 from host_offload.policies.prefetch.expert_map.policy import fit as fit_maps
+from host_offload.policies.prefetch.expert_map.step_search import rounded
 from host_offload.policies.prefetch.expert_map.store import MapStore, empty_store, placed, stored
 from host_offload.policies.prefetch.fitted import Fitted, read_fitted
 from host_offload.traces.reader import Trace
@@ -111,8 +112,8 @@ class ExpertMapInStep:
         if not len(place):
             return state, Decision()
         store = state.store
-        maps = store.maps[:, place].swapaxes(0, 1).astype(np.float16)
-        rows = MapRows(place, store.embeddings[place].astype(np.float16), maps)
+        maps = store.maps[:, place].swapaxes(0, 1)
+        rows = MapRows(place, *rounded(store.embeddings[place], maps))
         return state._replace(unwritten=np.zeros_like(state.unwritten)), Decision(map_rows=rows)
 
     def _learned(self, state: Kept, seen: Any) -> Kept:

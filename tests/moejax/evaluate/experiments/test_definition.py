@@ -105,8 +105,11 @@ def test_several_policies_are_one_arm(home):
         ({"policies": ["broken.py:Mine"]}, "broken.py cannot be read (ModuleNotFoundError"),
         ({"policies": ["lfu(nope=1)"]}, "lfu does not take {'nope': 1}"),
         ({"policies": ["fate"], "driver": "device"}, "driver: auto or host"),
-        ({"policies": ["lru", "expert_map_in_step"], "driver": "host"}, "write driver: auto and"),
-        ({"policies": ["expert_map_in_step=train"], "modes": ["simulated"]}, "modes: [measured]"),
+        ({"policies": ["lru", "expert_map_in_step"], "driver": "host"}, "write driver: auto, with"),
+        (
+            {"routing": ["zipf"], "modes": ["simulated"], "policies": ["expert_map_in_step"]},
+            "policy 'expert_map_in_step' needs embedding, which routing without a model lacks",
+        ),
         ({"policies": ["expert_map_in_step + coactivation"]}, "no policy beside it that looks"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
