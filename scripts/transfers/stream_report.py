@@ -71,14 +71,15 @@ def read(paths: Sequence[Path]) -> list[Place]:
             row = json.loads(text)
             at = row["shape"], row["layers"], row["batch"], row["context"]
             if row["arm"] == "compute":
-                compute[at] = float(np.median(row["seconds"]))
+                compute[row["began"], *at] = float(np.median(row["seconds"]))
             else:
                 found.setdefault((row["name"], *at), {})[row["arm"]] = row
     places = []
     for (name, *at), rows in found.items():
-        if "stream" not in rows or tuple(at) not in compute:
-            raise UserError(f"{name} at {at} has no row of stream or of compute")
-        places.append(Place(name, at[2], at[3], compute[tuple(at)], rows))
+        of_run = (rows.get("stream", {}).get("began"), *at)
+        if of_run not in compute:
+            raise UserError(f"{name} at {at} has no row of stream, or of compute in the same run")
+        places.append(Place(name, at[2], at[3], compute[of_run], rows))
     return places
 
 
