@@ -101,7 +101,9 @@ def measure_arm(
 ) -> None:
     with arm(loaded, group, sizes, arm_options(name, loaded, group)) as found:
         for seed in range(1, rounds + 1):
-            for place, said in zip(group.places, _said(group, name), strict=True):
+            pairs = zip(group.places, _said(group, name), strict=True)
+            # Wide batches first, which use every expert: cells of an arm that pages are warm then.
+            for place, said in sorted(pairs, key=lambda pair: -pair[0][0]):
                 tell(said | found.measure(group, place, seed))
 
 
