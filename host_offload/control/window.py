@@ -89,6 +89,11 @@ class WindowSpec:
         return (ring + dense) * self.record_rows + packed * self.packed_rows
 
     @property
+    def staged_rows(self) -> int:
+        """Rows of memory beside the arena in which the coming layer waits."""
+        return (2 - self.halves) * self.half * self.record_rows
+
+    @property
     def slots(self) -> int:
         """Slots that those rows are in."""
         return -(-self.rows // self.slot_rows)

@@ -248,7 +248,7 @@ def stream_stats(
     return {
         "cells": window.cells,
         "bytes": window.rows * layout.hidden * 2,
-        "staging_bytes": window.half * record if window.halves == 1 else 0,
+        "staging_bytes": window.staged_rows * layout.hidden * 2,
         "resident_per_layer": dense / window.layers,
         "packed_per_layer": packed / window.layers,
         "bytes_per_step": host * record,

@@ -388,7 +388,8 @@ class Options:
                     "store='file'"
                 )
         both = self.host_memory is not None and self.memory is not None
-        if both and self.transfers != "queue":  # there it may be another memory: cache_of
+        cached = self.transfers == "queue" or self.driver == "stream"
+        if both and not cached:  # there it may be another memory: cache_of
             raise UserError(BOTH_MEMORIES)
         if self.driver not in DRIVERS:
             raise UserError(

@@ -7,7 +7,9 @@ groups of places (batch, context) that have residents, link and arms in common. 
 the sizes of a known model, with a vocabulary of 1,024, since a head weighs twelve times as much in
 four layers as in 48; contexts are pages of zeros that are there; routing is drawn, the same in each
 arm. An engine of each arm stands alone, so that memory holds it, and decodes all places of its
-group; before them one with every expert in place does (compute), where --output has not got it.
+group; before them one with every expert in place does (compute), in each run again, since machines
+change their speed. What else --output has is not measured again, so that the same command goes on
+where it was ended.
 All arms have the same bytes of experts: two layers' cells and `residents` of each layer.
 
   stream       driver stream: the residents dense
@@ -31,7 +33,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
@@ -62,27 +65,26 @@ def measure(
     rounds: int,
     known: Collection[tuple] = (),
 ) -> None:
-    """Every arm of the wanted groups at every place, and before them compute at all places of each
-    model but those in `known`."""
+    """Every arm of the wanted groups at every place, but what `known` has the `key` of, and before
+    them compute at the places of each model that are left."""
     use_compilation_cache(None)
-    known = {*known}
+    run = {"began": int(time.time())}
     for model in dict.fromkeys(group.model for group in every if group.name in wanted):
         alike = [group for group in every if group.model == model]
         mine = [group for group in alike if group.name in wanted]
+        arms = ((_left(group, name, known), name) for group in mine for name in group.arms)
+        todo = [(group, name) for group, name in arms if group.places]
+        places = tuple(dict.fromkeys(place for group, _ in todo for place in group.places))
+        if not places:
+            continue
+        first = dataclasses.replace(mine[0], name="all", places=places, residents=0, rate=None)
         loaded = load(mine[0], folder)
         sizes = sizes_of(alike, loaded.config.num_experts)
-        asked = dict.fromkeys(place for group in mine for place in group.places)
-        places = tuple(place for place in asked if (model.shape, model.layers, *place) not in known)
-        first = dataclasses.replace(mine[0], name="all", places=places, residents=0, rate=None)
         try:
-            if places:
-                measure_arm(loaded, first, sizes, "compute", tell, rounds)
-                known |= {(model.shape, model.layers, *place) for place in places}
-            if model.tiers:
-                loaded = with_versions(loaded, ["dense", "lossless12"])
-            for group in mine:
-                for name in group.arms:
-                    measure_arm(loaded, group, sizes, name, tell, rounds)
+            for group, name in ((first, "compute"), *todo):
+                if name != "compute" and model.tiers and len(loaded.store.layouts) == 1:
+                    loaded = with_versions(loaded, ["dense", "lossless12"])
+                measure_arm(loaded, group, sizes, name, lambda row: tell(row | run), rounds)
         finally:
             for array in jax.tree.leaves(loaded.params):
                 array.delete()
@@ -99,20 +101,40 @@ def measure_arm(
 ) -> None:
     with arm(loaded, group, sizes, arm_options(name, loaded, group)) as found:
         for seed in range(1, rounds + 1):
-            for place in group.places:
-                said = dataclasses.asdict(group)
-                del said["places"], said["arms"]
-                said |= {"batch": place[0], "context": place[1], "arm": name}
+            pairs = zip(group.places, _said(group, name), strict=True)
+            # Wide batches first, which use every expert: cells of an arm that pages are warm then.
+            for place, said in sorted(pairs, key=lambda pair: -pair[0][0]):
                 tell(said | found.measure(group, place, seed))
 
 
-def measured_compute(path: Path | None) -> set[tuple]:
-    """(shape, layers, batch, context) of what a file has of compute already."""
+def _said(group: Group, name: str) -> list[dict]:
+    """What rows of an arm say beside what was measured, for each place."""
+    said = dataclasses.asdict(group)
+    del said["places"], said["arms"]
+    return [said | {"batch": b, "context": c, "arm": name} for b, c in group.places]
+
+
+def _left(group: Group, name: str, known: Collection[tuple]) -> Group:
+    """The group with the places at which this arm is not known."""
+    rows = zip(group.places, _said(group, name), strict=True)
+    places = tuple(place for place, row in rows if key(row) not in known)
+    return dataclasses.replace(group, places=places)
+
+
+_KEY = ("name", "arm", "shape", "layers", "batch", "context")
+_KEY += ("residents", "rate", "store", "routing", "steps")
+
+
+def key(row: Mapping) -> tuple:
+    """What makes two rows measurements of the same thing."""
+    return tuple(row[name] for name in _KEY)
+
+
+def measured(path: Path | None) -> set[tuple]:
+    """Keys of what a file has."""
     if path is None or not path.exists():
         return set()
-    rows = map(json.loads, path.read_text().splitlines())
-    keys = ("shape", "layers", "batch", "context")
-    return {tuple(row[key] for key in keys) for row in rows if row["arm"] == "compute"}
+    return {key(json.loads(text)) for text in path.read_text().splitlines()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"{args.cells} has no group {', '.join(unknown)}")
         if args.rounds < 1:
             raise UserError("--rounds is 1 or more")
-        known = measured_compute(args.output)
+        known = measured(args.output)
         with nullcontext() if args.output is None else args.output.open("a") as file:
 
             def tell(row: dict, file: TextIO | None = file) -> None:

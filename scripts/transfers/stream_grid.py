@@ -72,7 +72,8 @@ class PaperCell:
 
     name: str
     ours: float
-    paper: float
+    paper: float | None
+    """None: it says more than 1, without a figure."""
     missing: str
     """What the comparison lacks, and the smallest setup that has it."""
 
@@ -97,7 +98,7 @@ def rows_that_fit(shape: Shape, memory: float, experts: float, batch: int, conte
 
 
 def paper() -> list[PaperCell]:
-    """Exp#1 and Exp#2 from stated rates: KV that does not fit waits, so fewer rows run at once."""
+    """Exp#1 to Exp#3 from stated rates: KV that does not fit waits, so fewer rows run at once."""
     shape, memory = QWEN3_NEXT, 4 * 48e9 * 0.9
     every = shape.layers * shape.experts * shape.record_bytes
     window = 2 * every / shape.layers
@@ -150,7 +151,26 @@ def paper() -> list[PaperCell]:
                 "the decoder's rate, and which rows run where KV is full; two L40",
             )
         )
-    return cells
+    return [*cells, *_moves(lacks)]
+
+
+def _moves(lacks: str) -> Iterator[PaperCell]:
+    """Exp#3: seven moves of 48 experts on each of four GPUs, in a quarter of the layers."""
+    shape, layers, gone = QWEN3_NEXT, 12, 4 * 7
+    cell = Cell(L40, shape, 256, 4096, PAPER_LINK, 0)
+
+    def seconds(host: Sequence[int]) -> float:
+        """host: experts of each layer that are not packed any more."""
+        return cell.play([cell.layer(0, shape.experts - n) for n in host])
+
+    even = seconds([gone] * layers)
+    for name, host, said in (
+        ("none", [0] * layers, 1.0),
+        ("as many of one layer", [gone * layers, *[0] * (layers - 1)], None),
+    ):
+        yield PaperCell(
+            f"Exp#3 staggered moves / {name} (256, 4096)", seconds(host) / even, said, lacks
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--ratios are positive, --residents shares below 1")
         if args.paper:
             for one in paper():
-                said = f"{one.name:<40} here {one.ours:6.2f} ×, paper {one.paper:g}"
+                there = "more than 1" if one.paper is None else f"{one.paper:g}"
+                said = f"{one.name:<46} here {one.ours:6.2f} ×, paper {there}"
                 print(json.dumps(dataclasses.asdict(one)) if args.json else said)
             for text in _h200(args.json):
                 print(text)

@@ -71,14 +71,15 @@ def read(paths: Sequence[Path]) -> list[Place]:
             row = json.loads(text)
             at = row["shape"], row["layers"], row["batch"], row["context"]
             if row["arm"] == "compute":
-                compute[at] = float(np.median(row["seconds"]))
+                compute[row["began"], *at] = float(np.median(row["seconds"]))
             else:
                 found.setdefault((row["name"], *at), {})[row["arm"]] = row
     places = []
     for (name, *at), rows in found.items():
-        if "stream" not in rows or tuple(at) not in compute:
-            raise UserError(f"{name} at {at} has no row of stream or of compute")
-        places.append(Place(name, at[2], at[3], compute[tuple(at)], rows))
+        of_run = (rows.get("stream", {}).get("began"), *at)
+        if of_run not in compute:
+            raise UserError(f"{name} at {at} has no row of stream, or of compute in the same run")
+        places.append(Place(name, at[2], at[3], compute[of_run], rows))
     return places
 
 
@@ -169,6 +170,9 @@ def crossovers(found: Sequence[Mapping], rival: str) -> list[str]:
 CONTEXT = 1024
 """Tokens of the places that are drawn."""
 
+PANELS = 3
+"""In a row."""
+
 
 def draw(plt: Any, found: Sequence[Mapping], path: Path) -> None:
     """Steps over the batch, measured and predicted."""
@@ -179,8 +183,13 @@ def draw(plt: Any, found: Sequence[Mapping], path: Path) -> None:
     groups = {name: cells for name, cells in groups.items() if len(cells) > 2}
     if not groups:
         raise UserError(f"no group has three batches of {CONTEXT} tokens to draw")
-    figure, panels = plt.subplots(1, len(groups), figsize=(3.6 * len(groups), 3.4), squeeze=False)
-    for panel, cells in zip(panels[0], groups.values(), strict=True):
+    order = sorted(groups.values(), key=lambda c: (-round(c[0]["link_gb_s"]), c[0]["residents"]))
+    rows, columns = -(-len(order) // PANELS), min(len(order), PANELS)
+    size = 3.6 * columns, 3.2 * rows
+    figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    for panel in panels.flat[len(order) :]:
+        panel.set_visible(False)
+    for panel, cells in zip(panels.flat, order, strict=False):
         cells = sorted(cells, key=lambda one: one["batch"])
         batches = [one["batch"] for one in cells]
         for colour, arm in enumerate(cells[0]["ms"]):
@@ -191,10 +200,12 @@ def draw(plt: Any, found: Sequence[Mapping], path: Path) -> None:
         first = cells[0]
         panel.set_title(f"{first['residents']} residents, {first['link_gb_s']:.1f} GB/s", size=10)
         panel.set_xscale("log", base=2)
+        panel.set_xticks(batches, map(str, batches))
         panel.set_xlabel("batch")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("ms a step; dashed: predicted")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("ms a step; dashed: predicted")
     panels[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=90)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 
 from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
@@ -207,6 +208,9 @@ def divide(
     why = why_cells(settings, steps, device.platform)
     window = _window(settings, model, device, steps, memory)
     held = _map_bytes(settings, config)
+    # What steps need is measured where the device decides, and has staging too.
+    staged = 0 if window is None else window.staged_rows * steps.layout.hidden * 2
+    beside = {"expert maps take": held, "the next layer's experts take in staging": staged}
     wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
     budget = resolve_budget(
         steps.layout,
@@ -215,7 +219,7 @@ def divide(
         max_num_seqs=seqs,
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else max(memory.available - held, 0),
-        memory=_less(_arena_bytes(settings, model, device.platform), held),
+        memory=_less(_arena_bytes(settings, model, device.platform), beside),
         expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
         kv_budget=options.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
@@ -273,14 +277,21 @@ def _map_bytes(settings: Settings, config: ModelConfig) -> int:
     return search.nbytes(sum(config.moe_layers), config.num_experts, config.hidden_size)
 
 
-def _less(whole: int | None, held: int) -> int | None:
-    """What expert maps leave of a memory. Raises UserError where that is nothing."""
-    if whole is not None and held >= whole:
-        raise UserError(
-            f"expert maps take {format_bytes(held)} of device memory ({held} bytes), and memory is "
-            f"{format_bytes(whole)}; raise it, or lower the maps' capacity"
+def _less(whole: int | None, beside: Mapping[str, int]) -> int | None:
+    """What is left of a memory for the arena. beside: what else takes how many bytes of it. Raises
+    UserError where that is nothing."""
+    if whole is None:
+        return None
+    if sum(beside.values()) >= whole:
+        what = " and ".join(
+            f"{name} {format_bytes(taken)} of device memory ({taken} bytes)"
+            for name, taken in beside.items()
+            if taken
         )
-    return None if whole is None else whole - held
+        raise UserError(
+            f"{what}, and memory is {format_bytes(whole)}; raise it, or ask for less of those"
+        )
+    return whole - sum(beside.values())
 
 
 def _file_note(

@@ -82,17 +82,12 @@ def check_store(settings: Settings, platform: str) -> None:
             )
     if options.store != "file":
         return
-    if options.driver == "stream" and jax_copies(settings, platform):
-        where = "on a GPU" if platform != "cpu" else "with ops that are not native"
-        raise UserError(
-            f"driver='stream' {where} brings experts from pinned host memory; use store='memory', "
-            f"or driver='host' and transfers='queue' for {_CACHED}"
-        )
     if cache_of(settings, platform) is not None:
-        if options.driver != "host":
+        if options.driver not in ("host", "stream"):
             raise UserError(
-                f"store='file' with {_CACHED} is for driver='host', not {options.driver!r}, which "
-                "cannot wait for a file within a step; use driver='host', or store='memory'"
+                f"store='file' with {_CACHED} is for driver='host' and driver='stream', not "
+                f"{options.driver!r}, which cannot wait for a file within a step; use one of "
+                "those, or store='memory'"
             )
     elif platform != "cpu":
         raise UserError(

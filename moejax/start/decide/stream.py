@@ -169,7 +169,7 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
     resident = f" and of {' and '.join(kept)} residents in each" if kept else ""
     where = "two layers"
     if window.halves == 1:
-        staged = format_bytes(window.half * record)
+        staged = format_bytes(window.staged_rows * row)
         where = f"one layer and staging ({staged}) beside the arena for the next one"
     notes = [
         f"driver stream: all {window.experts} experts of a layer are there before it runs, in "

@@ -54,6 +54,21 @@ def test_the_split_is_the_one_that_ends_soonest(rates):
     assert min(map(slowest, others)) >= slowest(split) - 1e-9
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda rates: (1 / len(rates),) * len(rates),
+        lambda rates: tuple((1 / rate) / sum(1 / other for other in rates) for rate in rates),
+        lambda rates: tuple(float(rate == max(rates)) for rate in rates),
+    ],
+    ids=["even", "the slow one more", "the fastest alone"],
+)
+def test_a_split_with_a_mistake_is_found(mistake, monkeypatch):
+    monkeypatch.setitem(globals(), "balanced_split", mistake)
+    with pytest.raises(AssertionError):
+        test_the_split_is_the_one_that_ends_soonest.hypothesis.inner_test([1.0, 3.0])
+
+
 def test_whole_experts_are_split_as_near_as_they_can_be():
     seconds = [MODEL.load_seconds(uniform_placement(MODEL, 0, packed)) for packed in range(33)]
     assert MODEL.most_packed == int(np.argmin(seconds)) == 24  # 32 · 3 / (3 + 1)
@@ -129,6 +144,21 @@ def test_a_staggered_move_changes_each_layers_share_by_one_expert():
     assert MODEL.layer_seconds(unstaggered).max() == pytest.approx(worst + 5 * one)
     assert moved(uniform_placement(MODEL, 0, 0), PACKED, HOST) is None
     assert moved_in_one_layer(uniform_placement(MODEL, 0, 5), PACKED, HOST, 2) is None
+
+
+@pytest.mark.parametrize("changed", ["moved", "moved_in_one_layer"])
+def test_a_move_that_is_not_what_it_says_is_found(changed, monkeypatch):
+    """All of one layer for one of every layer, and the other way round."""
+    one_layer, every_layer = moved_in_one_layer, moved
+
+    def other(placement, source, target, layer=0):
+        if changed == "moved":
+            return one_layer(placement, source, target, layer)
+        return every_layer(placement, source, target)
+
+    monkeypatch.setitem(globals(), changed, other)
+    with pytest.raises(AssertionError):
+        test_a_staggered_move_changes_each_layers_share_by_one_expert()
 
 
 # ---- the planner on a plant

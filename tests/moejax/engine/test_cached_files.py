@@ -164,18 +164,20 @@ def test_reads_are_verified_by_crc32c_where_it_is_known_else_by_sha256(
     ("options", "platform", "message"),
     [
         ({"host_memory": None}, "gpu", "say how large, host_memory=SIZE"),
-        ({"driver": "device"}, "gpu", "for driver='host', not 'device'.*use driver='host'"),
-        (
-            {"driver": "stream"},
-            "gpu",
-            "driver='stream' on a GPU.*use store='memory', or driver='host'",
-        ),
+        ({"driver": "device"}, "gpu", "for driver='host' and driver='stream', not 'device'"),
+        ({"driver": "stream", "host_memory": None}, "gpu", "say how large, host_memory=SIZE"),
         ({"transfers": None}, "gpu", "or driver='host' and transfers='queue' for a cache"),
         pytest.param(
             {"transfers": None}, "cpu", "or driver='host' and transfers='queue'", marks=NATIVE
         ),
         pytest.param(
             {"ops": "auto", "memory": "1GiB"}, "cpu", "together; give one of them", marks=NATIVE
+        ),
+        pytest.param(
+            {"ops": "auto", "memory": "1GiB", "driver": "stream", "transfers": None},
+            "cpu",
+            "together; give one of them",
+            marks=NATIVE,
         ),
         ({"precision": "int8"}, "cpu", "brings dense experts, not precision int8"),
     ],

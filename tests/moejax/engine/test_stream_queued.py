@@ -21,7 +21,9 @@ from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.stream_queued import QueuedStreamRunner
+from tests.moejax.checkpoints.conversions import copied
 from tests.moejax.engine.test_device_queue import delay
+from tests.moejax.engine.test_file_store import converted, expert_file
 from tests.moejax.engine.test_stream import (
     GREEDY,
     LIMITS,
@@ -35,12 +37,15 @@ from tests.moejax.engine_runs import Faulty, mixed_jobs, run
 from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 from tests.pallas_kernels.contract import NATIVE
 
+__all__ = ["converted"]
+
 EXPERTS = 16
+RECORD = 98304
 STREAM = {"driver": "stream", "ops": "move=xla"}
 
 
-def open_llm(**options) -> LLM:
-    return LLM("demo", progress=False, **{**LIMITS, **STREAM, **options})
+def open_llm(model="demo", **options) -> LLM:
+    return LLM(model, progress=False, **{**LIMITS, **STREAM, **options})
 
 
 @functools.cache
@@ -64,7 +69,8 @@ def same(ours, theirs) -> bool:
         {"expert_budget": "80%"},
         slow(),
         pytest.param({"expert_budget": "100%"}, marks=pytest.mark.nightly),
-        slow(memory=19 * 98304),  # three slots of KV for four sequences: pages go out and back
+        # Two layers, and three slots of KV for four sequences: pages go out and back.
+        slow(memory=(2 * EXPERTS + 3) * RECORD),
         pytest.param({"chunk_bytes": 20_000, "transfer_threads": 1}, marks=pytest.mark.nightly),
         pytest.param({"ops": "xla"}, marks=pytest.mark.nightly),
     ],
@@ -116,6 +122,84 @@ def test_the_bits_are_those_of_full_residency_with_kernels():
     assert same(*found)
 
 
+@NATIVE
+def test_memory_is_shared_by_both_halves_residents_and_kv():
+    """Of 50 records of memory 16 are the half that is staging, or 6 where 10 of each layer stay."""
+    for residents in (0, 10):
+        streamed = EXPERTS - residents
+        budget = (4 * residents + streamed) * RECORD
+        with open_llm(memory=80 * RECORD, expert_budget=budget) as llm:
+            arena, stream = llm.stats()["arena"], llm.stats()["stream"]
+            assert stream["staging_bytes"] == streamed * RECORD
+            left = 80 - streamed - 4 * residents - streamed
+            assert arena["expert_slots"] == 80 - streamed - left
+            assert arena["kv_slots"] == left
+            runner = llm.engine.runner
+            assert runner.layout.slot_bytes == RECORD
+            assert runner.arena.nbytes + stream["staging_bytes"] == 80 * RECORD
+
+
+# ---- experts in files
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_budget": "80%"},
+        slow(),
+        slow(
+            transfer_threads=1,
+            host_memory=9 * RECORD,
+            verify_reads=False,
+            memory=(2 * EXPERTS + 3) * RECORD,
+        ),
+        pytest.param({"host_memory": "1GiB", "chunk_bytes": 20_000}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_experts_in_files_have_the_bits_of_those_in_memory(options, converted):
+    """Through a cache of twelve records, or nine: fewer than a layer has, so that what is on its
+    way makes room for what comes. Once as it is, and once with copies that are late."""
+    given = {"model": converted, "store": "file", "host_memory": 12 * RECORD, **options}
+    with open_llm(**given) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, QueuedStreamRunner)
+        found = [run(llm, mixed_jobs()[:4])]
+        delay(llm, 300)
+        found.append(run(llm, mixed_jobs()[:4], check=False))
+        assert not runner.faults()
+        stats = llm.stats()
+        cache, stream = stats["store"]["cache"], stats["stream"]
+        assert stats["store"]["kind"] == "file" and stats["transfers"]["failed"] == 0
+        streamed = EXPERTS - (11 if "expert_budget" in options else 0)
+        assert stream["bytes_per_step"] == 4 * streamed * RECORD
+        # Layers come in turn, so a cache of fewer than all that stream has none of them again.
+        read = 4 * EXPERTS if given["host_memory"] == "1GiB" else stream["steps"] * 4 * streamed
+        assert cache["bytes_read"] >= read * RECORD
+    for one in found:
+        assert same(one, at_rest())
+
+
+@NATIVE
+@pytest.mark.slow
+def test_a_file_that_fails_ends_the_requests_of_its_steps(converted, tmp_path):
+    broken = copied(converted, tmp_path / "broken")
+    path = expert_file(broken, 2, 6)
+    with open_llm(model=broken, store="file", host_memory=12 * RECORD) as llm:
+        want = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+        away = path.rename(tmp_path / "away")
+        request = llm.engine.add(PROMPTS[0], GREEDY)
+        while request.error is None:
+            llm.engine.step()
+        assert str(path) in str(request.error)
+        away.rename(path)
+        while not llm.engine.idle:
+            llm.engine.step()
+        assert not llm.engine.runner.faults()
+        assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == want
+
+
 # ---- order
 
 
@@ -153,7 +237,7 @@ def told(runner: QueuedStreamRunner, monkeypatch) -> list[tuple[str, int]]:
     }
     put, computed = queue.put, HostRunner._experts
 
-    def copied(pieces):
+    def begun(pieces):
         events.append(("copy", layer_of[id(pieces[0])]))
         return put(pieces)
 
@@ -168,7 +252,7 @@ def told(runner: QueuedStreamRunner, monkeypatch) -> list[tuple[str, int]]:
         events.append(("compute", layer))
         return computed(self, parts, step, layer, *args)
 
-    monkeypatch.setattr(queue, "put", copied)
+    monkeypatch.setattr(queue, "put", begun)
     monkeypatch.setattr(runner, "_call", called)
     monkeypatch.setattr(HostRunner, "_experts", experts)
     return events
@@ -376,7 +460,8 @@ def test_a_step_that_ends_in_the_middle_leaves_the_next_one_whole(monkeypatch):
         ({"tiers": "flux-direct,packed=25%"}, "leave tiers out (expert_budget keeps dense"),
         ({"precision": "int8"}, "driver='stream' with ops that are not native brings dense expe"),
         ({"link_rate": "2GB/s"}, "jax's copies pass the link as it is: leave link_rate out"),
-        ({"store": "file"}, "brings experts from pinned host memory; use store='memory', or"),
+        ({"store": "file"}, "read through a cache in pinned host memory here: say how large"),
+        ({"memory": 16 * RECORD}, "the next layer's experts take in staging 1.5 MiB of device mem"),
         ({"store": "shared"}, "keeps experts in pinned arrays of its own, not in memory that pro"),
         ({"transfers": "ops"}, "loads layers by a queue of transfers; leave out transfers='ops'"),
         ({"prefill_waves": 2}, "so prefill_waves says nothing"),

@@ -10,7 +10,7 @@ import pytest
 import scripts.transfers.streaming
 from moejax.errors import UserError
 from scripts.transfers import handles
-from scripts.transfers.stream import main, measured_compute
+from scripts.transfers.stream import main, measured
 from scripts.transfers.streaming.arms import Group, arm_options, load, read_groups, sizes_of
 from tests.pallas_kernels.contract import NATIVE
 
@@ -104,7 +104,7 @@ def test_groups_rounds_files_and_options_that_are_not_there_are_refused(tmp_path
 
 @NATIVE
 @pytest.mark.nightly
-def test_it_runs_small_and_compute_is_measured_once(tmp_path, capsys):
+def test_it_runs_small_and_goes_on_where_it_ended(tmp_path, capsys):
     cells, output = tmp_path / "cells.yaml", tmp_path / "out.jsonl"
     cells.write_text(DEMO)
     common = [str(cells), "--folder", str(tmp_path), "--output", str(output)]
@@ -112,15 +112,25 @@ def test_it_runs_small_and_compute_is_measured_once(tmp_path, capsys):
     rows = [json.loads(text) for text in output.read_text().splitlines()]
     by = {(row["name"], row["batch"], row["arm"]): row for row in rows}
     assert len(rows) == len(by) == 2 + 2 * 3 + 3 + 1
-    assert measured_compute(output) == {("demo", 4, 2, 32), ("demo", 4, 4, 16)}
+    assert len(measured(output)) == len(rows) and len({row["began"] for row in rows}) == 1
     # Eight experts of each of four layers stream, half of them used or not.
     assert by["small", 2, "stream"]["link_mb"] == pytest.approx(4 * 8 * 98304 / 1e6, rel=0.5)
     assert by["small", 2, "paging"]["link_mb"] < by["small", 2, "paging-48"]["link_mb"]
     assert by["tiers", 2, "flux"]["decoded_mb"] > 0
     assert all(len(row["seconds"]) == 2 for row in rows)
-    assert main([*common, "--only", "small"]) == 0
-    again = [json.loads(text) for text in output.read_text().splitlines()][len(rows) :]
-    assert [row["arm"] for row in again].count("compute") == 0 and len(again) == 6
+    # It goes on with what the file lacks, and with nothing else.
+    lines = output.read_text().splitlines(keepends=True)
+    lost = [row["name"] == "small" and row["batch"] == 4 for row in rows]
+    output.write_text("".join(t for t, gone in zip(lines, lost, strict=True) if not gone))
+    assert main(common) == 0
+    again = [json.loads(text) for text in output.read_text().splitlines()][-4:]
+    assert [(row["arm"], row["batch"]) for row in again] == [
+        ("compute", 4),
+        ("stream", 4),
+        ("paging", 4),
+        ("paging-48", 4),
+    ]
+    assert len(measured(output)) == len(rows)
 
 
 @NATIVE

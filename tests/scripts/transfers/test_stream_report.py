@@ -11,9 +11,11 @@ from scripts.transfers.stream_report import concordance, crossovers, main, predi
 pytestmark = pytest.mark.slow
 
 
-def rows(batch: int, stream: float, paging: float, compute: float = 0.4) -> list[dict]:
+def rows(
+    batch: int, stream: float, paging: float, compute: float = 0.4, began: int = 1
+) -> list[dict]:
     common = {"shape": "qwen3-30b-a3b", "layers": 4, "batch": batch, "context": 1024}
-    common |= {"residents": 0, "rate": 4e9}
+    common |= {"residents": 0, "rate": 4e9, "began": began}
     of_link = {"link_mb": 4831.8, "link_busy": 0.9, "waited": 0.5}
     return [
         {**common, "name": "all", "arm": "compute", "seconds": [compute] * 3},
@@ -59,4 +61,10 @@ def test_the_report_says_where_they_cross(tmp_path, capsys):
 def test_a_row_without_compute_is_refused(tmp_path, capsys):
     path = written(tmp_path / "a", rows(8, 1.3, 0.4)[1:])
     assert main([str(path)]) == 2
-    assert "no row of stream or of compute" in capsys.readouterr().err
+    assert "no row of stream, or of compute in the same run" in capsys.readouterr().err
+
+
+def test_compute_is_that_of_the_same_run(tmp_path):
+    other = rows(8, 1.3, 0.4, compute=0.9, began=2)
+    (place,) = read([written(tmp_path / "a", rows(8, 1.3, 0.4) + other[:1])])
+    assert place.compute == 0.4
