@@ -27,11 +27,11 @@ from host_offload.sizing.cost_model import (
     fitted_table,
 )
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
+from moejax.costs.in_place import in_place_costs
 from moejax.costs.overlap import beside_per_byte, step_shares
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
-from moejax.step.experts import compute_in_place
 from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import Runner
@@ -48,9 +48,6 @@ LEAST_ROUNDS = 3
 
 LONG = 512
 """Tokens of a long prompt, where they fit."""
-
-BESIDE, ROWS_BESIDE, REPEATS_BESIDE = 8, (1, 2, 4, 8, 16, 32, 64), 15
-"""Experts of a call, rows of each and timed calls, for what an expert takes on the CPU."""
 
 
 def calibrate(runner: Runner, report: Callable[[str], None] | None = None) -> CostModel:
@@ -332,7 +329,11 @@ def _cpu_expert(runner: Runner) -> np.ndarray | None:
     the threads that a second processor computes them with; else by XLA's products on jax's CPU.
     None where jax has none."""
     if runner.steps.ops.expert_ffn == "cpu":
-        return _in_place(runner)
+        context, second = runner.programs().context(ProgramKey("decode")), runner.steps.second
+        if second is not None:
+            context = dataclasses.replace(context, threads=second.threads[1])
+        dtype = jax.tree.leaves(runner.state["embedding"])[0].dtype
+        return in_place_costs(runner.stores, context, dtype)
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names another one only
@@ -352,46 +353,6 @@ def _cpu_expert(runner: Runner) -> np.ndarray | None:
     one, many = seconds(1), seconds(16)
     per_token = max(many - one, 0.0) / (16 - 1)
     return np.array([max(one - per_token, 0.0), per_token])
-
-
-def _in_place(runner: Runner) -> np.ndarray:
-    """C and β of experts that are computed where the store has them. A call of several experts less
-    one of a single one: what a call takes by itself is a layer's, not an expert's."""
-    config, second = runner.config, runner.steps.second
-    layers, experts = runner.tables.address.shape
-    most, top_k = min(BESIDE, experts), config.num_experts_per_tok
-    context = runner.programs().context(ProgramKey("decode"))
-    if second is not None:
-        context = dataclasses.replace(context, threads=second.threads[1])
-
-    @jax.jit
-    def compute(stores, x, ids, layer, listed, count):
-        stored = dataclasses.replace(context, stores=stores)
-        return compute_in_place(x, ids, (layers, experts), layer, listed, count, stored)
-
-    dtype = jax.tree.leaves(runner.state["embedding"])[0].dtype
-    listed = np.full(experts, -1, np.int32)
-    listed[:most] = np.arange(most)
-    each = []
-    for rows in ROWS_BESIDE:
-        # Each of the listed experts has `rows` rows, whatever k is; a token is no more than a row.
-        ids = np.full((rows * most, top_k), experts, np.int32)
-        ids[:, 0] = np.repeat(np.arange(most), rows)
-        x = jnp.full((len(ids), config.hidden_size), 0.01, dtype)
-        taken = {count: [] for count in (1, most)}
-        for repeat in range(REPEATS_BESIDE + 1):
-            for count, found in taken.items():
-                layer = np.int32(repeat % layers)  # so that weights come from memory
-                began = time.perf_counter()
-                compute(runner.stores, x, ids, layer, listed, np.int32(count)).block_until_ready()
-                found.append(time.perf_counter() - began)
-        one, several = (float(np.median(found[1:])) for found in taken.values())
-        each.append(max(several - one, 0.0) / max(most - 1, 1))
-    slope, start = np.polyfit(ROWS_BESIDE, each, 1)
-    if slope < 0 or start < 0:  # noise, or a cost that is all of one kind
-        rows = np.array(ROWS_BESIDE)
-        return np.array([0.0, float(rows @ each / (rows @ rows))])
-    return np.array([start, slope])
 
 
 def _median_s(work: Callable[[], jax.Array]) -> float:

@@ -65,7 +65,7 @@ LESS = {
 ARMS = (*SCHEDULERS, *LESS)
 
 CHARACTERS = 8
-"""Of a text for each token of a prompt: more than tokens have."""
+"""How many of a text are taken for each token of a prompt: more than tokens have."""
 
 WARM_INPUT = 128
 """Most prompt tokens of a batch that is not counted."""

@@ -15,7 +15,7 @@ from host_offload.control.interface import Decision, Moment
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
-from moejax.costs import measure, store
+from moejax.costs import in_place, measure, store
 from moejax.costs.forced import Case, ForcedSteps
 from moejax.costs.store import (
     cost_file,
@@ -141,12 +141,12 @@ def test_costs_are_not_those_of_a_link():
 @pytest.mark.slow
 def test_an_expert_on_the_cpu_is_one_of_the_op_that_a_second_processor_runs(monkeypatch):
     """On its threads, where its experts are; and of what a call of none takes nothing."""
-    monkeypatch.setattr(measure, "REPEATS_BESIDE", 5)
+    monkeypatch.setattr(in_place, "REPEATS", 5)
     costs = "load=1ms,startup=1ms,per_token=1ms,accelerator=1ms,attention=1ms"
     given = {**SMALL, "driver": "host", "placement_test": "threads=1+1"}
     with LLM("demo", placement=f"fiddler,{costs}", **given) as llm:
         runner, lowered = llm.engine.runner, []
-        jit = measure.jax.jit
+        jit = in_place.jax.jit
 
         def shown(function):
             compiled = jit(function)
@@ -158,14 +158,14 @@ def test_an_expert_on_the_cpu_is_one_of_the_op_that_a_second_processor_runs(monk
 
             return call
 
-        monkeypatch.setattr(measure.jax, "jit", shown)
+        monkeypatch.setattr(in_place.jax, "jit", shown)
         with recorded() as spans:
             startup, per_token = measure._cpu_expert(runner)
         monkeypatch.undo()
         assert identity(runner.steps)["second_threads"] == [1, 1]
     assert "threads = 1 : i64" in lowered[0]
     counted = [span for span in spans if span.op == "expert_ffn"]
-    assert len(counted) == len(measure.ROWS_BESIDE) * 2 * 6
+    assert len(counted) == len(in_place.ROWS) * 2 * 6
     # Less than the longest call, for eight experts of 64 rows.
     longest = max(span.end - span.begin for span in counted)
     assert startup + per_token > 0 and 64 * per_token < longest

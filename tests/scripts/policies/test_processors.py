@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from scripts.policies import crossover
 from scripts.policies.processors import COLUMNS, main
 from tests.pallas_kernels.contract import NATIVE
 
@@ -41,3 +42,24 @@ def test_what_is_refused(capsys):
     ):
         assert main([*GIVEN, *given]) == 2
         assert match in capsys.readouterr().err
+
+
+@NATIVE
+@pytest.mark.slow
+def test_from_how_many_tokens_a_load_is_first(capsys):
+    """By what was measured, and for a machine of other cores and memory by arithmetic."""
+    sizes = ["--hidden", "128", "--width", "64", "--threads", "1", "--cores", "4"]
+    command = [*sizes, "--link", "1MB/s", "--memory", "100MB/s,1TB/s"]
+    assert crossover.main([*command, "--json"]) == 0
+    here, slow, fast = json.loads(capsys.readouterr().out)
+    nbytes = 3 * 128 * 64 * 2
+    assert list(here["us_by_rows"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    for row in (here, slow, fast):
+        assert row["load_us"] == pytest.approx(nbytes)
+        left = row["load_us"] - row["startup_us"]
+        assert row["tokens"] == pytest.approx(left / row["per_token_us"])
+    assert slow["startup_us"] == pytest.approx(nbytes / 100)
+    assert fast["startup_us"] == pytest.approx(max(here["startup_us"] / 4, nbytes / 1e6))
+    assert fast["per_token_us"] == pytest.approx(here["per_token_us"] / 4)
+    assert crossover.main([*sizes, "--link", "fast"]) == 2
+    assert "fast" in capsys.readouterr().err
