@@ -180,6 +180,14 @@ class CostModel:
             return counts * (self.prefill_fill if kind == "fill" else self.prefill_read_through)
         return _looked_up(getattr(self, kind), counts)
 
+    def load_beats_cpu(self) -> float:
+        """Tokens of an expert from which a load is done before the CPU, t_io < β·m + C, where a
+        row of loads keeps the link busy (PreScope's T_G and T_C of a lone expert but t_g). Infinite
+        where a token takes the CPU no time; 0 where a load is always first."""
+        startup, per_token = np.full(2, np.nan) if self.cpu_expert is None else self.cpu_expert
+        load = float(self.fill[-1, 1] / self.fill[-1, 0])
+        return float(max(load - startup, 0.0) / per_token) if per_token else math.inf
+
     # ---- what policies see
 
     def costs(self) -> Costs:

@@ -136,6 +136,7 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
         rows += [
             ("expert on the CPU", per_expert, "µs"),
             ("expert on the CPU, a token", per_token, "µs"),
+            ("a load beats the CPU from", model.load_beats_cpu(), "tokens"),
         ]
     for name, value, unit in rows:
         yield name, f"{value:,.1f}" if value else "", unit

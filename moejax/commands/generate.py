@@ -370,6 +370,8 @@ def format_summary(stats: Mapping[str, Any]) -> str:
         ),
         "ops": ", ".join(f"{op} {name}" for op, name in stats["ops"].items()),
     }
+    if (placed := stats["placement"]) is not None:
+        lines["beside"] = _placement(placed, experts["activations"] - experts["hits"])
     text = [f"{name:<8} {line}" for name, line in lines.items()]
     text += [f"{'note':<8} {note}" for note in stats["notes"]]
     return "\n".join(text)
@@ -385,6 +387,16 @@ def _arena(arena: Mapping[str, Any]) -> str:
         f"{arena['cells_used']} in use), {arena['kv_slots']} KV "
         f"({arena['kv_pages_used_peak']} of {arena['kv_pages']} pages at peak), "
         f"{arena['free_slots']} free"
+    )
+
+
+def _placement(placed: Mapping[str, Any], missed: int) -> str:
+    gap = placed["gap_of_a_layer_s"]
+    share = placed["experts"] / missed if missed else None
+    return (
+        f"{placed['experts']} of {missed} missed experts ({_number(share, '.0%')}) and "
+        f"{placed['rows']} rows computed by the second processor, in {placed['layers']} layers; "
+        f"done apart by {_ms(gap['mean'])}, at most {_ms(gap['max'])}; {placed['placement']}"
     )
 
 

@@ -27,12 +27,13 @@ from host_offload.sizing.cost_model import (
     fitted_table,
 )
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
+from moejax.costs.in_place import in_place_costs
 from moejax.costs.overlap import beside_per_byte, step_shares
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
 from moejax.step.parts import DECODE_TILE
-from moejax.step.programs import STAGES
+from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import Runner
 
 log = logging.getLogger("moejax")
@@ -325,8 +326,16 @@ def _swap_per_byte(runner: Runner) -> float:
 
 
 def _cpu_expert(runner: Runner) -> np.ndarray | None:
-    """float64[2]: seconds of an expert's products for no token more, and for each token, on jax's
-    CPU; None where jax has none."""
+    """float64[2]: C and β of t_c(m) = β·m + C (PreScope, equation (3)): what an expert of m rows
+    takes on a CPU that has its weights. Where the runner's own experts run on a CPU, by the op and
+    the threads that a second processor computes them with; else by XLA's products on jax's CPU.
+    None where jax has none."""
+    if runner.steps.ops.expert_ffn == "cpu":
+        context, second = runner.programs().context(ProgramKey("decode")), runner.steps.second
+        if second is not None:
+            context = dataclasses.replace(context, threads=second.threads[1])
+        dtype = jax.tree.leaves(runner.state["embedding"])[0].dtype
+        return in_place_costs(runner.stores, context, dtype)
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names another one only

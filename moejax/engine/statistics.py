@@ -262,7 +262,9 @@ def stream_stats(
 def placement_stats(totals: PlacementTotals | None, placement: str | None) -> dict[str, Any] | None:
     """What a second processor computed beside the steps' own, as plain data; None: there is none.
     Seconds are sums over the `layers` in which it had experts, each from when both begin: until
-    either was done, while both were at work, and from when one was done to when the other was."""
+    either was done, while both were at work, and from when one was done to when the other was;
+    `between_s`: of `between` times, from when both were done to when the next layer's experts
+    began, of which `decided_s` after its routing was known."""
     if totals is None:
         return None
     mean = totals.gap_s / totals.layers if totals.layers else None
@@ -276,6 +278,9 @@ def placement_stats(totals: PlacementTotals | None, placement: str | None) -> di
         "both_s": totals.both_s,
         "gap_s": totals.gap_s,
         "gap_of_a_layer_s": {"mean": mean, "max": totals.most_gap_s},
+        "between": totals.between,
+        "between_s": totals.between_s,
+        "decided_s": totals.decided_s,
     }
 
 

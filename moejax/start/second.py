@@ -17,7 +17,7 @@ from moejax.step.parts import SecondProcessor, StepSpec
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
 
-RATES = ("accelerator", "startup", "per_token")
+RATES = ("accelerator", "startup", "per_token", "attention")
 """Times of placement_test, as fields of SecondProcessor and costs of a placement."""
 
 

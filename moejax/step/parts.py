@@ -91,6 +91,8 @@ class SecondProcessor:
     """On the second processor, beside its rows."""
     per_token: float = 0.0
     """What one of its rows takes there."""
+    attention: float = 0.0
+    """From when both are done with a layer's experts to the next layer's routing, at least."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,30 @@
 """Throughput and decode latency of placements, measured in one engine at equal memory (PreScope).
 
 python -m scripts.policies processors MODEL [--arms prescope,greedy,...] [--rows 1,4,16]
-    [--input 512] [--output 64] [--expert-budget 25%] [--rounds 3] [--json]
-    [--learned FILE] [--predict gates] [--link-rate 2GB/s] [--attention 1ms]
-    [--test threads=1+1,accelerator=...,startup=...,per_token=...]
+    [--input 512] [--output 64] [--expert-budget 25%] [--rounds 3] [--first 0] [--json]
+    [--learned FILE | --predict gates] [--text FILE,...] [--link-rate 2GB/s] [--attention 1ms]
+    [--test threads=1+1,accelerator=...,startup=...,per_token=...,attention=...]
 
-One engine with a second processor runs every arm: the same cells, the same prompts (random tokens),
-policies and tables begun anew, a round of each arm after the other. So arms differ by their rule
-alone. An arm's first batch of a round fills its cells and is not counted. `load-all` loads whatever
-is missed (fate without predictions). --test states the rates of two processors of one machine, with
-`--link-rate` and --attention the costs that rules go by; what is not stated is measured. With
---learned (of `moejax train-predictor`) or --predict gates, arms that look ahead do.
+One engine with a second processor runs every arm: the same cells, the same prompts (pieces of the
+last fifth of each --text, else random tokens), policies and tables begun anew, a round of each arm
+after the other; --first numbers the first round, whose number is its prompts' seed. So arms differ
+by their rule alone. An arm's first batch of a round, short, fills its cells and is not counted.
+--test states the times that two processors of one machine take at least, with --link-rate also the
+costs that rules go by; --attention says t_attn to the rules alone, where asking them takes long
+beside the stated one. What is not stated is measured. With --learned (of `moejax train-predictor`)
+or --predict gates, arms that look ahead do. Residents are those used most (lfu), PreScope's table.
 
-Columns: batch; tokens a second (median of the rounds); median time between tokens; share of the
-missed experts that the second processor computed; mean difference of when both were done in a layer
-in which both had work; share of the time that the link was busy; how many more tokens a second
-`prescope` (or the first arm) gives. All arms must give the same tokens, or the command fails.
+Arms are placements, and: load-all, which loads whatever is missed; prescope without a part:
+no-hot-table (residents by last use), no-llapor (gates predict; needs --learned), no-async
+(equation (2), nothing ahead, and the second processor begins when the loads are there). greedy is
+no PreSched.
+
+Columns: batch; tokens a second (median of the rounds); median time between tokens; experts missed
+in a layer; share of them that the second processor computed; difference of when both were done in a
+layer in which both had work, mean and largest; share of the time that the link was busy; what a
+load took; what passed between the experts of two layers, and the part of it in which policies were
+asked; how many more tokens a second `prescope` (or the first arm) gives. All arms must give the
+same tokens, or the command fails. On stderr, each run as it ends.
 """
 
 from __future__ import annotations
@@ -23,8 +32,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,10 +50,25 @@ from moejax import LLM, SamplingParams
 from moejax.errors import UserError
 from moejax.start.options import Options
 from moejax.start.second import placement_of
+from moejax.step.drivers.placed import PlacedRunner
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
-ARMS = (*SCHEDULERS, "load-all")
+LESS = {
+    "load-all": "fate",
+    "no-hot-table": "prescope",
+    "no-llapor": "prescope",
+    "no-async": "no-prediction",
+}
+"""Arm → its placement, where that has another name."""
+
+ARMS = (*SCHEDULERS, *LESS)
+
+CHARACTERS = 8
+"""How many of a text are taken for each token of a prompt: more than tokens have."""
+
+WARM_INPUT = 128
+"""Most prompt tokens of a batch that is not counted."""
 
 DEFAULT = ("prescope", "greedy", "hybrimoe", "fiddler", "fiddler-code", "llama.cpp", "load-all")
 
@@ -51,9 +77,14 @@ COLUMNS = [
     ("arm", "{arm}"),
     ("tokens/s", "{tokens_per_s:.1f}"),
     ("token ms", "{token_ms:.2f}"),
+    ("missed", "{missed:.1f}"),
     ("beside", "{beside:.0%}"),
     ("gap ms", "{gap_ms:.2f}"),
+    ("most", "{most_gap_ms:.1f}"),
     ("link", "{link:.0%}"),
+    ("load ms", "{load_ms:.2f}"),
+    ("between ms", "{between_ms:.2f}"),
+    ("asked ms", "{asked_ms:.2f}"),
     ("prescope is", "{over:+.1%}"),
 ]
 
@@ -64,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arms = args.arms.split(",")
         if unknown := [arm for arm in arms if arm not in ARMS]:
             raise UserError(f"there is no arm {unknown[0]!r}; there are {', '.join(ARMS)}")
+        if "no-llapor" in arms and not args.learned:
+            raise UserError("no-llapor is prescope without --learned FILE; name one")
         found = [row for rows in args.rows.split(",") for row in _measured(args, arms, int(rows))]
     except (UserError, ValueError) as error:
         return refuse(__name__, error)
@@ -81,15 +114,22 @@ def _measured(args: argparse.Namespace, arms: Sequence[str], rows: int) -> Itera
         spec = llm.engine.control.controller.spec
         cells = np.sum(np.asarray(llm.engine.runner.tables.cell_row) >= 0, axis=1).tolist()
         runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-        tokens: dict[int, list] = {}
-        for number in range(args.rounds):
+        for number in range(args.first, args.first + args.rounds):
+            told: list | None = None
             for arm in arms:
                 llm.engine.begin_anew(spec, _policies(args, arm), cells)
-                _batch(llm, args, rows, seed=2 * number)
-                run, said = _counted(llm, args, rows, seed=2 * number + 1)
-                if tokens.setdefault(number, said) != said:
+                assert isinstance(llm.engine.runner, PlacedRunner)
+                llm.engine.runner.serial = arm == "no-async"
+                _batch(llm, _prompts(llm, args, rows, 2 * number, min(args.input, WARM_INPUT)), 4)
+                prompts = _prompts(llm, args, rows, 2 * number + 1, args.input)
+                run, said = _counted(llm, prompts, args.output)
+                told = told or said
+                if told != said:
                     raise UserError(f"arm {arm} gave other tokens than {arms[0]}: a bug, report it")
                 runs[arm].append(run)
+                figures = {name: round(value, 4) for name, value in run.items()}
+                line = {"rows": rows, "arm": arm, "round": number, **figures}
+                print(json.dumps(line), file=sys.stderr, flush=True)
     middle = {
         arm: {name: statistics.median(run[name] for run in of_arm) for name in of_arm[0]}
         for arm, of_arm in runs.items()
@@ -103,8 +143,8 @@ def _engine(args: argparse.Namespace, rows: int) -> LLM:
     return LLM(
         args.model,
         driver="host",
-        placement=_named(args, "prescope"),
-        prefetch=args.learned and f"learned={args.learned}",
+        # With the routers, so that every arm's predictions can be made.
+        placement=_named(args, "no-llapor"),
         placement_test=args.test,
         link_rate=args.link_rate,
         expert_budget=args.expert_budget,
@@ -118,11 +158,11 @@ def _engine(args: argparse.Namespace, rows: int) -> LLM:
 
 def _named(args: argparse.Namespace, arm: str) -> str:
     """The arm's placement as options say it, with what is stated of costs."""
-    parts = ["fate" if arm == "load-all" else arm]
+    parts = [LESS.get(arm, arm)]
     if args.attention:
         parts.append(f"attention={args.attention}")
-    if args.predict and arm != "load-all":
-        parts.append(f"predict={args.predict}")
+    if arm == "no-llapor" or (args.predict and arm != "load-all"):
+        parts.append("predict=gates")
     return ",".join(parts)
 
 
@@ -135,44 +175,73 @@ def _policies(args: argparse.Namespace, arm: str) -> list[Policy]:
         link_rate=args.link_rate,
     )
     networks: Sequence[Policy] = ()
-    if args.learned and arm in AHEAD:
+    if args.learned and LESS.get(arm, arm) in AHEAD and arm not in ("load-all", "no-llapor"):
         networks = with_prefetch(f"learned={args.learned}", ())
-    return [eviction_policy("lru"), *with_placement(placement_of(options), networks)]
+    table = eviction_policy("lru" if arm == "no-hot-table" else "lfu")
+    return [table, *with_placement(placement_of(options), networks)]
 
 
-def _batch(llm: LLM, args: argparse.Namespace, rows: int, *, seed: int) -> list:
-    vocabulary = llm.engine.runner.config.vocab_size
+def _prompts(
+    llm: LLM, args: argparse.Namespace, rows: int, seed: int, tokens: int
+) -> list[list[int]]:
+    """Token ids of a batch."""
     rng = np.random.default_rng(seed)
-    prompts = rng.integers(1, vocabulary, (rows, args.input)).tolist()
-    params = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True)
+    if not args.text:
+        vocabulary = llm.engine.runner.config.vocab_size
+        return rng.integers(1, vocabulary, (rows, tokens)).tolist()
+    found, texts = [], [Path(name).read_text() for name in args.text.split(",")]
+    for row in range(rows):
+        text = texts[row % len(texts)]
+        begin = int(rng.integers(len(text) * 4 // 5, len(text) - CHARACTERS * tokens))
+        ids = llm.get_tokenizer().encode(text[begin : begin + CHARACTERS * tokens])
+        if len(ids) < tokens:
+            raise UserError(f"{len(ids)} tokens in {CHARACTERS * tokens} characters: less --input")
+        found.append(list(ids[:tokens]))
+    return found
+
+
+def _batch(llm: LLM, prompts: list[list[int]], output: int) -> list:
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def _counted(
-    llm: LLM, args: argparse.Namespace, rows: int, *, seed: int
-) -> tuple[dict[str, Any], list]:
+def _counted(llm: LLM, prompts: list[list[int]], output: int) -> tuple[dict[str, Any], list]:
     """Figures of one batch, and its tokens."""
     before, times = llm.stats(), llm.engine.statistics.token_times
     times.clear()
     began = time.perf_counter()
-    said = _batch(llm, args, rows, seed=seed)
+    assert isinstance(llm.engine.runner, PlacedRunner)
+    totals = llm.engine.runner.placement_totals
+    totals.most_gap_s = 0.0
+    steps = -sum(llm.engine.statistics.steps.values())
+    said = _batch(llm, prompts, output)
+    steps += sum(llm.engine.statistics.steps.values())
     took = time.perf_counter() - began
     after = llm.stats()
 
     def more(part: str, name: str) -> float:
         return after[part][name] - before[part][name]
 
-    layers, link = more("placement", "layers"), 0.0
+    layers, between = more("placement", "layers"), more("placement", "between")
     missed = more("experts", "activations") - more("experts", "hits")
-    gap = more("placement", "gap_s")
+    link, loads = 0.0, 0.0
     if after["transfers"] is not None:
-        link = more("transfers", "busy_s") / took
+        loads = more("transfers", "demands") + sum(
+            after["transfers"]["prefetches"][name] - before["transfers"]["prefetches"][name]
+            for name in after["transfers"]["prefetches"]
+        )
+        link = more("transfers", "busy_s")
     return {
-        "tokens_per_s": rows * args.output / took,
+        "tokens_per_s": len(prompts) * output / took,
         "token_ms": 1e3 * float(np.median(times)),
+        "missed": missed / (steps * len(llm.engine.runner.tables.clock)),
         "beside": more("placement", "experts") / missed if missed else 0.0,
-        "gap_ms": 1e3 * gap / layers if layers else 0.0,
-        "link": link,
+        "gap_ms": 1e3 * more("placement", "gap_s") / layers if layers else 0.0,
+        "most_gap_ms": 1e3 * totals.most_gap_s,
+        "link": link / took,
+        "load_ms": 1e3 * link / loads if loads else 0.0,
+        "between_ms": 1e3 * more("placement", "between_s") / between if between else 0.0,
+        "asked_ms": 1e3 * more("placement", "decided_s") / between if between else 0.0,
     }, said
 
 
@@ -185,8 +254,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--expert-budget", default="25%", metavar="SIZE|SHARE")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--learned", metavar="FILE")
-    parser.add_argument("--predict", choices=("gates",))
+    parser.add_argument("--first", type=int, default=0, metavar="N")
+    predicted = parser.add_mutually_exclusive_group()
+    predicted.add_argument("--learned", metavar="FILE")
+    predicted.add_argument("--predict", choices=("gates",))
+    parser.add_argument("--text", metavar="FILE,…")
     parser.add_argument("--link-rate", metavar="RATE")
     parser.add_argument("--test", metavar="KEY=VALUE…")
     parser.add_argument("--attention", metavar="TIME")

@@ -151,6 +151,7 @@ class HostRunner(Runner):
                 ids.copy_to_host_async()
                 weights.copy_to_host_async()
                 seen = np.asarray(ids), np.asarray(weights)
+                self._routed()
                 self._carry_out(hooks.after_routing(layer, *seen), layer)
                 self._carry_out(hooks.before_experts(layer), layer)
             x, counts = self._experts(parts, step, layer, x, normed, Routing(ids, weights))
@@ -175,6 +176,9 @@ class HostRunner(Runner):
             self.stores, self.arena, self.tables, x, normed, *routing, self._index[layer]
         )
         return x, counts
+
+    def _routed(self) -> None:
+        """A layer's routing is there, and no hook has seen it."""
 
     def _writes(self) -> tuple:
         """As of Programs.writes."""

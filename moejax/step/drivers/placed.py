@@ -44,6 +44,12 @@ class PlacementTotals:
     gap_s: float = 0.0
     """From when one was done to when the other was."""
     most_gap_s: float = 0.0
+    between: int = 0
+    """Pairs of layers, one after the other in a step, and below what passed between them."""
+    between_s: float = 0.0
+    """From when both were done to when the next layer's experts began."""
+    decided_s: float = 0.0
+    """The part of it in which policies were asked, and both were told."""
 
     def add(self, experts: int, rows: int, began: float, ended: tuple[float, float]) -> None:
         """A layer. ended: when the accelerator and the second processor were done."""
@@ -71,6 +77,11 @@ class PlacedRunner(HostRunner):
         self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
         self._placed = self._nothing_placed()
         self.placement_totals = PlacementTotals()
+        self.serial = False
+        """The second processor begins when the accelerator has what it loads and is done: what
+        transfers beside compute are measured against (scripts.policies processors)."""
+        self._ended: float | None = None
+        self._routed_at = 0.0
         super()._compile_first(runs)
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
@@ -88,9 +99,15 @@ class PlacedRunner(HostRunner):
         stages: Entries | None,
         hooks: Hooks | None,
     ) -> StepOutput:
-        self._assigned, self._placed = None, self._nothing_placed()
+        self._assigned, self._placed, self._ended = None, self._nothing_placed(), None
         output = super()._step(step, args, forced, stages, hooks)
         return output._replace(placed=self._placed)
+
+    def _routed(self) -> None:
+        now = time.perf_counter()
+        if self._ended is not None:
+            now = _at_least(self._ended, self._second.attention)
+        self._routed_at = now
 
     def _experts(
         self,
@@ -109,27 +126,35 @@ class PlacedRunner(HostRunner):
             # What is resident stays where it is, also what came since the policy looked.
             if np.any(wanted):
                 beside = wanted & (rows > 0) & np.asarray(parts["absent", None](self.tables, index))
-        mine = np.flatnonzero(beside)
+        mine, second, totals = np.flatnonzero(beside), self._second, self.placement_totals
         began = time.perf_counter()
-        other = self._beside(parts, normed, routing.ids, index, mine, int(rows[mine].sum()))
+        if self._ended is not None:
+            totals.between += 1
+            totals.between_s += began - self._ended
+            totals.decided_s += began - self._routed_at
+        operands = parts, normed, routing.ids, index, mine, int(rows[mine].sum())
+        other = None if self.serial else self._beside(*operands)
         try:
             y, self.arena, self.tables, counts = parts["accelerate", None](
                 *(self.stores, self.arena, self.tables, normed, routing.ids, index),
                 Elsewhere._make([beside, order.astype(np.int32)]),
             )
-            if other is None and not self._second.accelerator:
+            if not (len(mine) or second.accelerator or second.attention):
+                self._ended = None
                 return parts["combine", None](x, y, routing.weights), counts
             y.block_until_ready()
             here = int(np.count_nonzero(rows)) - len(mine)
-            ended = _at_least(began, here * self._second.accelerator)
+            loaded = time.perf_counter() if self.serial else began
+            self._ended = ended = _at_least(loaded, here * second.accelerator)
+            if self.serial:
+                other = self._beside(*operands)
         finally:
             # A step that fails leaves nobody reading the store.
             result = None if other is None else _settled(other)
         if result is None:
             return parts["combine", None](x, y, routing.weights), counts
         computed, second_ended = result()
-        self._placed[layer] = beside
-        totals = self.placement_totals
+        self._ended, self._placed[layer] = max(ended, second_ended), beside
         totals.add(len(mine), int(rows[mine].sum()), began, (ended, second_ended))
         x = parts["join", None](x, y, computed, routing.ids, beside, routing.weights)
         return x, counts

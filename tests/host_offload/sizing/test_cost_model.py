@@ -80,6 +80,16 @@ def test_policies_see_lines_and_totals():
     assert np.isnan(dataclasses.replace(MODEL, cpu_expert=None).costs().cpu_expert).all()
 
 
+def test_from_how_many_tokens_a_load_is_done_before_the_cpu():
+    # An expert in a row of four fills takes 20 / 4 seconds.
+    assert MODEL.fill[-1].tolist() == [4, 20]
+    cheap = dataclasses.replace(MODEL, cpu_expert=np.array([2.0, 0.5]))
+    assert cheap.load_beats_cpu() == (5 - 2) / 0.5
+    assert MODEL.load_beats_cpu() == 0  # it takes 70 seconds for no token
+    free = dataclasses.replace(MODEL, cpu_expert=np.array([2.0, 0.0]))
+    assert np.isinf(free.load_beats_cpu())
+
+
 @pytest.mark.parametrize("changed", [{}, {"cpu_expert": None}])
 def test_a_file_gives_the_same_costs_back(changed):
     model = dataclasses.replace(MODEL, **changed)

@@ -10,6 +10,7 @@ import json
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -137,7 +138,7 @@ def test_a_replay_finds_a_change_of_who_computed(tmp_path):
 def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
     """The accelerator's op waits for loads of milliseconds, and the second's runs meanwhile; times
     that are stated are taken."""
-    test = "threads=1+1,accelerator=1ms,startup=2ms,per_token=1us"
+    test = "threads=1+1,accelerator=1ms,startup=2ms,per_token=1us,attention=4ms"
     slow = {"link_rate": "20MB/s", "placement_test": test}
     policy = Anyhow(0.5)
     with open_llm(placement=None, policies=[policy], **slow) as llm:
@@ -158,6 +159,56 @@ def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
     assert stats["second_s"] >= 2e-3 * stats["experts"] and stats["both_s"] > 0
     assert stats["accelerator_s"] + stats["second_s"] - stats["both_s"] < took
     assert stats["gap_of_a_layer_s"]["max"] >= stats["gap_of_a_layer_s"]["mean"] > 0
+    # Between any two layers of a step, not before the first.
+    assert stats["between_s"] > 4e-3 * stats["between"] > 0
+    assert 0 < stats["decided_s"] < stats["between_s"] - 4e-3 * stats["between"]
+    assert stats["between"] % 3 == 0
+
+
+def test_the_second_processor_waits_for_the_loads_where_transfers_are_not_beside():
+    """The bits are the same, and the seconds those of one after the other."""
+    test = "threads=1+1,accelerator=1ms,startup=1ms"
+    with open_llm(placement=None, policies=[Anyhow(0.5)], placement_test=test) as llm:
+        llm.engine.runner.serial = True
+        with recorded() as spans:
+            found = run(llm, mixed_jobs()[:2], check=False)
+        stats = llm.stats()["placement"]
+    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=False))
+    experts = [span for span in spans if span.op == "expert_ffn"]
+    assert len(experts) > 50 and all(a.end <= b.begin for a, b in itertools.pairwise(experts))
+    # gap: from when the accelerator was done to when the second one was, all its work.
+    assert stats["gap_s"] >= 1e-3 * stats["experts"] > 0
+
+
+def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_at(monkeypatch):
+    """Whoever did not compute an expert has NaN in its slots here: a sum would show it."""
+    with open_llm() as llm:
+        runner = llm.engine.runner
+        bind, poisoned = type(runner)._bind, []
+
+        def poison(y, ids, mask):
+            poisoned.append(int(np.sum(mask[np.minimum(ids, len(mask) - 1)])))
+            slots = jnp.pad(jnp.asarray(mask), (0, 1))[ids].reshape(-1, 1)
+            return jnp.where(slots, jnp.nan, y)
+
+        def broken(self, step):
+            parts = bind(self, step)
+
+            def accelerate(*args):
+                y, *rest = parts["accelerate", None](*args)
+                return poison(y, args[4], np.asarray(args[-1].beside)), *rest
+
+            def beside(*args):
+                mine = np.zeros(len(args[4]), bool)
+                mine[args[4][: args[5]]] = True
+                return poison(parts["beside", None](*args), args[2], ~mine)
+
+            return {**parts, ("accelerate", None): accelerate, ("beside", None): beside}
+
+        monkeypatch.setattr(type(runner), "_bind", broken)
+        found = run(llm, mixed_jobs(), check=False)
+    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
+    assert sum(poisoned) > 0
 
 
 def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
@@ -189,7 +240,7 @@ def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
         ({"placement": "cpu"}, "unknown placement 'cpu'; known: prescope"),
         ({"placement": None, "placement_test": "threads=1+1"}, "name one, placement='prescope'"),
         ({"placement_test": "threads=2"}, r"threads=2 is not A\+B"),
-        ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token"),
+        ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token, att"),
         ({"store": "file", "link_rate": None, "link_latency": None}, "store='file' has none"),
         ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
         (
@@ -211,6 +262,11 @@ def test_the_command_line_places(capsys):
     assert main(command) == 0
     alone = capsys.readouterr().out
     placed = ["--driver", "host", "--placement", f"prescope,{COSTS},load=1ms"]
+    assert main([*command, *placed]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == alone
+    (line,) = (line for line in shown.err.splitlines() if line.startswith("beside"))
+    assert "missed experts (" in line and "done apart by" in line and "prescope" in line
     assert main([*command, *placed, "--json"]) == 0
     beside = capsys.readouterr()
     assert beside.out == alone

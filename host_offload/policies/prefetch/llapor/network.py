@@ -55,7 +55,7 @@ def logits(arrays: Arrays, pca: Any, route: Any, xp: ModuleType, drop: Drop = la
     def block(name: str, x: Any) -> Any:
         """lin: Dropout(GELU(Linear(x))), GELU by its tanh."""
         x = linear(name, x)
-        return drop(0.5 * x * (1 + xp.tanh(0.7978845608 * (x + 0.044715 * x**3))))
+        return drop(0.5 * x * (1 + xp.tanh(0.7978845608 * (x + 0.044715 * x * x * x))))
 
     z = block("input", xp.concatenate([pca, route], axis=1))
     if "gate" in arrays:

@@ -1,0 +1,65 @@
+"""`python -m scripts.policies processors`: arms of a second processor, at equal memory."""
+
+import json
+
+import pytest
+
+from scripts.policies import crossover
+from scripts.policies.processors import COLUMNS, main
+from tests.pallas_kernels.contract import NATIVE
+
+TIMES = "threads=1+1,accelerator=50us,startup=200us,per_token=50us,attention=1ms"
+SMALL = ["demo", "--rows", "2", "--input", "16", "--output", "6", "--rounds", "1"]
+GIVEN = [*SMALL, "--expert-budget", "40%", "--link-rate", "100MB/s", "--test", TIMES]
+
+
+@NATIVE
+@pytest.mark.slow
+def test_arms_differ_by_their_rule_alone(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("It was the best of times, it was the worst of times. " * 100)
+    arms = "prescope,no-hot-table,no-async,fiddler,load-all"
+    command = [*GIVEN, "--arms", arms, "--predict", "gates", "--text", str(text)]
+    assert main([*command, "--json"]) == 0
+    found = {row["arm"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(found) == arms.split(",")
+    for arm, row in found.items():
+        assert row["tokens_per_s"] > 0 and row["missed"] > 0 and row["between_ms"] >= 1, arm
+        assert row["over"] == found["prescope"]["tokens_per_s"] / row["tokens_per_s"] - 1
+    # Cells that hold nobody are filled first, so Fiddler too loads.
+    assert found["fiddler"]["beside"] > 0.5 and found["load-all"]["beside"] == 0
+    record_ms = 1e3 * 3 * 128 * 128 * 2 / 100e6
+    assert found["load-all"]["load_ms"] > 0.98 * record_ms  # the stated rate at the least
+    # What computes after the loads is done later by all that it takes.
+    assert found["no-async"]["gap_ms"] > 0.25
+    assert len(COLUMNS) == 13
+
+
+def test_what_is_refused(capsys):
+    for given, match in (
+        (["--arms", "nobody"], "there is no arm 'nobody'; there are prescope"),
+        (["--arms", "no-llapor"], "no-llapor is prescope without --learned FILE"),
+    ):
+        assert main([*GIVEN, *given]) == 2
+        assert match in capsys.readouterr().err
+
+
+@NATIVE
+@pytest.mark.slow
+def test_from_how_many_tokens_a_load_is_first(capsys):
+    """By what was measured, and for a machine of other cores and memory by arithmetic."""
+    sizes = ["--hidden", "128", "--width", "64", "--threads", "1", "--cores", "4"]
+    command = [*sizes, "--link", "1MB/s", "--memory", "100MB/s,1TB/s"]
+    assert crossover.main([*command, "--json"]) == 0
+    here, slow, fast = json.loads(capsys.readouterr().out)
+    nbytes = 3 * 128 * 64 * 2
+    assert list(here["us_by_rows"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    for row in (here, slow, fast):
+        assert row["load_us"] == pytest.approx(nbytes)
+        left = row["load_us"] - row["startup_us"]
+        assert row["tokens"] == pytest.approx(left / row["per_token_us"])
+    assert slow["startup_us"] == pytest.approx(nbytes / 100)
+    assert fast["startup_us"] == pytest.approx(max(here["startup_us"] / 4, nbytes / 1e6))
+    assert fast["per_token_us"] == pytest.approx(here["per_token_us"] / 4)
+    assert crossover.main([*sizes, "--link", "fast"]) == 2
+    assert "fast" in capsys.readouterr().err
