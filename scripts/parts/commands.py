@@ -16,7 +16,15 @@ from pathlib import Path
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
     "budgets": ("curves", "steps", "table2"),
-    "policies": ("predictions", "search", "placement", "prescope", "processors", "maps"),
+    "policies": (
+        "predictions",
+        "search",
+        "placement",
+        "prescope",
+        "calls",
+        "processors",
+        "maps",
+    ),
     "precision": ("shifts", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store", "peer"),
