@@ -9,34 +9,29 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from host_offload.memory.budget import BudgetError
 from moejax.checkpoints.random_model import shape
 from moejax.costs.rates import measure_rates
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.start.options import Options
 from scripts.bench import kernel_profile
 from scripts.bench.decode_report import measured_line, table
 from scripts.bench.kernel_profile import Profile
 from scripts.parts.bench_engine import (
     add_options,
-    check_fits,
     check_names,
-    compiled_engine,
+    decode_engine,
     grant,
-    largest,
     no_compilation,
     parse_cells,
     parse_numbers,
-    weights_of,
 )
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.decode_timing import (
     ROUTINGS,
     Samples,
@@ -44,6 +39,7 @@ from scripts.parts.decode_timing import (
     forced_routings,
     prefill,
 )
+from scripts.parts.text_table import show
 
 DESCRIPTION = """\
 Decode steps through the engine's own executables, in the sizes of known models: random weights
@@ -88,10 +84,6 @@ examples:
 """
 
 
-PREFILL = 2048
-"""Prompt tokens of the largest prefill step, before the steps."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One row of the table."""
@@ -100,13 +92,15 @@ class Case:
     cells: int
 
 
+@refusing(MemoryError)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
     args = _parser().parse_args(arguments)
-    try:
-        _run(args)
-    except (UserError, BudgetError, MemoryError) as error:
-        return refuse(__name__, error)
+    lines, profiles = run(args)
+    text = [*table(lines)]
+    for case, profile in profiles.items():
+        text.append(f"\nbatch {case.batch}, {case.cells} cells a layer")
+        text += kernel_profile.table(profile)
+    show(args.json, lines, text)
     return 0
 
 
@@ -130,13 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[Case, Profile]]:
+    """A line for each case, and what was profiled of it."""
     config = shape(args.shape, args.layers)
     batches = parse_numbers(args.batch, "--batch", least=1)
     cells = parse_cells(args.cells, config.num_experts)
-    for name in ("context", "steps", "repeats"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    positive(args, "context", "steps", "repeats")
     if args.warmup < 0:
         raise UserError(f"--warmup must not be negative, got {args.warmup}")
     if args.routing not in ROUTINGS:
@@ -156,19 +149,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.profile:
         kernel_profile.require_track(device)
     rows = max(batches)
-    limits = Options(
-        args.shape,
-        enable_prefix_caching=False,
-        max_num_seqs=rows,
-        max_model_len=longest,
-        max_num_batched_tokens=PREFILL,
-        expert_budget=largest(cells, config),
-    )
-    check_fits(args, config, device, max(cells), tokens=rows * longest, prefill=PREFILL)
-    with (
-        weights_of(args, config, device) as loaded,
-        compiled_engine(args, loaded, device, limits) as engine,
-    ):
+    with decode_engine(args, config, device, cells, rows=rows, longest=longest) as engine:
         cases = [Case(b, c) for b in batches for c in cells]
         rates = measure_rates(engine.runner)
         samples = {case: Samples() for case in cases}
@@ -188,12 +169,7 @@ def _run(args: argparse.Namespace) -> None:
             | ({"profile": profiles[case].as_json()} if case in profiles else {})
             for case in cases
         ]
-    for line in [json.dumps(line) for line in lines] if args.json else table(lines):
-        print(line)
-    for case, profile in {} if args.json else profiles.items():
-        print(f"\nbatch {case.batch}, {case.cells} cells a layer")
-        for line in kernel_profile.table(profile):
-            print(line)
+    return lines, profiles
 
 
 # ---- measuring

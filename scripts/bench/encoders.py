@@ -11,7 +11,6 @@ printed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,10 @@ import numpy as np
 
 from host_offload.versions.encoders import NUMPY_DTYPES, decode, encode
 from host_offload.versions.quantizers import QUANTIZERS
+from moejax import UserError
 from pallas_kernels.records import VERSIONS, RecordFormat
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.text_table import aligned
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
 
 COLUMNS = [
     ("version", "{version}"),
@@ -35,6 +35,7 @@ COLUMNS = [
 ]
 
 
+@refusing(ValueError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     sizes = (("hidden", 2048), ("width", 768), ("experts", 8), ("repeats", 5))
@@ -45,19 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead")
     args = parser.parse_args(arguments)
     names = args.quantizers.split(",")
-    if min(getattr(args, name) for name, _ in sizes) < 1 or not set(names) <= QUANTIZERS.keys():
-        known = ", ".join(QUANTIZERS)
-        return refuse(__name__, f"sizes must be positive, quantizers of {known}")
-    try:
-        lines = list(measure(args, names))
-    except ValueError as error:
-        return refuse(__name__, error)
-    if args.json:
-        for line in lines:
-            print(json.dumps(line | {"load_average": os.getloadavg()[0]}))
-        return 0
-    print("\n".join(aligned(COLUMNS, lines)))
-    print(f"floor, a copy: {lines[0]['copy']:.0f} MB/s; load {os.getloadavg()[0]:.1f}")
+    positive(args, *(name for name, _ in sizes))
+    if not set(names) <= QUANTIZERS.keys():
+        raise UserError(f"quantizers are {', '.join(QUANTIZERS)}")
+    load = os.getloadavg()[0]
+    lines = [line | {"load_average": load} for line in measure(args, names)]
+    floor = f"floor, a copy: {lines[0]['copy']:.0f} MB/s; load {load:.1f}"
+    show(args.json, lines, [*aligned(COLUMNS, lines), floor])
     return 0
 
 

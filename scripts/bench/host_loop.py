@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import sys
 import tempfile
 import time
@@ -47,9 +46,9 @@ from moejax.step.results import ResultShape
 from moejax.traces.tracer import start_trace
 from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.arena import TransferFailure
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.controllers import start_controller
-from scripts.parts.text_table import aligned
+from scripts.parts.text_table import aligned, show
 
 MODES = ("plain", "control", "trace", "both")
 """What runs beside the engine: nothing, a policy that follows the routing, a tracer."""
@@ -399,25 +398,22 @@ def report(found: Sequence[dict[str, Any]], sequences: int) -> Iterator[str]:
         yield f"  target {TARGET_MS} ms at 256 sequences: {'met' if took < TARGET_MS else 'missed'}"
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        if min(args.sequences, args.steps, args.mean_tokens, args.experts) < 1 or args.warm_up < 0:
-            raise UserError("--sequences, --steps, --mean-tokens and --experts must be at least 1")
-        if args.mean_tokens * 3 // 2 + 100 > args.max_model_len:
-            raise UserError(
-                f"--max-model-len must be at least {args.mean_tokens * 3 // 2 + 100}: prompts of "
-                f"up to 99 tokens and 1.5 times --mean-tokens"
-            )
-        config = shape(args.shape, args.layers)
-        if args.experts < config.num_experts_per_tok:
-            raise UserError(f"--experts must be at least {config.num_experts_per_tok}, the top-k")
-        config = dataclasses.replace(config, num_experts=args.experts)
-        floor = floor_s(args.sequences)
-        found = [x for mode in args.modes for x in lines(mode, run(config, args, mode), floor)]
-    except UserError as error:
-        return refuse(__name__, error)
-    print(*(map(json.dumps, found) if args.json else report(found, args.sequences)), sep="\n")
+    positive(args, "sequences", "steps", "mean_tokens", "experts")
+    if args.mean_tokens * 3 // 2 + 100 > args.max_model_len:
+        raise UserError(
+            f"--max-model-len must be at least {args.mean_tokens * 3 // 2 + 100}: prompts of "
+            f"up to 99 tokens and 1.5 times --mean-tokens"
+        )
+    config = shape(args.shape, args.layers)
+    if args.experts < config.num_experts_per_tok:
+        raise UserError(f"--experts must be at least {config.num_experts_per_tok}, the top-k")
+    config = dataclasses.replace(config, num_experts=args.experts)
+    floor = floor_s(args.sequences)
+    found = [x for mode in args.modes for x in lines(mode, run(config, args, mode), floor)]
+    show(args.json, found, report(found, args.sequences))
     return 0
 
 

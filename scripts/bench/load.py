@@ -23,7 +23,6 @@ over the time of the line that it is compared with.
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +33,10 @@ import numpy as np
 
 from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import WORKERS
-from moejax import UserError
 from moejax.checkpoints.load import load_checkpoint
 from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.text_table import aligned
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
 
 BLOCK = 8 << 20
 """Bytes read at once by the lines that only read."""
@@ -53,26 +51,21 @@ COLUMNS = (
 )
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add_checkpoint(parser, "2GiB")
     parser.add_argument("--repeats", type=int, default=5, help="of each line (default: 5)")
     parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead")
     args = parser.parse_args(arguments)
-    try:
-        if args.repeats < 1:
-            raise UserError("--repeats must be at least 1")
-        directory = checkpoint_of(args)
-        lines = list(measure(directory, args.repeats))
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
-    for line in [json.dumps(line) for line in lines] if args.json else aligned(COLUMNS, lines):
-        print(line)
-    if not args.json:
-        print(
-            f"{lines[0]['bytes'] / 1e9:.2f} GB, medians of {args.repeats}, {WORKERS} threads, "
-            f"load {os.getloadavg()[0]:.1f}"
-        )
+    positive(args, "repeats")
+    directory = checkpoint_of(args)
+    lines = list(measure(directory, args.repeats))
+    about = (
+        f"{lines[0]['bytes'] / 1e9:.2f} GB, medians of {args.repeats}, {WORKERS} threads, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+    show(args.json, lines, [*aligned(COLUMNS, lines), about])
     return 0
 
 

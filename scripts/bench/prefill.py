@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from host_offload.memory.budget import BudgetError
 from moejax.checkpoints.random_model import shape
 from moejax.costs.rates import measure_link_rate
 from moejax.device import select_device
@@ -39,7 +39,7 @@ from scripts.parts.bench_engine import (
     parse_numbers,
     weights_of,
 )
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 
 LONGEST_PROMPT = 4096
 """Tokens of a prompt where --prompt does not say."""
@@ -76,13 +76,12 @@ examples:
 """
 
 
+@refusing(MemoryError)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
     args = _parser().parse_args(arguments)
-    try:
-        _run(args)
-    except (UserError, BudgetError, MemoryError) as error:
-        return refuse(__name__, error)
+    lines = run(args)
+    if not args.json:
+        print(*table(lines), sep="\n")
     return 0
 
 
@@ -102,12 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each number of tokens and of cells, printed at once with --json."""
     config = shape(args.shape, args.layers)
     sizes = list(dict.fromkeys(parse_numbers(args.tokens, "--tokens", least=1)))
     cells = parse_cells(args.cells, config.num_experts)
-    if args.repeats < 1:
-        raise UserError(f"--repeats must be at least 1, got {args.repeats}")
+    positive(args, "repeats")
     check_names(args)
     lengths = {tokens: prompt_lengths(tokens, args.prompt, config) for tokens in sizes}
     limits = {tokens: _limits(args, config, lengths[tokens], cells) for tokens in sizes}
@@ -129,8 +128,7 @@ def _run(args: argparse.Namespace) -> None:
                     lines.append({"shape": args.shape} | line)
                     if args.json:
                         print(json.dumps(lines[-1]), flush=True)
-    for line in () if args.json else table(lines):
-        print(line)
+    return lines
 
 
 def prompt_lengths(tokens: int, longest: int | None, config: ModelConfig) -> list[int]:

@@ -11,7 +11,6 @@ weights, `min` the bound. Each figure is the median of `repeats`, with the faste
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +21,10 @@ from host_offload.policies.eviction.names import PER_LAYER
 from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, read_trace
+from moejax import UserError
 from moejax.traces.generated import write_generated_trace
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.text_table import aligned
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
 
 COLUMNS = [
     ("what", "{what}"),
@@ -36,6 +36,7 @@ COLUMNS = [
 ]
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     for name, value in (("layers", 48), ("experts", 128), ("top-k", 8), ("batch", 1)):
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead")
     args = parser.parse_args(arguments)
     cells = args.experts // 2 if args.cells is None else args.cells
-    least = min(args.layers, args.top_k, args.batch, args.steps, args.repeats)
-    if least < 1 or args.top_k > args.experts or not 0 <= cells <= args.experts:
-        return refuse(__name__, "sizes must be positive and fit the experts")
+    positive(args, "layers", "top_k", "batch", "steps", "repeats")
+    if args.top_k > args.experts or not 0 <= cells <= args.experts:
+        raise UserError("--top-k and --cells must fit the experts")
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         trace = made_up(Path(directory) / "trace", args, cells)
@@ -75,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "step_us": median / args.steps * 1e6,
                 }
             )
-    shown = map(json.dumps, lines) if args.json else aligned(COLUMNS, lines)
-    print(*shown, sep="\n")
+    show(args.json, lines, aligned(COLUMNS, lines))
     return 0
 
 

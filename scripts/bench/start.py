@@ -19,11 +19,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from scripts.parts.commands import new_parser
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import show
 
 PROMPT = "The old house"
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind (default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     args = parser.parse_args(arguments)
+    positive(args, "repeats")
     cold, warm, rates = [], [], []
     phases: list[dict[str, float]] = []
     for _ in range(args.repeats):
@@ -50,15 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "repeats": args.repeats,
         "load_average": os.getloadavg()[0],
     }
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print(f"first text, cold start  {result['cold_first_text_s']:.2f} s  {spread(cold)}")
-        print(f"first text, warm start  {result['warm_first_text_s']:.2f} s  {spread(warm)}")
-        shown = ", ".join(f"{k} {v:.2f}" for k, v in result["warm_phases_s"].items())
-        print(f"  of it, in seconds     {shown}; the rest is imports and the request")
-        print(f"decode at batch 1       {result['tokens_per_s']:.0f} tokens/s")
-        print(f"medians of {args.repeats} processes each, load {result['load_average']:.1f}")
+    shown = ", ".join(
+        f"{phase} {seconds:.2f}" for phase, seconds in result["warm_phases_s"].items()
+    )
+    text = (
+        f"first text, cold start  {result['cold_first_text_s']:.2f} s  {spread(cold)}",
+        f"first text, warm start  {result['warm_first_text_s']:.2f} s  {spread(warm)}",
+        f"  of it, in seconds     {shown}; the rest is imports and the request",
+        f"decode at batch 1       {result['tokens_per_s']:.0f} tokens/s",
+        f"medians of {args.repeats} processes each, load {result['load_average']:.1f}",
+    )
+    show(args.json, [result], text)
     return 0
 
 

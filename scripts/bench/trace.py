@@ -13,7 +13,6 @@ costs by itself, at a large model's size, is a part of `python -m scripts.bench 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -23,15 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.memory.budget import BudgetError
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
 from moejax.engine.loop import Engine
 from moejax.evaluate.experiments.arms import arm_of
 from moejax.traces.tracer import BATCH, Tracer
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.intervals import bootstrap
+from scripts.parts.text_table import show
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("--model", default="demo", help="as for moejax generate (default: demo)")
@@ -49,32 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=200, help="of blocks (default: 200)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     args = parser.parse_args(arguments)
-    try:
-        if min(args.batch, args.pairs) < 1:
-            raise UserError("--batch and --pairs must be at least 1")
-        result: dict[str, Any] = {
-            "batch": args.batch,
-            "policy": args.policy,
-            "trace_arrays": args.trace_arrays,
-            "load_average": os.getloadavg()[0],
-        }
-        result |= overhead(args)
-    except (UserError, BudgetError) as error:
-        return refuse(__name__, error)
-    if args.json:
-        print(json.dumps(result))
-        return 0
-    print(
+    positive(args, "batch", "pairs")
+    result: dict[str, Any] = {
+        "batch": args.batch,
+        "policy": args.policy,
+        "trace_arrays": args.trace_arrays,
+        "load_average": os.getloadavg()[0],
+    }
+    result |= overhead(args)
+    low, high = result["overhead_interval"]
+    text = (
         f"a step of {args.batch} rows: {result['plain_ms']:.3f} ms without, "
         f"{result['traced_ms']:.3f} ms with a trace (medians); the main thread computes "
-        f"{result['main_thread_us']:.0f} us more"
-    )
-    low, high = result["overhead_interval"]
-    print(
+        f"{result['main_thread_us']:.0f} us more",
         f"overhead {result['overhead']:.2%} (median of {args.pairs} pairs of blocks of "
         f"{BATCH} steps, 95% interval {low:.2%} to {high:.2%}), policy {args.policy}, "
-        f"{result['events']:.1f} decisions and transfers a step, load {result['load_average']:.1f}"
+        f"{result['events']:.1f} decisions and transfers a step, load {result['load_average']:.1f}",
     )
+    show(args.json, [result], text)
     return 0
 
 
@@ -136,14 +129,12 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"the trace has {written} steps: the engine did not call its tracer")
     plain, traced = np.array(times[False]), np.array(times[True])
     ratios = traced / plain - 1
-    drawn = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
-    medians = np.median(ratios[drawn], axis=1)
     return {
         "plain_ms": float(np.median(plain)) * 1e3,
         "traced_ms": float(np.median(traced)) * 1e3,
         "overhead": float(np.median(ratios)),
         "main_thread_us": float(np.median(np.array(busy[True]) - busy[False])) * 1e6,
-        "overhead_interval": np.percentile(medians, [2.5, 97.5]).tolist(),
+        "overhead_interval": bootstrap(ratios),
         "events": events / (args.pairs * BATCH),
         "pairs": args.pairs,
         "block_steps": BATCH,

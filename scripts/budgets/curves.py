@@ -13,7 +13,6 @@ what the pager misses in the second; mean relative error with its 95% interval o
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,24 +27,25 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.weighted_pager import WeightedPager
 from host_offload.sizing.miss_curves import CurveCounts
 from host_offload.traces.generators import routing_generator
-from moejax import UserError
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.text_table import aligned
+from scripts.parts.commands import new_parser, refusing
+from scripts.parts.intervals import bootstrap
+from scripts.parts.text_table import aligned, show
 
 GOAL_US = 250.0
 EXPERT, PAGE, PAGE_TOKENS = 9 << 20, 16 * 96 << 10, 16
 """Bytes of Qwen3-30B-A3B: an expert, and a page of 16 tokens."""
 SESSIONS, TURN_PAGES = 32, 200
 """The controller's KV stream: sessions that return in turn, with contexts of 3200 tokens."""
+Table = tuple[list[tuple[str, str]], list[dict[str, Any]]]
+"""Columns and lines."""
 
 
+@refusing(ValueError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    run = {"controller": controller, "halves": halves}[args.what]
-    try:
-        return run(args)
-    except (UserError, ValueError) as error:
-        return refuse(__name__, error)
+    columns, lines = {"controller": controller, "halves": halves}[args.what](args)
+    show(args.json, lines, aligned(columns, lines))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 # ---- controller
 
 
-def controller(args: argparse.Namespace) -> int:
+def controller(args: argparse.Namespace) -> Table:
     lines = []
     for batch in args.batches:
         ids = [step.ids for step in _generator(args).steps(batch, args.steps)]
@@ -89,8 +89,7 @@ def controller(args: argparse.Namespace) -> int:
         ("steps", "{steps}"),
         ("≤ 250", "{within}"),
     ]
-    print(*(map(json.dumps, lines) if args.json else aligned(columns, lines)), sep="\n")
-    return 0
+    return columns, lines
 
 
 def policies() -> dict[str, Policy]:
@@ -192,7 +191,7 @@ def spec(args: argparse.Namespace) -> Spec:
 # ---- halves
 
 
-def halves(args: argparse.Namespace) -> int:
+def halves(args: argparse.Namespace) -> Table:
     """Errors of each number of cells, and of all of them together."""
     cells = [args.experts * i // 16 for i in (2, 4, 6, 8, 10, 12)]
     errors = np.array([half_errors(args, cells, seed) for seed in range(args.seeds)])
@@ -208,8 +207,7 @@ def halves(args: argparse.Namespace) -> int:
         ("signed", "{signed:+.2%}"),
         ("seeds", "{seeds}"),
     ]
-    print(*(map(json.dumps, lines) if args.json else aligned(columns, lines)), sep="\n")
-    return 0
+    return columns, lines
 
 
 def half_errors(args: argparse.Namespace, cells: Sequence[int], seed: int) -> np.ndarray:
@@ -232,12 +230,11 @@ def half_errors(args: argparse.Namespace, cells: Sequence[int], seed: int) -> np
 def interval(errors: np.ndarray) -> dict[str, float]:
     """Mean of |errors| with its bootstrap interval over seeds."""
     size = np.abs(errors)
-    drawn = np.random.default_rng(0).integers(len(size), size=(2000, len(size)))
-    low, high = np.percentile(size[drawn].mean(axis=1), [2.5, 97.5])
+    low, high = bootstrap(size, np.mean)
     return {
         "error": float(size.mean()),
-        "low": float(low),
-        "high": float(high),
+        "low": low,
+        "high": high,
         "signed": float(errors.mean()),
     }
 

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec
-from host_offload.memory.budget import BudgetError
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import expert_layout, random_model, shape
 from moejax.device import select_device
@@ -37,7 +36,7 @@ from moejax.engine.resize import cells_of
 from moejax.sizes import parse_size
 from moejax.start.build import start_engine
 from moejax.start.options import Options
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.controllers import start_controller
 from scripts.parts.text_table import aligned
 
@@ -49,12 +48,10 @@ SHORTEST = 16
 """Tokens that a sequence generates at least."""
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        found = list(steps(args))
-    except (UserError, BudgetError) as error:
-        return refuse(__name__, error)
+    found = list(steps(args))
     print(*found, sep="\n")
     return 0
 
@@ -113,8 +110,7 @@ Round = list[tuple[bool, bool, float, int]]
 
 
 def steps(args: argparse.Namespace) -> Iterator[str]:
-    if min(args.resizes, args.every, args.batch) < 1:
-        raise UserError("--resizes, --every and --batch must be at least 1")
+    positive(args, "resizes", "every", "batch")
     if args.length <= PROMPT + SHORTEST:
         raise UserError(f"--length must be above {PROMPT + SHORTEST}, got {args.length}")
     with engine_of(args) as engine:

@@ -30,13 +30,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from host_offload.memory.budget import BudgetError, Share
 from host_offload.sizing.miss_curves import CurveCounts, MissCurves
 from moejax.checkpoints.random_model import shape
 from moejax.costs.rates import measure_link_rate
@@ -44,39 +42,33 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig
-from moejax.start.options import Options
 from moejax.step.parts import Routing
 from moejax.step.runner import Runner
 from scripts.budgets.table2_predicted import PUBLISHED, PUBLISHED_SHAPE, whole_model
 from scripts.parts.bench_engine import (
     add_options,
-    check_fits,
     check_names,
-    compiled_engine,
+    decode_engine,
     no_compilation,
     parse_cells,
-    weights_of,
 )
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.decode_timing import ROUTINGS, Samples, decode, forced_routings, prefill
-from scripts.parts.text_table import aligned
+from scripts.parts.text_table import aligned, show
 
 COUNTS = {"steps": (60, 20), "warmup": (20, 8), "repeats": (5, 2)}
 """Defaults on a GPU, and elsewhere."""
 
-PREFILL = 2048
-"""Prompt tokens of the largest prefill step, before the steps."""
 
-
+@refusing(MemoryError)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the bench; returns the exit status, 2 for a mistake that the message explains."""
     args = _parser().parse_args(arguments)
-    try:
-        lines = predicted(args) if args.predicted else run(args)
-    except (UserError, BudgetError, MemoryError) as error:
-        return refuse(__name__, error)
-    for line in [json.dumps(line) for line in lines] if args.json else report(args, lines):
-        print(line)
+    if args.predict_link <= 0:
+        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
+    if args.routing not in ROUTINGS:
+        raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
+    lines = predicted(args) if args.predicted else run(args)
+    show(args.json, lines, report(args, lines))
     return 0
 
 
@@ -105,7 +97,6 @@ def predicted(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each number of cells that the paper has, with nothing measured."""
     experts = shape(PUBLISHED_SHAPE).num_experts
     cells = parse_cells(args.cells, experts)
-    _check_options(args)
     lines = [{"cells": c, "whole_model": _whole_model(args, c)} for c in cells]
     if not any(line["whole_model"] for line in lines):
         raise UserError(
@@ -126,14 +117,6 @@ def _whole_model(args: argparse.Namespace, cells: int) -> dict[str, Any] | None:
     )
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    """Raises UserError for a link or a routing that cannot be."""
-    if args.predict_link <= 0:
-        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
-    if args.routing not in ROUTINGS:
-        raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
-
-
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each number of cells."""
     config = part_of(args)
@@ -142,31 +125,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if getattr(args, name) is None:
             setattr(args, name, counts[device.platform == "cpu"])
     cells = [c for c in parse_cells(args.cells, config.num_experts) if c]
-    for name in ("batch", "context", *COUNTS):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    _check_options(args)
+    positive(args, "batch", "context", *COUNTS)
     if not cells:
         raise UserError("--cells must name at least one number above 0")
     check_names(args)
     each = -(-args.steps // args.repeats)
     covering = -(-config.num_experts // config.num_experts_per_tok)
     longest = args.context + 1 + max(args.warmup + each, covering)
-    limits = Options(
-        "",
-        enable_prefix_caching=False,
-        max_num_seqs=args.batch,
-        max_model_len=longest,
-        max_num_batched_tokens=PREFILL,
-        expert_budget=Share(1.0),
-    )
-    check_fits(
-        args, config, device, config.num_experts, tokens=args.batch * longest, prefill=PREFILL
-    )
-    with (
-        weights_of(args, config, device) as loaded,
-        compiled_engine(args, loaded, device, limits) as engine,
-    ):
+    arena = [config.num_experts]
+    with decode_engine(args, config, device, arena, rows=args.batch, longest=longest) as engine:
         link = measure_link_rate(engine.runner)
         splits = splits_of(cells, sum(config.moe_layers), config.num_experts)
         samples, curves = measure(args, engine, splits, each)

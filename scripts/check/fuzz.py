@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -54,8 +53,9 @@ from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
 from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.controllers import start_controller
+from scripts.parts.text_table import show
 
 MOST_STEPS = 20_000
 """An episode that takes more has no end."""
@@ -653,15 +653,12 @@ def differs(request: Request, alone: Request) -> str | None:
 # ---- the command
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        if min(args.steps, args.check_every) < 1:
-            raise UserError("--steps and --check-every must be at least 1")
-        with contextlib.ExitStack() as stack:
-            return run([stack.enter_context(llm) for llm in opened(args, stack)], args)
-    except UserError as error:
-        return refuse(__name__, error)
+    positive(args, "steps", "check_every")
+    with contextlib.ExitStack() as stack:
+        return run([stack.enter_context(llm) for llm in opened(args, stack)], args)
 
 
 def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LLM]:
@@ -717,17 +714,14 @@ def run(llms: Sequence[LLM], args: argparse.Namespace) -> int:
         "steps_per_s": round((steps + solo) / seconds, 1),
         "counts": dict(sorted(counts.items())),
     }
-    if args.json:
-        print(json.dumps(summary))
-        return 0
     width = max(map(len, counts))
-    for name, count in summary["counts"].items():
-        print(f"{name:<{width}}  {count}")
-    print(in_the_way(counts))
-    print(
+    text = [f"{name:<{width}}  {count}" for name, count in sorted(counts.items())]
+    text += [
+        in_the_way(counts),
         f"no fault in {steps} steps of {number - first} episodes (and {solo} steps of solo runs) "
-        f"in {seconds:.0f} s; the device checked every {args.check_every} steps"
-    )
+        f"in {seconds:.0f} s; the device checked every {args.check_every} steps",
+    ]
+    show(args.json, [summary], text)
     return 0
 
 

@@ -37,7 +37,7 @@ from moejax import UserError
 from moejax.cache import write_whole
 from scripts.check.day_page import GOOD, TAIL, page
 from scripts.check.day_steps import STEPS, Step
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.places import REPOSITORY
 
 ARCHIVE = "work.tar.gz"
@@ -61,12 +61,10 @@ ENDED = ("done", "failed", "timed out")
 (no GPU), left (not begun)."""
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        return _day(args)
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
+    return _day(args)
 
 
 def _parser() -> argparse.ArgumentParser:

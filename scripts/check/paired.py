@@ -1,10 +1,13 @@
-"""Is another checkout slower? Start-up and decode time of both, in turns.
+"""Is another checkout slower, or does it answer otherwise? Both, each in processes of its own.
 
 python -m scripts.check paired OTHER_CHECKOUT [--runs 10]
+python -m scripts.check paired OTHER_CHECKOUT --requests [--models demo DIR]
 
-Each run is a process of its own that starts the embedded model with a quarter of its experts,
-generates one token, then 8 × 200. A checkout must have the public names of this one; both use this
-Python and its compilation cache. The first pair fills that cache and is not counted.
+Start-up and decode time, in turns: a run starts the embedded model with a quarter of its experts,
+generates one token, then 8 × 200. The first pair fills the compilation cache and is not counted.
+--requests: what 20 requests give, bit for bit, in place of times. A checkout must have the public
+names of this one; both use this Python and its compilation cache. Exit status 1 where a request
+differs.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.parts.commands import new_parser
+import numpy as np
+
+from scripts.parts.commands import new_parser, positive, refusing
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -39,28 +45,50 @@ print(json.dumps({"start_s": start, "step_ms": 1e3 * decode}))
 """
 
 
-def measure(checkout: Path) -> dict[str, float]:
-    """Seconds to the first token and milliseconds a decode step of a batch of 8, of one process."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu"}
+def python_in(checkout: Path, *arguments: str) -> str:
+    """What a process of this Python prints last that has the checkout's packages."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN],
+        [sys.executable, "-P", *arguments],  # without the script's own folder in the path
         cwd=checkout,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu"},
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
 
 
+def different(checkouts: Sequence[Path], models: Sequence[str]) -> Iterator[str]:
+    """Names of what the requests of two checkouts do not have in common."""
+    script = str(HERE / "scripts" / "check" / "requests.py")
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory) / f"{i}.npz" for i in range(len(checkouts))]
+        for checkout, file in zip(checkouts, files, strict=True):
+            print(python_in(checkout, script, str(file), *models), flush=True)
+        one, other = map(np.load, files)
+        for name in sorted({*one, *other}):
+            if name not in one or name not in other or not np.array_equal(one[name], other[name]):
+                yield name
+
+
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("other", type=Path, help="the checkout to compare with")
     parser.add_argument("--runs", type=int, default=10, help="pairs (default: 10)")
+    parser.add_argument("--requests", action="store_true", help="compare answers, not times")
+    parser.add_argument("--models", nargs="+", default=["demo"], help="demo and directories")
     args = parser.parse_args(arguments)
+    positive(args, "runs")
+    checkouts = HERE, args.other.resolve()
+    if args.requests:
+        places = [name if name == "demo" else str(Path(name).resolve()) for name in args.models]
+        found = [f"differs: {name}" for name in different(checkouts, places)]
+        print(*(found or ["all bits are equal"]), sep="\n")
+        return 1 if found else 0
     pairs = []
     for run in range(args.runs + 1):
-        pair = measure(HERE), measure(args.other.resolve())
+        pair = [json.loads(python_in(checkout, "-c", RUN)) for checkout in checkouts]
         if run:
             pairs.append(pair)
             print(json.dumps({"here": pair[0], "other": pair[1]}), flush=True)

@@ -1,19 +1,15 @@
-"""Records what 20 requests give, bit for bit, and compares the same requests of another commit.
-
-python -m scripts.check requests record OUT.npz [--models demo DIR]   # on one commit
-python -m scripts.check requests compare OUT.npz [--models demo DIR]  # on another one
+"""What 20 requests give, bit for bit, for `check paired --requests`: written into a file.
 
 Every model runs in float32 and bfloat16 under both drivers, a quarter of its experts resident and
-KV for few sequences, so that misses, waits and swaps occur. Tokens, the bits of their
-log-probabilities and finish reasons must be equal. Only public names are used, so that the same
-file runs on older commits. Exit status 1 where a request differs.
+KV for few sequences, so that misses, waits and swaps occur: tokens, the bits of their
+log-probabilities and finish reasons. Only public names are used, so that the same file runs with
+the packages of older commits.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from collections.abc import Sequence
+import sys
 
 import numpy as np
 
@@ -74,32 +70,14 @@ def run(model: str, dtype: str, driver: str) -> dict[str, np.ndarray]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.check requests",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("mode", choices=("record", "compare"))
-    parser.add_argument("file", help="the recording, an .npz file")
-    parser.add_argument("--models", nargs="+", default=["demo"], help="demo and directories")
-    args = parser.parse_args(arguments)
-    found = {}
-    for model, dtype, driver in itertools.product(
-        args.models, ("float32", "bfloat16"), ("device", "host")
-    ):
-        name = f"{model} {dtype} {driver}"
-        found |= {f"{name} {key}": array for key, array in run(model, dtype, driver).items()}
-        print(f"{name}: {REQUESTS} requests, {int(found[f'{name} lengths'].sum())} tokens")
-    if args.mode == "record":
-        np.savez(args.file, **found)
-        return 0
-    with np.load(args.file) as recorded:
-        names = sorted({*recorded, *found})
-        different = [
-            n
-            for n in names
-            if n not in recorded or n not in found or not np.array_equal(recorded[n], found[n])
-        ]
-    print("\n".join(f"differs: {n}" for n in different) or "all bits are equal")
-    return 1 if different else 0
+def write(file: str, *models: str) -> None:
+    kinds = itertools.product(models, ("float32", "bfloat16"), ("device", "host"))
+    runs = {" ".join(kind): run(*kind) for kind in kinds}
+    named = {f"{name} {key}": runs[name][key] for name in runs for key in runs[name]}
+    np.savez(file, **named)
+    tokens = sum(int(found["lengths"].sum()) for found in runs.values())
+    print(f"{len(runs)} runs of {REQUESTS} requests, {tokens} tokens")
+
+
+if __name__ == "__main__":
+    write(*sys.argv[1:])

@@ -11,7 +11,6 @@ rows with its three matrices and computes nothing between; the op also routes, r
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -19,15 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from moejax import UserError
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from scripts.cpu.cases import normal, timed
 from scripts.cpu.products import SIZES, Case, expert_case, linear_case, torch
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.text_table import aligned
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
 
 BAR = 0.6
 """The least share of torch's rate. float32's is said too: on many CPUs torch has no fast products
 of bfloat16."""
+DTYPES = ("bfloat16", "float32")
 PAUSE = 0.005
 """Seconds between two calls, in which the threads of the one before stop waiting for more."""
 
@@ -41,6 +42,7 @@ COLUMNS = [
 ]
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     for name, value in SIZES.items():
@@ -49,25 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead")
     args = parser.parse_args(arguments)
-    if min(getattr(args, name) for name in (*SIZES, "repeats", "threads")) < 1:
-        return refuse(__name__, "numbers are positive")
+    positive(args, *SIZES, "repeats", "threads")
     if reason := why_not_cpu():
-        return refuse(__name__, reason)
+        raise UserError(reason)
     if torch is None:
-        return refuse(__name__, "there is no torch here to compare with")
+        raise UserError("there is no torch here to compare with")
     torch.set_num_threads(args.threads)
-    lines = [measured(case, args.repeats) for case in cases(args)]
-    if args.json:
-        for line in lines:
-            print(json.dumps(line | {"isa": instruction_set(), "load": os.getloadavg()[0]}))
-        return 0
-    print("\n".join(aligned(COLUMNS, lines)))
-    print(
-        f"torch {torch.__version__}, {args.threads} threads; {instruction_set()}; "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
-    for dtype in ("bfloat16", "float32"):
-        print(verdict(dtype, [line[f"of_{dtype}"] for line in lines]))
+    about = {"isa": instruction_set(), "load": os.getloadavg()[0]}
+    lines = [measured(case, args.repeats) | about for case in cases(args)]
+    said = f"torch {torch.__version__}, {args.threads} threads; {{isa}}; load {{load:.1f}}"
+    bars = [verdict(dtype, [line[f"of_{dtype}"] for line in lines]) for dtype in DTYPES]
+    show(args.json, lines, [*aligned(COLUMNS, lines), said.format(**about), *bars])
     return 0
 
 
@@ -79,7 +73,7 @@ def verdict(dtype: str, ratios: Sequence[float]) -> str:
 def measured(case: Case, repeats: int) -> dict[str, Any]:
     """One line of the table."""
     calls = {"cpu": case.cpu}
-    calls |= {name: case.products(getattr(torch, name)) for name in ("bfloat16", "float32")}
+    calls |= {name: case.products(getattr(torch, name)) for name in DTYPES}
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}

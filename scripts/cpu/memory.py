@@ -27,7 +27,7 @@ import numpy as np
 from moejax import LLM, SamplingParams, UserError
 from moejax.device import select_device
 from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.text_table import aligned
 
 SHARE = 1.15
@@ -43,6 +43,7 @@ COLUMNS = [
 ]
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add_checkpoint(parser, "4GiB")
@@ -56,15 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.child:
         print(json.dumps(measured(args.directory, args.tokens, options)))
         return 0
-    try:
-        if args.tokens < 2:
-            raise UserError("--tokens must be at least 2")
-        if not STATUS.exists():
-            raise UserError(f"{STATUS} is not there; this reads Linux's")
-        directory = checkpoint_of(args)
-        found = in_process(directory, args.tokens, options)
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
+    if args.tokens < 2:
+        raise UserError("--tokens must be at least 2")
+    if not STATUS.exists():
+        raise UserError(f"{STATUS} is not there; this reads Linux's")
+    directory = checkpoint_of(args)
+    found = in_process(directory, args.tokens, options)
     lines = table(found)
     if args.json:
         print(json.dumps({**found, "lines": lines}))

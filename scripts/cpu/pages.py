@@ -22,9 +22,10 @@ import numpy as np
 from host_offload.memory.device_memory import HUGE_PAGES, page_note
 from moejax import LLM, SamplingParams, UserError
 from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add_checkpoint(parser, "2GiB")
@@ -33,14 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=8, help="tokens of a prompt (default: 8)")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once (default: 1)")
     args = parser.parse_args(arguments)
-    try:
-        if min(args.rounds, args.batch, args.prompt) < 1 or args.tokens < 2:
-            raise UserError("--rounds, --batch and --prompt must be at least 1, --tokens 2")
-        directory = checkpoint_of(args)
-        with ExitStack() as stack:
-            found = compared(stack, directory, args)
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
+    if min(args.rounds, args.batch, args.prompt) < 1 or args.tokens < 2:
+        raise UserError("--rounds, --batch and --prompt must be at least 1, --tokens 2")
+    directory = checkpoint_of(args)
+    with ExitStack() as stack:
+        found = compared(stack, directory, args)
     print(json.dumps({**found, "load": os.getloadavg()[0]}))
     return 0
 

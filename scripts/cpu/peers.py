@@ -39,7 +39,7 @@ from scripts.cpu.engines.checkpoint import OLMOE, write_checkpoint
 from scripts.cpu.engines.compare import AGREEMENT, Plan, agreement, measure, table
 from scripts.cpu.engines.llama_files import why_not_llama, write_gguf
 from scripts.cpu.engines.protocol import Task, Worker
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
 
 STAGES = {
     "bf16": ("moejax", "llama.cpp BF16", "transformers bf16"),
@@ -53,23 +53,20 @@ MODULES = {"moejax": "moejax_engine", "llama.cpp": "llama_engine", "transformers
 TORCH = "pip install torch==2.13.0 transformers==5.17.0 accelerate"
 
 
+@refusing(RuntimeError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     stages = args.stages.split(",")
     if not set(stages) <= STAGES.keys():
-        return refuse(__name__, f"stages are {', '.join(STAGES)}")
-    if min(args.layers, args.rounds, args.threads, args.prompt, args.context) < 1:
-        return refuse(__name__, "numbers are positive")
+        raise UserError(f"stages are {', '.join(STAGES)}")
+    positive(args, "layers", "rounds", "threads", "prompt", "context")
     if missing := missing_for(stages, args.without.split(","), args.llama_python):
-        return refuse(__name__, missing)
-    try:
-        with ExitStack() as stack:
-            kept = args.keep or stack.enter_context(tempfile.TemporaryDirectory())
-            for stage in stages:
-                for line in run_stage(args, stage, Path(kept)):
-                    print(line, flush=True)
-    except (UserError, RuntimeError) as error:
-        return refuse(__name__, error)
+        raise UserError(missing)
+    with ExitStack() as stack:
+        kept = args.keep or stack.enter_context(tempfile.TemporaryDirectory())
+        for stage in stages:
+            for line in run_stage(args, stage, Path(kept)):
+                print(line, flush=True)
     return 0
 
 

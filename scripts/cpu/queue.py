@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import time
@@ -37,7 +36,8 @@ from moejax import UserError
 from moejax.device import select_device
 from moejax.sizes import parse_size
 from pallas_kernels.linear.api import linear
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
+from scripts.parts.text_table import show
 
 WIDTH, ROWS, LAYERS = 2048, 16384, 4
 EXPERT = 12 << 20
@@ -47,6 +47,7 @@ DEMANDS = 4
 """A round, behind prefetches of a share of the cells each."""
 
 
+@refusing(ValueError, OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("directory", type=Path, nargs="?", help="where a file is, or is written")
@@ -57,17 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, help="writes the steps ahead for Perfetto there")
     parser.add_argument("--json", action="store_true", help="one JSON object instead")
     args = parser.parse_args(arguments)
-    try:
-        if args.rounds < 1 or not args.link_rate > 0 or args.threads < 1:
-            raise UserError("--rounds and --threads must be at least 1, --link-rate positive")
-        found = dict(figures(args, parse_size(args.size)))
-    except (UserError, ValueError, OSError) as error:
-        return refuse(__name__, error)
+    if args.rounds < 1 or not args.link_rate > 0 or args.threads < 1:
+        raise UserError("--rounds and --threads must be at least 1, --link-rate positive")
+    found = dict(figures(args, parse_size(args.size)))
     found["load"] = os.getloadavg()[0]
-    if args.json:
-        print(json.dumps(found))
-    else:
-        print("\n".join(f"{name:52} {value:12,.4g}" for name, value in found.items()))
+    show(args.json, [found], (f"{name:52} {value:12,.4g}" for name, value in found.items()))
     return 0
 
 

@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from host_offload.memory.budget import BudgetError, Share, format_bytes
+from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.device_memory import host_available_bytes
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape_fields
@@ -58,7 +58,7 @@ from scripts.cpu.cases import memory_reader
 from scripts.cpu.engines.checkpoint import OLMOE
 from scripts.cpu.products import matrix_rates
 from scripts.cpu.step_account import account
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.decode_timing import Samples, Sequences, decode, step_bytes
 
 DEEPSEEK: dict[str, Any] = {
@@ -136,6 +136,7 @@ class Row:
     """Bytes a processor second, likewise."""
 
 
+@refusing(MemoryError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add = parser.add_argument
@@ -152,19 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.only.split(",")
     least = min(args.context, args.rounds, args.threads, args.layers or 1)
     if not set(names) <= GROUPS.keys() or least < 1:
-        return refuse(__name__, f"rows are {', '.join(GROUPS)}; numbers are positive")
+        raise UserError(f"rows are {', '.join(GROUPS)}; numbers are positive")
     if reason := why_not_cpu():
-        return refuse(__name__, reason)
+        raise UserError(reason)
     use_compilation_cache(None)
-    try:
-        for name in names:
-            group = GROUPS[name]
-            if args.layers:
-                group = dataclasses.replace(group, layers=args.layers)
-            for line in run_group(args, group):
-                print(line, flush=True)
-    except (UserError, BudgetError, MemoryError) as error:
-        return refuse(__name__, error)
+    for name in names:
+        group = GROUPS[name]
+        if args.layers:
+            group = dataclasses.replace(group, layers=args.layers)
+        for line in run_group(args, group):
+            print(line, flush=True)
     return 0
 
 

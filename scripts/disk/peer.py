@@ -23,7 +23,6 @@ the rate of the plain reads around it. Medians of rounds, with quartiles:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -44,8 +43,8 @@ from scripts.cpu.engines.llama_files import why_not_llama, write_gguf
 from scripts.cpu.engines.protocol import Task, Worker
 from scripts.disk.memory_limit import entering, limited, usage
 from scripts.disk.plain_reads import read_rate
-from scripts.parts.commands import new_parser, refuse
-from scripts.parts.text_table import aligned
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.text_table import aligned, show
 
 ENGINES = {"moejax": "moejax_engine", "llama.cpp": "llama_engine"}
 """Engine → its worker's module in scripts.cpu.engines."""
@@ -71,21 +70,18 @@ COLUMNS = [
 ]
 
 
+@refusing(RuntimeError, OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    if min(args.layers, args.rounds, args.tokens, args.readers, args.threads) < 1:
-        return refuse(__name__, "numbers are positive")
+    positive(args, "layers", "rounds", "tokens", "readers", "threads")
     if not args.without_peer and (missing := why_not_llama(args.llama_python)):
-        return refuse(__name__, f"{missing}, or --without-peer")
-    try:
-        models = files(args, OLMOE | {"num_hidden_layers": args.layers})
-        found = measure(args, models)
-    except (UserError, RuntimeError, OSError) as error:
-        return refuse(__name__, error)
+        raise UserError(f"{missing}, or --without-peer")
+    models = files(args, OLMOE | {"num_hidden_layers": args.layers})
+    found = measure(args, models)
     if args.delete:
         for path in models.values():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    print(json.dumps(found) if args.json else "\n".join(report(found)))
+    show(args.json, [found], report(found))
     return 0
 
 

@@ -42,7 +42,7 @@ from scripts.cpu.engines.protocol import disk_bytes, peak_resident
 from scripts.disk.memory_limit import entering, limited, run, usage
 from scripts.disk.plain_reads import read_rate
 from scripts.disk.random_converted import converted
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.text_table import aligned
 
 READING = "reading experts"
@@ -67,6 +67,7 @@ COLUMNS = [
 ]
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add = parser.add_argument
@@ -90,21 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.child:
         print(json.dumps(measured(args, parse_size(args.child))))
         return 0
-    try:
-        directory = converted(args.directory, args.shape, args.layers)
-        rows = []
-        for budget in args.budgets.split(","):
-            rows.append(row(args, directory, budget))
-            if args.json:
-                print(json.dumps(rows[-1]), flush=True)
-        if args.kill:
-            budget = args.budgets.split(",")[0]
-            kill_one(args, directory, budget)
-            rows.append(row(args, directory, budget) | {"budget": f"{budget}, after a kill"})
-            if args.json:
-                print(json.dumps(rows[-1]), flush=True)
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
+    directory = converted(args.directory, args.shape, args.layers)
+    rows = []
+    for budget in args.budgets.split(","):
+        rows.append(row(args, directory, budget))
+        if args.json:
+            print(json.dumps(rows[-1]), flush=True)
+    if args.kill:
+        budget = args.budgets.split(",")[0]
+        kill_one(args, directory, budget)
+        rows.append(row(args, directory, budget) | {"budget": f"{budget}, after a kill"})
+        if args.json:
+            print(json.dumps(rows[-1]), flush=True)
     if args.delete:
         shutil.rmtree(directory)
     if not args.json:

@@ -33,6 +33,9 @@ from moejax.step.runner import Runner
 from pallas_kernels.dispatch import parse_ops
 from scripts.parts.places import DEMO
 
+PREFILL = 2048
+"""Prompt tokens of the largest prefill step, before decode steps that are timed."""
+
 HOST_RESERVE = 1 << 30
 """Host memory left to everything that is not counted."""
 
@@ -221,6 +224,34 @@ def compiled_engine(
         yield engine
     finally:
         runner.delete(given=False)
+
+
+@contextmanager
+def decode_engine(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    device: jax.Device,
+    cells: Sequence[int],
+    *,
+    rows: int,
+    longest: int,
+) -> Iterator[Engine]:
+    """A compiled engine for decode steps of `rows` sequences of up to `longest` tokens, with any of
+    these numbers of cells a layer. Raises UserError where that does not fit."""
+    limits = Options(
+        args.shape,
+        enable_prefix_caching=False,
+        max_num_seqs=rows,
+        max_model_len=longest,
+        max_num_batched_tokens=PREFILL,
+        expert_budget=largest(cells, config),
+    )
+    check_fits(args, config, device, max(cells), tokens=rows * longest, prefill=PREFILL)
+    with (
+        weights_of(args, config, device) as loaded,
+        compiled_engine(args, loaded, device, limits) as engine,
+    ):
+        yield engine
 
 
 def largest(cells: Sequence[int], config: ModelConfig) -> Share:

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import ParamSpec
+
+from host_offload.memory.budget import BudgetError
+from host_offload.traces.schema import TraceError
+from moejax.errors import UserError
+
+P = ParamSpec("P")
 
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
@@ -41,7 +49,6 @@ COMMANDS = {
     ),
     "check": (
         "batch",
-        "requests",
         "paired",
         "fuzz",
         "attack",
@@ -85,6 +92,30 @@ def new_parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def refusing(*also: type[Exception]) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorates a command's `main`: it refuses with one line, where otherwise it raises an error
+    that says what the user can change (moejax's own, a trace's, a budget's, and `also`)."""
+
+    def decorated(main: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(main)
+        def command(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return main(*args, **kwargs)
+            except (UserError, BudgetError, TraceError, *also) as error:
+                return refuse(main.__module__, error)
+
+        return command
+
+    return decorated
+
+
+def positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises UserError for an option of these that is a number below 1."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def refuse(module: str, error: object) -> int:

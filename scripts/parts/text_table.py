@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -19,6 +20,11 @@ def aligned(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def show(as_json: bool, lines: Iterable[Mapping[str, Any]], text: Iterable[str]) -> None:
+    """Prints a command's lines, as an object of JSON each, or the text that people read of them."""
+    print(*(map(json.dumps, lines) if as_json else text), sep="\n")
 
 
 def markdown(

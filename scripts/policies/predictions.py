@@ -59,7 +59,8 @@ from moejax.sizes import parse_rate
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.intervals import bootstrap
 from scripts.parts.places import DEMO, TRI
 from scripts.parts.text_table import markdown
 
@@ -131,19 +132,16 @@ class Timed:
     """Misses of the first repeat."""
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        args.directory.mkdir(parents=True, exist_ok=True)
-        if min(args.repeats, args.tokens) < 2:
-            raise UserError("--repeats and --tokens must be at least 2")
-        if args.configurations is not None and args.configurations < 1:
-            raise UserError("--configurations must be at least 1")
-        for link in {*args.links.split(",")} - {NO_LINK}:
-            parse_rate(link)
-        lines = [line for name in args.models.split(",") for line in check(args, name)]
-    except UserError as error:
-        return refuse(__name__, error)
+    args.directory.mkdir(parents=True, exist_ok=True)
+    if min(args.repeats, args.tokens) < 2:
+        raise UserError("--repeats and --tokens must be at least 2")
+    positive(args, "configurations")
+    for link in {*args.links.split(",")} - {NO_LINK}:
+        parse_rate(link)
+    lines = [line for name in args.models.split(",") for line in check(args, name)]
     text = report(lines)
     with open(args.directory / "predictions.jsonl", "w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -347,7 +345,6 @@ def line_of(
         "mean": predicted.mean_s(),
         "total": predicted.seconds.sum(),
     }
-    spread = np.percentile(_resampled(means), [2.5, 97.5])
     return {
         "date": datetime.date.today().isoformat(),
         "device": "CPU" if engine.runner.device.platform == "cpu" else model.about["device"],
@@ -359,7 +356,7 @@ def line_of(
         "staged_per_step": float(predicted.simulation.staged[decode].sum() / decode.sum()),
         "measured_ms": {name: float(value) * 1e3 for name, value in measured.items()},
         "predicted_ms": {name: float(value) * 1e3 for name, value in foretold.items()},
-        "mean_interval_ms": (spread * 1e3).tolist(),
+        "mean_interval_ms": [bound * 1e3 for bound in bootstrap(means)],
         "stall_share": predicted.stall_share,
         "stall_bound_share": stall_bound_share(predicted),
     }
@@ -372,12 +369,6 @@ def stall_bound_share(predicted: Prediction) -> float:
     compute = float(predicted.compute_s.sum())
     least = stall_bound(predicted.bytes, compute, seconds_per_byte=predicted.link_per_byte)
     return least / (compute + least)
-
-
-def _resampled(values: np.ndarray, times: int = 2000) -> np.ndarray:
-    """Medians of bootstrap samples."""
-    random = np.random.default_rng(0)
-    return np.median(values[random.integers(len(values), size=(times, len(values)))], axis=1)
 
 
 def errors(lines: Sequence[dict[str, Any]], figure: str) -> np.ndarray:

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.traces.reader import TraceError, read_trace
-from moejax import UserError
-from scripts.parts.commands import new_parser, refuse
+from host_offload.traces.reader import read_trace
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.plots import pyplot
 from scripts.parts.version_history import VersionHistory, version_history
 
@@ -25,18 +24,16 @@ _HEAT_SHOTS = 6
 """Moments that are shown beside the share of time."""
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("trace", metavar="TRACE")
     parser.add_argument("directory", type=Path, metavar="DIR", help="of the pictures")
     args = parser.parse_args(arguments)
-    try:
-        plt = pyplot()
-        trace = read_trace(args.trace)
-        history = version_history(trace)
-        names = list(trace.header.spec["version_bytes"])
-    except (UserError, TraceError) as error:
-        return refuse(__name__, error)
+    plt = pyplot()
+    trace = read_trace(args.trace)
+    history = version_history(trace)
+    names = list(trace.header.spec["version_bytes"])
     args.directory.mkdir(parents=True, exist_ok=True)
     draw_versions(plt, history, names, args.directory / "versions.png")
     draw_heat(plt, history, names, args.directory / "heat.png")

@@ -27,7 +27,7 @@ from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, UserError
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.sources.corpus import TEST, TEXTS, text_path
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.plots import pyplot
 from scripts.parts.text_table import aligned
 from scripts.parts.version_history import VersionHistory, version_history
@@ -50,19 +50,17 @@ class Text(NamedTuple):
     text: str
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        plt = pyplot()
-        texts = [read_text(name) for name in args.text]
-        args.directory.mkdir(parents=True, exist_ok=True)
-        lines = []
-        with open(args.directory / "shifts.jsonl", "w") as file:
-            for arm in ARMS:
-                lines.append(follow(args, arm, texts))
-                print(json.dumps(lines[-1]), file=file, flush=True)
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
+    plt = pyplot()
+    texts = [read_text(name) for name in args.text]
+    args.directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with open(args.directory / "shifts.jsonl", "w") as file:
+        for arm in ARMS:
+            lines.append(follow(args, arm, texts))
+            print(json.dumps(lines[-1]), file=file, flush=True)
     print(*report(lines), sep="\n")
     draw(plt, lines, args.directory / "convergence.png")
     return 0

@@ -27,11 +27,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from host_offload.memory.budget import BudgetError
 from moejax import UserError
 from moejax.checkpoints.random_model import shape
 from scripts.parts.bench_engine import parse_numbers
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.plots import pyplot
 from scripts.parts.text_table import aligned
 from scripts.precision.costs import SOURCES, Machine, check
@@ -53,13 +52,11 @@ PAIRS = (
 """Arms whose crossover is named: from where on the first one is faster than the second."""
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    try:
-        for line in forecast(args):
-            print(line, flush=True)
-    except (UserError, BudgetError, OSError) as error:
-        return refuse(__name__, error)
+    for line in forecast(args):
+        print(line, flush=True)
     return 0
 
 

@@ -36,7 +36,7 @@ from moejax import UserError
 from moejax.evaluate.experiments.grid import ablate
 from moejax.serve.costs import cost_model_of
 from moejax.sizes import parse_rate
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.parts.padded_experts import padded_experts
 from scripts.parts.text_table import aligned
 
@@ -59,6 +59,7 @@ COLUMNS = (
 )
 
 
+@refusing(ValueError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add = parser.add_argument
@@ -75,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--measured-only", action="store_true", help="predict nothing")
     add("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(arguments)
-    try:
-        lines = list(table(args))
-    except (UserError, ValueError) as error:
-        return refuse(__name__, error)
+    lines = list(table(args))
     text = "\n".join(map(json.dumps, lines)) if args.json else "\n".join(aligned(COLUMNS, lines))
     (args.out / "claim.md").write_text(f"```\n{text}\n```\n")
     print(text)

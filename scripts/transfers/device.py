@@ -40,12 +40,11 @@ from host_offload.queue.pinned import PinnedBuilder, PinnedRecords
 from host_offload.queue.transfer import DEMAND, Transfer
 from moejax.checkpoints.random_model import random_model
 from moejax.device import select_device
-from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.step.programs import STAGES
 from pallas_kernels.records.format import RecordFormat
 from scripts.cpu.engines.checkpoint import OLMOE
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.transfers.changing_steps import Bench, add_sizes, check_sizes, make
 
 RECORDS = 10
@@ -184,6 +183,7 @@ def _steps(bench: Bench, name: str, steps: int) -> dict[str, float]:
     }
 
 
+@refusing()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add_sizes(parser)
@@ -192,11 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object an arm")
     args = parser.parse_args(arguments)
-    try:
-        check_sizes(args)
-        found = measure(args)
-    except UserError as error:
-        return refuse(__name__, error)
+    check_sizes(args)
+    found = measure(args)
     for name, (middle, low, high) in found.items():
         if args.json:
             print(json.dumps({"arm": name, "median": middle, "q1": low, "q3": high}))

@@ -42,13 +42,12 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
-from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.step.programs import STAGES
 from scripts.cpu.engines.checkpoint import OLMOE
 from scripts.disk.plain_reads import read_rate
 from scripts.disk.random_converted import written
-from scripts.parts.commands import new_parser, refuse
+from scripts.parts.commands import new_parser, refusing
 from scripts.transfers.changing_steps import add_sizes, check_sizes, make
 
 PIECES, ROOM = 800, 32
@@ -156,6 +155,7 @@ def measure(args: argparse.Namespace) -> dict:
     return {"rate": moved / link, "link": link, "moved": moved, **found}
 
 
+@refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     add_sizes(parser)
@@ -164,11 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--no-verify-reads", action="store_true", help="as of moejax, with --file")
     add("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(arguments)
-    try:
-        check_sizes(args)
-        found = measure(args)
-    except (UserError, OSError) as error:
-        return refuse(__name__, error)
+    check_sizes(args)
+    found = measure(args)
     if args.json:
         print(json.dumps(found))
         return 0

@@ -73,8 +73,8 @@ def test_forced_routing_on_random_weights(capsys):
 @pytest.mark.parametrize("as_json", [True, False])
 def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
     """The way from --profile to the report, with a device and a trace that a CPU lacks."""
-    cpu, weights, traced = jax.devices("cpu")[0], bench_decode.weights_of, []
-    engine = bench_decode.compiled_engine
+    cpu, weights, traced = jax.devices("cpu")[0], bench_engine.weights_of, []
+    engine = bench_engine.compiled_engine
     graphs: list[str] = []
 
     def record(work, steps):
@@ -96,9 +96,9 @@ def test_table_and_profile_of_each_row(capsys, monkeypatch, as_json):
     monkeypatch.setattr(kernel_profile, "record", record)
     monkeypatch.setattr(kernel_profile, "profile_graphs", lambda: graphs.append("on"))
     monkeypatch.setattr(kernel_profile, "require_track", lambda device: None)
-    monkeypatch.setattr(bench_decode, "check_fits", lambda *args, **sizes: None)
-    monkeypatch.setattr(bench_decode, "weights_of", cpu_weights)
-    monkeypatch.setattr(bench_decode, "compiled_engine", cpu_engine)
+    monkeypatch.setattr(bench_engine, "check_fits", lambda *args, **sizes: None)
+    monkeypatch.setattr(bench_engine, "weights_of", cpu_weights)
+    monkeypatch.setattr(bench_engine, "compiled_engine", cpu_engine)
     args = [*FORCED, "uniform", "--profile"]
     monkeypatch.setattr(bench_decode, "select_device", lambda: graphs.append("started") or GPU())
     if as_json:

@@ -23,8 +23,8 @@ def test_it_measures_every_version(capsys):
 
 def test_it_refuses_what_cannot_be(capsys):
     for wrong, message in (
-        (("--experts", "0"), "sizes must be positive"),
-        (("--quantizers", "gptq"), "quantizers of rtn, mse"),
+        (("--experts", "0"), "--experts must be at least 1"),
+        (("--quantizers", "gptq"), "quantizers are rtn, mse"),
         (("--dtype", "int8"), "dtype must be one of"),
         (("--hidden", "63"), "a multiple of"),
     ):

@@ -20,6 +20,8 @@ def test_it_counts_references(capsys):
 
 
 def test_it_refuses_sizes_that_do_not_fit(capsys):
-    for wrong in (("--cells", "9"), ("--top-k", "9"), ("--batch", "0")):
-        assert bench_simulator.main([*SMALL, *wrong]) == 2
-        assert "sizes must be positive and fit the experts" in capsys.readouterr().err
+    fit = "--top-k and --cells must fit the experts"
+    at_least = "--batch must be at least 1, got 0"
+    for name, value, said in (("cells", 9, fit), ("top-k", 9, fit), ("batch", 0, at_least)):
+        assert bench_simulator.main([*SMALL, f"--{name}", str(value)]) == 2
+        assert said in capsys.readouterr().err

@@ -28,7 +28,7 @@ SMALL = {
 
 def test_it_refuses_what_cannot_be(capsys, monkeypatch):
     assert "stages are bf16, int8, int4" in refusal(capsys, peers.main, "--stages", "int3")
-    assert "numbers are positive" in refusal(capsys, peers.main, "--rounds", "0")
+    assert "--rounds must be at least 1" in refusal(capsys, peers.main, "--rounds", "0")
     said = refusal(capsys, peers.main, "--llama-python", sys.executable, "--stages", "int8")
     assert "pip install llama-cpp-python" in said and "No module named 'llama_cpp'" in said
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)

@@ -17,7 +17,9 @@ from tests.scripts.runs import refusal
 
 
 def test_it_refuses_what_cannot_be(capsys, tmp_path):
-    assert "numbers are positive" in refusal(capsys, peer.main, str(tmp_path), "--rounds", "0")
+    assert "--rounds must be at least 1" in refusal(
+        capsys, peer.main, str(tmp_path), "--rounds", "0"
+    )
     said = refusal(capsys, peer.main, str(tmp_path), "--llama-python", sys.executable)
     assert "pip install llama-cpp-python" in said
 
