@@ -181,9 +181,13 @@ class Options:
     )
     eviction: str | None = _option(
         "which expert makes room: the least recently used, the least frequently used, the smallest "
-        "frequency over age, the one that came first, or none of a hot set (default: lru)",
+        "frequency over age, the one that came first, or none of a hot set, of each layer or of all "
+        "together (default: lru)",
         "memory",
-        choices=("lru", "lfu", "lfru", "global-lru", "global-lfu", "global-lfru", "fifo", "static"),
+        choices=(
+            *("lru", "lfu", "lfru", "global-lru", "global-lfu", "global-lfru"),
+            *("fifo", "static", "hot-table"),
+        ),
     )
     prefetch: str | None = _option(
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "

@@ -19,6 +19,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
         "global-lfru": "weights:GlobalLFRU",
         "fifo": "fifo:FIFO",
         "static": "static:Static",
+        "hot-table": "hot_table:HotTable",
     }.items()
 }
 """Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +

@@ -22,6 +22,8 @@ class Seen(NamedTuple):
     """int32[L] that the hot set was made for; None: still warming up."""
     again: int = 0
     """Steps until the hot set is staged once more; 0: it was."""
+    shared: int = -1
+    """Cells that were shared over layers by a ranking of all of them (HotTable)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Static:
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "fill_version", "stages"})
     victim_weights: tuple[int, int, int] = (1, 0, 0)
 
+    @property
+    def known(self) -> bool:
+        """Whether it needs no warm-up."""
+        return self.hot is not None
+
     def init(self, spec: Spec) -> Seen:
         counts = np.zeros((spec.layers, spec.experts), np.int64)
         if self.hot is not None:
@@ -64,9 +71,9 @@ class Static:
         seen: Any = observation
         rows = state.rows + len(seen.phase)
         if state.cells is None:
-            counts = state.counts if self.hot is not None else state.counts + seen.counts
-            state = Seen(counts, rows, None)
-            if self.hot is None and rows < self.warmup:
+            counts = state.counts if self.known else state.counts + seen.counts
+            state = state._replace(counts=counts, rows=rows)
+            if not self.known and rows < self.warmup:
                 return state, Decision()
         elif np.array_equal(state.cells, seen.cells) and state.again != 1:
             return state._replace(again=max(state.again - 1, 0)), Decision()
@@ -79,7 +86,8 @@ class Static:
         stages = tuple(Stage(int(layer[i]), int(expert[i]), cause="hot") for i in first)
         if state.again == 1:
             return state._replace(again=0), Decision(stages=stages)
-        return Seen(state.counts, rows, seen.cells, again=observation.age + 2), Decision(
+        state = state._replace(rows=rows, cells=seen.cells, again=observation.age + 2)
+        return state, Decision(
             victim_weights=np.array([1, 0, 1]),
             prior=np.where(hot, MAX_PRIOR, 0),
             fill_version=np.where(hot, 0, -1),

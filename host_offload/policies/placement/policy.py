@@ -17,7 +17,7 @@ from host_offload.policies.placement.presched import (
     followed,
     queue_of,
 )
-from host_offload.policies.placement.rivals import SCHEDULERS
+from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.policies.prefetch.llapor.network import of_layer, scores
 from host_offload.policies.prefetch.next_layers import finite, gate_scores
@@ -26,9 +26,6 @@ DISTANCE = 2
 """Layers ahead that are predicted, the second one for Q4."""
 
 COSTS = tuple(field.name for field in dataclasses.fields(PlacementCosts))
-
-AHEAD = frozenset({"prescope", "greedy", "hybrimoe", "fate"})
-"""Schedulers that prefetch, given predictions."""
 
 
 class Placed(NamedTuple):
@@ -81,8 +78,8 @@ class Placement:
 
     @property
     def moments(self) -> frozenset[Moment]:
-        after = {Moment.LAYER_BEGIN} if self.scheduler == "hybrimoe" and self.looks_ahead else set()
-        return frozenset({Moment.EXPERTS_BEGIN, *after})
+        after = self.scheduler in AFTER_EXPERTS and self.looks_ahead
+        return frozenset({Moment.EXPERTS_BEGIN, *([Moment.LAYER_BEGIN] if after else [])})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -125,7 +122,10 @@ class Placement:
         if self.looks_ahead:
             alpha = seen.progress.bytes_left / state.record_bytes * state.costs.load
         current = queue_of(layer, counts, there[layer])
-        plan = SCHEDULERS[self.scheduler](current, ahead, state.costs, alpha, state.hit)
+        resident = queue_of(layer, counts, ~there[layer])
+        plan = SCHEDULERS[self.scheduler](current, ahead, state.costs, alpha, state.hit, resident)
+        # Residents stay where they are, whatever the rule says of them.
+        plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in {*resident}))
         free = int(seen.cells[layer]) - int(np.count_nonzero(there[layer]))
         return self._wanted(state, _filling(plan, free), np.flatnonzero(counts))
 

@@ -62,8 +62,9 @@ class LayerPlan(NamedTuple):
     """Prefetches begin only when the layer's experts are computed, as in HybriMoE."""
 
 
-Scheduler = Callable[[Queue, Sequence[Queue], PlacementCosts, float, float], LayerPlan]
-"""(the layer's work, that of the layers to come as it is predicted, costs, α, R_hit) → plan."""
+Scheduler = Callable[[Queue, Sequence[Queue], PlacementCosts, float, float, Queue], LayerPlan]
+"""(the layer's work, that of the layers to come as it is predicted, costs, α, R_hit, work of the
+layer's residents) → plan."""
 
 
 def queue_of(layer: int, tokens: np.ndarray, there: np.ndarray) -> Queue:
@@ -139,7 +140,12 @@ def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
 
 
 def presched(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """Algorithm 1 for one layer, at its routing.
 
@@ -147,7 +153,7 @@ def presched(
     empty for the last layer, where nothing is to be weighed against and equation (2) decides
     (ours). alpha: seconds until the link is free of a prefetch that was begun. hit: R_hit, 0…1.
     Where the next layer wants nobody on the accelerator (Q4), the same rule is asked for the layer
-    after it, as far as `ahead` goes.
+    after it, as far as `ahead` goes. resident: not read (Premise 5).
     """
     if not ahead:
         first = greedy_split(current, costs, alpha)

@@ -7,6 +7,7 @@ is the simulation's to say (host_offload/simulate/placement.py). Sources: docs/p
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 
 from host_offload.policies.placement.presched import (
@@ -25,9 +26,19 @@ in src/fiddler/mixtral.py of efeslab/fiddler, commit f2c111c2)."""
 LLAMA_UPLOADS = 4
 """Most loads a layer of the arm that is capped; a setting of ours."""
 
+KLOTSKI_HOT = 2
+"""Experts that Klotski's public code prefetches for a layer: its model's top-k
+(`get_prefetch_expert_index` in research/SYSU/Klotski/mixtral/mixtral.py of mindspore-lab/models,
+37c216b5)."""
+
 
 def greedy(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """Layer by layer: equation (2), and the link full of whom the next layer is predicted to need,
     the heaviest first, until that layer is routed (section 3.3)."""
@@ -36,7 +47,12 @@ def greedy(
 
 
 def hybrimoe(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """HybriMoE as PreScope describes it (sections 2.2, 6.1): the greedy split of a queue by tokens,
     and prefetches during non-expert computation."""
@@ -44,14 +60,24 @@ def hybrimoe(
 
 
 def fiddler(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """Fiddler as PreScope describes it: misses are computed on the CPU, nothing is loaded."""
     return LayerPlan(current, ())
 
 
 def fiddler_code(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """Fiddler's public code: of all configurations the one whose sum of costs is least, 7 a token
     on the CPU against 70 a load, so each expert by itself (its comment says the larger of both
@@ -66,6 +92,7 @@ def capped(
     costs: PlacementCosts,
     alpha: float,
     hit: float,
+    resident: Queue = (),
     *,
     uploads: int = LLAMA_UPLOADS,
 ) -> LayerPlan:
@@ -76,30 +103,116 @@ def capped(
 
 
 def fate(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """Fate: everybody is loaded, and after them whom the next layer is predicted to need."""
     return LayerPlan((), current, _heaviest(ahead))
 
 
 def unpredicted(
-    current: Queue, ahead: Sequence[Queue], costs: PlacementCosts, alpha: float, hit: float
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
 ) -> LayerPlan:
     """PreSched that knows nothing of the layers to come: equation (2), and nothing ahead."""
     return presched(current, (), costs, alpha, hit)
+
+
+def hybrimoe_code(
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
+) -> LayerPlan:
+    """HybriMoE's public code (`HSS` in ktransformers/operators/experts.py of
+    PKU-SEC-Lab/HybriMoE, 508a85b9), for a layer of a decode step.
+
+    One queue, residents before misses, each the heaviest first. The accelerator takes its head, the
+    CPU its tail, whoever would be done earlier with it, so the CPU may compute residents too. A
+    load takes its time beside what the accelerator has to do already; the CPU's start counts once a
+    layer. α is not looked at. What comes ahead begins behind the loads.
+    """
+    waiting = deque((*resident[::-1], *current[::-1]))
+    missing = {*current}
+    accelerator = cpu = moved = 0.0
+    on_cpu, load = [], []
+    while waiting:
+        first, last = waiting[0], waiting[-1]
+        begins = max(accelerator, moved + costs.load) if first in missing else accelerator
+        ends = costs.per_token * last.tokens + (0.0 if on_cpu else costs.startup)
+        if begins + costs.accelerator <= cpu + ends:
+            waiting.popleft()
+            accelerator = begins + costs.accelerator
+            if first in missing:
+                moved += costs.load
+                load.append(first)
+        else:
+            waiting.pop()
+            cpu += ends
+            on_cpu.append(last)
+    return LayerPlan(tuple(on_cpu), tuple(load), _heaviest(ahead))
+
+
+def klotski(
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
+    *,
+    hot: int = KLOTSKI_HOT,
+) -> LayerPlan:
+    """Klotski (Fang et al., ASPLOS 2025, as PreScope describes it and in its public code):
+    everybody is loaded, the heaviest first, and serves the rows of all interleaved batches; during
+    the next layer's attention come the `hot` experts that it is predicted to need most. Who
+    interleaves the batches is the caller."""
+    return LayerPlan((), current[::-1], _heaviest(ahead)[:hot], after_experts=True)
+
+
+def expertflow(
+    current: Queue,
+    ahead: Sequence[Queue],
+    costs: PlacementCosts,
+    alpha: float,
+    hit: float,
+    resident: Queue = (),
+) -> LayerPlan:
+    """ExpertFlow (Shen et al., arXiv:2510.26730): everybody is loaded, and after them whom all
+    layers of `ahead` are predicted to need, the nearest layer first; how far it reaches is its
+    adaptive step size (caches.Horizon)."""
+    return LayerPlan((), current, tuple(work for works in ahead for work in works[::-1]))
 
 
 SCHEDULERS: dict[str, Scheduler] = {
     "prescope": presched,
     "greedy": greedy,
     "hybrimoe": hybrimoe,
+    "hybrimoe-code": hybrimoe_code,
     "fiddler": fiddler,
     "fiddler-code": fiddler_code,
     "llama.cpp": functools.partial(capped, uploads=LLAMA_UPLOADS),
     "fate": fate,
+    "klotski": klotski,
     "no-prediction": unpredicted,
 }
 """Name → arm."""
+
+AHEAD = frozenset({"prescope", "greedy", "hybrimoe", "fate", "klotski"})
+"""Of SCHEDULERS those that prefetch, given predictions."""
+
+AFTER_EXPERTS = frozenset({"hybrimoe", "klotski"})
+"""Of these, whose prefetches wait until the layer's experts are computed."""
 
 
 def _heaviest(ahead: Sequence[Queue]) -> Queue:

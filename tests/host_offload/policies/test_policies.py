@@ -42,7 +42,7 @@ def run(policies, sets, cells: int, **changes) -> Simulation:
 
 
 def test_names():
-    assert set(PER_LAYER) == {"lru", "lfu", "lfru", "fifo", "static"}
+    assert set(PER_LAYER) == {"lru", "lfu", "lfru", "fifo", "static", "hot-table"}
     assert set(POLICIES) == {*PER_LAYER, "global-lru", "global-lfu", "global-lfru"}
     assert EVICTION == {"lru": (1, 0, 0), "lfu": (0, 1, 0), "lfru": (1, 1, 0)}
     with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, g"):

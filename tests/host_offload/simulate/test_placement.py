@@ -5,17 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from host_offload.policies.placement.caches import Horizon, LayerLru
 from host_offload.policies.placement.presched import (
     LayerPlan,
     PlacementCosts,
     layer_seconds,
     presched,
 )
-from host_offload.policies.placement.rivals import SCHEDULERS, fate, greedy
+from host_offload.policies.placement.rivals import SCHEDULERS, expertflow, fate, greedy
 from host_offload.simulate.placement import (
     BLOCKING_LOAD,
     LayerTimes,
     Setting,
+    interleaved,
     right_predictions,
     simulate_placement,
 )
@@ -206,3 +208,104 @@ def test_on_random_instances_the_mean_is_no_worse_than_greedy():
     assert two["alone"] >= 1.02 and two["hybrimoe"] >= 1.005
     assert two["greedy"] >= 0.985
     assert means(8, 2)["greedy"] >= 1.0
+
+
+# ---- rivals with residents of their own
+
+
+def lone(layers: int, *keys: tuple[int, int]) -> np.ndarray:
+    resident = np.zeros((layers, EXPERTS), bool)
+    for key in keys:
+        resident[key] = True
+    return resident
+
+
+def simulated(tokens, predicted=None, **setting) -> list[list[LayerTimes]]:
+    """Steps of tokens [T, L, E]; nobody is in the hot table."""
+    tokens = np.asarray(tokens)
+    if predicted is None:
+        predicted = np.zeros((*tokens.shape[:2], 1, EXPERTS), int)
+    costs = setting.pop("costs", PlacementCosts(UNIT, 0.0, 8 * UNIT, UNIT, 4 * UNIT))
+    given = {"scheduler": fate, "costs": costs, "group": EXPERTS, **setting}
+    return simulate_placement(tokens, predicted, lone(tokens.shape[1]), Setting(**given))
+
+
+def used(*experts: int, tokens: int = 3) -> list[int]:
+    return [tokens * (e in experts) for e in range(EXPERTS)]
+
+
+def test_who_is_loaded_stays_where_residents_change():
+    """Expert 1 takes the place of 0, whom the step does not need, and is there in the next step."""
+    steps = [[used(1)], [used(1)], [used(0)]]
+    cache = LayerLru.of(lone(1, (0, 0)), 1)
+    loads = [len(step[0].plan.load) for step in simulated(steps, cache=cache)]
+    assert loads == [1, 0, 1]
+    assert [len(step[0].plan.load) for step in simulated(steps)] == [1, 1, 1]
+
+
+def test_nobody_goes_whom_the_layer_still_needs():
+    """One place, whose owner waits for the accelerator when the first of two others comes, and is
+    computed when the second does: both go through the buffers, and the owner stays."""
+    cache = LayerLru.of(lone(1, (0, 0)), 1)
+    slow = PlacementCosts(UNIT, 0.0, 2 * UNIT, 9 * UNIT, 0.0)
+    first, second = simulated([[used(0, 1, 2)], [used(0)]], cache=cache, costs=slow)
+    assert len(first[0].plan.load) == 2 and second[0].plan.load == ()
+    assert first[0].accelerator_s == 27 * UNIT
+
+
+def test_what_came_ahead_into_a_place_of_its_own_is_waited_for():
+    """The next layer's expert is on the link when that layer is routed: it is computed when it has
+    landed, and nobody loads it again."""
+    tokens = [[used(0), used(5)]]
+    predicted = right_predictions(np.array(tokens), 1)
+    cache = LayerLru.of(lone(2, (0, 0), (1, 1)), 1)
+    found = simulated(tokens, predicted, cache=cache)[0]
+    assert found[0].begun == 1 and found[1].plan.load == ()
+    assert found[1].alpha == 3 * UNIT and found[1].accelerator_s == 4 * UNIT
+
+
+def test_a_resident_that_the_cpu_computes_is_not_computed_twice():
+    def aside(current, ahead, costs, alpha, hit, resident=()):
+        return LayerPlan(resident, current)
+
+    cache = LayerLru.of(lone(1, (0, 0), (0, 1)), 1)
+    (layer,) = simulated([[used(0, 1, tokens=5)]], cache=cache, scheduler=aside)[0]
+    assert (layer.cpu_s, layer.accelerator_s) == (10 * UNIT, 0.0)
+
+
+def test_the_step_size_follows_what_the_layers_wait_for():
+    """Two experts a layer that take longer than a layer: told of one layer ahead half of them are
+    late, so it looks farther; where predictions are wrong it comes back."""
+    tokens = np.array([[used(layer % 4, 4 + layer % 4) for layer in range(6)]] * 3)
+    cache = LayerLru.of(np.ones((6, EXPERTS), bool) & (np.arange(EXPERTS) < 3), 1)
+    given = {"scheduler": expertflow, "horizon": Horizon(3, 1), "cache": cache}
+    reached = []
+
+    def seen(current, ahead, costs, alpha, hit, resident=()):
+        reached.append(len(ahead))
+        return expertflow(current, ahead, costs, alpha, hit, resident)
+
+    simulated(tokens, right_predictions(tokens, 3), **{**given, "scheduler": seen})
+    assert max(reached) == 3
+    reached.clear()
+    free = PlacementCosts(0.0, 0.0, UNIT, UNIT, 99 * UNIT)
+    wrong = np.roll(right_predictions(tokens, 3), 1, axis=3)
+    given["horizon"] = Horizon(3, 3)
+    quiet = np.zeros_like(tokens)
+    simulated(quiet, wrong, **{**given, "scheduler": seen, "costs": free})
+    assert reached[0] == 3 and reached[3] == 1
+
+
+def test_two_batches_share_loads_and_not_passes():
+    tokens = np.array([[used(0, 1)], [used(2)], [used(1, 2)], [used(2)]])
+    both, passes = interleaved(tokens)
+    assert both.tolist() == [[[3, 6, 3, 0, 0, 0, 0, 0]], [[0, 0, 6, 0, 0, 0, 0, 0]]]
+    assert passes[0, 0, :3].tolist() == [1, 2, 1] and passes[1, 0, 2] == 2
+    costs = PlacementCosts(UNIT, 0.0, 2 * UNIT, 8 * UNIT, 0.0)
+    predicted = np.zeros((2, 1, 1, EXPERTS), int)
+    setting = Setting(fate, costs, EXPERTS)
+    first, second = simulate_placement(both, predicted, lone(1), setting, passes)
+    assert first[0].accelerator_s == (2 + 4 * 8) * UNIT
+    assert second[0].accelerator_s == (2 + 2 * 8) * UNIT
+    with pytest.raises(ValueError, match="two batches need two steps"):
+        interleaved(tokens[:1])

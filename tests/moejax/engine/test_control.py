@@ -20,6 +20,7 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.control.step_record import StepRecord, StepRows
 from host_offload.memory.tables import empty_tables, snapshot
+from host_offload.policies.eviction.hot_table import HotTable
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
 from moejax import LLM, SamplingParams, UserError
@@ -128,6 +129,33 @@ def test_static_in_the_engine():
         assert llm.stats()["experts"]["fills"] == fills
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"driver": "host", "placement": "fiddler-code,STATED"}])
+def test_a_hot_table_in_the_engine(options):
+    """One layer's experts are used more than all others': its cells become more, no bit changes,
+    and nobody else comes in."""
+    stated = "per_token=1us,startup=1us,load=4us,accelerator=1us,attention=1us"
+    options = {k: v.replace("STATED", stated) for k, v in options.items()}
+    counts = np.ones((4, 16), int)
+    counts[2] += 9
+    table = HotTable(counts=tuple(tuple(c) for c in counts.tolist()))
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    with make_llm() as llm:
+        (wanted,) = llm.generate([[5, 6, 7]], params)
+    with make_llm(expert_budget="40%", policies=[table], **options) as llm:
+        before = cells_of(llm)
+        for _ in range(3):
+            (found,) = llm.generate([[5, 6, 7]], params)
+            assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert cells_of(llm)[2] == 16 > before[2] and cells_of(llm).sum() == before.sum()
+        runner = llm.engine.runner
+        assert (np.asarray(runner.tables.address)[2] >= 0).all() and not runner.faults()
+
+
+def cells_of(llm) -> np.ndarray:
+    return np.sum(np.asarray(llm.engine.runner.tables.cell_row) >= 0, axis=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class WrongPrior:
     moments: frozenset = frozenset({Moment.STEP_END})
@@ -148,7 +176,7 @@ class WrongPrior:
         (
             {"eviction": "mru"},
             "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, "
-            "global-lfru, fifo, static",
+            "global-lfru, fifo, static, hot-table",
         ),
         ({"policies": RecentPrefetch()}, "policies must be a list of policies, not RecentPrefetch"),
         ({"policies": [RecentPrefetch]}, r"RecentPrefetch is a class; give an object"),
