@@ -222,7 +222,8 @@ class _Step:
         self.prefetches.extend(plan.prefetch if setting.asynchronous else ())
         self.foreseen |= {(work.layer, work.expert) for work in self.prefetches}
         self.cpu.extend(plan.cpu)
-        used = [(w.layer, w.expert) for w in resident if w not in {*plan.cpu}]
+        aside = {*plan.cpu}
+        used = [(w.layer, w.expert) for w in resident if w not in aside]
         used.sort()
         self.accelerator.extend(key for key in used if not self._lands(key))
         self.awaited = {(w.layer, w.expert) for w in plan.load}

@@ -16,7 +16,16 @@ from pathlib import Path
 COMMANDS = {
     "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
     "budgets": ("curves", "steps", "table2"),
-    "policies": ("predictions", "search", "placement", "processors", "crossover", "maps"),
+    "policies": (
+        "predictions",
+        "search",
+        "placement",
+        "prescope",
+        "calls",
+        "processors",
+        "crossover",
+        "maps",
+    ),
     "precision": ("shifts", "speed", "plot"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store", "peer"),

@@ -52,6 +52,8 @@ class Work(NamedTuple):
     after: np.ndarray
     """int[L − 1, E, k]: `successors` of a profile."""
     top_k: int
+    group: int = GROUP
+    """Buffers of each of both prefetch groups."""
 
     @property
     def rows(self) -> int:
@@ -160,7 +162,7 @@ def _steps(
     setting = Setting(
         arm.scheduler(work),
         costs,
-        GROUP,
+        work.group,
         asynchronous=asynchronous,
         cache=cache,
         horizon=horizon,

@@ -3,7 +3,7 @@
 python -m scripts.policies placement TRACE [TRACE...] [--predictor FILE] [--model MODEL]
     [--resident 0.25[,0.5]] [--costs 1,0,16,1,8] [--loads 4,16,64] [--steps 43] [--json]
 
-The steps of the last fifth of a trace's requests are played on an accelerator, a CPU beside the
+Decode steps of the last fifth of a trace's requests are played on an accelerator, a CPU beside the
 weights and a link (`simulate_placement`); the hot table is of the first three fifths. All arms have
 the same residents to begin with, but the one without a hot table, which has as many drawn at random
 (mean of 10 draws). --costs: microseconds of a row on the CPU, of starting an expert there, of a
@@ -38,6 +38,7 @@ from host_offload.policies.prefetch.llapor.training import samples, split
 from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.simulate.placement import right_predictions
 from host_offload.traces.reader import Trace, read_trace
+from host_offload.traces.schema import KINDS
 from moejax.commands.train_predictor import routers_of
 from moejax.errors import UserError
 from scripts.parts.commands import new_parser, refuse
@@ -145,9 +146,14 @@ def _work(routed: Routed, share: float) -> Work:
 
 
 def _routed(args: argparse.Namespace, trace: Trace) -> Routed:
-    """The trace's last fifth of requests, by steps."""
+    """Decode steps of the trace's last fifth of requests."""
     header = trace.header
-    learned, _, rows = split(trace, (0.6, 0.2))
+    learned, _, last = split(trace, (0.6, 0.2))
+    if "token.phase" not in header.absent:
+        last = last & (trace.array("token.phase") == KINDS.index("decode"))
+    rows = np.flatnonzero(last)
+    if not len(rows):
+        raise UserError(f"{trace.directory} has no decode steps in the last fifth of its requests")
     ids = trace.array("token.ids")
     steps = np.repeat(np.arange(trace.steps), trace.array("step.tokens"))[rows]
     places = np.unique(steps)

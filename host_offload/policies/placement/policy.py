@@ -125,7 +125,8 @@ class Placement:
         resident = queue_of(layer, counts, ~there[layer])
         plan = SCHEDULERS[self.scheduler](current, ahead, state.costs, alpha, state.hit, resident)
         # Residents stay where they are, whatever the rule says of them.
-        plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in {*resident}))
+        stay = {*resident}
+        plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in stay))
         free = int(seen.cells[layer]) - int(np.count_nonzero(there[layer]))
         return self._wanted(state, _filling(plan, free), np.flatnonzero(counts))
 

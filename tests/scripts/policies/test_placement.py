@@ -76,4 +76,4 @@ def test_a_grid_has_a_column_a_cell(trace, capsys):
     assert line("fiddler", 0.5, 4)["step_us"] < line("fiddler", 0.25, 4)["step_us"]
     assert main(given) == 0
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 + len(lines) // 4 and "50% 16" in said[0]
+    assert len(said) == 1 + len(lines) // 4 and "50% 16" in said[0]
