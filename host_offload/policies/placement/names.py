@@ -89,6 +89,8 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
         return (*policies, policy)
     if policy.predict:
         raise ValueError("prefetch learned=FILE and predict=gates both predict; leave one out")
+    if type(learned[0]) is not Learned:
+        raise ValueError("a placement predicts by networks that stay as they are: learned=FILE")
     policy = dataclasses.replace(policy, fitted=learned[0].fitted)
     if not policy.looks_ahead:
         raise ValueError(

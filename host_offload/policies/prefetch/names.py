@@ -29,6 +29,7 @@ _MADE: dict[str, _Made] = {
     "fate": _Made("fate:Fate"),
     "layer-streaming": _Made("deepspeed:LayerStreaming"),
     "learned": _Made(read="llapor.policy:read"),
+    "learned_online": _Made(read="llapor.online:read"),
     "mixtral-offloading": _Made("mixtral_offloading:MixtralOffloading"),
     "moe-infinity": _Made("moe_infinity:MoEInfinity", "moe_infinity:fit", "moe_infinity:read"),
     "oracle": _Made(read="oracle:read"),

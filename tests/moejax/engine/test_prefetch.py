@@ -19,7 +19,8 @@ from host_offload.policies.prefetch import coactivation, moe_infinity
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
-from host_offload.policies.prefetch.llapor import training
+from host_offload.policies.prefetch.llapor import online, training
+from host_offload.policies.prefetch.llapor.online import LearnedOnline, Learning, Tuning
 from host_offload.policies.prefetch.llapor.training import Training
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
@@ -169,3 +170,31 @@ def test_a_prefetch_that_cannot_run_is_refused_before_anything_is_read():
 def test_the_command_line_takes_prefetch(capsys):
     assert main(["generate", "x", "--model", "/nowhere", "--prefetch", "promoe"]) == 2
     assert "prefetch 'promoe' needs a file that its fit wrote" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_networks_learn_on_beside_an_engine(tmp_path):
+    """Networks that were trained on a run learn on in the next one, swapped between steps: the same
+    tokens, and a replay of the trace takes the run's decisions again."""
+    prompts = [list(range(7 * i, 7 * i + 30)) for i in range(8)]
+    options: dict[str, Any] = dict(driver="host", progress=False, **LIMITS)
+    first = {**options, "trace": tmp_path / "first", "trace_arrays": "gate_input"}
+    with LLM("demo", **first) as llm:
+        wanted = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
+    quick = Training(width=16, epochs=1)
+    fitted = training.fit(read_trace(tmp_path / "first"), training=quick).fitted
+    policy = LearnedOnline(fitted, tuning=Tuning(rows=32, iterations=2))
+    second = {**options, "expert_budget": "40%", "policies": [policy], "trace": tmp_path / "second"}
+    with LLM("demo", **second) as llm:
+        for _ in range(2):
+            found = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
+            assert found == wanted
+            for seat in llm.engine.control.controller._seats:
+                if isinstance(seat.state, Learning):
+                    seat.state.tuner.wait()  # the next run finds what it learned
+        (said,) = llm.stats()["control"]["said"].values()
+        assert said["rounds"] >= 1
+        bytes_moved = llm.stats()["experts"]["fills"]
+    trace = read_trace(tmp_path / "second")
+    again = replay(trace, policies=[online.recorded(trace, policy)])
+    assert again.fills.sum() == bytes_moved

@@ -196,6 +196,32 @@ def trained(
     return {"mean": mean, "basis": basis, **{n: np.asarray(a) for n, a in best.items()}}
 
 
+def tuned(
+    arrays: Mapping[str, np.ndarray],
+    some: Samples,
+    training: Training,
+    rate: float,
+    iterations: int,
+    seed: int,
+) -> dict[str, np.ndarray]:
+    """A layer's arrays after a few iterations on new samples, from where they are: AdamW at one
+    rate. Principal components stay as they are."""
+    experts = arrays["output_bias"].size
+    group = MIDDLE if "gate" in arrays else EDGE
+    x = (*_inputs(some, arrays["mean"], arrays["basis"], experts), _chosen(some, experts))
+    weights = {n: jnp.asarray(a) for n, a in arrays.items() if n not in ("mean", "basis")}
+    rng = np.random.default_rng(seed)
+    step = _step_of(group, training, 0, rate)
+    state = _optimizer(group, training, 0, rate).init(weights)
+    balance = np.ones(experts, np.float32) if not group.deep else None
+    for _ in range(iterations):
+        rows = rng.integers(len(x[0]), size=training.batch)
+        batch = tuple(jnp.asarray(array[rows]) for array in x)
+        key = jax.random.key(rng.integers(1 << 31))
+        weights, state = step(weights, state, batch, balance, key)
+    return {**arrays, **{n: np.asarray(a) for n, a in weights.items()}}
+
+
 def recall_of(scores: np.ndarray, later: np.ndarray) -> float:
     """Plain top-k recall: which share of the experts of rows, later int[N, k], is among the k best
     of their scores [N, E]."""
@@ -245,10 +271,13 @@ def _drawn(
     return found
 
 
-def _optimizer(group: Group, training: Training, batches: int) -> optax.GradientTransformation:
-    """AdamW: after a linear warm-up a cosine (input, output), or one rate (middle)."""
-    rate: Any = group.rate
-    if group.warmup:
+def _optimizer(
+    group: Group, training: Training, batches: int, fixed: float | None = None
+) -> optax.GradientTransformation:
+    """AdamW: after a linear warm-up a cosine (input, output), or one rate (middle, and where it is
+    fixed)."""
+    rate: Any = group.rate if fixed is None else fixed
+    if group.warmup and fixed is None:
         warmup = min(group.warmup, training.epochs - 1) * batches
         rate = optax.warmup_cosine_decay_schedule(
             0.0, group.rate, warmup, max(training.epochs * batches, warmup + 1)
@@ -257,9 +286,11 @@ def _optimizer(group: Group, training: Training, batches: int) -> optax.Gradient
 
 
 @functools.cache
-def _step_of(group: Group, training: Training, batches: int) -> Callable[..., tuple[Any, Any]]:
+def _step_of(
+    group: Group, training: Training, batches: int, fixed: float | None = None
+) -> Callable[..., tuple[Any, Any]]:
     """The program of a step, one for all layers of a group."""
-    optimizer = _optimizer(group, training, batches)
+    optimizer = _optimizer(group, training, batches, fixed)
 
     @jax.jit
     def step(weights: Any, state: Any, some: Any, balance: Any, key: Any) -> tuple[Any, Any]:
