@@ -181,8 +181,8 @@ class Options:
     )
     eviction: str | None = _option(
         "which expert makes room: the least recently used, the least frequently used, the smallest "
-        "frequency over age, the one that came first, or none of a hot set, of each layer or of all "
-        "together (default: lru)",
+        "frequency over age, the one that came first, or none of a hot set, ranked in each layer or "
+        "over all (default: lru)",
         "memory",
         choices=(
             *("lru", "lfu", "lfru", "global-lru", "global-lfu", "global-lfru"),
@@ -193,15 +193,15 @@ class Options:
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
         "expert_map_in_step[=FILE], chosen inside the compiled step, with --driver device; "
         "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
-        "coactivation and layer-streaming with --driver host; "
+        "learned_online=FILE, coactivation and layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
         "memory",
         metavar="NAME[=PATH]",
     )
     placement: str | None = _option(
         "who computes missed experts, with --driver host: prescope (or cross_layer), greedy, "
-        "hybrimoe, fiddler, fiddler-code, llama.cpp, fate, no-prediction; a second processor, from "
-        "the store in place, beside the steps' own; costs are measured, or stated as per_token, "
+        "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction; a "
+        "second processor, from the store in place, beside the steps' own; costs are measured, or stated as per_token, "
         "startup, load, accelerator, attention=TIME; predict=gates, or by --prefetch learned=FILE, "
         "brings experts ahead (docs/prescope.md; default: all are computed by the steps)",
         "memory",

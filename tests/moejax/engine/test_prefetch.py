@@ -184,7 +184,8 @@ def test_networks_learn_on_beside_an_engine(tmp_path):
     quick = Training(width=16, epochs=1)
     fitted = training.fit(read_trace(tmp_path / "first"), training=quick).fitted
     policy = LearnedOnline(fitted, tuning=Tuning(rows=32, iterations=2))
-    second = {**options, "expert_budget": "40%", "policies": [policy], "trace": tmp_path / "second"}
+    second = {**options, "expert_budget": "40%", "policies": [policy]}
+    second |= {"trace": tmp_path / "second", "trace_arrays": "gate_input"}
     with LLM("demo", **second) as llm:
         for _ in range(2):
             found = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
