@@ -146,9 +146,9 @@ class _Step:
         self.may_prefetch = True
         self.critical: set[Key] = set()
         self.foreseen: set[Key] = set()
-        """Of layers to come, those that were on a list of prefetches."""
+        """Experts of layers to come that were on a list of prefetches."""
         self.ahead: set[Key] = set()
-        """Of layers to come, those whose prefetch began."""
+        """Experts of layers to come whose prefetch began."""
         self.cpu: deque[Work] = deque()
         self.accelerator: deque[Key] = deque()
         """Experts of this layer that are there and not computed yet."""

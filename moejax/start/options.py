@@ -181,8 +181,8 @@ class Options:
     )
     eviction: str | None = _option(
         "which expert makes room: the least recently used, the least frequently used, the smallest "
-        "frequency over age, the one that came first, or none of a hot set, ranked in each layer or "
-        "over all (default: lru)",
+        "frequency over age, the one that came first, or none of a hot set (of each layer, "
+        "or ranked over all) (default: lru)",
         "memory",
         choices=(
             *("lru", "lfu", "lfru", "global-lru", "global-lfu", "global-lfru"),
@@ -201,9 +201,9 @@ class Options:
     placement: str | None = _option(
         "who computes missed experts, with --driver host: prescope (or cross_layer), greedy, "
         "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction; a "
-        "second processor, from the store in place, beside the steps' own; costs are measured, or stated as per_token, "
-        "startup, load, accelerator, attention=TIME; predict=gates, or by --prefetch learned=FILE, "
-        "brings experts ahead (docs/prescope.md; default: all are computed by the steps)",
+        "second processor, from the store in place, beside the steps' own; costs are measured, or "
+        "stated as per_token, startup, load, accelerator, attention=TIME; predict=gates, or by "
+        "--prefetch learned=FILE, brings experts ahead (docs/prescope.md; default: all are computed by the steps)",
         "memory",
         metavar="NAME[,KEY=VALUE…]",
     )

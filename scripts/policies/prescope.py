@@ -87,7 +87,7 @@ class Model(NamedTuple):
     kv: float
     """A token's keys and values."""
     coverage: float
-    """Of tokens that LLaPor is right about (Table 3)."""
+    """Share of tokens that LLaPor is right about (Table 3)."""
     group: int
 
 

@@ -209,10 +209,10 @@ SCHEDULERS: dict[str, Scheduler] = {
 """Name → arm."""
 
 AHEAD = frozenset({"prescope", "greedy", "hybrimoe", "fate", "klotski"})
-"""Of SCHEDULERS those that prefetch, given predictions."""
+"""Those of SCHEDULERS that prefetch, given predictions."""
 
 AFTER_EXPERTS = frozenset({"hybrimoe", "klotski"})
-"""Of these, whose prefetches wait until the layer's experts are computed."""
+"""Those whose prefetches wait until the layer's experts are computed."""
 
 
 def _heaviest(ahead: Sequence[Queue]) -> Queue:

@@ -81,7 +81,7 @@ FITS: dict[str, Any] = FIT | {"promoe": functools.partial(promoe.fit, training=Q
 def test_names():
     known = (
         "coactivation, deepspeed, expert_map, expert_map_in_step, fate, layer-streaming, learned, "
-        "mixtral-offloading, moe-infinity, oracle, promoe"
+        "learned_online, mixtral-offloading, moe-infinity, oracle, promoe"
     )
     assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]
     assert set(FIT) == {
