@@ -182,8 +182,9 @@ def _routed(args: argparse.Namespace, trace: Trace) -> Routed:
         if args.predictor is not None:
             own = of_layer(policy.fitted.arrays, layer)
             found["learned", 1] = scores(own, some.gate_input, some.ids, some.weights)
-        for d in range(1, min(REACH, header.layers - 1 - layer) + 1) if router is not None else ():
-            found["gate", d] = gate_scores(some.gate_input, router[layer + d])
+        if router is not None:
+            for d in range(1, min(REACH, header.layers - 1 - layer) + 1):
+                found["gate", d] = gate_scores(some.gate_input, router[layer + d])
         for (name, d), of_rows in found.items():
             best = np.argsort(-of_rows, axis=1, kind="stable")[:, None, : header.top_k]
             for i, place in enumerate(places):

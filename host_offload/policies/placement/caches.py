@@ -23,8 +23,10 @@ MRS_TOP = 2
 class Cache(Protocol):
     """Who is resident, or on its way to a place of its own."""
 
-    resident: np.ndarray
-    """bool[L, E]"""
+    @property
+    def resident(self) -> np.ndarray:
+        """bool[L, E]"""
+        ...
 
     def routed(self, layer: int, tokens: np.ndarray, ahead: Collection[Key]) -> Self:
         """With a layer routed: tokens int[E] rows of each expert, ahead: who of later layers is
