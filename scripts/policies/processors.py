@@ -189,11 +189,14 @@ def _prompts(
     if not args.text:
         vocabulary = llm.engine.runner.config.vocab_size
         return rng.integers(1, vocabulary, (rows, tokens)).tolist()
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        raise UserError("--text needs a model with a tokenizer; leave it out for random tokens")
     found, texts = [], [Path(name).read_text() for name in args.text.split(",")]
     for row in range(rows):
         text = texts[row % len(texts)]
         begin = int(rng.integers(len(text) * 4 // 5, len(text) - CHARACTERS * tokens))
-        ids = llm.get_tokenizer().encode(text[begin : begin + CHARACTERS * tokens])
+        ids = tokenizer.encode(text[begin : begin + CHARACTERS * tokens])
         if len(ids) < tokens:
             raise UserError(f"{len(ids)} tokens in {CHARACTERS * tokens} characters: less --input")
         found.append(list(ids[:tokens]))
