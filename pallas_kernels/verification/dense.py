@@ -108,13 +108,10 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
                 return plan(tables, jnp.int32(1), active, implementation=name)
 
             def routed_step(carry, routing):
+                (tables, records), (ids, weights) = carry, routing
+                operands = tables, jnp.int32(1), ids, weights, records
                 tables, records, work = plan_routed(
-                    carry[0],
-                    jnp.int32(1),
-                    *routing,
-                    carry[1],
-                    versions=versions,
-                    implementation=name,
+                    *operands, versions=versions, implementation=name
                 )
                 return (tables, records), (work, records[1])
 

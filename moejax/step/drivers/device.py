@@ -93,15 +93,7 @@ def device_step(
         carry = _Carry(x, memory, trajectory=Trajectory.begun(look.arrays, ids.shape[0]))
     few, k = kind == "decode", model.config.num_experts_per_tok
     if few:
-        # One y for all layers, so that none is zeroed in a layer: which tokens are padding is the
-        # same in every one. Of many tokens it would be held beside all that attention needs, and
-        # taking packed traces apart would copy megabytes.
-        # Traces too are one array, written in place.
-        pairs, (layers, experts) = x.shape[0] * k, memory.tables.address.shape
-        size = record_size(pairs, experts, len(context.stores))
-        carry = carry._replace(
-            y=nothing_computed(pairs, x.shape[1]), records=jnp.zeros((layers, size), jnp.int32)
-        )
+        carry = _with_shared(carry, k, context)
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
         x, memory, shared, records, trajectory = carry
@@ -116,19 +108,11 @@ def device_step(
             return carry._replace(x=stack.feed_forward(i, x, tokens), memory=memory), None
         x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
-        y, trace = nothing_computed(ids.size, x.shape[1]) if shared is None else shared, None
-        if records is not None and not (context.window or context.in_place):
-            routing = ids, weights
-            y, memory, records = page_and_record(
-                y, normed, routing, memory, moe_layer, records, context
-            )
-        else:
-            compute = compute_materialized if context.window else page_and_compute
-            y, memory, counts = compute(y, normed, ids, memory, moe_layer, context)
-            if records is None:
-                trace = LayerTrace(ids, weights, counts, seen)
-            else:
-                records = with_record(records, moe_layer, ids, weights, counts)
+        y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
+        y, memory, records, counts = _experts(
+            y, normed, (ids, weights), memory, moe_layer, records, context
+        )
+        trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
         x = add_experts(x, y, weights, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
@@ -161,6 +145,36 @@ def _probabilities(
     if seen.probs is not None:
         return seen.probs
     return layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
+
+
+def _with_shared(carry: _Carry, k: int, context: StepContext) -> _Carry:
+    """With one y for all layers, so that none is zeroed in a layer: which tokens are padding is the
+    same in every one. Of many tokens it would be held beside all that attention needs, and taking
+    records apart would copy megabytes. Traces too are one array, written in place. k: experts a
+    token."""
+    pairs, (layers, experts) = carry.x.shape[0] * k, carry.memory.tables.address.shape
+    size = record_size(pairs, experts, len(context.stores))
+    records = jnp.zeros((layers, size), jnp.int32)
+    return carry._replace(y=nothing_computed(pairs, carry.x.shape[1]), records=records)
+
+
+def _experts(
+    y: jax.Array,
+    normed: jax.Array,
+    routing: tuple[jax.Array, jax.Array],
+    memory: DeviceMemory,
+    layer: jax.Array,
+    records: jax.Array | None,
+    context: StepContext,
+) -> tuple[jax.Array, DeviceMemory, jax.Array | None, jax.Array | None]:
+    """(y, memory, records with the layer's, None; or, without records, its counts)."""
+    if records is not None and not (context.window or context.in_place):
+        return (*page_and_record(y, normed, routing, memory, layer, records, context), None)
+    compute = compute_materialized if context.window else page_and_compute
+    y, memory, counts = compute(y, normed, routing[0], memory, layer, context)
+    if records is None:
+        return y, memory, None, counts
+    return y, memory, with_record(records, layer, *routing, counts), None
 
 
 def _over_layers(
