@@ -1,6 +1,7 @@
 // What every handler needs: XLA's thread pool as ours, and comparisons of what XLA gives.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -197,6 +198,17 @@ struct Handler {
 template <class...>
 struct Types {};
 
+// What is neither an operand nor a result.
+template <class Param>
+constexpr bool is_attribute =
+    !ffi::internal::is_arg_binding_v<Param> && !ffi::internal::is_ret_binding_v<Param> &&
+    !std::is_same_v<Param, ffi::RemainingArgs> && !std::is_same_v<Param, ffi::RemainingRets>;
+
+template <class... Names>
+std::array<const char*, sizeof...(Names)> names_of(Names... names) {
+  return {names...};
+}
+
 // XLA's binding of a handler from its function's own parameters (Ffi::BindTo knows neither remaining
 // operands nor the pool). What is no buffer is an attribute, of the next name.
 template <class Handler, class Binding>
@@ -221,11 +233,12 @@ ffi::Ffi* bound(Handler handler, Binding binding, const char* const* names, Type
   }
 }
 
-template <class... Params>
+template <size_t count, class... Params>
 ffi::Ffi* handler_of(const char* op, std::string (*function)(const Call&, Params...),
-                     std::initializer_list<const char*> attributes) {
+                     const std::array<const char*, count>& attributes) {
+  static_assert(count == (size_t{0} + ... + is_attribute<Params>), "a name for each attribute");
   const Handler<Params...> handler = {op, function};
-  return bound(handler, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(), attributes.begin(),
+  return bound(handler, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(), attributes.data(),
                Types<Params...>());
 }
 
@@ -234,7 +247,7 @@ ffi::Ffi* handler_of(const char* op, std::string (*function)(const Call&, Params
 // The symbol of an op, with the names of its function's attributes.
 #define MOEJAX_HANDLER(op, function, ...)                                       \
   MOEJAX_EXPORT XLA_FFI_Error* moejax_cpu_##op(XLA_FFI_CallFrame* frame) {      \
-    static auto* const handler = handler_of(#op, function, {__VA_ARGS__});      \
+    static auto* const handler = handler_of(#op, function, names_of(__VA_ARGS__)); \
     const OpSpan span(#op);                                                     \
     return handler->Call(frame);                                                \
   }

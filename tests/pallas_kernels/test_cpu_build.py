@@ -61,6 +61,24 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow  # the compiler reads XLA's headers for each, some seconds
+@pytest.mark.parametrize(
+    ("names", "compiles"), [("", False), (', "eps"', True), (', "eps", "more"', False)]
+)
+def test_attributes_without_a_name_or_too_many_names_do_not_compile(names, compiles, tmp_path):
+    source = tmp_path / "handler.cc"
+    source.write_text(
+        '#include "pallas_kernels/cpu/binding.h"\nnamespace moejax {\n'
+        'std::string op(const Call&, Any, float, ffi::Result<Any>) { return ""; }\n'
+        f"MOEJAX_HANDLER(op, op{names})\n}}\n"
+    )
+    include = ["-I", str(build.HERE.parent.parent), "-I", str(build.HERE)]
+    command = [build.find_compiler(), *build.FLAGS, *include, "-fsyntax-only", str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode == 0) == compiles, result.stderr
+    assert compiles or "a name for each attribute" in result.stderr
+
+
 def test_a_missing_library_is_refused_with_the_command_that_mends_it(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "HERE", tmp_path)
     isa, reason = library._load.__wrapped__()
