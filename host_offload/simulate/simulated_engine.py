@@ -478,7 +478,10 @@ class SimulatedEngine:
         self._control.after_read(found)
 
     def _is_read_before(self, step: StepRecord, following: StepRecord) -> bool:
-        """Whether the step was read before the other one was dispatched."""
+        """Whether the step is read before the other one is dispatched: where policies look between
+        layers the engine reads first, whatever the run did that the trace is of."""
+        if self._between:
+            return True
         if not self._timed:
             return following.number > step.number + 1
         return step.read_s < following.start_s

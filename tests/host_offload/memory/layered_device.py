@@ -8,14 +8,15 @@ import numpy as np
 from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment
+from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import LayerRouting, StepRecord, StepRows
 from host_offload.traces.reader import Trace
 from tests.host_offload.control.policy_runs import MemoryDevice
 
 
 class LayeredDevice:
-    """Routes what a trace of traces_of.write_trace says, whose steps are read after the next one
-    was dispatched. missed: bool[L, E] of each step. staged: how many experts each step was brought
+    """Routes what a trace of traces_of.write_trace says. A step is read after the next one was
+    dispatched, or before where policies look between layers, as engines do. missed: bool[L, E] of each step. staged: how many experts each step was brought
     ahead."""
 
     def __init__(self, controller: Controller, cells: int):
@@ -25,10 +26,13 @@ class LayeredDevice:
         self.missed: list[np.ndarray] = []
         self.staged: list[int] = []
         self._pending: list[StepRecord] = []
+        self._between = bool(controller.moments & BETWEEN_LAYERS)
 
     def run(self, trace: Trace) -> None:
         for step in trace.step_traces():
-            while self._pending and self._pending[0].number < step.number - 1:
+            while self._pending and (
+                self._between or self._pending[0].number < step.number - 1
+            ):
                 self.control.after_read(self._pending.pop(0))
             self._dispatch(step)
         while self._pending:
