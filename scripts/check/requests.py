@@ -74,7 +74,7 @@ def write(file: str, *models: str) -> None:
     kinds = itertools.product(models, ("float32", "bfloat16"), ("device", "host"))
     runs = {" ".join(kind): run(*kind) for kind in kinds}
     named = {f"{name} {key}": runs[name][key] for name in runs for key in runs[name]}
-    np.savez(file, **named)
+    np.savez(file, allow_pickle=False, **named)
     tokens = sum(int(found["lengths"].sum()) for found in runs.values())
     print(f"{len(runs)} runs of {REQUESTS} requests, {tokens} tokens")
 

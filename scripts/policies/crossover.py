@@ -29,8 +29,7 @@ from moejax.costs.in_place import ROWS, in_place_seconds
 from moejax.errors import UserError
 from moejax.sizes import parse_rate
 from moejax.step.context import ExpertContext
-from pallas_kernels import Ops
-from pallas_kernels.dispatch import OPS
+from pallas_kernels import resolve_ops
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
 
@@ -87,7 +86,7 @@ def _row(machine: str, startup: float, per_token: float, load: float) -> dict[st
 
 def measured(hidden: int, width: int, threads: int) -> np.ndarray:
     """float64[len(ROWS)]: seconds of an expert [3·width, hidden] of so many rows."""
-    ops = Ops(*("cpu" for _ in OPS))
+    ops = resolve_ops({"expert_ffn": "cpu"}, dtype="bfloat16")
     random = np.random.default_rng(0).normal(0, 0.02, (EXPERTS, 3 * width, hidden))
     layer = random.astype(jnp.bfloat16).view(np.uint16)
     store = jax.device_put(np.stack([layer] * LAYERS))

@@ -48,6 +48,7 @@ from moejax.step.parts import TRACE_ARRAYS, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
 
+_MAPS_TAKE = "expert maps take"
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 """Platform → (max_num_seqs, max_num_batched_tokens)."""
 
@@ -210,7 +211,7 @@ def divide(
     held = _map_bytes(settings, config)
     # What steps need is measured where the device decides, and has staging too.
     staged = 0 if window is None else window.staged_rows * steps.layout.hidden * 2
-    beside = {"expert maps take": held, "the next layer's experts take in staging": staged}
+    beside = {_MAPS_TAKE: held, "the next layer's experts take in staging": staged}
     wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
     budget = resolve_budget(
         steps.layout,
@@ -288,9 +289,8 @@ def _less(whole: int | None, beside: Mapping[str, int]) -> int | None:
             for name, taken in beside.items()
             if taken
         )
-        raise UserError(
-            f"{what}, and memory is {format_bytes(whole)}; raise it, or ask for less of those"
-        )
+        less = ", or lower the maps' capacity" if beside[_MAPS_TAKE] else ""
+        raise UserError(f"{what}, and memory is {format_bytes(whole)}; raise it{less}")
     return whole - sum(beside.values())
 
 

@@ -30,9 +30,7 @@ class LayeredDevice:
 
     def run(self, trace: Trace) -> None:
         for step in trace.step_traces():
-            while self._pending and (
-                self._between or self._pending[0].number < step.number - 1
-            ):
+            while self._pending and (self._between or self._pending[0].number < step.number - 1):
                 self.control.after_read(self._pending.pop(0))
             self._dispatch(step)
         while self._pending:

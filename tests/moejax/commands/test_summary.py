@@ -51,6 +51,7 @@ STATS = {
         "total_s": 2.8,
     },
     "steps": {"decode": 127, "prefill": 1},
+    "placement": None,
     "notes": ["expert budget 25% = 16 of 64 experts (1.5 MiB)"],
 }
 
