@@ -16,8 +16,8 @@ from tests.host_offload.control.policy_runs import MemoryDevice
 
 class LayeredDevice:
     """Routes what a trace of traces_of.write_trace says. A step is read after the next one was
-    dispatched, or before where policies look between layers, as engines do. missed: bool[L, E] of each step. staged: how many experts each step was brought
-    ahead."""
+    dispatched, or before where policies look between layers, as engines do. missed: bool[L, E] of
+    each step. staged: how many experts each step was brought ahead."""
 
     def __init__(self, controller: Controller, cells: int):
         told = controller.spec
