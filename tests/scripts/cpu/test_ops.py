@@ -35,3 +35,20 @@ def test_it_refuses_what_cannot_be(capsys, monkeypatch):
     monkeypatch.setattr(ops, "why_not_cpu", lambda: "they are not built")
     assert ops.main([*SMALL]) == 2
     assert "they are not built" in capsys.readouterr().err
+
+
+@NATIVE
+@pytest.mark.slow
+def test_two_checkouts_take_turns(capsys, repository, tmp_path):
+    small = (*SMALL, "--only", "attention", "--repeats", "2")
+    assert ops.main([*small, "--against", str(repository), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["bits"] for line in lines] == ["same", "same"]
+    assert all(0 < x["low"] <= x["ratio"] <= x["high"] and x["our_ms"] > 0 for x in lines)
+    assert ops.main([*small, "--against", str(tmp_path)]) == 2
+    assert "no checkout" in capsys.readouterr().err
+    cases = tmp_path / "scripts" / "cpu" / "cases.py"  # ends at once, since it has no cases
+    cases.parent.mkdir(parents=True)
+    cases.write_text("")
+    assert ops.main([*small, "--against", str(tmp_path)]) == 2
+    assert "ended early" in capsys.readouterr().err
