@@ -8,9 +8,11 @@ case and "ready"; then answers each line "case call" by the call's seconds.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -31,8 +33,12 @@ def main() -> None:
         print(json.dumps([case.name, case.nbytes, digest(calls[-1](0))]), flush=True)
     print("ready", flush=True)
     for line in sys.stdin:
-        case, at = map(int, line.split())
-        print(timed(lambda: jax.block_until_ready(calls[case](at))), flush=True)  # noqa: B023
+        number, at = map(int, line.split())
+        print(timed(functools.partial(_ended, calls[number], at)), flush=True)
+
+
+def _ended(call: Callable[[int], object], at: int) -> None:
+    jax.block_until_ready(call(at))
 
 
 if __name__ == "__main__":
