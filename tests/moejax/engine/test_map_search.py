@@ -4,6 +4,7 @@ decisions, a store that is written between steps."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from host_offload.control.rules import PolicyError
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
+from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.expert_map.step_search import BITS, rounded
 from host_offload.policies.prefetch.expert_map.store import (
     MapStore,
@@ -127,6 +129,27 @@ def test_a_simulation_counts_what_steps_do(budget, tmp_path):
         simulate(bare, policies=[fitted], driver="device")
     with pytest.raises(PolicyError, match="use driver='device'"):
         simulate(trace, policies=[policy], driver="host")
+
+
+@NATIVE
+def test_maps_from_empty_learn_each_step_when_the_host_does(tmp_path):
+    """The host form, whose engine reads a step before it dispatches the next one: simulated from a
+    run without hooks, whose steps were read later, it learns each step when that engine does."""
+    with LLM("demo", ops="cpu", **LIMITS, progress=False, trace=tmp_path / "rest", **MAPS) as llm:
+        run(llm, [decoding(1), decoding(2)], check=False)
+    trace = read_trace(tmp_path / "rest")
+    steps = list(trace.step_traces())
+    late = [a for a, b in itertools.pairwise(steps) if a.read_s > b.start_s]
+    assert late  # the other order of reads
+    policy = ExpertMap(capacity=30, pool=False)
+    found = simulate(trace, policies=[policy], cells=4, driver="host")
+    options = {"driver": "host", "ops": "cpu", "expert_budget": "25%", "progress": False, **LIMITS}
+    with LLM("demo", policies=[policy], trace=tmp_path / "engine", **options) as llm:
+        run(llm, [decoding(1), decoding(2)], check=False)
+    engine = read_trace(tmp_path / "engine")
+    for name in ("hits", "fills", "read_through"):
+        assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
+    assert found.staged.sum() > 50
 
 
 def cells_of(budget: str) -> int:
