@@ -18,6 +18,7 @@ from host_offload.control.step_record import StepRecord
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.simulate.bounds import stall_bound
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.simulate.step_timeline import Looks, StepLoad, StepTimeline
@@ -61,6 +62,14 @@ class Prediction:
     def stall_share(self) -> float:
         """The part of all steps' time beyond computing."""
         return float(self.stall_s.sum() / self.seconds.sum())
+
+    @property
+    def stall_bound_share(self) -> float:
+        """What of `stall_share` no overlap of the link with computing could hide: the same bytes at
+        the link's rate, less the time in which steps compute, over the time that both take."""
+        compute = float(self.compute_s.sum())
+        least = stall_bound(self.bytes, compute, seconds_per_byte=self.link_per_byte)
+        return least / (compute + least)
 
     @property
     def tokens_per_s(self) -> float:

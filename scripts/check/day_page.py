@@ -66,9 +66,6 @@ def _section(step: Step, found: Mapping[str, Any]) -> Iterator[str]:
         rows = [[_shown(line.get(name)) for name in step.columns] for line in found["found"]]
         yield from _table(step.columns, rows)
         yield from _profiles(found["found"])
-    elif found.get("markdown") and found["status"] in GOOD:
-        yield found["markdown"].rstrip()
-        return
     good, tail, errors = found["status"] in GOOD, found.get("tail", []), found.get("errors", [])
     # What a good step says of its progress is in work/logs.
     shown = (tail or errors) if good else [*tail, *errors]

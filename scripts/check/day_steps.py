@@ -10,6 +10,10 @@ QWEN = ("--shape", "qwen3-30b-a3b")
 DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
 _TIMES = ("ablate", "scripts/experiments/times.yaml", "--output", "{out}/times", "--quiet")
+_PREDICTIONS = (
+    *("ablate", "scripts/experiments/predictions.yaml"),
+    *("--output", "{out}/predictions", "--quiet"),
+)
 _VERSIONS = (
     *("ablate", "scripts/experiments/precision/times.yaml"),
     *("--output", "{out}/precision", "--quiet"),
@@ -39,8 +43,6 @@ class Step:
     """Minutes without which it is not begun: a guess until a GPU says it."""
     columns: tuple[str, ...] = ()
     """Fields of its JSON lines that the page shows; none: the end of its output."""
-    markdown: bool = False
-    """Whether its output is Markdown, which the page takes as it is."""
     after: str = ""
     """The step whose files it reads; it begins when that has ended."""
     platforms: str = "cuda,cpu"
@@ -188,21 +190,17 @@ STEPS: tuple[Step, ...] = (
     Step(
         "predictions",
         "whether the cost model predicts the device's times, and orders policies as it does",
-        _script(
-            "policies",
-            "predictions",
-            "{out}/predictions",
-            "--models",
-            "demo,wide",
-            "--repeats",
-            "3",
+        _moejax(
+            *(*_PREDICTIONS, "--set", "model={scratch}/qwen3-30b-a3b-3", "--set", "batch=[1, 8]"),
+            *("--set", "options={tokenizer: moejax/demo}"),
         ),
-        _script(
-            *("policies", "predictions", "{out}/predictions", "--models", "{scratch}/demo-1"),
-            *("--repeats", "2", "--tokens", "2", "--configurations", "1", "--longest", "64"),
+        _moejax(
+            *(*_PREDICTIONS, "--set", "model={scratch}/demo-1", "--set", "batch=1"),
+            *("--set", "options={tokenizer: moejax/demo, max_num_batched_tokens: 512}"),
+            *("--set", "policies=[lru]", "--set", "budgets=['25%']", "--set", "repeats=1"),
+            *("--set", "prompt_tokens=8", "--set", "output_tokens=5"),
         ),
-        markdown=True,
-        after="calibrate",  # whose programs a rehearsal's are
+        after="calibrate",  # whose costs are a rehearsal's
     ),
     Step(
         "policies",

@@ -226,8 +226,6 @@ class _Running:
             "tail": _tail(text[0]),
             "errors": _tail(text[1]),
         }
-        if self.step.markdown:
-            found["markdown"] = text[0]
         if status is None:
             found["why"] = f"Ended after {self.limit:.0f} s."
         elif status:

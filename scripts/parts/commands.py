@@ -22,10 +22,9 @@ from moejax.errors import UserError
 P = ParamSpec("P")
 
 COMMANDS = {
-    "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "simulator", "trace"),
+    "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "trace"),
     "budgets": ("curves", "steps", "table2"),
     "policies": (
-        "predictions",
         "search",
         "placement",
         "prescope",

@@ -1,4 +1,4 @@
-"""Tables: columns of right-aligned text, or Markdown."""
+"""Tables: columns of right-aligned text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def aligned(
     columns: (heading, format string of a line's fields), as in ("ms", "{step_ms:.2f}"); a field
     that is None is a dash.
     """
-    rows = _cells(columns, lines)
+    dashes = _Dashes()
+    rows = [[heading for heading, _ in columns]]
+    rows += [[dashes.vformat(shown, (), line) for _, shown in columns] for line in lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -25,23 +27,6 @@ def aligned(
 def show(as_json: bool, lines: Iterable[Mapping[str, Any]], text: Iterable[str]) -> None:
     """Prints a command's lines, as an object of JSON each, or the text that people read of them."""
     print(*(map(json.dumps, lines) if as_json else text), sep="\n")
-
-
-def markdown(
-    columns: Sequence[tuple[str, str]], lines: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
-    """The same as a table of Markdown."""
-    head, *rows = _cells(columns, lines)
-    for row in (head, ["---"] * len(columns), *rows):
-        yield f"| {' | '.join(row)} |"
-
-
-def _cells(
-    columns: Sequence[tuple[str, str]], lines: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
-    dashes = _Dashes()
-    rows = [[dashes.vformat(shown, (), line) for _, shown in columns] for line in lines]
-    return [[heading for heading, _ in columns], *rows]
 
 
 class _Dashes(string.Formatter):

@@ -21,16 +21,19 @@ from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
+from moejax.costs.measure import calibrate
 from moejax.costs.rates import measure_rates
+from moejax.costs.store import identity, kept_cost_model
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import user_errors
 from moejax.evaluate.experiments.arms import Arm
-from moejax.evaluate.experiments.definition import Cell, Experiment, Sizes
+from moejax.evaluate.experiments.definition import NO_LINK, Cell, Experiment, Sizes
 from moejax.evaluate.experiments.workload import Counter, Workload, run
 from moejax.models.directory import model_directory
 from moejax.start.build import router_weights, start_engine
 from moejax.start.decide.plan import Plan
+from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 
 VERSION_COLUMNS = (
@@ -246,6 +249,19 @@ def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Itera
         yield Bench(terms, plan, engine, started)
     finally:
         runner.delete(given=False)
+
+
+def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel) -> None:
+    """Has the costs of a group's steps measured and kept as `moejax calibrate` does, where they are
+    not yet: by an engine of its own, with room for all experts and without a link, which
+    predictions take as given. Raises UserError as calibrate does."""
+    whole = dataclasses.replace(experiment, budgets=("100%",))
+    plain = dataclasses.replace(group, link_rate=NO_LINK, arrays=frozenset(), budget=None)
+    plan, _ = dry_run(whole.engine_options(plain.driver, plain.precision, plain.batch))
+    with user_errors(where="costs: measure: "):
+        if kept_cost_model(identity(plan.steps)) is None:
+            with bench_of(whole, plain, loaded) as bench:
+                calibrate(bench.engine.runner)
 
 
 def _granted(plan: Plan) -> Granted:

@@ -59,6 +59,9 @@ OF_TEXTS = (
 
 OF_CONVERSATIONS = ("memory", "conversations", "prices")
 
+MEASURE = "measure"
+"""Costs of predicted cells: measured before the first of them where none are kept."""
+
 PLACEMENTS = (None, "none", "gpu")
 """Where missed experts may be computed: on the device, which is what there is."""
 
@@ -423,7 +426,7 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
             modes=_modes(found["modes"]),
             repeats=_counts("repeats", found["repeats"], single=True)[0],
             baseline=_text("baseline", found["baseline"] or next(iter(texts))),
-            costs=None if found["costs"] is None else str(home / _text("costs", found["costs"])),
+            costs=_costs(found["costs"], home),
             options=_options(found["options"]),
             home=home,
             arms=texts,
@@ -468,7 +471,7 @@ def check_experiment(experiment: Experiment, given: Mapping[str, Any] | None = N
         raise UserError("modes: [priced] is of conversations; write measured, simulated, predicted")
     _check_precisions(experiment)
     _check_arms(experiment)
-    if experiment.costs is not None and not Path(experiment.costs).is_file():
+    if experiment.costs not in (None, MEASURE) and not Path(experiment.costs).is_file():
         raise UserError(f"costs: there is no file {experiment.costs}; moejax calibrate makes one")
     if "predicted" in experiment.modes and len(experiment.precision) > 1:
         raise UserError("costs are of one precision; predict one at a time")
@@ -560,6 +563,8 @@ def _check_drawn(experiment: Experiment, given: Mapping[str, Any]) -> None:
     for name in OF_A_MODEL:
         if name in given:
             raise UserError(f"routing is without a model, so {name} say nothing; leave them out")
+    if experiment.costs == MEASURE:
+        raise UserError("routing is without a model, whose costs could be measured; name a file")
     if "measured" in experiment.modes:
         raise UserError("routing is without a model; write modes: [simulated] or [predicted]")
     for arm in experiment.arms.values():
@@ -604,6 +609,10 @@ def _counts(name: str, value: Any, least: int = 1, single: bool = False) -> tupl
 
 def _count_or_none(name: str, value: Any, least: int) -> int | None:
     return None if value is None else _counts(name, value, least, single=True)[0]
+
+
+def _costs(value: Any, home: Path) -> str | None:
+    return value if value in (None, MEASURE) else str(home / _text("costs", value))
 
 
 def _temperature(value: Any) -> float:

@@ -26,11 +26,13 @@ from moejax.evaluate.experiments.bench import (
     Terms,
     bench_of,
     group_of,
+    keep_costs,
     loaded_model,
     terms_of_trace,
 )
 from moejax.evaluate.experiments.conversations.shared_memory import shared_bench
 from moejax.evaluate.experiments.definition import (
+    MEASURE,
     NO_LINK,
     Cell,
     Experiment,
@@ -308,6 +310,8 @@ class _Grid:
                         if self.experiment.mixed(precision):
                             self._mixed(group, loaded, load_s, advance)
                             continue
+                        if self.experiment.costs == MEASURE and _predicts(left[group]):
+                            keep_costs(self.experiment, group, loaded)
                         with bench_of(self.experiment, group, loaded) as bench:
                             self._group(bench, group, load_s, advance)
 
@@ -392,10 +396,12 @@ class _Grid:
     def _costs(self, runs: Iterable[Run], traces: Mapping[Any, Trace]) -> CostModel | None:
         """What predicted cells are priced by; None without any. Raises UserError where nothing was
         measured."""
-        if not any(cell.mode == "predicted" for cell, _ in runs):
+        if not _predicts(runs):
             return None
+        costs = self.experiment.costs
         with user_errors(where="modes: predicted (costs: FILE names what was measured): "):
-            return costs_of_trace(next(iter(traces.values())), self.experiment.costs)
+            trace = next(iter(traces.values()))
+            return costs_of_trace(trace, None if costs == MEASURE else costs)
 
     def _warmed_up(self, bench: Bench, runs: Iterable[Run]) -> dict[tuple[str, int, int], Trace]:
         """The traces of the runs' prompts, and an engine in which everything has run once: the
@@ -420,6 +426,10 @@ class _Grid:
     def _active_bytes(self, bench: Bench, traces: Mapping[Any, Trace]) -> float:
         sizes = bench.plan.spec.version_bytes
         return max(active_bytes(trace, sizes) for trace in traces.values())
+
+
+def _predicts(runs: Iterable[Run]) -> bool:
+    return any(cell.mode == "predicted" for cell, _ in runs)
 
 
 def _session(file: LineFile, group: Group, took: Mapping[str, Any]) -> int:

@@ -124,8 +124,10 @@ class Records:
         return found
 
     def agreement(self) -> tuple[int, int]:
-        """(cells that were both measured and simulated, those in which all counts are equal)."""
-        simulated = {_place(row): row for row in self.of_mode("simulated")}
+        """(cells that were both measured and simulated or predicted, those in which all counts are
+        equal)."""
+        counted = (*self.of_mode("predicted"), *self.of_mode("simulated"))
+        simulated = {_place(row): row for row in counted}
         pairs = {
             place: all(row[name] == simulated[place][name] for name in COUNTS)
             for row in self.of_mode("measured")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,18 @@ class _Choices:
 
 
 def simulated(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
-    """The columns of a simulated cell: the counts that the engine has."""
+    """The columns of a simulated cell: the counts that the engine has, and what counting took."""
     granted, spec = terms.granted(cell), terms.spec(cell)
     watcher = _Choices(np.array(granted.cells))
-    found = simulate(trace, **_asked(terms, cell, trace), watcher=watcher)
+    asked, began = _asked(terms, cell, trace), time.perf_counter()
+    found = simulate(trace, **asked, watcher=watcher)
+    wall_s = time.perf_counter() - began
     return {
         **granted.columns,
         **_counts(found, _link_bytes(spec)),
         "eviction_choices": watcher.count,
         **transfer_columns({} if found.control is None else found.control["transfers"]),
+        "wall_s": wall_s,
     }
 
 
@@ -93,6 +97,8 @@ def predicted(
         "tpot_p50_s": float(np.percentile(decode, 50)) if decode.size else None,
         "tpot_p99_s": float(np.percentile(decode, 99)) if decode.size else None,
         "tokens_per_s": found.tokens_per_s,
+        "stall_share": found.stall_share,
+        "stall_bound_share": found.stall_bound_share,
     }
     if link is None:
         return columns, []

@@ -16,7 +16,6 @@ from host_offload.sizing.cost_model import CostError, Work
 from host_offload.sizing.version_costs import VersionCounts, compute_s, move_s, version_work
 from host_offload.traces.reader import TraceHeader
 from host_offload.traces.schema import written_columns
-from scripts.policies.predictions import stall_bound_share
 from tests.host_offload.sizing.cost_models import LOW, MODEL, table
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
@@ -55,9 +54,9 @@ def test_a_trace_by_hand(tmp_path):
     assert found.mean_s() == total / 4
     assert np.isnan(found.mean_s("prefill"))
     # 8 experts of 100 bytes at 0.05 s a byte fit beside the computing.
-    assert found.bytes == 800 and stall_bound_share(found) == 0
+    assert found.bytes == 800 and found.stall_bound_share == 0
     slow = predict(trace, dataclasses.replace(MODEL, link_per_byte=10.0), cells=2)
-    assert stall_bound_share(slow) == pytest.approx((8000 - 4 * BASE) / 8000)
+    assert slow.stall_bound_share == pytest.approx((8000 - 4 * BASE) / 8000)
 
 
 def test_what_has_no_cell_is_read_through(tmp_path):
@@ -163,7 +162,7 @@ def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
     fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
     assert (late.seconds >= fast.seconds).all()
     assert late.tokens_per_s <= fast.tokens_per_s
-    assert stall_bound_share(late) >= stall_bound_share(fast)
+    assert late.stall_bound_share >= fast.stall_bound_share
 
 
 @settings(max_examples=15)

@@ -106,16 +106,6 @@ def test_a_day_with_a_gpu_reads_well(day):
     assert "seat it`\n\n- runs as" in page  # a list of its own
 
 
-def test_markdown_is_shown_as_it_is(day):
-    table = "| a |\\n|---|\\n" + "| 1 |\\n" * day_page.TAIL + "\\n2 in all"
-    steps = [doctor(DOCTOR), step("good", f"print('{table}')", markdown=True)]
-    steps.append(step("bad", f"print('{table}'); raise SystemExit(1)", markdown=True))
-    page = day(steps)[2]
-    whole = "| a |\n|---|\n" + "| 1 |\n" * day_page.TAIL + "\n2 in all\n"
-    assert whole in page.partition("## bad")[0] and "```" not in page.partition("## bad")[0]
-    assert "```text\n| 1 |\n" in page.partition("## bad")[2]
-
-
 def test_a_good_step_shows_no_progress(day):
     """What it says on stderr, unless it says nothing else."""
     code = "import sys; print('round 1 of 2', file=sys.stderr)"

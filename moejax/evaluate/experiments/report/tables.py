@@ -8,6 +8,11 @@ from typing import NamedTuple
 from moejax.evaluate.experiments.records import Records
 from moejax.evaluate.experiments.report.content import summarized
 from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
+from moejax.evaluate.experiments.report.predictions import (
+    PREDICTED,
+    PREDICTED_HEADINGS,
+    prediction_rows,
+)
 from moejax.evaluate.experiments.report.quality import (
     PRECISION_HEADINGS,
     PRECISIONS,
@@ -17,6 +22,7 @@ from moejax.evaluate.experiments.report.quality import (
     quality_rows,
 )
 from moejax.evaluate.experiments.report.shared_memory import SHARED, SHARED_HEADINGS, shared_rows
+from moejax.evaluate.experiments.report.speed import SPEED, SPEED_HEADINGS, speed_rows
 
 
 class Table(NamedTuple):
@@ -35,5 +41,9 @@ def other_tables(records: Records) -> Iterator[Table]:
         yield Table(title, headings(PRECISION_HEADINGS, records), rows)
     if rows := quality_rows(records):
         yield Table("Quality", headings(QUALITY_HEADINGS, records), rows)
+    if rows := prediction_rows(summarized(records)):
+        yield Table(PREDICTED, PREDICTED_HEADINGS, rows)
+    if rows := speed_rows(records):
+        yield Table(SPEED, SPEED_HEADINGS, rows)
     if rows := beside_baseline(records):
         yield Table(BESIDE.format(baseline=baseline), BESIDE_HEADINGS, rows)

@@ -17,6 +17,7 @@ from moejax.evaluate.experiments.report.content import Series, panels, table_row
 from moejax.evaluate.experiments.report.figures import figure
 from moejax.evaluate.experiments.report.markdown import definition, table
 from moejax.evaluate.experiments.report.page import page, plots, write_report
+from moejax.evaluate.experiments.report.speed import speed_rows
 
 ASKED = {
     "model": "demo",
@@ -194,6 +195,21 @@ def test_a_simulated_cell_is_told_once_unless_it_differs(records):
         "lru, simulated",
         "mine.py:Mine, measured",
     ]
+
+
+def test_a_grid_that_was_simulated_alone_says_how_fast(records):
+    """Two cells of two prefill and two decode steps with 16 references each."""
+    rows = [
+        {**row("lru", b, 0, mode="simulated"), "wall_s": s}
+        for b, s in (("25%", 16e-6), ("50%", 4e-6))
+    ]
+    of_speed = dataclasses.replace(records, rows=rows, asked=ASKED | {"modes": ["simulated"]})
+    assert speed_rows(of_speed) == [["lru", "1", "2", "32", "5.00", "2.00", "8.00", "2"]]
+    assert "M references/s" in table(of_speed)
+    older = [{n: v for n, v in one.items() if n != "wall_s"} for one in rows]
+    assert speed_rows(dataclasses.replace(of_speed, rows=older)) == []
+    measured = dataclasses.replace(of_speed, asked=ASKED | {"modes": ["measured", "simulated"]})
+    assert speed_rows(measured) == []
 
 
 def test_failures_are_in_the_table(records):
