@@ -3,7 +3,8 @@
 Says of every file that FOLDER had in COMMIT how many of its lines stand in the packages and scripts
 of today, and where. A line stands if it does so in a run of three lines that followed each other
 then, whatever their indentation: what was renamed, moved or cut counts, what was written anew does
-not. The last lines sum up, also the whole files of today of which a fifth or more is of then.
+not. Then every folder below FOLDER of today, with its lines, those of whole files of which a fifth
+or more is of then, and the rest, which came later. The last lines sum up, such files elsewhere too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 RUN = 3
@@ -72,9 +73,20 @@ def main(commit: str, folder: str) -> Iterator[str]:
     for name, length in sorted(lengths.items()):
         where = ", ".join(f"{path} {n}" for path, n in found[name].most_common() if n > 5)
         yield f"{name}  {length} → {found[name].total()}  {where or 'gone'}"
+    for name, (lines, kept) in sorted(by_folder(folder, whole).items()):
+        yield f"{name}  {lines} lines today, {kept} in files of then, {lines - kept} later"
     total, stand = sum(lengths.values()), sum(each.total() for each in found.values())
     yield f"{total} lines then, of which {stand} stand ({stand / total:.0%})"
     yield f"{len(whole)} files of which a fifth is of then, {sum(whole.values())} lines in all"
+
+
+def by_folder(folder: str, whole: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Folder right below `folder` → its lines of today, and those of the files in `whole`."""
+    found: dict[str, tuple[int, int]] = {}
+    for path in Path(folder).rglob("*.py"):
+        lines, kept = found.get(name := "/".join(path.parent.parts[:2]), (0, 0))
+        found[name] = lines + len(path.read_text().splitlines()), kept + whole.get(str(path), 0)
+    return found
 
 
 def command(arguments: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 python -m scripts.budgets table2                (Qwen3-30B-A3B, on a GPU)
 python -m scripts.budgets table2 --layers 2     (a part of it, elsewhere: some minutes on two cores,
 6 GiB)
-python -m scripts.budgets table2 --predicted    (the second table alone; nothing is run)
 
 Random weights of the shape, routing as published of Qwen3 (--routing), one engine; cells change
 between rows by table contents. Each row compares two ways to use the same bytes:
@@ -18,12 +17,8 @@ cells hold a step's experts, and the resident time plus those misses at the link
 With --layers N the vocabulary is cut as the layers are, unless --vocab says otherwise, so that the
 head keeps its share of a step. What ran on a CPU says so; it is no claim about a GPU.
 
-For the whole model a second table is predicted, not measured: a step with everything resident as in
-the paper's row of 128 cells (so that row predicts nothing: it is the anchor), misses by the curve
-of all layers under generated routing (--routing), a link of --predict-link GB/s. The
-paper's own columns (H100 NVL, vLLM 0.11.2, eager) are beside it; "link alone" is what paged would
-have if computing took no time. Whole layers at its offload rates
-would take more than 400 GB/s, so vLLM must have read active experts: compare it with `static`.
+The whole model beside the paper's own columns is predicted by `moejax ablate
+scripts/experiments/budgets/table2.yaml`.
 """
 
 from __future__ import annotations
@@ -44,7 +39,6 @@ from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig
 from moejax.step.parts import Routing
 from moejax.step.runner import Runner
-from scripts.budgets.table2_predicted import PUBLISHED, PUBLISHED_SHAPE, whole_model
 from scripts.parts.bench_engine import (
     add_options,
     check_names,
@@ -63,19 +57,17 @@ COUNTS = {"steps": (60, 20), "warmup": (20, 8), "repeats": (5, 2)}
 @refusing(MemoryError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    if args.predict_link <= 0:
-        raise UserError(f"--predict-link must be above 0, got {args.predict_link}")
     if args.routing not in ROUTINGS:
         raise UserError(f"routing {args.routing!r} is unknown; choose {', '.join(ROUTINGS)}")
-    lines = predicted(args) if args.predicted else run(args)
-    show(args.json, lines, report(args, lines))
+    lines = run(args)
+    show(args.json, lines, report(lines))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__name__, __doc__)
     add_options(parser, cells="16,32,64,128")
-    parser.set_defaults(shape=PUBLISHED_SHAPE)
+    parser.set_defaults(shape="qwen3-30b-a3b")
     add = parser.add_argument
     add("--batch", type=int, default=1, help="sequences decoded at once (default: 1)")
     add("--routing", default="qwen3-like", help=f"{', '.join(ROUTINGS)} (default: %(default)s)")
@@ -88,33 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         gpu, cpu = COUNTS[name]
         add(f"--{name}", type=int, help=f"{text} (default: {gpu} on a GPU, else {cpu})")
     add("--vocab", type=int, help="tokens of the vocabulary (default: the layers' share)")
-    add("--predicted", action="store_true", help="the whole model's table alone")
-    add("--predict-link", type=float, default=50.0, help="GB/s of the second table (%(default)g)")
     return parser
-
-
-def predicted(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A line for each number of cells that the paper has, with nothing measured."""
-    experts = shape(PUBLISHED_SHAPE).num_experts
-    cells = parse_cells(args.cells, experts)
-    lines = [{"cells": c, "whole_model": _whole_model(args, c)} for c in cells]
-    if not any(line["whole_model"] for line in lines):
-        raise UserError(
-            f"--predicted has figures of {PUBLISHED_SHAPE}, batch 1, generated routing and "
-            f"{', '.join(map(str, PUBLISHED))} cells only"
-        )
-    return lines
-
-
-def _whole_model(args: argparse.Namespace, cells: int) -> dict[str, Any] | None:
-    return whole_model(
-        cells,
-        shape_name=args.shape,
-        batch=args.batch,
-        routing=args.routing,
-        link_gb_per_s=args.predict_link,
-        seed=args.seed,
-    )
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -270,7 +236,6 @@ def lines_of(
             "streamed_experts": missing,
             "paged_over_static": rates["paged"] / rates["static"],
             "paged_over_streamed": rates["paged"] / rates["streamed"],
-            "whole_model": _whole_model(args, c),
         }
 
 
@@ -293,31 +258,12 @@ MEASURED = (
     ("paged/static", "{paged_over_static:.2f}"),
     ("paged/streamed", "{paged_over_streamed:.2f}"),
 )
-PREDICTED = (
-    ("cells", "{cells}"),
-    ("misses", "{misses:.1f}"),
-    ("link alone", "{link_alone_tokens_per_s:.1f}"),
-    ("paged", "{paged_tokens_per_s:.2f}"),
-    ("static", "{static_tokens_per_s:.2f}"),
-    ("streamed", "{streamed_tokens_per_s:.2f}"),
-    ("paper: WiSP", "{published[1]}"),
-    ("paper: offload", "{published[0]}"),
-)
 
 
-def report(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    if not args.predicted:
-        yield (
-            "{shape}, {layers} layers, vocabulary {vocab}, measured on {device}, routing {routing},"
-            " batch {batch}, link {link_gb_per_s:.1f} GB/s, {steps} steps a row; tokens a second, "
-            "with everything resident {resident_tokens_per_s:.2f}".format(**lines[0])
-        )
-        yield from aligned(MEASURED, lines)
-    whole = [{**x["whole_model"], "cells": x["cells"]} for x in lines if x["whole_model"]]
-    if whole:
-        yield (
-            f"all layers of {PUBLISHED_SHAPE}, PREDICTED for a link of {args.predict_link:g} GB/s, "
-            f"routing {args.routing} and the paper's step with everything resident (its row of "
-            f"{max(PUBLISHED)} cells); tokens a second"
-        )
-        yield from aligned(PREDICTED, whole)
+def report(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield (
+        "{shape}, {layers} layers, vocabulary {vocab}, measured on {device}, routing {routing}, "
+        "batch {batch}, link {link_gb_per_s:.1f} GB/s, {steps} steps a row; tokens a second, "
+        "with everything resident {resident_tokens_per_s:.2f}".format(**lines[0])
+    )
+    yield from aligned(MEASURED, lines)

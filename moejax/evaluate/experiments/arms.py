@@ -143,7 +143,7 @@ class Arm:
 
     @property
     def moves_cells(self) -> bool:
-        """It decides how many cells the layers have, which only a simulation lets it."""
+        """It decides how many cells the layers have, which no engine of a grid lets it."""
         return any("cells" in policy.writes for policy in self.policies)
 
     @property

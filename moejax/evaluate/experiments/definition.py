@@ -552,10 +552,10 @@ def _check_arms(experiment: Experiment) -> None:
                     "not have yet; leave it out"
                 )
             continue
-        if arm.moves_cells and experiment.modes != ("simulated",):
+        if arm.moves_cells and "measured" in experiment.modes:
             raise UserError(
                 f"policy {arm.name!r} writes 'cells', and in a grid budgets are the grid's; write "
-                "modes: [simulated], where it may move them between layers, or leave it out"
+                "modes: [simulated] or [predicted], where it may move them, or leave it out"
             )
 
 

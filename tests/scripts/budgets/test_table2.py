@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
+from moejax.evaluate.experiments.grid import ablate
 from moejax.step.parts import Routing
 from scripts.budgets import table2
-from scripts.budgets.table2_predicted import PUBLISHED, whole_curve, whole_model
 
 
 def test_static_offload_has_the_bytes_of_the_paged_arm():
@@ -41,45 +41,27 @@ def test_active_sets_are_of_the_rows_that_run():
     assert np.flatnonzero(table2.active_set(6, routing, [0, 2])[0]).tolist() == [0, 1, 2]
 
 
-def test_the_whole_model_is_predicted_near_what_is_published(monkeypatch):
+PUBLISHED = {"12.5%": (8.96, 13.79), "25%": (10.27, 18.51), "50%": (13.21, 25.75)}
+"""Budget → tokens a second of the paper's offload baseline and of WiSP."""
+
+
+@pytest.mark.slow  # some seconds of simulation
+def test_the_whole_model_is_predicted_near_what_is_published(repository, tmp_path):
     """At 50 GB/s, with nothing fitted but the step with everything resident: paging within a
     fifth of the paper's WiSP, and its offload is the reading of active experts, not of layers."""
-    monkeypatch.setattr("scripts.budgets.table2_predicted.PREDICTED_STEPS", 128)
-    found = {cells: predicted(cells) for cells in PUBLISHED}
-    for cells, row in found.items():
-        offload, wisp = PUBLISHED[cells]
-        assert row["paged_tokens_per_s"] == pytest.approx(wisp, rel=0.2)
-        assert row["static_tokens_per_s"] == pytest.approx(offload, rel=0.15)
-        assert row["streamed_tokens_per_s"] <= row["static_tokens_per_s"]
-        assert row["static_tokens_per_s"] <= row["paged_tokens_per_s"]
-    assert found[128]["misses"] == 0
-    assert found[128]["paged_tokens_per_s"] == pytest.approx(PUBLISHED[128][1])
-    assert found[16]["streamed_tokens_per_s"] < PUBLISHED[16][0] / 5
+    path = repository / "scripts/experiments/budgets/table2.yaml"
+    small = {"prompt_tokens": 1024, "output_tokens": 128}
+    found = ablate(path, tmp_path / "out", changes=small, progress=False)
+    rates = {(r["policy"], r["budget"]): r["tokens_per_s"] for r in found.of_mode("predicted")}
+    static = found.asked["policies"][1]
+    for budget, (offload, wisp) in PUBLISHED.items():
+        assert rates["lru", budget] == pytest.approx(wisp, rel=0.2)
+        assert rates[static, budget] == pytest.approx(offload, rel=0.15)
+        assert rates[static, budget] < rates["lru", budget]
+    assert rates[static, "100%"] == pytest.approx(26.79, rel=0.01)
     # By hand: 36 layers are not resident at 32 cells, each step reads 8 of 9 MiB of each.
     by_hand = 1 / (1 / 26.79 + 36 * 8 * (9 << 20) / 50e9)
-    assert found[32]["static_tokens_per_s"] == pytest.approx(by_hand)
-
-
-def predicted(cells: int, **changed) -> dict:
-    told = dict(shape_name="qwen3-30b-a3b", batch=1, routing="qwen3-like", link_gb_per_s=50, seed=0)
-    row = whole_model(cells, **(told | changed))
-    assert row is not None
-    return row
-
-
-@pytest.mark.parametrize(
-    "changed", [{"shape_name": "demo"}, {"batch": 2}, {"routing": "real"}, {"cells": 17}]
-)
-def test_nothing_is_predicted_beside_what_is_not_published(changed):
-    told = dict(shape_name="qwen3-30b-a3b", batch=1, routing="qwen3-like", link_gb_per_s=50, seed=0)
-    assert whole_model(**({"cells": 16} | told | changed)) is None
-
-
-def test_the_curve_is_of_the_seed_and_falls():
-    whole_curve.cache_clear()
-    one, other = whole_curve("zipf", 2, 16, 4, 0), whole_curve("zipf", 2, 16, 4, 1)
-    assert (np.diff(one) <= 0).all() and one[0] == 2 * 4 and one[-1] == 0
-    assert not np.array_equal(one, other)
+    assert rates[static, "25%"] == pytest.approx(by_hand, rel=0.01)
 
 
 @pytest.mark.nightly
@@ -88,7 +70,7 @@ def test_table2_of_a_part(capsys):
     assert table2.main([*small, "--repeats", "2", "--json"]) == 0
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["cells"] == 4 and last["paged_misses"] == last["static_misses"] == 0
-    assert first["streamed_experts"] == 2 * 16 - 8 and first["whole_model"] is None
+    assert first["streamed_experts"] == 2 * 16 - 8
     # As many cells as a step has experts: the curve is what the engine does.
     assert first["paged_predicted_misses"] == first["paged_misses"] > 0
 
@@ -97,23 +79,5 @@ def test_table2_refuses(capsys):
     assert table2.main(["--cells", "0"]) == 2
     assert table2.main(["--layers", "2", "--routing", "other"]) == 2
     assert "routing 'other' is unknown" in capsys.readouterr().err
-    assert table2.main(["--predict-link", "0"]) == 2
     assert table2.main(["--steps", "0"]) == 2
     assert "--steps must be at least 1, got 0" in capsys.readouterr().err
-
-
-def test_the_predicted_table_alone(capsys, monkeypatch):
-    """Nothing is run; what the paper has no row for is left out, or refused."""
-    monkeypatch.setattr(table2, "run", lambda args: pytest.fail("it ran"))
-    assert table2.main(["--predicted", "--cells", "16,20,128", "--predict-link", "25"]) == 0
-    title, heads, *rows = capsys.readouterr().out.splitlines()
-    assert "PREDICTED for a link of 25 GB/s, routing qwen3-like" in title
-    assert [row.split()[0] for row in rows] == ["16", "128"]
-    found = dict(zip(heads.split(), rows[0].split(), strict=False))
-    misses = float(found["misses"])
-    assert rows[0].split()[2] == f"{25e9 / (misses * 9 * 2**20):.1f}"
-    assert rows[1].split()[1:4] == ["0.0", "–", "26.79"]
-    assert table2.main(["--predicted", "--cells", "20"]) == 2
-    assert "16, 32, 64, 128 cells only" in capsys.readouterr().err
-    assert table2.main(["--predicted", "--predict-link", "0"]) == 2
-    assert "--predict-link must be above 0" in capsys.readouterr().err

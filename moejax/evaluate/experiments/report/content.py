@@ -186,8 +186,12 @@ def _row(panel: Panel, line: Line, name: str) -> list[str]:
         _figure(line, "tpot_p50_s_ratio", 1, 3),
         _ms(line, "tpot_p99_s", interval=False),
         _ms(line, "ttft_s"),
-        _figure(line, "tokens_per_s", 1, 0, interval=False),
+        _figure(line, "tokens_per_s", 1, _rate_digits(line), interval=False),
     ]
+
+
+def _rate_digits(line: Line) -> int:
+    return 0 if (line.get("tokens_per_s") or 0) >= 100 else 1
 
 
 def _ms(line: Line, name: str, *, interval: bool = True) -> str:
