@@ -54,8 +54,9 @@ def small(experiment):
         quality = {} if experiment.quality_tokens is None else {"quality_tokens": 40}
         budget = {"precision": kept, "budgets": experiment.budgets[-1]}
         return SMALL | OF_A_MODEL | quality | budget
-    drawn = experiment.drawn
-    return SMALL | ({"routing": "qwen3-like(layers=2)"} if drawn else OF_A_MODEL)
+    if experiment.drawn:  # costs in a file are of so many layers and rows
+        return SMALL | ({"batch": 1} if experiment.costs else {"routing": "qwen3-like(layers=2)"})
+    return SMALL | OF_A_MODEL
 
 
 def fitting(policies):
