@@ -11,19 +11,17 @@ import numpy as np
 from moejax.evaluate.experiments.records import PLACE
 from moejax.evaluate.experiments.report.content import Line
 
-PREDICTED = (
-    "Predicted beside measured: (predicted − measured) / measured, and Kendall's τ of the order of "
-    "policies, budgets and links by the mean decode step"
-)
+PREDICTED = "Predicted beside measured: mean error (worst), Kendall's τ of the mean steps' order"
 _TIMES = ("step", "p50", "p99", "first token", "run")
 PREDICTED_HEADINGS = (
-    *("link", "batch", "places", "step: median"),
-    *(f"{name}: {what}" for name in _TIMES for what in ("mean", "worst")),
-    *("τ", "told apart", "stall", "bound"),
+    *("link", "batch", "places", "step, median", *_TIMES),
+    *("τ", "τ, told apart", "stall", "bound"),
 )
-"""median and mean: of the errors' sizes. step: the mean decode step; p50, p99: of a decode step;
-told apart: pairs whose 95% intervals of the measured step do not overlap; stall: the predicted time
-that moving experts adds, and what of it no overlap of link and computing could hide."""
+"""Errors are (predicted − measured) / measured, mean and median of their sizes. step: the mean
+decode step; p50, p99: of decode steps; τ: of policies, budgets and links in one batch, prompt
+and text; told apart: pairs whose 95% intervals of the measured step do not overlap; stall: the
+predicted time that moving experts adds; bound: what of it no overlap of link and computing could
+hide."""
 
 _ORDERED = ("precision", "batch", "prompt_tokens", "text")
 """What two cells must agree in so that their order is asked for."""
@@ -57,7 +55,7 @@ def _figures(pairs: Sequence[Pair]) -> list[str]:
     row = [str(len(pairs)), f"{np.median(np.abs(errors(pairs, 'step'))):.1%}"]
     for name in _TIMES:
         off = errors(pairs, name)
-        row += [f"{np.mean(np.abs(off)):.1%}", f"{off[np.argmax(np.abs(off))]:+.1%}"]
+        row.append(f"{np.mean(np.abs(off)):.1%} ({off[np.argmax(np.abs(off))]:+.1%})")
     row += [_order(pairs, apart=False), _order(pairs, apart=True)]
     for name in ("stall_share", "stall_bound_share"):
         row.append(f"{np.mean([pair.predicted[name] for pair in pairs]):.0%}")

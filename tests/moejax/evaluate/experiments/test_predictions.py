@@ -60,8 +60,8 @@ def test_pairs_that_were_not_told_apart_are_left_out():
 
 
 def test_errors_are_relative_to_what_was_measured():
-    pairs = [pair(2, 1), pair(2, 3, budget="50%"), pair(4, 4, batch=8)]
-    assert errors(pairs, "p50") == pytest.approx([-0.5, 0.5, 0])
+    pairs = [pair(2, 1), pair(2, 2.5, budget="50%"), pair(4, 4, batch=8)]
+    assert errors(pairs, "p50") == pytest.approx([-0.5, 0.25, 0])
     rows = prediction_rows([line for found in pairs for line in found])
     assert [row[:3] for row in rows] == [
         ["none", "1", "2"],
@@ -69,9 +69,9 @@ def test_errors_are_relative_to_what_was_measured():
         ["all", "all", "3"],
     ]
     said = dict(zip(PREDICTED_HEADINGS, rows[-1], strict=True))
-    assert said["step: median"] == "50.0%" and said["run: mean"] == "33.3%"
-    assert said["p99: worst"] == "-50.0%" and said["first token: worst"] == "-50.0%"
-    assert (said["τ"], said["told apart"]) == ("0.00 of 1", "–")
+    assert said["step, median"] == "25.0%"
+    assert said["p99"] == said["first token"] == said["run"] == "25.0% (-50.0%)"
+    assert (said["τ"], said["τ, told apart"]) == ("0.00 of 1", "–")
     assert (said["stall"], said["bound"]) == ("25%", "12%")
 
 
