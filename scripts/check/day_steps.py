@@ -11,7 +11,7 @@ DEMO = ("--shape", "demo", "--layers", "1")
 _DECODE = ("decode", "--json", "--cells")
 _TIMES = ("ablate", "scripts/experiments/times.yaml", "--output", "{out}/times", "--quiet")
 _PREDICTIONS = (
-    *("ablate", "scripts/experiments/predictions.yaml"),
+    *("ablate", "scripts/experiments/speed/predictions.yaml"),
     *("--output", "{out}/predictions", "--quiet"),
 )
 _VERSIONS = (
