@@ -2,8 +2,8 @@
 that a start checks on a GPU, against the same reference and with the same tolerance.
 
     JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 python -m tests.ptx.models [MODEL ...] [--cards h200,a100]
-        [--only linear] [--kept FILE] [--out PAGE]
-    ... --kept FILE --compare       # runs nothing: which of FILE are of PTX that is no more
+        [--decode] [--only linear] [--most MB] [--kept FILE] [--out PAGE]
+    ... --compare --kept FILE       # compiles only: which of FILE are of PTX that is no more
 
 What has passed is kept in FILE, a line each, and not done again. A configuration whose PTX, grids
 and shared memory are those of one that another card has run is not run again, but kept as the same.
