@@ -296,6 +296,23 @@ def megabytes(check: Check) -> float:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e6
 
 
+HEAD = """# Kernels of real models, run as PTX
+
+The configurations that a start of each model checks on each card, interpreted on a CPU by
+[tests/ptx](../../tests/ptx/README.md), all programs of their grids, against the reference with its
+tolerance; races and faults do not pass. {} to {}, {}; a line for each in
+`tests/ptx/models.jsonl`. The last column stands for the PTX of all of them together. `python -m
+tests.ptx.models --compare --kept tests/ptx/models.jsonl` says what of it is of older kernels.
+
+"""
+
+
+def _between(kept: Kept) -> tuple[str, str, str]:
+    """First day, last day, versions."""
+    dates = [each.date for each in kept.found.values()]
+    return min(dates), max(dates), ", ".join(sorted({e.versions for e in kept.found.values()}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -331,7 +348,7 @@ def main() -> None:
     text = page(list(kept.found.values()), starts)
     print(text)
     if args.out:
-        args.out.write_text(text)
+        args.out.write_text(HEAD.format(*_between(kept)) + text)
 
 
 if __name__ == "__main__":
