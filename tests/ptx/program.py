@@ -207,7 +207,7 @@ class Execution:
 
     def __init__(self, program: Program, launch: Mapping[str, Any], edit: Callable[[str], str]):
         self.program, self.launch, self.edit = program, launch, edit
-        self.memory = {}
+        self.memory: dict[int, np.ndarray] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         """Parameters of the computations of loops → what the loop was begun with."""
         self.kernels: dict[str, Kernel] = {}
