@@ -158,10 +158,19 @@ def bind(ins: Instruction) -> Step | None:
 def _plain(ins: Instruction) -> Step:
     """add, min, and, …: all operands and the result of one type."""
     name, *modes, last = ins.parts
+    if name in ("add", "sub", "fma") and modes == ["rn", "f32"] and last in ("bf16", "f16"):
+        return _widening(ins)
+    count = len(ins.operands) - 1
+    three = name == "fma" or (count == 3 and (name, last) in (("min", "f32"), ("max", "f32")))
+    one = name in ("neg", "abs", "not", "popc", "ex2", "lg2", "rsqrt", "sqrt", "rcp")
+    if count != (3 if three else 1 if one else 2):
+        _refuse(ins)
     if set(modes) - ROUNDINGS or (name, last) == ("fma", "f64"):
         raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
     if last in ("f16x2", "bf16x2"):
         return _packed(ins, last.removesuffix("x2"))
+    if last == "f32x2":
+        return _pairs(ins)
     dtype = kind(ins, last)
     operands = [source(o, dtype) for o in ins.operands[1:]]
     put = target(ins.operands[0])
@@ -170,6 +179,8 @@ def _plain(ins: Instruction) -> Step:
     function: Callable = table.get(name) or _refuse(ins)
     if floating and {"min", "max"} & {name} and "NaN" in modes:
         function = np.minimum if name == "min" else np.maximum
+    if three and name != "fma":
+        function = _of_three(function)
     if last == "bf16":
         function = _in_float32(function, bf16_to_f32, f32_to_bf16)
     elif last == "f16":
@@ -208,6 +219,44 @@ def _packed(ins: Instruction, last: str) -> Step:
     return step
 
 
+def _of_three(function: Callable) -> Callable:
+    """min, max of three operands (compute capability 10.0)."""
+    return lambda a, b, c: function(function(a, b), c)
+
+
+def _widening(ins: Instruction) -> Step:
+    """add, sub, fma of float32, whose first operands are of 16 bits (compute capability 10.0)."""
+    name, last = ins.parts[0], ins.parts[-1]
+    *narrow, wide = ins.operands[1:]
+    if len(narrow) != (2 if name == "fma" else 1):
+        _refuse(ins)
+    halves, value = [source(o, KINDS["b16"]) for o in narrow], source(wide, KINDS["f32"])
+    put = target(ins.operands[0])
+
+    def step(m, idx):
+        bits = [np.asarray(o(m, idx)) for o in halves]
+        given = [bf16_to_f32(b) if last == "bf16" else b.view("f2").astype("f4") for b in bits]
+        put(m, _canonical(FLOAT[name](*given, value(m, idx))), idx)
+
+    return step
+
+
+def _pairs(ins: Instruction) -> Step:
+    """add, sub, mul, fma of the two float32 of 64-bit registers (compute capability 10.0)."""
+    if ins.parts[0] not in ("add", "sub", "mul", "fma") or ins.parts[1:-1] != ("rn",):
+        _refuse(ins)
+    function = FLOAT[ins.parts[0]]
+    operands = [source(o, KINDS["b64"]) for o in ins.operands[1:]]
+    put = target(ins.operands[0])
+
+    def step(m, idx):
+        values = [np.ascontiguousarray(np.atleast_1d(o(m, idx))) for o in operands]
+        pairs = (v.view(np.float32).reshape(-1, 2) for v in values)
+        put(m, np.ascontiguousarray(_canonical(function(*pairs))).view(np.uint64)[:, 0], idx)
+
+    return step
+
+
 def _in_float32(function: Callable, before: Callable, after: Callable) -> Callable:
     """The function between two conversions."""
     return lambda *values: after(function(*(before(np.asarray(v)) for v in values)))
@@ -227,7 +276,7 @@ def _refuse(ins: Instruction):
 
 def _multiply(ins: Instruction) -> Step:
     """mul.lo, .hi, .wide of integers; of floats as the others."""
-    if ins.parts[-1] in ("f16", "bf16", "f32", "f64"):
+    if ins.parts[-1] in ("f16", "bf16", "f32", "f64", "f32x2"):
         return _plain(ins)
     mode, last = ins.parts[1], ins.parts[-1]
     dtype = kind(ins, last)

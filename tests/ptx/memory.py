@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import mmap
 
 import numpy as np
 
@@ -21,6 +23,23 @@ class Buffer:
     data: np.ndarray
     """uint8, one after the other."""
     writable: bool = True
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As np.zeros, whose large arrays take memory by pages from the first write on, but at the
+    start of a page, so that jax.device_put makes no copy."""
+    count = math.prod(shape)
+    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    return np.frombuffer(pages, np.uint8, count * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def copy_sparse(to: np.ndarray, of: np.ndarray, part: int = 1 << 16) -> None:
+    """Copies bytes to where zeros are, but no parts of zeros, which so take no memory (zeros)."""
+    whole = of.size // part * part
+    words = of[:whole].view(np.uint64 if of.ctypes.data % 8 == 0 else np.uint8)
+    for number in np.flatnonzero(words.reshape(whole // part, -1).any(1)) if whole else ():
+        to[number * part : (number + 1) * part] = of[number * part : (number + 1) * part]
+    to[whole:] = of[whole:]
 
 
 class GlobalMemory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import inspect
 import re
 import tempfile
@@ -26,7 +27,7 @@ from tests.aot.aot_h200 import compile_for, device_of
 from tests.pallas_kernels import contract
 from tests.ptx import machine
 from tests.ptx.machine import Launch
-from tests.ptx.memory import Buffer
+from tests.ptx.memory import Buffer, copy_sparse, zeros
 from tests.ptx.parse import Fault, Kernel, parse
 
 POISON = 0xFF
@@ -95,6 +96,16 @@ class Program:
     """Of kernels, by instruction; a large sort has several."""
     ptx: Mapping[str, str]
     """Modules by the name of their kernel."""
+
+    def digest(self) -> str:
+        """Of all that is launched: instructions, grids, shared memory. What two cards have alike is
+        equal, but for targets before and from 9.0 on, whose rules differ (machine.run)."""
+        parts = [repr(sorted(self.thunks.items()))]
+        for name, text in sorted(self.ptx.items()):
+            (major,) = re.findall(r"^\.target sm_(\d+)\d", text, re.M)
+            code = re.sub(r"^\.(version|target) .*|//.*", "", text, flags=re.M)
+            parts += [name, str(int(major) >= 9), " ".join(code.split())]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def compile_program(card: str, function: Callable, *args: Any, **options: Any) -> Program:
@@ -196,35 +207,52 @@ class Execution:
 
     def __init__(self, program: Program, launch: Mapping[str, Any], edit: Callable[[str], str]):
         self.program, self.launch, self.edit = program, launch, edit
-        self.memory = {
-            i: np.full(size + WIDEST, POISON, np.uint8) for i, size in program.sizes.items()
-        }
+        self.memory: dict[int, np.ndarray] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         """Parameters of the computations of loops → what the loop was begun with."""
         self.kernels: dict[str, Kernel] = {}
         self.issued: dict[str, int] = {}
 
     def run(self, arguments: list[np.ndarray]) -> list[np.ndarray]:
-        """Results by the leaves of the root."""
+        """Results by the leaves of the root, views of this execution's memory."""
         program = self.program
+        entry = program.computations[program.entry]
+        given = self._parameters(entry, arguments)
+        whole = {place.allocation: place.size for place, _ in given}
+        for number, size in program.sizes.items():
+            # Zeros are pages that do not exist before they are written (copy_sparse): an arena of
+            # gigabytes of which a few records are used takes no more than those.
+            if whole.get(number) == size:
+                self.memory[number] = zeros((size + WIDEST,), np.dtype(np.uint8))
+                self.memory[number][size:] = POISON
+            else:
+                self.memory[number] = np.full(size + WIDEST, POISON, np.uint8)
         for ops in program.computations.values():
             for op in ops.values():
                 if op.opcode == "constant" and (op.name, ()) in program.places:
                     self._set_constant(op)
-        entry = program.computations[program.entry]
-        for op in entry.values():
-            if op.opcode == "parameter":
-                number = re.search(r'op_name="\w+\[(\d+)\]"', op.rest)  # unused ones are left out
-                assert number is not None, op.rest
-                self._view(self.place(entry, op.name, ()))[:] = _bytes(arguments[int(number[1])])
+        for place, value in given:
+            (copy_sparse if whole[place.allocation] == place.size else np.copyto)(
+                self._view(place), _bytes(value)
+            )
         self._compute(entry)
         root = list(entry.values())[-1]
         results = []
         for index, kind in leaves(root.type):
             dtype, shape = dtype_and_shape(kind)
             raw = self._view(self.place(entry, root.name, index))
-            results.append(raw.copy().view(dtype).reshape(shape))
+            results.append(raw.view(dtype).reshape(shape))
         return results
+
+    def _parameters(self, entry: Mapping[str, Op], arguments: list[np.ndarray]):
+        """(place, value) of each parameter; those that nothing uses are left out."""
+        found = []
+        for op in entry.values():
+            if op.opcode == "parameter":
+                number = re.search(r'op_name="\w+\[(\d+)\]"', op.rest)
+                assert number is not None, op.rest
+                found.append((self.place(entry, op.name, ()), arguments[int(number[1])]))
+        return found
 
     def place(self, ops: Mapping[str, Op], name: str, index: tuple[int, ...]) -> Place:
         """Where a value of a computation lies."""
@@ -462,12 +490,11 @@ def compiled_call(
     on_host: Callable[[tuple], bool],
     key: Any = None,
 ) -> CompiledCall:
-    """function(*given) for a card. donated, on_host: whether the leaf at that path of `given` is
-    donated, or in pinned host memory. key: of what is compiled once for all calls with such
-    arguments; None: it is compiled anew."""
+    """function(*given) for a card; given may be shapes. donated, on_host: whether the leaf at that
+    path of `given` is donated, or in pinned host memory. key: of what is compiled once for all
+    calls with such arguments; None: it is compiled anew."""
     flat, tree = jax.tree.flatten_with_path(given)
-    arrays = [np.asarray(leaf) for _, leaf in flat]
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    shapes = [_shape_of(leaf) for _, leaf in flat]
     place = key, card, tuple((s.shape, s.dtype) for s in shapes), tree
     if key is not None and place in _compiled:
         return _compiled[place]
@@ -486,6 +513,13 @@ def compiled_call(
     if key is not None:
         _compiled[place] = found
     return found
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    array = np.asarray(leaf)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the operands must be the same then.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import numpy as np
@@ -98,28 +99,38 @@ def _places(m, rows, descriptors, count: int, transposed: bool) -> np.ndarray:
 
     Rows of S bytes lie one after the other, eight to an atom; bits 4 to 6 of an address are
     exchanged by the row's number in it (PTX ISA, "Shared memory matrix layout")."""
-    fields = descriptors.astype(np.uint64)
-    if not (fields == fields[:, :1]).all():
+    if not (descriptors == descriptors[:, :1]).all():
         raise Fault("lanes of a warpgroup have different descriptors")
-    fields = fields[:, 0].astype(object)
-    out = []
-    for program, d in zip(m.program[rows[:, 0]], fields, strict=True):
-        d = int(d)
-        first, lbo, sbo = ((d >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        if d >> 62 not in SWIZZLES or d >> 49 & 7:
-            raise Fault(f"a descriptor {d:#x} without a swizzle, or with an offset")
-        swizzle = SWIZZLES[d >> 62]
-        if transposed:  # rows of the summed axis, in parts of eight of the other
-            k, part = np.meshgrid(np.arange(16), np.arange(count // 8), indexing="ij")
-            byte = 16 * part
-            linear = byte % swizzle + byte // swizzle * lbo + k % 8 * swizzle + k // 8 * sbo
-        else:
-            row, part = np.meshgrid(np.arange(count), np.arange(2), indexing="ij")
-            linear = row % 8 * swizzle + row // 8 * sbo + 16 * part
-        address = first + linear.reshape(-1)
+    fields = descriptors[:, 0].astype(np.uint64)
+    out = np.empty((len(rows), 2 * count), np.int64)
+    for layout in np.unique(fields >> np.uint64(16)):
+        alike = np.flatnonzero(fields >> np.uint64(16) == layout)
+        linear, swizzle = _layout(int(layout), count, transposed)
+        address = ((fields[alike] & np.uint64(0x3FFF)) << np.uint64(4)).astype(np.int64)[:, None]
+        address = address + linear
         address ^= address >> 3 & (swizzle - 1) & 0x70
-        out.append(m.shared.places(address, 16, np.full(address.size, program), "multiplies"))
-    return np.stack(out)
+        programs = np.repeat(m.program[rows[alike, 0]], linear.size)
+        places = m.shared.places(address.reshape(-1), 16, programs, "multiplies")
+        out[alike] = places.reshape(address.shape)
+    return out
+
+
+@functools.cache
+def _layout(bits: int, count: int, transposed: bool) -> tuple[np.ndarray, int]:
+    """(where the 16-byte parts lie without a swizzle, bytes of a swizzled row) by a descriptor's
+    bits from the 16th on."""
+    lbo, sbo = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16))
+    if bits >> 46 not in SWIZZLES or bits >> 33 & 7:
+        raise Fault(f"a descriptor {bits << 16:#x} without a swizzle, or with an offset")
+    swizzle = SWIZZLES[bits >> 46]
+    if transposed:  # rows of the summed axis, in parts of eight of the other
+        k, part = np.meshgrid(np.arange(16), np.arange(count // 8), indexing="ij")
+        byte = 16 * part
+        linear = byte % swizzle + byte // swizzle * lbo + k % 8 * swizzle + k // 8 * sbo
+    else:
+        row, part = np.meshgrid(np.arange(count), np.arange(2), indexing="ij")
+        linear = row % 8 * swizzle + row // 8 * sbo + 16 * part
+    return linear.reshape(-1), swizzle
 
 
 def _matrix(data: np.ndarray, count: int, transposed: bool, kind: str) -> np.ndarray:
@@ -176,9 +187,11 @@ def _product(ins: Instruction) -> Step:
         out = total.reshape(groups, 4, 2, 8, columns // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
         out = out.reshape(len(names), -1)
         before = np.broadcast_to(added(m, idx), (rows.size,))
+        adding = rows.ravel()[before]
+        made = _being_made(m, names) if adding.size else None
         for name, put, values in zip(names, puts, out, strict=True):
-            if before.any():
-                old = _accumulator(m, name, rows.ravel()[before], idx)
+            if made is not None:
+                old = _accumulator(m, name, adding, made, idx)
                 values = np.where(before, old + values, values)
             put(m, np.ascontiguousarray(values, np.float32), idx)
             m.unset.setdefault(name, np.zeros(m.all.size, bool))[m.lanes(idx)] = True
@@ -189,13 +202,19 @@ def _product(ins: Instruction) -> Step:
     return step
 
 
-def _accumulator(m, name: str, lanes: np.ndarray, idx) -> np.ndarray:
-    """The register before a product, which an earlier one of these lanes may still make: products
-    follow each other."""
-    unset = m.unset.get(name, np.zeros(m.all.size, bool)).copy()
+def _being_made(m, names: list[str]) -> np.ndarray:
+    """Lanes that have an earlier product of the same registers, not waited for."""
+    lanes = np.zeros(m.all.size, bool)
     for one in m.products.pending:
-        if name in one.names:
-            unset[one.lanes] = False
-    if name not in m.registers or unset[lanes].any():
+        if one.names == names:
+            lanes[one.lanes] = True
+    return lanes
+
+
+def _accumulator(m, name: str, lanes: np.ndarray, made: np.ndarray, idx) -> np.ndarray:
+    """The register before a product, which an earlier one of these lanes may still make (`made`):
+    products follow each other."""
+    unset = m.unset.get(name)
+    if name not in m.registers or (unset is not None and (unset[lanes] & ~made[lanes]).any()):
         raise Fault(f"adds to {name}, which nothing has written")
     return m.registers[name][m.lanes(idx)].view(np.float32)

@@ -1,0 +1,63 @@
+"""Arrays beyond 4 GiB, whose kernels address with 64 bits: memory that nobody writes takes none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pallas_kernels.fill import fill
+from tests.ptx.memory import copy_sparse, zeros
+from tests.ptx.parse import Fault
+from tests.ptx.program import interpret
+
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
+
+HIDDEN, ROWS, EXPERTS = 2048, 48, 4
+RECORD = 2 * HIDDEN * ROWS
+CELLS = (1 << 32) // RECORD + 300
+LAYERS = CELLS // EXPERTS + 1
+
+
+def filled(edit: Callable[[str], str] = lambda ptx: ptx) -> str:
+    """What is wrong after the record of an expert of the last layer was copied to the last cell."""
+    arena = zeros((CELLS * ROWS, HIDDEN), np.dtype(np.uint16))
+    store = zeros((LAYERS, EXPERTS, ROWS, HIDDEN), np.dtype(np.uint16))
+    store[-1] = np.random.default_rng(0).integers(1, 1 << 16, store.shape[1:])
+    row = (CELLS - 1) * ROWS
+    moves = (np.array(entry, np.int32) for entry in ([2, -1], [row, -1], [0, 0]))
+    run = interpret(fill, ("arena",), implementation="pallas", edit=edit)
+    try:
+        changed = run(arena, (store,), np.int32(LAYERS - 1), *moves, np.int32(1))
+    except Fault as fault:
+        return str(fault)
+    return "" if np.array_equal(changed[row:], store[-1, 2]) else "wrong values"
+
+
+def test_fill_of_the_last_cell_from_the_last_layer():
+    assert filled() == ""
+
+
+@pytest.mark.parametrize("factor", [EXPERTS * RECORD, 2 * HIDDEN])
+def test_a_product_of_32_bits_is_found(factor):
+    """Of the layer's number, and of the arena's row."""
+
+    def edit(ptx: str) -> str:
+        product = rf"(mul\.wide\.[us]32\s+(%rd\d+), %r\d+, {factor};)"
+        changed, count = re.subn(product, r"\1 and.b64 \2, \2, 4294967295;", ptx)
+        assert count >= 1
+        return changed
+
+    assert filled(edit) != ""
+
+
+def test_parts_of_zeros_are_not_copied():
+    given = np.zeros(300_001, np.uint8)
+    given[[7, 200_000, 300_000]] = 1, 2, 3
+    copy = np.full_like(given, 9)  # what is there stays where zeros are not copied
+    copy_sparse(copy, given)
+    assert copy[[7, 200_000, 300_000]].tolist() == [1, 2, 3]
+    part = 1 << 16
+    assert not copy[:part].all() and (copy[part : 3 * part] == 9).all() and copy[8] == 0
