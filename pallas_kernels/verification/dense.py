@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.combine import combine
+from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear
 from pallas_kernels.plan import Tables, plan, plan_routed
@@ -66,7 +66,8 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         return draw(0, (33, d), dtype), draw(1, (33, top_k, d), "float32"), weights
 
     def weighted(name, *operands):
-        return combine(*operands, implementation=name)
+        counted = combine_and_count(*operands, jnp.ones(1, jnp.int32), implementation=name)
+        return combine(*operands, implementation=name), counted
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
 

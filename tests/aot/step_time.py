@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jax
 
+from host_offload.memory.layout import BLOCK_SIZES
 from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
 from moejax.step.programs import ProgramKey
@@ -343,6 +344,8 @@ def kernel_table(config: ModelConfig, work: Sequence[Work]) -> list[str]:
 ROWS = {1: 16, 8: 16, 32: 32}
 """Tokens → rows of the decode step that is compiled for them."""
 CONTEXT = 1024
+"""Tokens, of which a decode step has a program of its own (moejax.start.decide.shapes)."""
+BLOCK = BLOCK_SIZES[0]
 PAGED = (64, 16)
 
 
@@ -353,7 +356,8 @@ def page(models: Sequence[str]) -> str:
         config = parse_config(PUBLISHED[model].raw)
         steps = {}
         for rows in sorted(set(ROWS.values())):
-            compiled, kernels = compile_step("h200", model, ProgramKey("decode", rows))
+            key = ProgramKey("decode", rows, context=CONTEXT // BLOCK)
+            compiled, kernels = compile_step("h200", model, key)
             steps[rows] = launches(compiled.thunks), kernels
         for tokens, rows in ROWS.items():
             for cells in (None, *(c for c in PAGED if c < config.num_experts)):
