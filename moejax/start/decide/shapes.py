@@ -25,6 +25,10 @@ LEAST_CONTEXT = 1024
 """Tokens of context below which a decode step of its own, with fewer programs of attention, would
 save nothing (docs/kernels.md)."""
 
+FEW_ROWS = 4
+"""Rows of the smallest decode step. With so few, programs of attention for the other rows cost
+nothing (docs/kernels.md); products have the tiles of 16 rows."""
+
 CONTEXTS_APART = 4
 """How many times longer each context is that decode is compiled for."""
 
@@ -49,6 +53,8 @@ def step_shapes(
     buckets = [rows]
     while bucketed and buckets[0] > DECODE_TILE:
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
+    if bucketed:
+        buckets.insert(0, FEW_ROWS)
     contexts = [spans]
     while bucketed and contexts[0] * SPAN >= CONTEXTS_APART * LEAST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // CONTEXTS_APART))
