@@ -462,9 +462,12 @@ def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax
 
 
 def add_experts_and_count(
-    x: jax.Array, y: jax.Array, weights: jax.Array, index: jax.Array, ops: Ops
-) -> tuple[jax.Array, jax.Array]:
-    """(add_experts, int32[1] index + 1), of which the kernel makes both."""
+    x: jax.Array, y: jax.Array, weights: jax.Array, index: jax.Array | None, ops: Ops
+) -> tuple[jax.Array, jax.Array | None]:
+    """(add_experts, int32[1] index + 1), of which the kernel makes both. index: None is not
+    counted."""
+    if index is None:
+        return add_experts(x, y, weights, ops), None
     with jax.named_scope("combine"):
         y = y.reshape(*weights.shape, -1)
         both = combine_and_count(x, y, weights, index, implementation=ops.combine)

@@ -100,7 +100,7 @@ class ProgramKey(NamedTuple):
     """How a decode step searches expert maps, which are its last argument; also of what writes
     them."""
     context: int | None = None
-    """Of a decode step the most pages of a sequence, which decide how many programs attention has;
+    """Most pages of a sequence in a decode step, which decide how many programs attention has;
     None: the most there are."""
     part: str | None = None
     """Which part of a step, see layer_programs; None: all of it."""

@@ -270,14 +270,14 @@ class Runner:
     def _call(self, key: ProgramKey, *args):
         return self._executable(key).result()(*args)
 
-    def _need_decodes(self, **changes: Any) -> None:
-        """Begins to compile every decode step with these fields of its key changed. Those of the
-        shortest contexts every request needs, the others only when it has grown."""
+    def _need_decodes(self, *, staged: bool = False, maps: MapSearch | None = None) -> None:
+        """Begins to compile every decode step with these fields of its key. Those of the shortest
+        contexts every request needs, the others only when it has grown."""
         steps = self._decodes()
         for step in steps:
             for key in self._calls(step):
                 needed = self.need if step.context == steps[0].context else self._executable
-                needed(key._replace(**changes))
+                needed(key._replace(staged=staged, maps=maps))
 
     def wait_compiled(self, everything: bool = False) -> None:
         """Blocks until the executables that every request needs exist. everything: also those that

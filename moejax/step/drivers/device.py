@@ -17,7 +17,6 @@ from host_offload.control.interface import MapSearch
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
-    add_experts,
     add_experts_and_count,
     compute_materialized,
     expert_rows,
@@ -117,10 +116,7 @@ def device_step(
             y, normed, (ids, weights), memory, moe_layer, records, context
         )
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
-        if index is None:
-            x = add_experts(x, y, weights, context.ops)
-        else:
-            x, index = add_experts_and_count(x, y, weights, index, context.ops)
+        x, index = add_experts_and_count(x, y, weights, index, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
@@ -132,10 +128,8 @@ def device_step(
         return _Carry(x, memory, y if few else None, records, trajectory, index), out
 
     # With a stage list or a search the index is still read behind the last kernel.
-    silent = few and stages is None and look is None and not context.arrays
-    counts = silent and context.ops.combine == "pallas"
-    carry, (trace, done, ahead) = _over_layers(model, layer, carry, counts)
-    x, memory, _, records, *_ = carry
+    counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)
+    (x, memory, _, records, *_), (trace, done, ahead) = _over_layers(model, layer, carry, counts)
     if records is not None:
         trace = LayerTrace.unpacked(records, trace, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
