@@ -198,14 +198,7 @@ def _over_layers(
     traces = []
     for stack in model.runs:
         if counts and stack.is_moe:
-            carry = lax.while_loop(
-                # Not made by the layer as well: XLA's graph of a loop whose condition launches
-                # nothing reads it without waiting for the layer.
-                lambda carry, stack=stack: carry.index[0] < stack.size,
-                lambda carry, stack=stack: layer(stack, carry.index[0], carry)[0],
-                carry._replace(index=jnp.zeros(1, jnp.int32)),
-            )
-            carry = carry._replace(index=None)
+            carry = _counting_itself(stack, layer, carry)
             traces.append((TraceArrays(), None, None))
             continue
         # The index is carried: a scan copies it out of an array of indexes in every layer.
@@ -217,3 +210,22 @@ def _over_layers(
         if stack.is_moe:
             traces.append(trace)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+
+
+def _counting_itself(
+    stack: LayerStack, layer: Callable[[LayerStack, jax.Array, _Carry], Any], carry: _Carry
+) -> _Carry:
+    """What the stack's last layer leaves; each layer's last kernel moves the index on."""
+
+    def index(carry: _Carry) -> jax.Array:
+        assert carry.index is not None
+        return carry.index[0]
+
+    # The comparison is not the layer's as well: XLA's graph of a loop whose condition launches
+    # nothing reads it without waiting for the layer.
+    after = lax.while_loop(
+        lambda carry: index(carry) < stack.size,
+        lambda carry: layer(stack, index(carry), carry)[0],
+        carry._replace(index=jnp.zeros(1, jnp.int32)),
+    )
+    return after._replace(index=None)

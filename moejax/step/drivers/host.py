@@ -100,8 +100,8 @@ class HostRunner(Runner):
         kind = step.kind if output or step.kind == "decode" else "prefill"
         traced, forced = output and bool(self.steps.trace_arrays), step.forced and part == "route"
         context = step.context if part == "attend" else None
-        flags = dict(traced=traced, forced=forced, context=context)
-        return ProgramKey(kind, step.rows, **flags, part=part, run=run)
+        key = ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
+        return key._replace(context=context)
 
     def _bind(self, step: ProgramKey) -> Parts:
         """The executables of a kind of step."""
