@@ -178,7 +178,8 @@ def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[
     k, most = forced.top_k, min(forced.experts, rows * forced.top_k)
     if prompt > 1:
         return [Case(rows, k, prompt=prompt)]
-    first = rows == min(runner.shapes.buckets or (runner.shapes.rows,))
+    # In the bucket of a whole tile, whose steps may miss as many experts as there are.
+    first = rows == runner.shapes.bucket(min(DECODE_TILE, runner.shapes.rows))
     doubled = [n for n in _powers(forced.experts) if k < n <= most]
     counts = sorted({n for n in (k, *doubled, most) if n <= forced.cells})
     found = [Case(rows, active) for active in counts]

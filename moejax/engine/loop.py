@@ -38,6 +38,7 @@ from moejax.requests.request import Request, append_logprobs, append_prompt_logp
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.hooks import Hooks
+from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer
@@ -103,7 +104,7 @@ class Engine:
         self._requests = itertools.count()
         self._steps = itertools.count()
         self._block_table: tuple[int, jax.Array] | None = None
-        self._compiled: set[tuple[str, int]] = set()
+        self._compiled: set[ProgramKey] = set()
         self._lock, self._busy = threading.RLock(), False
         self._abandoned: list[Request] = []
         """To be aborted once what the engine does is done."""
@@ -374,9 +375,10 @@ class Engine:
         if self.hooks is not None:
             placed = placed_rows(work, positions, runner.shapes)
             hooks = self.hooks(placed)
-        table, bucket = self._device_block_table(), rows
+        table = self._device_block_table()
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
+            program = ProgramKey(kind)
             output = runner.prefill(
                 prefill_batch(work, runner.shapes),
                 table,
@@ -385,16 +387,15 @@ class Engine:
                 hooks=hooks,
             )
         else:
-            kind = "decode"
+            kind, program = "decode", runner.decode_key(positions)
             output = runner.decode(positions, table, stages=stages, hooks=hooks)
-            bucket = output.logits.shape[0]
         if self.control is not None:
             self.control.after_dispatch(number)
         logprobs, chosen = None, work.sampled()
         if chosen:
             _, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
-        now, first = time.perf_counter(), (kind, bucket) not in self._compiled
-        self._compiled.add((kind, bucket))
+        now, first = time.perf_counter(), program not in self._compiled
+        self._compiled.add(program)
         self.events.append(Event("dispatch", number, now))
         moved = stages, runner.transfers
         assert runner.results is not None

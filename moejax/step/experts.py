@@ -14,7 +14,7 @@ from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.tables import Tables, hand_over, seat_absent
 from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
-from pallas_kernels.combine import combine
+from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.cpu.arena import OwnedArena
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
@@ -459,3 +459,16 @@ def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax
     with jax.named_scope("combine"):
         y = y.reshape(*weights.shape, -1)
         return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))
+
+
+def add_experts_and_count(
+    x: jax.Array, y: jax.Array, weights: jax.Array, index: jax.Array | None, ops: Ops
+) -> tuple[jax.Array, jax.Array | None]:
+    """(add_experts, int32[1] index + 1), of which the kernel makes both. index: None is not
+    counted."""
+    if index is None:
+        return add_experts(x, y, weights, ops), None
+    with jax.named_scope("combine"):
+        y = y.reshape(*weights.shape, -1)
+        both = combine_and_count(x, y, weights, index, implementation=ops.combine)
+        return lax.optimization_barrier(both)

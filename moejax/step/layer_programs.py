@@ -84,6 +84,7 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
     if (
         key.kind in STEPS
         and not (flags or bucket or key.staged)
+        and (key.context is None or (key.kind, key.part) == ("decode", "attend"))
         and of_run == (key.part in OF_RUNS)
     ):
         args, donated = parts.args().get(key.part or "", (None, ()))

@@ -71,10 +71,17 @@ class StepShapes:
     """Passes over a layer's experts in prefill."""
     buckets: tuple[int, ...] = ()
     """Row counts that decode is compiled for, ascending, the last one R; empty: R alone."""
+    contexts: tuple[int, ...] = ()
+    """Pages of the longest sequence of a step that decode is compiled for, ascending, the last one
+    B; empty: B alone."""
 
     def bucket(self, rows: int) -> int:
         """The smallest row count that decode is compiled for and that holds so many rows."""
         return next((b for b in self.buckets if b >= rows), self.rows)
+
+    def context(self, pages: int) -> int:
+        """The fewest pages that decode is compiled for and that hold so many of each sequence."""
+        return next((b for b in self.contexts if b >= pages), self.blocks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ _BY_ROWS = ("decode", "greedy", "sample", "add_bias", "adjust", "logprobs")
 
 
 class ProgramKey(NamedTuple):
-    """Which program; it prints as `prefill_staged`, `decode@16` or `decode/attend.0`."""
+    """Which program; it prints as `prefill_staged`, `decode_pages64@16` or `decode/attend.0`."""
 
     kind: Kind
     rows: int | None = None
@@ -99,6 +99,9 @@ class ProgramKey(NamedTuple):
     maps: MapSearch | None = None
     """How a decode step searches expert maps, which are its last argument; also of what writes
     them."""
+    context: int | None = None
+    """Most pages of a sequence in a decode step, which decide how many programs attention has;
+    None: the most there are."""
     part: str | None = None
     """Which part of a step, see layer_programs; None: all of it."""
     run: int | None = None
@@ -109,6 +112,8 @@ class ProgramKey(NamedTuple):
         flags = [flag for flag, on in given.items() if on]
         if self.maps is not None:
             flags.append(f"maps{self.maps.capacity}x{self.maps.distance}")
+        if self.context is not None:
+            flags.append(f"pages{self.context}")
         rows = "" if self.rows is None else f"@{self.rows}"
         if self.part is None:
             return "_".join((self.kind, *flags)) + rows
@@ -156,6 +161,8 @@ class Programs:
         of_step = key.traced or key.forced or key.staged
         if (key.maps is not None) > (key.kind in ("decode", "write_maps")):
             raise ValueError(f"no program {str(key)!r}: decode steps search expert maps")
+        if key.context is not None and key.kind != "decode":
+            raise ValueError(f"no program {str(key)!r}: only decode steps have a context")
         if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
             if key.kind in STEPS:
                 return self._step(key)
@@ -229,12 +236,13 @@ class Programs:
         return PrefillBatch._make(prefill), block_table, rows
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
-        """What the step computes of a batch: the first rows, all chunks; current tokens are all
-        kept."""
+        """What the step computes of a batch: the first rows and their first pages, all chunks;
+        current tokens are all kept."""
         if key.kind != "decode":
             return tuple(batch)
-        tokens, *others = batch
-        return tokens, *(values[: self.tokens(key)] for values in others)
+        tokens, positions, block_table = batch
+        rows = self.tokens(key)
+        return tokens, positions[:rows], block_table[:rows, : key.context]
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
         """The context of a step, or of what moves experts outside of one. stores: as traced."""

@@ -201,7 +201,7 @@ class Runner:
         """Begins to compile what the first requests need, then what later ones may, while those
         run. runs: of equal layers, how many and whether they have experts."""
         first = self._bucket(1)
-        steps = ProgramKey("decode", first), ProgramKey("prefill")
+        steps = self._decodes()[0], ProgramKey("prefill")
         self.need(*(key for step in steps for key in self._calls(step)), ProgramKey("regrant"))
         if self.queue:
             self.need(ProgramKey("drain"))
@@ -233,9 +233,25 @@ class Runner:
         return None if bucket == self.shapes.rows else bucket
 
     def _decodes(self) -> list[ProgramKey]:
-        """A decode step in every bucket."""
+        """A decode step in every bucket, those of the shortest contexts first."""
         buckets = self.shapes.buckets or (self.shapes.rows,)
-        return [ProgramKey("decode", self._bucket(rows)) for rows in buckets]
+        contexts = self.shapes.contexts or (self.shapes.blocks,)
+        found = [self._decode_key(rows, pages) for pages in contexts for rows in buckets]
+        return list(dict.fromkeys(found))
+
+    def _decode_key(self, rows: int, pages: int) -> ProgramKey:
+        """The decode step for so many rows, of sequences with so many pages at most."""
+        context = self.shapes.context(pages)
+        known = None if context == self.shapes.blocks else context
+        return ProgramKey("decode", self._bucket(rows), context=known)
+
+    def decode_key(self, positions: np.ndarray) -> ProgramKey:
+        """The smallest decode step that holds these positions int32[R], −1: an empty row."""
+        rows = self.shapes.rows
+        if len(self.shapes.buckets) > 1:
+            rows = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
+        longest = int(np.max(positions, initial=0))
+        return self._decode_key(rows, longest // self.layout.page.block_size + 1)
 
     def _calls(self, step: ProgramKey) -> list[ProgramKey]:
         """The executables that a step calls."""
@@ -253,6 +269,15 @@ class Runner:
 
     def _call(self, key: ProgramKey, *args):
         return self._executable(key).result()(*args)
+
+    def _need_decodes(self, *, staged: bool = False, maps: MapSearch | None = None) -> None:
+        """Begins to compile every decode step with these fields of its key. Those of the shortest
+        contexts every request needs, the others only when it has grown."""
+        steps = self._decodes()
+        for step in steps:
+            for key in self._calls(step):
+                needed = self.need if step.context == steps[0].context else self._executable
+                needed(key._replace(staged=staged, maps=maps))
 
     def wait_compiled(self, everything: bool = False) -> None:
         """Blocks until the executables that every request needs exist. everything: also those that
@@ -327,8 +352,8 @@ class Runner:
             lambda a: jnp.zeros(a.shape, a.dtype, device=self._sharding),
             self.programs().maps(search),
         )
-        steps = [key for step in self._decodes() for key in self._calls(step)]
-        self.need(ProgramKey("write_maps", maps=search), *(k._replace(maps=search) for k in steps))
+        self.need(ProgramKey("write_maps", maps=search))
+        self._need_decodes(maps=search)
 
     def write_maps(self, rows: MapRows) -> None:
         """Writes rows of the store of expert maps, for the steps to come."""
@@ -343,8 +368,8 @@ class Runner:
 
     def prepare_stages(self) -> None:
         """As prepare, of what steps with stage lists need."""
-        for step in (*self._decodes(), ProgramKey("prefill")):
-            self.need(*self._calls(step._replace(staged=True)))
+        self.need(*self._calls(ProgramKey("prefill", staged=True)))
+        self._need_decodes(staged=True)
 
     def executables(self) -> tuple[ProgramKey, ...]:
         """What was compiled so far. Budgets, policies and placement add nothing."""
@@ -403,15 +428,11 @@ class Runner:
         stages: Entries | None = None,
         hooks: Hooks | None = None,
     ) -> StepOutput:
-        """Dispatches a decode step on the current tokens, for as few rows as there is a program
-        for. positions int32[R], −1: empty row. stages: programs.STAGES entries. hooks: called
-        between a layer's parts, driver="host" only. The results are of that many rows."""
-        bucket = None
-        if len(self.shapes.buckets) > 1:
-            used = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
-            bucket = self._bucket(used)
-        args = self.tokens, positions, block_table
-        return self._made(self._step(ProgramKey("decode", bucket), args, forced, stages, hooks))
+        """Dispatches a decode step on the current tokens, for as few rows and pages as there is a
+        program for. positions int32[R], −1: empty row. stages: programs.STAGES entries. hooks:
+        called between a layer's parts, driver="host" only. The results are of that many rows."""
+        args, key = (self.tokens, positions, block_table), self.decode_key(positions)
+        return self._made(self._step(key, args, forced, stages, hooks))
 
     def _made(self, output: StepOutput) -> StepOutput:
         self._greedy, self.results = (output.logits, output.tokens), output.results

@@ -1,5 +1,5 @@
 """The weighted sum of a token's experts, in a fixed order."""
 
-from pallas_kernels.combine.api import combine
+from pallas_kernels.combine.api import combine, combine_and_count
 
-__all__ = ["combine"]
+__all__ = ["combine", "combine_and_count"]

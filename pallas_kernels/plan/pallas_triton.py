@@ -35,9 +35,11 @@ class Config:
 
 
 def configuration(cells: int, experts: int) -> Config:
-    """Comparisons of block × max(C, E): 8 a thread, so that nothing spills."""
+    """Comparisons of block × max(C, E): 8 a thread, so that nothing spills. Of few experts two
+    warps: from four on ptxas keeps to 48 registers there, and spills."""
     widest = pl.next_power_of_2(max(cells, experts))
-    return Config(block=max(8 * 8 * 32 // widest, 1), num_warps=8, num_stages=1)
+    warps = 2 if widest <= 16 else 8
+    return Config(block=max(8 * warps * 32 // widest, 1), num_warps=warps, num_stages=1)
 
 
 def plan(tables, layer, active):

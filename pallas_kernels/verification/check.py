@@ -15,6 +15,10 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
 
+FEW_ROWS = 4
+"""Rows of a step of few tokens: products in tiles of 16 mask the others, which makes other kernels.
+A check of 16 rows has them too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:

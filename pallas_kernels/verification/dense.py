@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.combine import combine
+from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route
-from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
 
 
 def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
@@ -36,12 +36,19 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
                 )
 
             def product(name, *operands, out=out, tile=row_tile):
-                *operands, residual = operands
-                options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
-                alone = linear(*operands, **options, implementation=name)
-                if residual is None:
-                    return alone
-                return alone, linear(*operands, residual=residual, **options, implementation=name)
+                x, *others, residual = operands
+
+                def of(rows, tile):
+                    options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
+                    few = x[:rows], *others
+                    alone = linear(*few, **options, implementation=name)
+                    if residual is None:
+                        return alone
+                    added = {"residual": residual[:rows]}
+                    return alone, linear(*few, **added, **options, implementation=name)
+
+                every = of(2 * tile, tile)
+                return (every, of(FEW_ROWS, FEW_ROWS)) if tile == 16 else every
 
             what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
             yield make_check("linear", what, dtype, inputs_of, product, out)
@@ -66,7 +73,8 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         return draw(0, (33, d), dtype), draw(1, (33, top_k, d), "float32"), weights
 
     def weighted(name, *operands):
-        return combine(*operands, implementation=name)
+        counted = combine_and_count(*operands, jnp.ones(1, jnp.int32), implementation=name)
+        return combine(*operands, implementation=name), counted
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
 

@@ -10,7 +10,7 @@ from pallas_kernels.head_linear import head_linear
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
 from pallas_kernels.verification.attention import Pages
-from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
 
 
 def head_checks(shape: ModelShape) -> Iterator[Check]:
@@ -31,7 +31,12 @@ def head_checks(shape: ModelShape) -> Iterator[Check]:
 
             def product(name, x, weights, part=part, transposed=transposed, tile=row_tile):
                 options = {"part": part, "transposed": transposed, "row_tile": tile}
-                return head_linear(x, weights, jnp.int32(1), **options, implementation=name)
+                every = head_linear(x, weights, jnp.int32(1), **options, implementation=name)
+                if tile != 16:
+                    return every
+                options["row_tile"] = FEW_ROWS
+                few = x[:FEW_ROWS], weights, jnp.int32(1)
+                return every, head_linear(*few, **options, implementation=name)
 
             what = f"{shape.heads}x{part[1] - part[0]}x{shape.latent} rows {row_tile}"
             what += " transposed" if transposed else f" behind {part[0]}"

@@ -75,7 +75,9 @@ class Line:
     spill_bytes: int
 
 
-def compile_step(card: str, model: str, key: ProgramKey) -> tuple[Compiled, dict[str, Kernel]]:
+def compile_step(
+    card: str, model: str, key: ProgramKey, max_model_len: int = 4096
+) -> tuple[Compiled, dict[str, Kernel]]:
     """A step of a model of PUBLISHED with the ops that run on this card."""
     config = parse_config(PUBLISHED[model].raw)
     ops = resolve_ops(
@@ -92,7 +94,7 @@ def compile_step(card: str, model: str, key: ProgramKey) -> tuple[Compiled, dict
         waves=KERNEL_WAVES,
         bucketed=decodes_in_buckets(config, ops),
         rows=64,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         max_num_batched_tokens=8192,
     )
     program = programs.program(key)

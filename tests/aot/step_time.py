@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import itertools
 import math
 import re
@@ -20,8 +21,10 @@ from pathlib import Path
 
 import jax
 
+from host_offload.memory.layout import BLOCK_SIZES
 from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
+from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import ProgramKey
 from pallas_kernels.expert_ffn import pallas_triton as expert_kernels
 from pallas_kernels.linear import pallas_triton as linear_kernels
@@ -340,10 +343,48 @@ def kernel_table(config: ModelConfig, work: Sequence[Work]) -> list[str]:
     return lines
 
 
-ROWS = {1: 16, 8: 16, 32: 32}
+ROWS = {1: 4, 8: 16, 32: 32}
 """Tokens → rows of the decode step that is compiled for them."""
 CONTEXT = 1024
+"""Tokens, of which a decode step has a program of its own (moejax.start.decide.shapes)."""
+BLOCK = BLOCK_SIZES[0]
 PAGED = (64, 16)
+LONG, LONG_CONTEXTS = 32768, (1024, 8192, 32768)
+"""The longest context of the table of contexts, and those that steps have there."""
+
+
+def context_table(model: str) -> list[str]:
+    """Steps where a context may be LONG: compiled for all of it and a tile of rows, and compiled
+    for their context and rows."""
+    config = parse_config(PUBLISHED[model].raw)
+    lines = [
+        "",
+        f"## {model} with up to {LONG} tokens of context",
+        "",
+        "Milliseconds a step with one program for all contexts and no fewer than 16 rows; with "
+        "programs by context; by rows too.",
+        "",
+        "| tokens | context | one program | by context | by context and rows |",
+        "|---|---|---|---|---|",
+    ]
+
+    @functools.cache
+    def compiled(rows: int, context: int) -> tuple[list[Launch], dict[str, Kernel]]:
+        pages = None if context == LONG else context // BLOCK
+        step, kernels = compile_step("h200", model, ProgramKey("decode", rows, context=pages), LONG)
+        return launches(step.thunks), kernels
+
+    for (tokens, rows), context in itertools.product(ROWS.items(), LONG_CONTEXTS):
+        tile = max(rows, DECODE_TILE)
+        # As moejax.start.decide.shapes has them of this length: a quarter of it, and again.
+        fitting = next(n for n in (LONG // 16, LONG // 4, LONG) if n >= context)
+        forms = (tile, LONG), (tile, fitting), (rows, fitting)
+        times = [
+            step_seconds(config, step_work(config, Load(tokens, context), *compiled(*form)))
+            for form in forms
+        ]
+        lines.append(f"| {tokens} | {context} | {' | '.join(f'{t * 1e3:.2f}' for t in times)} |")
+    return lines
 
 
 def page(models: Sequence[str]) -> str:
@@ -353,7 +394,8 @@ def page(models: Sequence[str]) -> str:
         config = parse_config(PUBLISHED[model].raw)
         steps = {}
         for rows in sorted(set(ROWS.values())):
-            compiled, kernels = compile_step("h200", model, ProgramKey("decode", rows))
+            key = ProgramKey("decode", rows, context=CONTEXT // BLOCK)
+            compiled, kernels = compile_step("h200", model, key)
             steps[rows] = launches(compiled.thunks), kernels
         for tokens, rows in ROWS.items():
             for cells in (None, *(c for c in PAGED if c < config.num_experts)):
@@ -385,6 +427,7 @@ def page(models: Sequence[str]) -> str:
             "**step, ms** | step over the larger floor | most time in |",
             "|---|---|---|---|---|---|---|---|---|",
             *summary,
+            *context_table(models[0]),
             *details,
             "",
         ]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.combine import api
+from pallas_kernels.combine import api, pallas_triton
 from pallas_kernels.combine.specs import SPECS, Spec
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
@@ -42,9 +42,40 @@ def check_order(implementation):
     np.testing.assert_array_equal(got, 1)
 
 
+def check_count(spec, implementation):
+    """The sum has combine's bits, the index grows by one whatever it is."""
+    counting = compiled(api.combine_and_count, donate=("index",), implementation=implementation)
+    arrays = case(spec, 0)
+    want = run(implementation, *arrays)
+    for index in (0, 46):
+        out, after = counting(*arrays, np.int32([index]))
+        same_bits(np.asarray(out), np.asarray(want))
+        np.testing.assert_array_equal(after, [index + 1])
+
+
+COUNTED = (Spec(1, "bfloat16"), Spec(17, "bfloat16", top_k=8, hidden=600))
+
+
 @each(api.IMPLEMENTATIONS, SPECS)
 def test_contract(spec, implementation):
     check(spec, implementation)
+
+
+@each(api.IMPLEMENTATIONS, COUNTED)
+def test_the_last_kernel_of_a_layer_counts(spec, implementation):
+    check_count(spec, implementation)
+
+
+def every_program(residual, y, weights, _, out, index, *, config):
+    pallas_triton._kernel(residual, y, weights, out, config=config)
+    index[0] = index[0] + 1
+
+
+@pytest.mark.nightly
+def test_count_catches_programs_that_all_count(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "_counting_kernel", every_program)
+    with pytest.raises(AssertionError):
+        check_count(Spec(5, "bfloat16"), "pallas")  # a size that no other test has compiled
 
 
 @each(api.IMPLEMENTATIONS)

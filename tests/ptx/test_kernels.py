@@ -54,6 +54,7 @@ DECODE = {
     "fill": (test_fill, test_fill.check, FILL),
     "route": (test_route, test_route.check, ROUTE),
     "combine": (test_combine, test_combine.check, COMBINE),
+    "combine_and_count": (test_combine, test_combine.check_count, test_combine.COUNTED),
     "linear": (test_linear, test_linear.check, LINEAR),
     "rms_norm": (test_rms_norm, test_rms_norm.check, RMS_NORM),
     "layer_norm": (test_layer_norm, test_layer_norm.check, LAYER_NORM),
@@ -78,6 +79,7 @@ QUICK = {
     "fill": (0, 3),
     "route": (0, 1),
     "combine": (0,),
+    "combine_and_count": (1,),
     "linear": (0, 17),
     "residual": (0,),
     "rms_norm": (0,),
@@ -111,6 +113,12 @@ def check(name, place, card="h200", copies="late"):
 @pytest.mark.parametrize(("name", "place"), of_kernels(DECODE, QUICK))
 def test_contract(name, place):
     check(name, place)
+
+
+def test_attention_has_equal_bits_with_programs_for_longer_contexts():
+    bits = test_decode_attention.test_bits_are_independent_of_the_width_of_the_block_table
+    with patched(test_decode_attention, card="h200"):
+        bits("pallas", "bfloat16")
 
 
 @pytest.mark.nightly

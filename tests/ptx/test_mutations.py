@@ -9,7 +9,7 @@ from pallas_kernels.fill.specs import Spec as FillSpec
 from pallas_kernels.linear.specs import Spec as LinearSpec
 from pallas_kernels.plan.specs import Spec as PlanSpec
 from pallas_kernels.rms_norm.specs import Spec as NormSpec
-from tests.pallas_kernels import test_fill, test_linear, test_plan, test_rms_norm
+from tests.pallas_kernels import test_combine, test_fill, test_linear, test_plan, test_rms_norm
 from tests.ptx.parse import Fault
 from tests.ptx.program import patched
 
@@ -19,6 +19,8 @@ LINEAR = LinearSpec(3, "bfloat16", inputs=2048, outputs=72)
 """Five programs of 16 columns, the last one masked, that pipeline eight tiles of depth."""
 
 SQUARE = LinearSpec(3, "bfloat16", inputs=64, outputs=64)
+
+COUNTED = test_combine.COUNTED[1]
 
 HISTORY = (
     [0, 0, 1, 0, 0],
@@ -38,6 +40,7 @@ CHECKS: dict[str, tuple] = {
     "linear square": (test_linear, lambda: test_linear.check(SQUARE, "pallas")),
     "rms_norm": (test_rms_norm, lambda: test_rms_norm.check(NormSpec((3,), "bfloat16"), "pallas")),
     "fill": (test_fill, lambda: test_fill.check(FillSpec((12, 4)), "pallas")),
+    "combine": (test_combine, lambda: test_combine.check_count(COUNTED, "pallas")),
     "plan": (test_plan, lambda: test_plan.check(PlanSpec(2, 5, 8), "pallas", HISTORY)),
     "plan routed": (
         test_plan,
@@ -158,6 +161,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
         *("plan routed", replaced(BARRIER, NONE, 1), "race"),
     ),
     "its ones written beside its zeros": ("plan routed", replaced(BARRIER, NONE), "race"),
+    "the layer counted while threads read it": (
+        *("combine", lambda ptx: re.sub(BARRIER, NONE, ptx), "writes what another thread reads"),
+    ),
     "an instruction that is not known": (
         *("fill", replaced(r"add\.s32", "sad.s32"), r"unknown instruction sad\.s32"),
     ),

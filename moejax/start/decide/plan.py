@@ -103,12 +103,13 @@ class Plan:
             memory = f"{format_bytes(free.available)} of {format_bytes(free.free)}"
         versions = [f.store.version for f in steps.formats] if steps.formats else ["dense"]
         config, shapes, dtype = steps.config, steps.shapes, steps.dtype
-        ops = ops_in_use(config, steps.ops)
+        ops, block = ops_in_use(config, steps.ops), steps.layout.page.block_size
         return {
             "device": f"{steps.device_kind}, free for the arena: {memory}",
             "model": f"{sum(config.moe_layers)} layers of {config.num_experts} experts, {dtype}",
             "ops": ", ".join(f"{op} {name}" for op, name in ops.items()),
             "steps": f"driver {steps.driver}, decode rows {', '.join(map(str, shapes.buckets))}, "
+            f"contexts up to {', '.join(str(n * block) for n in shapes.contexts)}, "
             f"prefill {shapes.prefill_chunks} chunks of {shapes.chunk} tokens in {shapes.waves} "
             "waves",
             "sequences": f"{self.max_num_seqs} at once of {self.max_model_len} tokens; a prefill "

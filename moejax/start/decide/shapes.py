@@ -21,6 +21,18 @@ rows routed to it, so a prefill step wants cells for all; an eighth of the exper
 all do."""
 
 
+LEAST_CONTEXT = 1024
+"""Tokens of context below which a decode step of its own, with fewer programs of attention, would
+save nothing (docs/kernels.md)."""
+
+FEW_ROWS = 4
+"""Rows of the smallest decode step. With so few, programs of attention for the other rows cost
+nothing (docs/kernels.md); products have the tiles of 16 rows."""
+
+CONTEXTS_APART = 4
+"""How many times longer each context is that decode is compiled for."""
+
+
 def step_shapes(
     layout: SlotLayout,
     *,
@@ -32,7 +44,8 @@ def step_shapes(
 ) -> StepShapes:
     """The start-up shapes for these limits. Attention reads whole spans, so the block table is
     whole spans wide; a prefill step is at least one chunk and no more than all prompts can fill.
-    bucketed: decode is also compiled for fewer rows, since a kernel's grid is static."""
+    bucketed: decode is also compiled for fewer rows and for shorter contexts, since a kernel's grid
+    is static."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
     if rows > DECODE_TILE or bucketed:
@@ -40,12 +53,18 @@ def step_shapes(
     buckets = [rows]
     while bucketed and buckets[0] > DECODE_TILE:
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
+    if bucketed:
+        buckets.insert(0, FEW_ROWS)
+    contexts = [spans]
+    while bucketed and contexts[0] * SPAN >= CONTEXTS_APART * LEAST_CONTEXT:
+        contexts.insert(0, -(-contexts[0] // CONTEXTS_APART))
     return StepShapes(
         rows=rows,
         buckets=tuple(buckets),
         chunk=PREFILL_CHUNK,
         prefill_chunks=max(chunks, 1),
         blocks=spans * (SPAN // layout.page.block_size),
+        contexts=tuple(n * (SPAN // layout.page.block_size) for n in contexts),
         waves=waves,
     )
 

@@ -17,7 +17,7 @@ from host_offload.control.interface import MapSearch
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
-    add_experts,
+    add_experts_and_count,
     compute_materialized,
     expert_rows,
     materialize,
@@ -56,6 +56,9 @@ class _Carry(NamedTuple):
     """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
     trajectory: Trajectory | None = None
     """None: nothing is searched."""
+    index: jax.Array | None = None
+    """int32[1]: the layer in its stack, where the layer's last kernel counts; None: the loop
+    does."""
 
 
 def device_step(
@@ -96,7 +99,7 @@ def device_step(
         carry = _with_shared(carry, k, context)
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
-        x, memory, shared, records, trajectory = carry
+        x, memory, shared, records, trajectory, index = carry
         moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
@@ -113,7 +116,7 @@ def device_step(
             y, normed, (ids, weights), memory, moe_layer, records, context
         )
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
-        x = add_experts(x, y, weights, context.ops)
+        x, index = add_experts_and_count(x, y, weights, index, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
@@ -122,9 +125,11 @@ def device_step(
             probs = _probabilities(seen, stack, i, normed, tokens)
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         out = seen if few else trace, done, ahead
-        return _Carry(x, memory, y if few else None, records, trajectory), out
+        return _Carry(x, memory, y if few else None, records, trajectory, index), out
 
-    (x, memory, _, records, _), (trace, done, ahead) = _over_layers(model, layer, carry)
+    # With a stage list or a search the index is still read behind the last kernel.
+    counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)
+    (x, memory, _, records, *_), (trace, done, ahead) = _over_layers(model, layer, carry, counts)
     if records is not None:
         trace = LayerTrace.unpacked(records, trace, x.shape[0], k)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
@@ -178,10 +183,13 @@ def _experts(
 
 
 def _over_layers(
-    model: Decoder, layer: Callable[[LayerStack, jax.Array, _Carry], Any], carry: _Carry
+    model: Decoder,
+    layer: Callable[[LayerStack, jax.Array, _Carry], Any],
+    carry: _Carry,
+    counts: bool,
 ) -> tuple[_Carry, Any]:
     """What the last layer leaves, and what MoE layers give out, stacked. layer: takes its index in
-    its stack."""
+    its stack. counts: MoE layers give nothing out and carry their index themselves."""
 
     def counted(stack, carry):
         after, out = layer(stack, *carry)
@@ -189,6 +197,10 @@ def _over_layers(
 
     traces = []
     for stack in model.runs:
+        if counts and stack.is_moe:
+            carry = _counting_itself(stack, layer, carry)
+            traces.append((TraceArrays(), None, None))
+            continue
         # The index is carried: a scan copies it out of an array of indexes in every layer.
         (_, carry), trace = lax.scan(
             lambda carry, _, stack=stack: counted(stack, carry),
@@ -198,3 +210,22 @@ def _over_layers(
         if stack.is_moe:
             traces.append(trace)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
+
+
+def _counting_itself(
+    stack: LayerStack, layer: Callable[[LayerStack, jax.Array, _Carry], Any], carry: _Carry
+) -> _Carry:
+    """What the stack's last layer leaves; each layer's last kernel moves the index on."""
+
+    def index(carry: _Carry) -> jax.Array:
+        assert carry.index is not None
+        return carry.index[0]
+
+    # The comparison is not the layer's as well: XLA's graph of a loop whose condition launches
+    # nothing reads it without waiting for the layer.
+    after = lax.while_loop(
+        lambda carry: index(carry) < stack.size,
+        lambda carry: layer(stack, index(carry), carry)[0],
+        carry._replace(index=jnp.zeros(1, jnp.int32)),
+    )
+    return after._replace(index=None)

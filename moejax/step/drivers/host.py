@@ -99,7 +99,9 @@ class HostRunner(Runner):
         output = part == "output"
         kind = step.kind if output or step.kind == "decode" else "prefill"
         traced, forced = output and bool(self.steps.trace_arrays), step.forced and part == "route"
-        return ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
+        context = step.context if part == "attend" else None
+        key = ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
+        return key._replace(context=context)
 
     def _bind(self, step: ProgramKey) -> Parts:
         """The executables of a kind of step."""

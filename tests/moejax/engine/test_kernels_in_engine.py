@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM
+from moejax.start.decide import shapes
 from pallas_kernels import OPS
 from tests.moejax.engine_runs import run, set_budget
 from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
@@ -22,8 +23,12 @@ JOBS = three_jobs(vocabulary=4096)
 
 @pytest.fixture(scope="module")
 def llm():
-    with interpreted_llm("demo", **LIMITS) as llm:
-        yield llm
+    """Decode is compiled for contexts of 64 tokens too: one job's is longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "LEAST_CONTEXT", 32)
+        with interpreted_llm("demo", **LIMITS) as llm:
+            assert llm.engine.runner.shapes.contexts == (4, 8)
+            yield llm
 
 
 @pytest.mark.nightly
@@ -38,13 +43,15 @@ def test_budgets_and_company_change_no_bit(llm):
     kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
     set_budget(llm, [EXPERTS] * LAYERS, kv)
     alone = [run(llm, [job])[0] for job in JOBS]
-    # 17 more requests: decode runs in its bucket of 32 rows as well.
+    # 17 more requests: decode runs in its bucket of 32 rows as well, and all in the context of
+    # the longest.
     company = [dataclasses.replace(job, arrival=0) for job in JOBS[:1] * 17]
     for cells, others in (([0] * LAYERS, []), ([5, 0, 16, 2], company)):
         set_budget(llm, cells, kv)
         together = run(llm, [*others, *JOBS])[len(others) :]
         assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
-    assert {"decode@16", "decode"} <= {*map(str, llm.engine.runner.executables())}
+    steps = {"decode_pages4@4", "decode_pages4", "decode@4", "decode@16", "decode"}
+    assert steps <= {*map(str, llm.engine.runner.executables())}
 
 
 @pytest.mark.nightly

@@ -1,10 +1,18 @@
 """What a start decides from the model and the ops, before anything is allocated."""
 
+import numpy as np
 import pytest
 
 from moejax.models.config import parse_config
-from moejax.start.decide.shapes import decodes_in_buckets, ops_in_use, without_kernel
+from moejax.start.decide.shapes import (
+    decodes_in_buckets,
+    ops_in_use,
+    step_shapes,
+    without_kernel,
+)
 from moejax.start.kernels import kernel_shapes
+from moejax.step.programs import ProgramKey, Programs
+from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from tests.moejax.models.families import config_of
 
@@ -27,6 +35,47 @@ def gpu_ops(config, ops="auto"):
 def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture, ops, expected):
     config = parse_config(config_of(architecture))
     assert decodes_in_buckets(config, gpu_ops(config, ops)) is expected
+
+
+def shapes_of(rows, max_model_len, bucketed=True):
+    config = parse_config(config_of("MixtralForCausalLM"))
+    limits = dict(rows=rows, max_model_len=max_model_len, max_num_batched_tokens=512, waves=1)
+    return step_shapes(config.slot_layout(2), **limits, bucketed=bucketed)
+
+
+def test_contexts_and_rows_that_decode_is_compiled_for():
+    def tokens(max_model_len):
+        shapes = shapes_of(4, max_model_len)
+        assert shapes.contexts[-1] == shapes.blocks
+        return [16 * pages for pages in shapes.contexts]
+
+    assert tokens(4095) == [1024, 4096] and tokens(4096) == [1024, 4096]
+    assert tokens(4000) == [4032] and tokens(100) == [128]  # whole spans
+    assert tokens(32768) == [2048, 8192, 32768] and tokens(10000) == [2560, 10048]
+    assert [shapes_of(n, 128).buckets for n in (1, 40)] == [(4, 16), (4, 16, 32, 48)]
+    plain = shapes_of(40, 32768, bucketed=False)
+    assert (plain.buckets, plain.contexts) == ((48,), (plain.blocks,))
+
+
+def test_a_step_takes_the_least_program_of_contexts_and_rows():
+    runner = object.__new__(Runner)
+    runner.shapes = shapes_of(40, 32768)
+    runner.layout = parse_config(config_of("MixtralForCausalLM")).slot_layout(2)
+
+    def key(**positions):
+        given = np.full(48, -1, np.int32)
+        for row, position in positions.items():
+            given[int(row[1:])] = position
+        return str(runner.decode_key(given))
+
+    assert key() == key(r0=0, r3=2047) == "decode_pages128@4"
+    assert key(r0=2048) == key(r3=8191) == "decode_pages512@4"
+    assert key(r0=8192, r4=1) == "decode@16" and key(r47=32767) == "decode"
+    assert key(r47=0) == "decode_pages128"
+    every = [str(step) for step in runner._decodes()]
+    assert len(every) == 12 and every[0] == "decode_pages128@4" and every[-1] == "decode"
+    with pytest.raises(ValueError, match="no program 'prefill_pages8': only decode steps have"):
+        object.__new__(Programs).program(ProgramKey("prefill", context=8))
 
 
 @pytest.mark.parametrize(

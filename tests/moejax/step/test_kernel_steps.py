@@ -62,9 +62,12 @@ XLA_LAUNCHES = {"decode": 18, "prefill": 38}
 """Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
-LAYER = 16
-"""Launches of a decode layer: our 14, the layer's index and the loop's condition. (Published OLMoE
-has 21, with norms of q and k and the parts of qkv: docs/results/step_time.md.)"""
+LAYER = 15
+"""Launches of a decode layer: our 14 and the loop's condition. (Published OLMoE has 20, with norms
+of q and k and the parts of qkv: docs/results/step_time.md.)"""
+
+SHORT = ProgramKey("decode", 16, context=64)
+"""Of 1024 tokens, where there may be 4096."""
 
 TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
 """Scratch beside arguments: decode at 64 rows; a prefill step of 8192 tokens, mostly the experts'
@@ -76,7 +79,7 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 )
 @pytest.mark.parametrize(
     "key",
-    [pytest.param(ProgramKey("decode", 16), marks=pytest.mark.nightly), DECODE, PREFILL],
+    [pytest.param(SHORT, marks=pytest.mark.nightly), DECODE, PREFILL],
     ids=str,
 )
 def test_step_of_kernels(model, key):
@@ -109,7 +112,13 @@ def test_step_of_kernels(model, key):
     if kind == "decode":
         layer = [launch for launch in launch_list(compiled.thunks) if launch.in_layer]
         assert len(layer) == LAYER
+        (split,) = (launch for launch in layer if launch.name == "decode_attention_split")
+        tokens = (key.context or programs.steps.shapes.blocks) * programs.page.block_size
+        assert split.grid == (programs.tokens(key), config.kv_heads, -(-tokens // 256))
+        assert key.context in (None, *programs.steps.shapes.contexts)
         assert "copy" not in {launch.name for launch in layer}
+        # A graph's loop waits for its body by what the condition launches.
+        assert any("compare" in launch.name for launch in layer)
         assert compiled.graphs() == [True]  # launched once, the loop over layers within
         assert "dynamic-slice(" not in compiled.hlo
         # Experts are the last axis: a device starts those that are there first.
@@ -117,9 +126,7 @@ def test_step_of_kernels(model, key):
         experts = [launch.grid[2] for launch in layer if launch.name.startswith("expert_")]
         assert experts == [slots, slots]
     for kernel in kernels.values():
-        # ptxas keeps plan to 48 registers at 8 experts, for no reason that is known.
-        plan_of_8 = kernel.name.startswith("plan") and config.num_experts == 8
-        assert kernel.spill_bytes <= (16 if plan_of_8 else 0), kernel.name
+        assert kernel.spill_bytes == 0, kernel.name
         if kernel.name.partition(".")[0] in ("linear", "expert_gate_up", "expert_down", "fill"):
             assert kernel.load_bits()[128] > 0, kernel.name
 
