@@ -54,11 +54,12 @@ def test_from_a_trace_to_a_prefetch(tmp_path, capsys):
     assert [(x["layer"], x["group"]) for x in found["layers"]] == [
         *((1, "1 ahead"), (2, "1 ahead"), (3, "1 ahead"), (2, "2 ahead"), (3, "2 ahead")),
     ]
+    files[-1] = str(third := tmp_path / "third.jsonl")
     assert main(["generate", *files, *engine, "--prefetch", f"expertflow={file}", "--json"]) == 0
     said = capsys.readouterr().err
     transfers = json.loads(said[said.index("{") :])["control"]["transfers"]
     assert transfers["expertflow"]["done"] > 0
-    assert texts[0] == [json.loads(line)["text"] for line in again.read_text().splitlines()]
+    assert texts[0] == [json.loads(line)["text"] for line in third.read_text().splitlines()]
     other = tmp_path / "other"
     inputs, ids, _ = deterministic()
     trace_of(other, inputs, ids)
