@@ -169,7 +169,10 @@ def test_it_wants_whom_layers_within_the_step_size_will_use(trace, router, learn
     assert {(s.layer, s.expert) for s in decision.stages} == {
         (1, int(e)) for e in np.flatnonzero(used[1])
     }
-    assert state.horizon.steps == 1
+    assert state.horizon.steps == 1 and state.ahead[0].absent == state.ahead[0].experts
+    some = np.where(np.arange(EXPERTS) < 4, 0, nobody).astype(np.int8)
+    half, _ = learned.decide(learned.init(spec), observed(trace, 0, some))
+    assert {*half.ahead[0].absent} == {e for e in half.ahead[0].experts if e >= 4} != set()
     # All that were predicted are late.
     late, decision = learned.decide(state, observed(trace, 1, nobody))
     assert late.horizon.steps == 2
