@@ -28,7 +28,7 @@ class LayerReport(NamedTuple):
     layer: int
     """Whose experts are predicted."""
     group: str
-    """Of layers; of forests how many layers ahead."""
+    """The group of its layer; of forests how many layers they look ahead."""
     learned: Quality
     gate: Quality | None
     """What that layer's router says of the gate input of the layer that predicts (Fate); None: no
