@@ -120,8 +120,8 @@ def _grown(x: np.ndarray, y: np.ndarray, training: Training) -> Forest:
     nodes = max(tree.node_count for tree in trees)
     leaves = max(int((tree.children_left < 0).sum()) for tree in trees)
     columns = [_arrays(tree, nodes, leaves) for tree in trees]
-    stacked = [np.stack(column) for column in zip(*columns, strict=True)]
-    return Forest(*stacked, np.array([max(tree.max_depth for tree in trees)], np.int16))
+    depth = np.array([max(tree.max_depth for tree in trees)], np.int16)
+    return Forest(*(np.stack(column) for column in zip(*columns, strict=True)), depth=depth)
 
 
 def _arrays(tree: Any, nodes: int, leaves: int) -> tuple[np.ndarray, ...]:
