@@ -125,9 +125,9 @@ def grid_progress(total: int, done: int, shown: bool) -> Iterator[Callable[[], N
 
 
 @contextmanager
-def training_progress(shown: bool) -> Iterator[Callable[[int, int, int, float], None] | None]:
-    """A bar over the layers that learn, with the last epoch's recall; yields report(layer, layers,
-    epoch, recall), None when not shown."""
+def training_progress(shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar over the layers that learn, with what is said of each; yields report(layer, layers,
+    said), None when not shown."""
     if not shown:
         yield None
         return
@@ -142,8 +142,8 @@ def training_progress(shown: bool) -> Iterator[Callable[[int, int, int, float], 
     with _progress(*columns) as progress:
         task = progress.add_task("training", total=None)
 
-        def report(layer: int, layers: int, epoch: int, recall: float) -> None:
-            said = f"layer {layer}, epoch {epoch}: recall {recall:.1%}"
-            progress.update(task, description=said, completed=layer, total=layers)
+        def report(layer: int, layers: int, said: str) -> None:
+            text = f"layer {layer}, {said}"
+            progress.update(task, description=text, completed=layer, total=layers)
 
         yield report

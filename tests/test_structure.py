@@ -78,7 +78,7 @@ BAGS: dict[str, str] = {
 LATE_IMPORTS: tuple[tuple[str, str, str], ...] = (
     (r"moejax/commands/", r".*", "moejax --help and a mistake in the arguments answer at once"),
     (r"moejax/progress\.py", r"rich", "loaded where there is something to show"),
-    (r".*", r"pyarrow|matplotlib|pandas|PIL|ray|torch|transformers", "optional packages"),
+    (r".*", r"pyarrow|matplotlib|pandas|PIL|ray|sklearn|torch|transformers", "optional packages"),
     (r".*", r"orbax", "optional, and it takes seconds to import"),
 )
 """(files, top-level packages, why) that a function may import."""

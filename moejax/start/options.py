@@ -193,7 +193,7 @@ class Options:
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
         "expert_map_in_step[=FILE], chosen inside the compiled step, with --driver device; "
         "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
-        "learned_online=FILE, coactivation and layer-streaming with --driver host; "
+        "learned_online=FILE, expertflow=FILE, coactivation, layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
         "memory",
         metavar="NAME[=PATH]",

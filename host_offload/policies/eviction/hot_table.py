@@ -53,7 +53,7 @@ class HotTable(Static):
         state, decision = super().decide(state, observation)
         if state.cells is None or state.shared == (total := int(state.cells.sum())):
             return state, decision
-        cells = shared_by_rank(state.counts, total, self.least)
+        cells = shared_by_rank(state.counts, total, max(self.least, self.spare))
         return state._replace(shared=total), dataclasses.replace(decision, cells=cells)
 
 
@@ -64,6 +64,15 @@ def shared_by_rank(counts: np.ndarray, slots: int, least: int = 0) -> np.ndarray
     left = best.sum(axis=1)[:, None] - np.cumsum(best, axis=1)
     misses = np.concatenate([best.sum(axis=1)[:, None], left], axis=1)
     return allocate("marginal", misses, slots, least=least).cells.astype(np.int32)
+
+
+def beside_prefetches(spare: int) -> HotTable:
+    """The hot table of PreScope beside its buffers (section 4.4): of each layer `spare` cells are
+    left to who comes ahead of need, the layer's own prefetch group, so that what comes for one
+    layer never overwrites what another one reads. Who is loaded on demand and is not hot gets no
+    cell: it is read through, by way of the two buffers of the native queue, one of which is filled
+    while the other one is read. It stages nobody, since prefetches are the placement's."""
+    return HotTable(spare=spare, writes=HotTable.writes - {"stages"})
 
 
 def fit(trace: Trace) -> HotTable:

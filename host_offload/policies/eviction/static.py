@@ -45,7 +45,11 @@ class Static:
     moments: frozenset[Moment] = frozenset({Moment.STEP_END})
     needs: frozenset[str] = frozenset({"counts", "phase", "cells"})
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "fill_version", "stages"})
+    """Without "stages" nobody is staged: the hot ones come when they miss, and transfers are
+    somebody else's."""
     victim_weights: tuple[int, int, int] = (1, 0, 0)
+    spare: int = 0
+    """Cells of each layer that the hot set leaves to who comes ahead of need."""
 
     @property
     def known(self) -> bool:
@@ -53,6 +57,8 @@ class Static:
         return self.hot is not None
 
     def init(self, spec: Spec) -> Seen:
+        if self.spare < 0:
+            raise ValueError(f"spare cells of a layer are 0 or more, not {self.spare}")
         counts = np.zeros((spec.layers, spec.experts), np.int64)
         if self.hot is not None:
             if len(self.hot) != spec.layers:
@@ -79,11 +85,13 @@ class Static:
             return state._replace(again=max(state.again - 1, 0)), Decision()
         order = np.argsort(-state.counts, axis=1, kind="stable")
         rank = np.argsort(order, axis=1)
-        hot = (rank < seen.cells[:, None]) & (state.counts > 0)
+        hot = (rank < seen.cells[:, None] - self.spare) & (state.counts > 0)
         # The hottest of all layers first: each transfer saves as much as it can.
         layer, expert = np.nonzero(hot)
         first = np.argsort(-state.counts[layer, expert], kind="stable")
-        stages = tuple(Stage(int(layer[i]), int(expert[i]), cause="hot") for i in first)
+        stages = None
+        if "stages" in self.writes:
+            stages = tuple(Stage(int(layer[i]), int(expert[i]), cause="hot") for i in first)
         if state.again == 1:
             return state._replace(again=0), Decision(stages=stages)
         state = state._replace(rows=rows, cells=seen.cells, again=observation.age + 2)

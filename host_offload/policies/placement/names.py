@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from host_offload.control.interface import Policy, Spec
+from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.placement.policy import COSTS, Placement, costs_of
 from host_offload.policies.placement.rivals import SCHEDULERS
 from host_offload.policies.prefetch.llapor.policy import Learned
@@ -30,14 +31,14 @@ def seconds(text: str) -> float:
 
 def placement_policy(placement: str) -> Placement:
     """The policy called NAME[,KEY=VALUE…]: a name of SCHEDULERS or cross_layer; costs in seconds
-    (COSTS; load=link: what the stated link takes), predict=gates, hit=R_hit at the start. Raises
-    ValueError naming what is known."""
+    (COSTS; load=link: what the stated link takes), predict=gates, hit=R_hit at the start, buffers=N
+    (with_placement). Raises ValueError naming what is known."""
     name, *given = placement.split(",")
     name = ALIASES.get(name, name)
     if name not in SCHEDULERS:
         known = ", ".join((*SCHEDULERS, *ALIASES))
         raise ValueError(f"unknown placement {name!r}; known: {known}")
-    known = ", ".join((*COSTS, "predict", "hit"))
+    known = ", ".join((*COSTS, "predict", "hit", "buffers"))
     settings: dict[str, Any] = {}
     stated: dict[str, float] = {}
     for pair in given:
@@ -69,9 +70,16 @@ def _hit(value: str) -> dict[str, float]:
     return {"hit": hit}
 
 
+def _buffers(value: str) -> dict[str, int]:
+    if not value.isdecimal():
+        raise ValueError(f"buffers are cells of each layer, 0 or more, not {value!r}")
+    return {"buffers": int(value)}
+
+
 _SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
     "predict": _predict,
     "hit": _hit,
+    "buffers": _buffers,
     "load": lambda value: {"load_of_link": True},
 }
 """Key → what it makes of a value; load is here where it is the link's."""
@@ -79,11 +87,13 @@ _SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
     """The policies, with the placement of that name behind them. LLaPor's networks among them
-    become what it predicts by, if it looks ahead. Raises ValueError as placement_policy, and for
-    two ways to predict."""
+    become what it predicts by, if it looks ahead; with buffers there is a hot table beside it.
+    Raises ValueError as placement_policy, and for two ways to predict."""
     if placement is None:
         return policies
     policy = placement_policy(placement)
+    if policy.buffers is not None:
+        policies = (*policies, beside_prefetches(policy.buffers))
     learned = [each for each in policies if isinstance(each, Learned)]
     if not learned:
         return (*policies, policy)
@@ -106,4 +116,5 @@ def said(policy: Placement, spec: Spec) -> str:
     costs = dataclasses.asdict(costs_of(policy, spec, record))
     parts = [policy.scheduler, *(f"{name}={value!r}" for name, value in costs.items())]
     parts += [f"predict={policy.predict}"] if policy.predict else []
+    parts += [] if policy.buffers is None else [f"buffers={policy.buffers}"]
     return ",".join([*parts, f"hit={policy.hit!r}"])

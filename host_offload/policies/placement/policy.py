@@ -70,6 +70,9 @@ class Placement:
     hit: float = 1.0
     """R_hit at the start."""
     fitted: Fitted | None = None
+    buffers: int | None = None
+    """Cells of each layer for who comes ahead, beside a hot table (hot_table.beside_prefetches,
+    which is a policy of its own); None: residents are whom eviction leaves."""
 
     @property
     def looks_ahead(self) -> bool:
@@ -127,7 +130,8 @@ class Placement:
         # Residents stay where they are, whatever the rule says of them.
         stay = {*resident}
         plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in stay))
-        free = int(seen.cells[layer]) - int(np.count_nonzero(there[layer]))
+        cells = int(seen.cells[layer]) - (self.buffers or 0)
+        free = cells - int(np.count_nonzero(there[layer]))
         return self._wanted(state, _filling(plan, free), np.flatnonzero(counts))
 
     def _wanted(

@@ -26,6 +26,7 @@ _MADE: dict[str, _Made] = {
     "expert_map_in_step": _Made(
         "expert_map.in_step:ExpertMapInStep", "expert_map.in_step:fit", "expert_map.in_step:read"
     ),
+    "expertflow": _Made(read="expertflow.policy:read"),
     "fate": _Made("fate:Fate"),
     "layer-streaming": _Made("deepspeed:LayerStreaming"),
     "learned": _Made(read="llapor.policy:read"),

@@ -1,5 +1,7 @@
 """Eviction policies by name."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,21 @@ def test_a_table_is_learned_from_a_trace_and_simulated(tmp_path):
     hot = simulate(trace, policies=(policy,), cells=2)
     flat = simulate(trace, policies=(static.fit(trace),), cells=2)
     assert hot.misses[-20:].sum() == 0 < flat.misses[-20:].sum()
+
+
+def test_a_table_leaves_spare_cells_to_who_comes_ahead(tmp_path):
+    """Experts 0, 1, 2 of layer 0 in turn, in three cells each layer of which one is spare: two are
+    hot and hit, the third is read through and gets no cell; nobody is staged."""
+    routed = [np.array([[[i % 3], [3]]]) for i in range(60)]
+    trace = write_trace(tmp_path / "trace", routed, 4)
+    table = dataclasses.replace(
+        hot_table.beside_prefetches(1), counts=hot_table.fit(trace).counts, least=3
+    )
+    found = simulate(trace, policies=(table,), cells=3)
+    assert found.misses[-30:, 0].sum() == found.read_through[-30:, 0].sum() == 10
+    assert found.control is not None and not found.control["transfers"]
+    whole = dataclasses.replace(table, spare=0)
+    assert simulate(trace, policies=(whole,), cells=3).misses[-30:].sum() == 0
 
 
 def test_a_table_of_another_model_is_refused():

@@ -80,8 +80,8 @@ FITS: dict[str, Any] = FIT | {"promoe": functools.partial(promoe.fit, training=Q
 
 def test_names():
     known = (
-        "coactivation, deepspeed, expert_map, expert_map_in_step, fate, layer-streaming, learned, "
-        "learned_online, mixtral-offloading, moe-infinity, oracle, promoe"
+        "coactivation, deepspeed, expert_map, expert_map_in_step, expertflow, fate, "
+        "layer-streaming, learned, learned_online, mixtral-offloading, moe-infinity, oracle, promoe"
     )
     assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]
     assert set(FIT) == {
@@ -97,7 +97,7 @@ def test_names():
     [
         (
             "belady",
-            "policy 'belady'; known: coactivation, deepspeed, expert_map, expert_map_in_step, fate",
+            "policy 'belady'; known: coactivation, deepspeed, expert_map, expert_map_in_step, exp",
         ),
         ("fate=x", "prefetch 'fate' learns nothing; leave out =x"),
         ("promoe", "prefetch 'promoe' needs a file that its fit wrote: promoe=PATH"),

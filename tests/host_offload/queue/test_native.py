@@ -195,6 +195,44 @@ def test_a_part_is_waited_for_and_the_entry_flips_at_the_end(queue):
     np.testing.assert_array_equal(to, BYTES)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_three_parts_of_an_expert_pass_at_once(threads):
+    """PreScope's three sub-transfers: a chunk as large as the largest part, and a thread for each.
+    With one thread they pass one after the other."""
+    to, parts = cell(), (40_000, 40_000, 20_003)
+    with NativeQueue(threads=threads, chunk_bytes=max(parts)) as queue:
+        queue.inject(Faults(seed=3, delay=0.03))
+        queue.record()
+        for _ in range(4):
+            queue.wait(queue.submit(transfer(), from_memory(to, parts)))
+            np.testing.assert_array_equal(to, BYTES)
+            to[:] = 0
+        at_once = 0
+        for _, spans in itertools.groupby(queue.spans(), lambda span: span.ticket):
+            three = [*spans]
+            assert sorted(span.first for span in three) == [0, 40_000, 80_000]
+            at_once += max(s.begin for s in three) < min(s.end for s in three)
+    assert at_once >= 3 if threads == 3 else at_once == 0
+
+
+def test_what_is_computed_while_later_parts_fly():
+    """Whoever waits for gate and up has them while down is under way, in every order of delays."""
+    early = 0
+    for seed in range(8):
+        to, entry = cell(), np.zeros(1, np.int32)
+        load = from_memory(to, (40_000, 40_000, 20_003), entry=entry.ctypes.data, value=1)
+        with NativeQueue(threads=3, chunk_bytes=40_000) as queue:
+            queue.inject(Faults(seed=seed, delay=0.02))
+            ticket = queue.submit(transfer(), load)
+            queue.wait(ticket, 0)
+            queue.wait(ticket, 1)
+            early += not entry[0]
+            np.testing.assert_array_equal(to[:80_000], BYTES[:80_000])
+            queue.wait(ticket, 2)
+            np.testing.assert_array_equal(to, BYTES)
+    assert early >= 2
+
+
 def test_parts_that_are_not_there(queue):
     to = cell()
     with NativeQueue(threads=0) as still:

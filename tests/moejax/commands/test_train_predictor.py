@@ -47,6 +47,19 @@ def test_from_a_trace_to_a_prefetch(tmp_path, capsys):
         [json.loads(line)["text"] for line in p.read_text().splitlines()] for p in (out, again)
     ]
     assert texts[0] == texts[1] and len(texts[0]) == len(words)
+    # The same with ExpertFlow's forests.
+    forests = ["--predictor", "forest", "--trees", "2", "--leaves", "16", "--reach", "2"]
+    assert main(["train-predictor", trace, file, *forests, "--model", "demo", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(x["layer"], x["group"]) for x in found["layers"]] == [
+        *((1, "1 ahead"), (2, "1 ahead"), (3, "1 ahead"), (2, "2 ahead"), (3, "2 ahead")),
+    ]
+    files[-1] = str(third := tmp_path / "third.jsonl")
+    assert main(["generate", *files, *engine, "--prefetch", f"expertflow={file}", "--json"]) == 0
+    said = capsys.readouterr().err
+    transfers = json.loads(said[said.index("{") :])["control"]["transfers"]
+    assert transfers["expertflow"]["done"] > 0
+    assert texts[0] == [json.loads(line)["text"] for line in third.read_text().splitlines()]
     other = tmp_path / "other"
     inputs, ids, _ = deterministic()
     trace_of(other, inputs, ids)
@@ -84,6 +97,16 @@ def test_what_is_refused(tmp_path, capsys):
         ([trace, out, "--stride", "4"], "stride must lie in 1…3, not 4"),
         ([trace, str(tmp_path / "no" / "where"), *QUICK], "its folder does not exist"),
         ([trace, str(tmp_path), *QUICK, "--edge", "0"], "cannot be written"),
+        ([trace, out, "--predictor", "forest"], "name it with --model"),
+        ([trace, out, "--trees", "3"], "--predictor llapor has no --trees; it has --stride"),
+        (
+            [trace, out, "--predictor", "forest", "--epochs", "3", "--model", "demo"],
+            "--predictor forest has no --epochs; it has --trees, --leaves, --reach, --seed",
+        ),
+        (
+            [trace, out, "--predictor", "forest", "--leaves", "1", "--model", "demo"],
+            "--leaves must be at least 2, got 1",
+        ),
     ):
         assert main(["train-predictor", *given]) == 2
         assert match in capsys.readouterr().err

@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.eviction.names import eviction_policy
+from host_offload.policies.placement import names
+from host_offload.queue.native import Faults
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
@@ -34,6 +37,8 @@ LIMITS: dict[str, Any] = {
     **dict(progress=False, enable_prefix_caching=False),
 }
 LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
+AT_ONCE = {"transfer_threads": 3, "chunk_bytes": "1MiB"}
+"""Of a small model a chunk is then a whole part of a record, and there is a thread for each."""
 XLA = {"ops": "xla", "link_rate": None, "link_latency": None}
 COSTS = "per_token=50us,startup=300us,accelerator=200us,attention=500us"
 
@@ -271,3 +276,29 @@ def test_the_command_line_places(capsys):
     beside = capsys.readouterr()
     assert beside.out == alone
     assert json.loads(beside.err[beside.err.index("{") :])["placement"]["experts"] > 0
+
+
+@pytest.mark.slow
+def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypatch):
+    """PreScope's AsyncIO as the engine has it: gate, up and down of an expert are three transfers
+    at once; beside a hot table loads on demand pass two buffers in turn and come into no cell; who
+    comes ahead gets a cell of its own layer. Whatever is late, the bits are the same."""
+    options = {"trace": tmp_path / "run", "trace_arrays": "gate_input", **AT_ONCE}
+    placement = f"prescope,{COSTS},predict=gates,buffers=2"
+    soon = dataclasses.replace(beside_prefetches(2), warmup=16)
+    monkeypatch.setattr(names, "beside_prefetches", {2: soon}.__getitem__)
+    with open_llm(placement=placement, **options) as llm:
+        queue = llm.engine.runner.queue
+        assert queue is not None and llm.engine.control is not None
+        run(llm, mixed_jobs()[:1], check=False)  # until the table is known
+        before = dict(llm.engine.statistics.paging)
+        queue.inject(Faults(seed=1, delay=1e-3))
+        found = run(llm, mixed_jobs(), check=False)
+        assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
+        after = llm.engine.statistics.paging
+        for what in ("read_through", "hits"):
+            assert after[what] > before[what]
+        stats, spec = llm.stats(), llm.engine.control.controller.spec
+        assert stats["placement"]["experts"] > 0 and stats["transfers"]["failed"] == 0
+        assert sum(stats["transfers"]["prefetches"].values()) > 0
+    replay(read_trace(tmp_path / "run"), spec=spec)

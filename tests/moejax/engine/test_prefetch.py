@@ -19,6 +19,7 @@ from host_offload.policies.prefetch import coactivation, moe_infinity
 from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
+from host_offload.policies.prefetch.expertflow import training as forests
 from host_offload.policies.prefetch.llapor import online, training
 from host_offload.policies.prefetch.llapor.online import LearnedOnline, Learning, Tuning
 from host_offload.policies.prefetch.llapor.training import Training
@@ -112,6 +113,8 @@ def test_no_bit_depends_on_prefetch(driver, tmp_path):
             policies += [promoe.fit(trace), coactivation.fit(trace), expert_map.fit(trace)]
             policies.append(moe_infinity.fit(trace))
             policies.append(training.fit(trace, training=Training(width=16, epochs=2)))
+            assert router is not None
+            policies.append(forests.fit(trace, router, training=forests.Training(trees=2)))
         for name in PREFETCH:
             if host or name == "random":
                 policies.append(prefetch_policy(name))
@@ -199,3 +202,31 @@ def test_networks_learn_on_beside_an_engine(tmp_path):
     trace = read_trace(tmp_path / "second")
     again = replay(trace, policies=[online.recorded(trace, policy)])
     assert again.fills.sum() == bytes_moved
+
+
+@pytest.mark.slow
+def test_forests_of_an_earlier_run_bring_experts_ahead(tmp_path):
+    """ExpertFlow in an engine, its pool of cells too: the same tokens, experts that came ahead and
+    were used, a step size that follows; a replay of the trace decides the same."""
+    prompts = [list(range(7 * i, 7 * i + 30)) for i in range(8)]
+    options: dict[str, Any] = dict(driver="host", progress=False, **LIMITS)
+    first = {**options, "trace": tmp_path / "first", "trace_arrays": "gate_input"}
+    with LLM("demo", **first, prefetch="fate") as llm:
+        wanted = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
+        router = llm.engine.control.controller.spec.router
+    quick = forests.Training(trees=3, leaves=32)
+    forests.fit(read_trace(tmp_path / "first"), router, training=quick).fitted.write(
+        tmp_path / "forest"
+    )
+    given = f"expertflow={tmp_path / 'forest'}"
+    second = {**options, "expert_budget": "40%", "prefetch": given}
+    second |= {"trace": tmp_path / "second", "trace_arrays": "gate_input"}
+    with LLM("demo", **second) as llm:
+        assert wanted == [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
+        spec = llm.engine.control.controller.spec
+        (seat,) = llm.engine.control.controller._seats
+        assert 1 <= seat.state.horizon.steps <= 3
+        assert llm.stats()["control"]["transfers"]["expertflow"]["used"] > 0
+        fills = llm.stats()["experts"]["fills"]
+    trace = read_trace(tmp_path / "second")
+    assert replay(trace, spec=spec).fills.sum() == fills

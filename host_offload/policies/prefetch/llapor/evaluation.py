@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +11,15 @@ import numpy as np
 from host_offload.policies.prefetch.llapor.metrics import Quality, quality
 from host_offload.policies.prefetch.llapor.network import of_layer, scores
 from host_offload.policies.prefetch.llapor.policy import Learned
-from host_offload.policies.prefetch.llapor.training import samples
+from host_offload.policies.prefetch.llapor.training import Samples, samples
 from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.traces.reader import Trace
 
 CALLS = 50
 """Calls whose median is a call's time."""
+
+Predicts = Callable[[Samples, np.ndarray], np.ndarray]
+"""(samples of N rows, int[N] their places in the trace) → float32[N, E]"""
 
 
 class LayerReport(NamedTuple):
@@ -24,6 +28,7 @@ class LayerReport(NamedTuple):
     layer: int
     """Whose experts are predicted."""
     group: str
+    """The group of its layer; of forests how many layers they look ahead."""
     learned: Quality
     gate: Quality | None
     """What that layer's router says of the gate input of the layer that predicts (Fate); None: no
@@ -51,29 +56,44 @@ def evaluated(
     reports = []
     kinds = str(policy.fitted.setting("groups")).split()
     for layer, group in enumerate(kinds):
-        some = samples(trace, layer, stride).of(rows)
-        after = samples(trace, layer + stride, 0).of(rows).gate_input
         own = of_layer(policy.fitted.arrays, layer)
-        inputs = some.gate_input, some.ids, some.weights
-        learned = quality(scores(own, *inputs), some.later, some.step)
-        gate = None
-        if router is not None:
-            found = gate_scores(some.gate_input, router[layer + stride])
-            gate = quality(found, some.later, some.step)
-        one = [array[some.step == some.step[-1]] for array in inputs]
-        reports.append(
-            LayerReport(
-                layer + stride,
-                group,
-                learned,
-                gate,
-                _cosine(some.gate_input, after),
-                _call_us(own, one),
-                len(one[0]),
-                sum(array.nbytes for array in own.values()),
-            )
-        )
+
+        def call(some: Samples, token: np.ndarray, own: dict[str, np.ndarray] = own) -> np.ndarray:
+            return scores(own, some.gate_input, some.ids, some.weights)
+
+        size = sum(array.nbytes for array in own.values())
+        found = layer_report(trace, rows, layer, stride, call, router)
+        reports.append(found._replace(group=group, nbytes=size))
     return reports
+
+
+def layer_report(
+    trace: Trace,
+    rows: np.ndarray,
+    layer: int,
+    stride: int,
+    call: Predicts,
+    router: np.ndarray | None,
+) -> LayerReport:
+    """What `call` says of rows bool[tokens] at a layer as a prediction of the layer `stride` on;
+    without a group and bytes."""
+    some, token = samples(trace, layer, stride).of(rows), np.flatnonzero(rows)
+    after = samples(trace, layer + stride, 0).of(rows).gate_input
+    gate = None
+    if router is not None:
+        said = gate_scores(some.gate_input, router[layer + stride])
+        gate = quality(said, some.later, some.step)
+    last = some.step == some.step[-1]
+    return LayerReport(
+        layer + stride,
+        "",
+        quality(call(some, token), some.later, some.step),
+        gate,
+        _cosine(some.gate_input, after),
+        _call_us(call, some.of(last), token[last]),
+        int(last.sum()),
+        0,
+    )
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:
@@ -81,10 +101,10 @@ def _cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean((one * other).sum(axis=1) / np.maximum(sizes, 1e-9)))
 
 
-def _call_us(own: dict[str, np.ndarray], inputs: list[np.ndarray]) -> float:
+def _call_us(call: Predicts, some: Samples, token: np.ndarray) -> float:
     times = []
     for _ in range(CALLS):
         began = time.perf_counter()
-        scores(own, *inputs)
+        call(some, token)
         times.append(time.perf_counter() - began)
     return float(np.median(times)) * 1e6

@@ -12,6 +12,7 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from host_offload.control.rules import PolicyError
 from host_offload.control.step_record import LayerRouting, StepRows
+from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.placement.names import (
     ALIASES,
     placement_policy,
@@ -248,3 +249,27 @@ def test_there_is_nobody_to_give_experts_to():
     )
     with pytest.raises(PolicyError, match="no layer is routed"):
         Controller(told(), [policy]).begin_step(0, seconds=0.0)
+
+
+def test_buffers_bring_a_hot_table_that_leaves_cells_to_prefetches():
+    """Of each layer so many cells; the table stages nobody, since the placement does, and whoever
+    is not hot is read through. Free cells of those are not filled on demand."""
+    table, policy = with_placement(f"prescope,{STATED},predict=gates,buffers=2", [])
+    assert table == beside_prefetches(2) and policy.buffers == 2
+    assert not table.writes & policy.writes and "fill_version" in table.writes
+    assert ",buffers=2," in said(policy, told())
+    (alone,) = with_placement(f"prescope,{STATED}", [])
+    assert alone.buffers is None and "buffers" not in said(alone, told())
+    for text in ("-1", "x", ""):
+        with pytest.raises(ValueError, match="buffers are cells of each layer, 0 or more"):
+            with_placement(f"prescope,buffers={text}", [])
+    with pytest.raises(ValueError, match="spare cells of a layer are 0 or more"):
+        beside_prefetches(-1).init(told())
+    # Three cells, of which two are for who comes ahead: with one resident nothing is filled.
+    counts, cells = [3, 90, 30, 0, 10], np.array([3, 3])
+    for buffers, wanted in ((2, [1, 1, 1]), (1, [1, 0, 1])):
+        policy = placement_policy(f"fiddler,{STATED},buffers={buffers}")
+        _, decision = policy.decide(
+            policy.init(told()), seen(0, counts, there=[(0, 1)], cells=cells)
+        )
+        assert decision.execute[[0, 2, 3]].tolist() == wanted

@@ -1,0 +1,1 @@
+"""ExpertFlow's prefetch (docs/prescope.md, "ExpertFlow")."""

@@ -1,0 +1,95 @@
+"""A random forest in numpy, and what it is told: how far a later layer's choice is from what its
+gate says of an earlier layer's input.
+
+Shapes: N rows, F features, T trees, M nodes of a tree, V leaves of a tree, E experts, k top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.policies.prefetch.llapor.network import compressed, routing
+from host_offload.policies.prefetch.next_layers import softmax
+
+HISTORY = 2
+"""Layers before the one that predicts whose choices are told (ours)."""
+
+
+class Forest(NamedTuple):
+    """Regression trees, the mean of which is the answer. A leaf's children are itself."""
+
+    feature: np.ndarray
+    """int16[T, M]"""
+    threshold: np.ndarray
+    """float32[T, M]: rows with at most that go left."""
+    left: np.ndarray
+    """int16[T, M]"""
+    right: np.ndarray
+    leaf: np.ndarray
+    """int16[T, M]: the leaf that a node is, 0 for others."""
+    value: np.ndarray
+    """float32[T, V, E]"""
+    depth: np.ndarray
+    """int16[1]: most steps from a root to a leaf."""
+
+    def predicted(self, x: np.ndarray) -> np.ndarray:
+        """float32[N, E] of features float32[N, F]."""
+        trees = np.arange(len(self.feature))
+        node = np.zeros((len(x), len(trees)), np.int16)
+        rows = np.arange(len(x))[:, None]
+        for _ in range(int(self.depth[0])):
+            goes_left = x[rows, self.feature[trees, node]] <= self.threshold[trees, node]
+            node = np.where(goes_left, self.left[trees, node], self.right[trees, node])
+        found = np.zeros((len(x), self.value.shape[2]), np.float32)
+        for tree in trees:  # in order: a row's bits do not depend on how many rows there are
+            found += self.value[tree, self.leaf[tree, node[:, tree]]]
+        return found / np.float32(len(trees))
+
+
+class Seen(NamedTuple):
+    """What is known when a layer was routed."""
+
+    gate_input: np.ndarray
+    """float32[N, D], finite."""
+    ids: np.ndarray
+    """int[N, k]"""
+    weights: np.ndarray
+    """float[N, k]"""
+    history: Sequence[np.ndarray]
+    """int[N, k] of the layers before, the nearest first; at most HISTORY, fewer at the start."""
+
+
+def pre_gate(said: np.ndarray, top_k: int) -> np.ndarray:
+    """float32[N, E]: how surely each expert is chosen, by what the later layer's gate says of this
+    layer's input: k · softmax(said), at most 1."""
+    return np.minimum(top_k * softmax(said), 1).astype(np.float32)
+
+
+def features(seen: Seen, base: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
+    """float32[N, F]: the gate's guess [N, E], the choice here with its weights, the choices of the
+    layers before (zeros where there are none), the input's principal components."""
+    experts = base.shape[1]
+    ones = np.ones(seen.ids.shape, np.float32)
+    past = [routing(ids, ones, experts) for ids in seen.history[:HISTORY]]
+    past += [np.zeros_like(base)] * (HISTORY - len(past))
+    here = routing(seen.ids, seen.weights, experts)
+    parts = [base, here, *past, compressed(seen.gate_input, mean, basis)]
+    return np.concatenate(parts, axis=1, dtype=np.float32)
+
+
+def forest_of(arrays: Mapping[str, np.ndarray], layer: int, ahead: int) -> Forest:
+    """The forest of `layer` for the layer `ahead` on, of arrays named LAYER.AHEAD.NAME."""
+    return Forest(*(arrays[f"{layer}.{ahead}.{name}"] for name in Forest._fields))
+
+
+def scores(
+    arrays: Mapping[str, np.ndarray], layer: int, ahead: int, seen: Seen, said: np.ndarray
+) -> np.ndarray:
+    """float32[N, E]: the gate's guess of the layer `ahead` on, set right by the forest. said:
+    float32[N, E], that layer's gate on this layer's input."""
+    base = pre_gate(said, seen.ids.shape[1])
+    told = features(seen, base, arrays[f"{layer}.mean"], arrays[f"{layer}.basis"])
+    return base + forest_of(arrays, layer, ahead).predicted(told)

@@ -1,0 +1,275 @@
+"""ExpertFlow: its forests, its step size and its two levels of residents (docs/prescope.md)."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+from sklearn.ensemble import RandomForestRegressor
+
+from host_offload.control.interface import Moment, Observation
+from host_offload.policies.placement.caches import Horizon
+from host_offload.policies.prefetch.expertflow import policy as policy_module
+from host_offload.policies.prefetch.expertflow.evaluation import evaluated
+from host_offload.policies.prefetch.expertflow.forest import (
+    Seen,
+    features,
+    forest_of,
+    pre_gate,
+    scores,
+)
+from host_offload.policies.prefetch.expertflow.policy import ExpertFlow, Foreseen
+from host_offload.policies.prefetch.expertflow.training import NoTrainer, Training, fit, seen_of
+from host_offload.policies.prefetch.llapor.training import principal, samples
+from host_offload.policies.prefetch.names import prefetch_policy
+from host_offload.policies.prefetch.next_layers import gate_scores
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.traces.reader import Trace, TraceError
+from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, victim_key
+from tests.host_offload.policies.prefetch.llapor.test_llapor import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    deterministic,
+    split,
+    trace_of,
+)
+
+pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
+
+QUICK = Training(trees=5, leaves=64, reach=2)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    inputs, ids, _ = deterministic()
+    return trace_of(tmp_path_factory.mktemp("expertflow"), inputs, ids)
+
+
+@pytest.fixture(scope="module")
+def router() -> np.ndarray:
+    return deterministic()[2]
+
+
+@pytest.fixture(scope="module")
+def learned(trace, router) -> ExpertFlow:
+    return fit(trace, router, training=QUICK, rows=split(trace, (0.8,))[0])
+
+
+# ---- the forest
+
+
+def test_it_learns_a_router_that_follows_from_the_layer_before(trace, router, learned):
+    """On requests that it has not seen, one and two layers ahead, where reusing gates fails."""
+    reports = evaluated(learned, trace, split(trace, (0.8,))[1], router)
+    assert [(r.layer, r.group) for r in reports] == [
+        *((1, "1 ahead"), (2, "1 ahead"), (3, "1 ahead")),
+        *((2, "2 ahead"), (3, "2 ahead")),
+    ]
+    for report in reports:
+        assert min(report.learned) >= 0.98, report
+        assert report.gate is not None and report.gate.recall < 0.7
+        assert report.call_us > 0 and report.nbytes > 0
+
+
+def test_the_forest_answers_as_the_one_that_was_trained(trace, router, learned):
+    """To float32, thresholds included, of a forest that is trained here by scikit-learn."""
+    layer, ahead = 2, 1
+    rows, ids = split(trace, (0.8,))[0], trace.array("token.ids")
+    every = samples(trace, layer, ahead)
+    base = pre_gate(gate_scores(every.gate_input, router[layer + ahead]), TOP_K)
+    mean, basis = principal(every.of(rows).gate_input, QUICK.components)
+    x = features(seen_of(every, ids, layer), base, mean, basis)
+    y = np.zeros((len(x), EXPERTS), np.float32)
+    np.put_along_axis(y, every.later.astype(int), 1, axis=1)
+    one = RandomForestRegressor(
+        QUICK.trees, max_leaf_nodes=QUICK.leaves, max_features=QUICK.share, random_state=0
+    ).fit(x[rows], (y - base)[rows])
+    mine = forest_of(learned.fitted.arrays, layer, ahead)
+    np.testing.assert_allclose(mine.predicted(x), one.predict(x), atol=1e-6)
+    # Exactly at a threshold a row goes left.
+    edge = np.repeat(x[:1], 2, axis=0)
+    split_by = mine.feature[0, 0]
+    edge[0, split_by] = mine.threshold[0, 0]
+    edge[1, split_by] = np.nextafter(mine.threshold[0, 0], np.float32(np.inf))
+    np.testing.assert_allclose(mine.predicted(edge), one.predict(edge), atol=1e-6)
+    # A row's bits do not depend on who is beside it: a replay has rows in another order.
+    assert np.array_equal(mine.predicted(x)[::-1], mine.predicted(x[::-1]))
+    assert np.array_equal(mine.predicted(x)[:3], mine.predicted(x[:3]))
+
+
+def test_what_the_forest_is_told():
+    """The gate's guess, the choice with its weights, two layers before, what is left of the
+    input."""
+    ids, weights = np.array([[0, 2]]), np.array([[0.75, 0.25]], np.float32)
+    given = np.array([[1.0, 2.0]], np.float32)
+    base = np.full((1, 3), 0.5, np.float32)
+    mean, basis = np.array([1.0, 0.0], np.float32), np.array([[0.0], [2.0]], np.float32)
+    past = [np.array([[1, 2]]), np.array([[0, 1]]), np.array([[0, 2]])]
+    for history, wanted in (
+        (past, [0, 1, 1, 1, 1, 0]),
+        (past[:1], [0, 1, 1, 0, 0, 0]),
+        ([], [0] * 6),
+    ):
+        told = features(Seen(given, ids, weights, history), base, mean, basis)
+        assert told.tolist() == [[0.5] * 3 + [0.75, 0, 0.25] + wanted + [4.0]]
+    assert pre_gate(np.array([[9.0, 0.0, 0.0]]), 2)[0, 0] == 1  # nobody is chosen twice
+    assert np.isclose(pre_gate(np.zeros((1, 4)), 2), 0.5).all()
+
+
+def test_what_is_the_same_twice(trace, router, learned):
+    rows = split(trace, (0.8,))[0]
+    assert fit(trace, router, training=QUICK, rows=rows) == learned
+
+
+def test_what_cannot_be_learned_from(trace, router, tmp_path, monkeypatch):
+    inputs, ids, _ = deterministic()
+    blind = trace_of(tmp_path / "blind", inputs, ids, gate_input=0)
+    with pytest.raises(TraceError, match="has no gate inputs, which expertflow learns from"):
+        fit(blind, router)
+    with pytest.raises(ValueError, match="are not those of a model with layers"):
+        fit(trace, router[:-1])
+    for changes in ({"trees": 0}, {"leaves": 1}, {"reach": 0}):
+        with pytest.raises(ValueError, match="at least 1, leaves 2"):
+            fit(trace, router, training=dataclasses.replace(QUICK, **changes))
+    with pytest.raises(ValueError, match="at most 16383 leaves"):
+        fit(trace, router, training=dataclasses.replace(QUICK, leaves=20000))
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    with pytest.raises(NoTrainer, match=r"pip install 'moejax\[train\]'"):
+        fit(trace, router, training=QUICK)
+
+
+# ---- the policy
+
+
+def observed(trace: Trace, layer: int, version: np.ndarray, step: int = 0) -> Observation:
+    rows = list(trace.step_traces())[step]
+    assert rows.gate_input is not None and rows.weights is not None
+    one = slice(layer, layer + 1)
+    return Observation(
+        *(Moment.ROUTED, step, 0, 0, -1, layer, 0.0),
+        ids=rows.ids[:, one],
+        weights=rows.weights[:, one],
+        gate_input=rows.gate_input[:, one],
+        version=version,
+    )
+
+
+def test_it_wants_whom_layers_within_the_step_size_will_use(trace, router, learned):
+    """A layer ahead at first, two once a layer missed who was predicted, one again once somebody
+    came for nothing; the nearest layer first."""
+    spec = dataclasses.replace(spec_of(trace.header), router=router)
+    ids = next(iter(trace.step_traces())).ids
+    used = np.zeros((LAYERS, EXPERTS), bool)
+    for layer in range(LAYERS):
+        used[layer, ids[:, layer]] = True
+    nobody = np.full((LAYERS, EXPERTS), -1, np.int8)
+    state = learned.init(spec)
+    state, decision = learned.decide(state, observed(trace, 0, nobody))
+    assert {(s.layer, s.expert) for s in decision.stages} == {
+        (1, int(e)) for e in np.flatnonzero(used[1])
+    }
+    assert state.horizon.steps == 1 and state.ahead[0].absent == state.ahead[0].experts
+    some = np.where(np.arange(EXPERTS) < 4, 0, nobody).astype(np.int8)
+    half, _ = learned.decide(learned.init(spec), observed(trace, 0, some))
+    assert {*half.ahead[0].absent} == {e for e in half.ahead[0].experts if e >= 4} != set()
+    # All that were predicted are late.
+    late, decision = learned.decide(state, observed(trace, 1, nobody))
+    assert late.horizon.steps == 2
+    layers = [s.layer for s in decision.stages]
+    assert layers == sorted(layers) and {*layers} == {2, 3}
+    # All came, and one more that is not used.
+    came = np.where(used, 0, -1).astype(np.int8)
+    (one,) = late.ahead[:1]
+    spare = int(np.flatnonzero(~used[2])[0])
+    came[2, spare] = 0
+    more = Foreseen(2, (*one.experts, spare), (*one.absent, spare))
+    late = late._replace(ahead=(more, *late.ahead[1:]))
+    fewer, decision = learned.decide(late, observed(trace, 2, came))
+    assert fewer.horizon.steps == 1 and {s.layer for s in decision.stages} == {3}
+    # Whoever was there before it was predicted did not come for nothing.
+    there = late._replace(ahead=(more._replace(absent=()), *late.ahead[1:]))
+    same, _ = learned.decide(there, observed(trace, 2, came))
+    assert same.horizon.steps == 2
+    last, decision = learned.decide(same, observed(trace, 3, came))
+    assert decision.stages == ()
+    # A new step knows nothing of the rows of the one before.
+    again, _ = learned.decide(last, observed(trace, 0, came))
+    assert again.horizon == last.horizon and len(again.history) == 1
+    assert all(each.layer > 0 for each in again.ahead)
+
+
+def test_the_history_is_of_the_rows_of_this_step(trace, router, learned, monkeypatch):
+    told = []
+
+    def spy(arrays, layer, ahead, seen, said):
+        told.append((layer, ahead, [each.tolist() for each in seen.history]))
+        return scores(arrays, layer, ahead, seen, said)
+
+    monkeypatch.setattr(policy_module, "scores", spy)
+    state = learned.init(dataclasses.replace(spec_of(trace.header), router=router))
+    every = np.zeros((LAYERS, EXPERTS), np.int8)
+    ids = next(iter(trace.step_traces())).ids
+    for layer in range(LAYERS):
+        state, _ = learned.decide(state, observed(trace, layer, every))
+    of = [ids[:, layer].tolist() for layer in range(LAYERS)]
+    assert told == [(0, 1, []), (1, 1, [of[0]]), (2, 1, [of[1], of[0]])]
+
+
+def test_two_levels_of_residents(trace, router, learned):
+    """High: whom their layer used last and whom a layer within the step size is predicted to need;
+    no recency makes up for it."""
+    state = learned.init(dataclasses.replace(spec_of(trace.header), router=router))
+    every = np.zeros((LAYERS, EXPERTS), np.int8)
+    ids = [step.ids for step in trace.step_traces()]
+    state, first = learned.decide(state, observed(trace, 0, every))
+    high = np.zeros((LAYERS, EXPERTS), bool)
+    high[0, ids[0][:, 0]] = high[1, ids[0][:, 1]] = True
+    assert np.array_equal(first.prior > 0, high) and first.prior.dtype == np.int32
+    for layer in range(1, LAYERS):
+        state, _ = learned.decide(state, observed(trace, layer, every))
+    state, decision = learned.decide(state, observed(trace, 0, every, step=1))
+    high[:] = False
+    for layer in range(LAYERS):  # the last step's, but of layer 0 this one's
+        high[layer, ids[0 if layer else 1][:, layer]] = True
+    high[1, ids[1][:, 1]] = True
+    assert np.array_equal(decision.prior > 0, high)
+    oldest, newest = np.int32(1 << 30), np.int32(1)
+    keys = [
+        victim_key(age, np.int32(0), prior, np.array(learned.victim_weights, np.int32))
+        for age, prior in ((newest, np.int32(0)), (oldest, np.int32(MAX_PRIOR)))
+    ]
+    assert keys[0] < keys[1] and LOG2_UNIT > 0
+
+
+def test_a_file_keeps_it_and_another_model_is_refused(trace, router, learned, tmp_path):
+    learned.fitted.write(tmp_path / "forest.safetensors")
+    assert prefetch_policy(f"expertflow={tmp_path / 'forest.safetensors'}") == learned
+    with pytest.raises(ValueError, match="prefetch 'expertflow' needs a file that its fit wrote"):
+        prefetch_policy("expertflow")
+    with pytest.raises(ValueError, match="was fitted to a model with experts 8, this one has 9"):
+        learned.init(dataclasses.replace(spec_of(trace.header), experts=9, router=router))
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_the_simulator_has_it_ahead_of_need(trace, router, learned, pool):
+    """Of one pool layers behind the first take what they miss ahead of need; a layer of its own
+    has no cells for all whom a step uses."""
+    policy = dataclasses.replace(learned, pool=pool)
+    spec = dataclasses.replace(spec_of(trace.header), router=router, stage_entries=64)
+    alone = simulate(trace, cells=4, driver="host", spec=spec)
+    found = simulate(trace, cells=4, driver="host", spec=spec, policies=[policy])
+    assert found.control is not None and found.control["transfers"]["expertflow"]["used"] > 100
+    if pool:
+        assert found.misses[:, 1:].sum() < 0.6 * alone.misses[:, 1:].sum()
+
+
+def test_the_step_size_stays_within_what_was_trained(trace, router, learned):
+    """There are forests of up to two layers ahead, whatever is late."""
+    spec = dataclasses.replace(spec_of(trace.header), router=router)
+    nobody = np.full((LAYERS, EXPERTS), -1, np.int8)
+    state = learned.init(spec)
+    for step in range(2):
+        for layer in range(LAYERS):
+            state, _ = learned.decide(state, observed(trace, layer, nobody, step))
+    assert state.horizon == Horizon(2, 2)
