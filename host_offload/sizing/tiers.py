@@ -61,12 +61,12 @@ class StorageModel:
         if least < 1 or self.host_rate <= 0 or self.packed_rate < 0 or not 0 < self.kappa <= 1:
             raise ValueError(f"no machine is {self}")
 
-    def experts_bytes(self, placement: np.ndarray) -> int:
+    def experts_bytes(self, placement: np.ndarray, halves: int = 2) -> int:
         """C_exp: what experts take of the device, residents and the window of two layers, each as
-        large as the largest where layers differ."""
+        large as the largest where layers differ; or with so many halves of that alone."""
         dense, packed, _ = placement.sum(axis=0).tolist()
         streamed = placement[:, HOST] + (0 if self.direct else placement[:, PACKED])
-        of_dense = (dense + 2 * int(streamed.max())) * self.record_bytes
+        of_dense = (dense + halves * int(streamed.max())) * self.record_bytes
         return of_dense + packed * math.ceil(self.kappa * self.record_bytes - 1e-6)
 
     def layer_seconds(self, placement: np.ndarray) -> np.ndarray:

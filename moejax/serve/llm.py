@@ -55,7 +55,7 @@ from moejax.serve.generation import (
 from moejax.start.build import start_engine
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.shapes import ops_in_use
-from moejax.start.decide.transfers import cache_of, new_builder
+from moejax.start.decide.transfers import cache_of, new_builder, stored_versions
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
@@ -191,6 +191,7 @@ class LLM:
     ) -> LoadedModel:
         """The checkpoint's weights, in the versions of the precision."""
         options = settings.options
+        versions = stored_versions(settings, self.device.platform)
         with loading_progress(self.model, options.progress) as report:
             loaded = load_checkpoint(
                 directory,
@@ -199,7 +200,7 @@ class LLM:
                 report,
                 options.step,
                 options.name_map,
-                settings.versions,
+                versions,
                 in_files=options.store == "file",
                 verify_reads=options.verify_reads,
                 cache=cache_of(settings, self.device.platform),
@@ -207,9 +208,7 @@ class LLM:
                 shared=options.store == "shared",
             )
         with versions_progress(options.progress) as making:
-            return with_versions(
-                loaded, settings.versions, quantizer=options.quantizer, progress=making
-            )
+            return with_versions(loaded, versions, quantizer=options.quantizer, progress=making)
 
     # ---- what users call
 

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.integrity import same_record
 from host_offload.memory.tables import without
 from moejax.models.layers import LayerStack, Tokens
@@ -54,6 +55,9 @@ OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare
 record or LANDED into cells, a cell that nobody owns any more, a cell against its record; and cells
 of the ring from layer to layer."""
 
+OF_TIERS: tuple[Kind, ...] = ("land_packed",)
+"""Beside those, of engines with packed residents: such a record into its cell."""
+
 LANDED = 8
 """Records that one program moves into their cells, a compiled shape: calls cost the host more than
 what they say."""
@@ -73,7 +77,7 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
     one record (OF_RECORDS). Raises ValueError for another key.
     """
     parts = _Parts(programs, key)
-    if key in (ProgramKey(kind) for kind in OF_RECORDS):
+    if key in (ProgramKey(kind) for kind in OF_RECORDS + OF_TIERS[: bool(programs.steps.tiers)]):
         return _of_records(programs)[key.kind]
     if key == ProgramKey("stage"):
         args = programs.arena, programs.tables, programs.stores
@@ -316,7 +320,7 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
         """Tables in which nobody is in the cell at an arena row."""
         return without(tables, tables.cell_row == row)
 
-    return {
+    found: dict[Kind, Program] = {
         "admit": Program(admit, (tables, index, index, entries, done), (0,)),
         "land": Program(land, (arena, index, pieces), (0,)),
         "land_many": Program(land_many, (arena, programs.array(LANDED), (pieces,) * LANDED), (0,)),
@@ -324,3 +328,8 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
         "forget": Program(forget, (tables, index), (0,)),
         "compare": Program(same_record, (arena, index, pieces), ()),
     }
+    if programs.steps.tiers and programs.steps.formats is not None:
+        cell = programs.steps.formats[PACKED_VERSION].cell
+        packed = (programs.array(cell.rows, cell.hidden, dtype=jnp.uint16),)
+        found["land_packed"] = Program(land, (arena, index, packed), (0,))
+    return found

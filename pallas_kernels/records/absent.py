@@ -25,6 +25,9 @@ class AbsentRecords:
     nbytes = 0
     """Bytes that the program gets."""
 
+    def delete(self) -> None:
+        """There is nothing to free."""
+
     def stand_in(self, arena: jax.Array, implementation: str) -> jax.Array:
         """What an op gets in the store's place, of which it reads nothing: a free view of the
         arena, or the sizes, as native ops know stores without bytes (FileRecords)."""

@@ -154,10 +154,11 @@ STEPS: tuple[Step, ...] = (
     Step(
         "stream",
         "what streaming whole layers hides of their copies, batch 64 of Qwen3-30B-A3B's layers",
-        _script("transfers", "stream_device", "--json"),
+        _script("transfers", "stream_device", "--packed", "50%", "--json"),
         _script(
             *("transfers", "stream_device", "--json", "--shape", "demo", "--layers", "3"),
             *("--batch", "2", "--context", "16", "--rounds", "1", "--steps", "1"),
+            *("--packed", "50%"),
         ),
         columns=("arm", "median", "q1", "q3"),
     ),

@@ -1,13 +1,14 @@
 """What streaming by jax's own copies hides: a step beside its copies alone and its compute alone.
 
 python -m scripts.transfers stream_device [--shape qwen3-30b-a3b] [--layers 4] [--batch 64]
-    [--context 1024] [--rounds 5] [--steps 8] [--ops auto] [--json]
+    [--context 1024] [--rounds 5] [--steps 8] [--ops auto] [--packed 50%] [--json]
 
 Random weights in the sizes of a known model. In each round, a block of decode steps:
 
   compute   driver host, every expert in a cell: the same walk through layers, nothing moves
   device    driver device, every expert in a cell: what walking from Python costs is the difference
   stream    driver stream: every expert of each layer is copied, beside the layer before
+  flux-direct  with --packed: the same, but so many experts are packed residents, in their cells
   copies    those copies alone, a layer at a time
 
 Printed are medians of the rounds with their quartiles, in ms, and of ratios; stream / max(compute,
@@ -46,8 +47,11 @@ def copies(records: PinnedRecords, device: jax.Device) -> float:
     return time.perf_counter() - began
 
 
-def measure(group: Group, rounds: int, ops: str | None) -> Iterator[tuple[str, list[float]]]:
-    """Name → [median, lower quartile, upper quartile], at the group's one place."""
+def measure(
+    group: Group, rounds: int, ops: str | None, packed: str | None = None
+) -> Iterator[tuple[str, list[float]]]:
+    """Name → [median, lower quartile, upper quartile], at the group's one place. packed: share of
+    experts that are packed residents in one more arm."""
     device, (place,) = select_device(), group.places
     config = shape(group.shape, group.layers)
     # On a CPU with native ops their own queue would run.
@@ -63,6 +67,10 @@ def measure(group: Group, rounds: int, ops: str | None) -> Iterator[tuple[str, l
         "device": (loaded, {**every, "driver": "device"}),
         "stream": (separate, {"driver": "stream", "ops": ops, "expert_budget": half}),
     }
+    if packed is not None:
+        tiers = f"flux-direct,packed={packed},planner=none"
+        asked = {"driver": "stream", "ops": ops, "expert_budget": "100%", "tiers": tiers}
+        engines["flux-direct"] = separate, asked
     sizes, rows = sizes_of([group], config.num_experts), []
     with ExitStack() as stack:
         found = {
@@ -95,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=5, help="(default: %(default)s)")
     add("--steps", type=int, default=8, help="of a block (default: %(default)s)")
     add("--ops", help="(default: auto on a GPU, move=xla on a CPU, so that the arena is an array)")
+    add("--packed", metavar="SHARE", help="one more arm with so many packed residents: 50%%")
     add("--json", action="store_true", help="one JSON object an arm")
     args = parser.parse_args(arguments)
     try:
@@ -113,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             routing=args.routing,
             steps=args.steps,
         )
-        for name, (middle, low, high) in measure(group, args.rounds, args.ops):
+        for name, (middle, low, high) in measure(group, args.rounds, args.ops, args.packed):
             if args.json:
                 print(json.dumps({"arm": name, "median": middle, "q1": low, "q3": high}))
             else:

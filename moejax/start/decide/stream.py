@@ -89,7 +89,8 @@ def window_of(
             )
     if settings.tiers is not None:
         model = storage_model(steps, rates)
-        return window_at(start_placement(settings.tiers, model, given, kv_leaves), steps)
+        placement = start_placement(settings.tiers, model, given, kv_leaves, halves)
+        return window_at(placement, steps)
     resident = 0 if given is None else (given // size - halves * experts) // (layers - halves)
     resident = min(resident, experts)
     return window_at(np.tile([resident, 0, experts - resident], (layers, 1)), steps)
@@ -110,7 +111,11 @@ def halves_of(steps: StepSpec) -> int:
 
 
 def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
-    """What placements of these steps take. Raises UserError without rates."""
+    """What placements of these steps take. Raises UserError without rates, which say nothing only
+    where jax's own copies bring experts: there packed ones are computed as they are, so that as
+    many are packed as there is room for, and no planner asks how long a layer loads."""
+    if rates is None and steps.separate:
+        rates = TierRates(1.0, 1.0)
     if rates is None or steps.formats is None:
         raise UserError("the rates of tiers are measured at a start; there are none here")
     dense, packed = (version.cell.nbytes for version in steps.formats)
@@ -126,9 +131,14 @@ def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
 
 
 def start_placement(
-    tiers: Tiers, model: StorageModel, budget: int | None, kv_leaves: int | None
+    tiers: Tiers,
+    model: StorageModel,
+    budget: int | None,
+    kv_leaves: int | None,
+    halves: int = 2,
 ) -> np.ndarray:
-    """int64[L, 3], where experts begin. Shares that are given are met; by the rates as many are
+    """int64[L, 3], where experts begin. budget: for residents and so many halves of the ring;
+    kv_leaves: for them and both. Shares that are given are met; by the rates as many are
     packed as the budget and KV leave room for. Raises UserError where they do not fit into the
     budget."""
     if tiers.by == "layers":
@@ -142,13 +152,16 @@ def start_placement(
         packed = round((tiers.packed or 0.0) * model.experts)
         if tiers.packed is None:
             packed = model.balanced(model.experts - dense)
-            rooms = [room for room in (budget, kv_leaves) if room is not None]
+            rooms = [
+                (room, of) for room, of in ((budget, halves), (kv_leaves, 2)) if room is not None
+            ]
             while packed and rooms:
-                if model.experts_bytes(uniform_placement(model, dense, packed)) <= min(rooms):
+                given = uniform_placement(model, dense, packed)
+                if all(model.experts_bytes(given, of) <= room for room, of in rooms):
                     break
                 packed -= 1
         placement = uniform_placement(model, dense, min(packed, model.experts - dense))
-    if budget is not None and (taken := model.experts_bytes(placement)) > budget:
+    if budget is not None and (taken := model.experts_bytes(placement, halves)) > budget:
         raise UserError(
             f"tiers {tiers.name} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
             f"{format_bytes(taken)} ({taken} bytes), and expert_budget is {format_bytes(budget)}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,12 +11,15 @@ from host_offload.memory.store import StoreBuilder
 from host_offload.queue.cached import CacheSpec, least_records
 from host_offload.queue.pinned import PinnedBuilder
 from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
-from moejax.errors import UserError
+from moejax.checkpoints.loaded_model import LoadedModel
+from moejax.errors import UserError, user_errors
 from moejax.start.options import BOTH_MEMORIES
 from moejax.start.settings import Settings
+from moejax.start.tiers import PACKED_AS, Tiers
 from moejax.step.drivers.queued import DEMANDS
 from moejax.step.parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
+from pallas_kernels.records.absent import AbsentRecords
 
 THREADS = {False: 2, True: 4}
 """Whether a queue reads files → its threads. There one waits for the disk while another one
@@ -120,12 +124,7 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     what = "driver='stream'" if options.driver == "stream" else "transfers='queue'"
     instead = "driver='device'" if options.driver == "stream" else "transfers='ops'"
     if settings.tiers is not None:
-        raise UserError(
-            f"tiers={settings.tiers.name} needs native CPU ops, whose queue decodes packed "
-            f"residents and whose planner moves them, not driver='stream' {where}: leave tiers out "
-            "(expert_budget keeps dense experts resident), or use device='cpu' and ops='cpu' "
-            "(`python -m pallas_kernels.cpu` builds them)"
-        )
+        _check_tiers(settings.tiers, where)
     if options.store == "shared":
         raise UserError(
             f"{what} {where} keeps experts in pinned arrays of its own, not in memory "
@@ -154,6 +153,51 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
             f"or budgets need it; leave them out, or use {instead}"
         )
     return functools.partial(PinnedBuilder, chunk_bytes=options.chunk_bytes)
+
+
+def _check_tiers(tiers: Tiers, where: str) -> None:
+    """Raises UserError for tiers that only native ops serve."""
+    if not tiers.direct:
+        raise UserError(
+            f"tiers={tiers.name} decodes packed residents into the window, for which driver="
+            f"'stream' {where} has no op: use tiers='flux-direct,planner=none', which computes "
+            "them as they are packed, or device='cpu' and ops='cpu' "
+            "(`python -m pallas_kernels.cpu` builds them)"
+        )
+    if tiers.planner != "none":
+        raise UserError(
+            f"tiers={tiers.name} with planner={tiers.planner} moves residents of an arena that the "
+            f"native library owns, not that of driver='stream' {where}: add planner=none, which "
+            "keeps them where they begin"
+        )
+
+
+def stored_versions(settings: Settings, platform: str) -> tuple[str, ...]:
+    """Those that the store is loaded with: where jax's own copies bring experts, packed residents
+    are made of dense ones when they get their cells."""
+    if settings.tiers is not None and jax_copies(settings, platform):
+        return settings.precision.versions
+    return settings.versions
+
+
+def with_packed(loaded: LoadedModel, settings: Settings, platform: str) -> LoadedModel:
+    """The model with the layout of packed records, none of which are in its store. Raises UserError
+    for weights that have no such version."""
+    if settings.tiers is None or stored_versions(settings, platform) == settings.versions:
+        return loaded
+    store = loaded.store
+    with user_errors():
+        packed = dataclasses.replace(loaded.layout, version=PACKED_AS)
+    (records,) = store.arrays.values()
+    shape = (*records.shape[:2], packed.rows, packed.hidden)
+    return dataclasses.replace(
+        loaded,
+        store=dataclasses.replace(
+            store,
+            layouts={**store.layouts, PACKED_AS: packed},
+            arrays={**store.arrays, PACKED_AS: AbsentRecords(shape)},
+        ),
+    )
 
 
 def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.layer_programs import OF_RECORDS, layer_program
+from moejax.step.layer_programs import OF_RECORDS, OF_TIERS, layer_program
 from moejax.step.parts import LayerTrace, Routing, StepOutput, TraceArrays
 from moejax.step.programs import STAGES, Program, ProgramKey
 from moejax.step.runner import Runner
@@ -76,7 +76,7 @@ class HostRunner(Runner):
     # ---- executables
 
     def _program(self, key: ProgramKey) -> Program:
-        if key.part is not None or key.kind in (self.stage_key.kind, *OF_RECORDS):
+        if key.part is not None or key.kind in (self.stage_key.kind, *OF_RECORDS, *OF_TIERS):
             return layer_program(self.programs(), key)
         return super()._program(key)
 

@@ -48,7 +48,7 @@ class QueuedRunner(HostRunner):
     stage_key = ProgramKey("admit")
 
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
-        (records,) = self.store.arrays.values()
+        records = self.store.arrays[self.layout.records[0].version]
         if not isinstance(records, PinnedRecords | CachedRecords) or self.steps.queue is None:
             raise ValueError(
                 "these steps need a store of separate pinned arrays: load it with new_builder and "

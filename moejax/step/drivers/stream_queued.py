@@ -13,6 +13,10 @@ is, in the order of dispatch, which is the order of the device's stream:
 
 Write-after-read (a record lands after the layer before has computed) and read-after-write are that
 order. Nothing is read back, so the host runs ahead of the device.
+
+Packed residents have cells of their own for good, in which they are computed as they are packed, so
+nothing of them streams. They are packed when they get those cells, of the dense records: the host
+keeps no copy of them.
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from host_offload.control.window import WindowSpec
+from host_offload.control.window import PACKED_VERSION, WindowSpec
 from host_offload.queue.device import TransferLost
 from host_offload.queue.transfer import DEMAND, Transfer
+from host_offload.versions.encoders import EncodingError, encode
+from host_offload.versions.store_versions import as_weights
+from moejax.errors import UserError
 from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import check_window
-from moejax.step.layer_programs import LANDED
+from moejax.step.layer_programs import LANDED, OF_TIERS
 from moejax.step.parts import Routing
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
@@ -58,6 +65,7 @@ class QueuedStreamRunner(QueuedRunner):
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         super()._compile_first(runs)
         self.need(ProgramKey("seat"), ProgramKey("land_many"))
+        self.need(*(ProgramKey(kind) for kind in OF_TIERS[: bool(self.steps.tiers)]))
 
     @property
     def _copies_ahead(self) -> int:
@@ -65,16 +73,37 @@ class QueuedStreamRunner(QueuedRunner):
         return self.tables.address.shape[1] * len(self.records.sizes)
 
     def open_window(self, window: WindowSpec) -> None:
-        """As of StreamRunner. Raises TransferLost where a resident's record cannot be copied."""
+        """As of StreamRunner. Raises TransferLost where a resident's record cannot be copied, and
+        UserError for an expert that cannot be packed."""
         self.set_tables(window.contents())
         self.window, self._coming, self._holder = window, None, window.layers - 1
-        rows, _ = window.residents()
+        rows, versions = window.residents()
         for layer, own in enumerate(rows):
-            held = [(expert, int(own[expert])) for expert in np.flatnonzero(own >= 0).tolist()]
+            packed = (own >= 0) & (versions[layer] == PACKED_VERSION)
+            for expert in np.flatnonzero(packed).tolist():
+                pieces = (self._packed(layer, expert),)
+                land = ProgramKey("land_packed")
+                self.arena, _ = self._call(land, self.arena, np.int32(own[expert]), pieces)
+            dense = np.flatnonzero((own >= 0) & ~packed).tolist()
+            held = [(expert, int(own[expert])) for expert in dense]
             for i in range(0, len(held), LANDED):
                 for _, why in self._land_all(self._copied(layer, held[i : i + LANDED])):
                     raise TransferLost(why)
         self._begin(0)
+
+    def _packed(self, layer: int, expert: int) -> np.ndarray:
+        """uint16[rows, D]: an expert's packed record, made of its dense one."""
+        assert self.steps.formats is not None
+        dense, packed = (version.cell for version in self.steps.formats)
+        pieces = self.records.ask(layer, expert, demand=True, priority=0)
+        record = np.concatenate([np.asarray(piece) for piece in pieces.pieces()])
+        try:
+            return encode(as_weights(record[None], dense, dense.dtype), packed, workers=1)[0]
+        except EncodingError as error:
+            raise UserError(
+                f"tiers={self.steps.tiers}: layer {layer}, expert {expert} cannot be packed "
+                f"({error.reason}); leave tiers out"
+            ) from error
 
     # ---- a layer's experts
 
@@ -161,6 +190,16 @@ class QueuedStreamRunner(QueuedRunner):
         return True
 
     # ---- beside steps
+
+    def _same(self, layer: int, expert: int, row: int) -> bool:
+        """As of QueuedRunner; of a packed resident against its record made anew."""
+        assert self.window is not None
+        rows, versions = self.window.residents()
+        if rows[layer, expert] != row or versions[layer, expert] != PACKED_VERSION:
+            return super()._same(layer, expert, row)
+        record = self._packed(layer, expert)
+        held = jax.lax.dynamic_slice(self.arena, (row, 0), record.shape)
+        return np.array_equal(np.asarray(held), record)
 
     @property
     def staging_bytes(self) -> int:

@@ -107,13 +107,45 @@ def test_the_bits_are_those_of_full_residency(options):
         assert same(one, at_rest(options.get("ops", "auto")))
 
 
+@NATIVE
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        "flux-direct,dense=25%,packed=50%,planner=none",
+        pytest.param("flux-direct,packed=50%,by=layers", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_residents_are_computed_as_they_are(tiers):
+    """In cells of their own beside dense ones, bytes of which are those of the window, and nothing
+    of them streams."""
+    with open_llm(tiers=tiers) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, QueuedStreamRunner)
+        found = run(llm, mixed_jobs()[:4])
+        assert not runner.faults()
+        stream, placement = llm.stats()["stream"], runner.window.placement
+        dense, packed, host = placement.sum(axis=0).tolist()
+        small = runner.layout.records[1].nbytes
+        assert packed == 4 * EXPERTS // 2 and small < RECORD
+        ring = int(placement[:, 2].max())
+        assert stream["bytes"] == (ring + dense) * RECORD + packed * small
+        assert stream["staging_bytes"] == ring * RECORD
+        assert stream["bytes_per_step"] == host * RECORD
+        moved = llm.stats()["transfers"]
+        every = stream["steps"] * host + dense + int(placement[0, 2])
+        assert sum(moved["bytes"].values()) + moved["in_flight"]["bytes"] == every * RECORD
+    assert same(found, at_rest())
+
+
 @pytest.mark.nightly
-def test_the_bits_are_those_of_full_residency_with_kernels():
+@pytest.mark.parametrize("tiers", [None, "flux-direct,dense=25%,packed=50%,planner=none"])
+def test_the_bits_are_those_of_full_residency_with_kernels(tiers):
     """Every op a Triton-lowered kernel, interpreted: decode and prefill of three chunks."""
     limits = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 192}
     jobs, found = three_jobs(vocabulary=4096), []
     for driver in ("device", "stream"):
-        with interpreted_llm("demo", driver=driver, prefill_waves=1, **limits) as llm:
+        asked = {"tiers": tiers} if driver == "stream" else {}
+        with interpreted_llm("demo", driver=driver, prefill_waves=1, **asked, **limits) as llm:
             found.append(run(llm, jobs, check=False))
             if driver == "stream":
                 assert not llm.engine.runner.faults()
@@ -456,8 +488,8 @@ def test_a_step_that_ends_in_the_middle_leaves_the_next_one_whole(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tiers": "flux"}, "tiers=flux needs native CPU ops, whose queue decodes packed residen"),
-        ({"tiers": "flux-direct,packed=25%"}, "leave tiers out (expert_budget keeps dense"),
+        ({"tiers": "flux"}, "has no op: use tiers='flux-direct,planner=none', which computes th"),
+        ({"tiers": "flux-direct,packed=25%"}, "planner=live moves residents of an arena that the"),
         ({"precision": "int8"}, "driver='stream' with ops that are not native brings dense expe"),
         ({"link_rate": "2GB/s"}, "jax's copies pass the link as it is: leave link_rate out"),
         ({"store": "file"}, "read through a cache in pinned host memory here: say how large"),

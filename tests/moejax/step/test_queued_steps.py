@@ -20,6 +20,7 @@ from moejax.step.layer_programs import EXPERT_PARTS, LANDED, OF_RECORDS, layer_p
 from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels import resolve_ops
 from pallas_kernels.records.absent import AbsentRecords
+from pallas_kernels.records.versions import VersionFormats
 from tests.aot.aot_h200 import Compiled, compile_for_h200
 from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes
 
@@ -158,6 +159,49 @@ def test_a_layer_that_streams_copies_nothing_but_records_into_cells(streaming, k
     # A prefill step's experts' outputs, float32[8192, 8, 2048], and what sorts tokens by expert.
     assert memory.temp_bytes < (640 if key.kind == "prefill" else 17) * MiB
     own, others = STREAM_LAUNCHES[key]
+    launches = collections.Counter(found.kernels())
+    assert {name: launches[name] for name in own} == own
+    assert 0 < sum(launches.values()) - sum(own.values()) <= others, launches
+
+
+@pytest.fixture(scope="module")
+def tiered(streaming) -> Programs:
+    """Those with packed residents, which are computed as they are."""
+    (dense,), (store,) = streaming.steps.layout.records, streaming.stores
+    packed = dataclasses.replace(dense, version="lossless12")
+    layout = streaming.steps.config.slot_layout(dense.itemsize, ("dense", "lossless12"), "bfloat16")
+    formats = tuple(VersionFormats(cell, cell) for cell in (dense, packed))
+    steps = dataclasses.replace(
+        streaming.steps, layout=layout, formats=formats, tiers="flux-direct"
+    )
+    other = AbsentRecords((*store.shape[:2], packed.rows, packed.hidden))
+    return dataclasses.replace(streaming, steps=steps, stores=(store, other))
+
+
+TIERED_LAUNCHES = {
+    ProgramKey("land_packed"): (collections.Counter(), 2),
+    ProgramKey("decode", part="experts"): STREAM_LAUNCHES[ProgramKey("decode", part="experts")],
+}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=[pytest.mark.slow] * (key.kind == "decode"))
+        for key in TIERED_LAUNCHES
+    ],
+    ids=str,
+)
+def test_packed_residents_are_computed_in_the_launches_of_dense_ones(tiered, key):
+    """And a packed record moves into its cell in place; nothing is decoded into memory."""
+    found = compiled(tiered, key)
+    assert found.copies(MiB) == []
+    assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
+    memory = found.memory
+    assert memory.host_argument_bytes == 0
+    assert nbytes(tiered.arena) <= memory.alias_bytes < nbytes(tiered.arena) + MiB
+    assert memory.temp_bytes < 17 * MiB
+    own, others = TIERED_LAUNCHES[key]
     launches = collections.Counter(found.kernels())
     assert {name: launches[name] for name in own} == own
     assert 0 < sum(launches.values()) - sum(own.values()) <= others, launches
