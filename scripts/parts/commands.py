@@ -32,6 +32,7 @@ COMMANDS = {
         "calls",
         "processors",
         "crossover",
+        "beside",
         "maps",
     ),
     "precision": ("shifts", "speed", "plot"),

@@ -34,7 +34,6 @@ LIMITS: dict[str, Any] = {
     **dict(progress=False, enable_prefix_caching=False),
 }
 LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
-XLA = {"ops": "xla", "link_rate": None, "link_latency": None}
 COSTS = "per_token=50us,startup=300us,accelerator=200us,attention=500us"
 
 
@@ -243,10 +242,6 @@ def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
         ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token, att"),
         ({"store": "file", "link_rate": None, "link_latency": None}, "store='file' has none"),
         ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
-        (
-            {**XLA, "transfers": "queue", "placement": f"prescope,{COSTS},load=1ms"},
-            "does not go with a queue of jax's own copies",
-        ),
         ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

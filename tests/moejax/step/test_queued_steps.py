@@ -125,7 +125,7 @@ def placed(programs) -> Programs:
 
 PLACED_LAUNCHES = {
     "absent": (collections.Counter(), 1),
-    "plan_beside": (collections.Counter(plan=1), 14),
+    "plan_beside": (collections.Counter(plan=1), 12),
     "put": (collections.Counter(), 1),
     "mark": (collections.Counter(), 1),
 }
