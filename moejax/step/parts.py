@@ -94,7 +94,7 @@ class SecondProcessor:
     attention: float = 0.0
     """From when both are done with a layer's experts to the next layer's routing, at least."""
     implementation: str = ""
-    """Of expert_ffn on it; empty: the steps' own."""
+    """That of expert_ffn on it; empty: the steps' own."""
     same_bits: bool = True
     """It computes the accelerator's bits; else outputs are a function of who computed what."""
 

@@ -19,7 +19,7 @@ from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 
 PREFIX = "recorded="
-"""Of a placement's name; a trace's directory follows."""
+"""What the name of such a placement begins with; a trace's directory follows."""
 
 Place = tuple[int, Moment, int]
 """Step, moment and layer of a decision."""

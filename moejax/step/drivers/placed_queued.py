@@ -71,7 +71,7 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="moejax-watch")
         self._open: list[_Layer] = []
         self._elsewhere = np.zeros(0, bool), np.zeros(0, np.int32)
-        """Of the running layer: what is computed beside, and the others' order."""
+        """What is computed beside of the running layer, and the others' order."""
         self._ffn: dict[tuple[str, int | None, int], Future] = {}
         super()._compile_first(runs)
         if not isinstance(self.records, PinnedRecords):
