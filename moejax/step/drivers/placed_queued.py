@@ -86,7 +86,7 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
         """Raises UserError where the store's memory cannot be computed with in place."""
         try:
             view = np.asarray(self._record(0, 0))
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             raise UserError(
                 f"placement computes experts where the store has them, and cannot: {error}; leave "
                 "placement out"
