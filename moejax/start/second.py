@@ -44,7 +44,7 @@ def parse_placement_test(text: str | None) -> SecondProcessor:
             threads = int(parts[0]), int(parts[1])
         else:
             raise UserError(f"placement_test takes threads, {', '.join(RATES)}, not {key!r}")
-    return SecondProcessor(threads, **found)
+    return dataclasses.replace(SecondProcessor(threads), **found)
 
 
 def placement_of(options: Options) -> str | None:

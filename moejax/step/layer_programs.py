@@ -28,6 +28,7 @@ from moejax.step.experts import (
 )
 from moejax.step.parts import (
     LayerTrace,
+    Leaf,
     TraceArrays,
     embedding_array,
     layer_arrays,
@@ -331,6 +332,7 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
     (record,), hidden = programs.steps.layout.records, programs.steps.layout.hidden
 
     def beside(x, record, count):
+        stores: tuple[Leaf, ...] = (AbsentRecords((1, 1, *record.shape)),)
         ids = (jnp.arange(rows, dtype=jnp.int32) >= count).astype(jnp.int32)[:, None]
         nothing = jnp.zeros((1, 1), jnp.int32)
         return expert_ffn(
@@ -338,7 +340,7 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
             x,
             ids,
             record,
-            (AbsentRecords((1, 1, *record.shape)),),
+            stores,
             0,
             nothing,
             nothing,

@@ -31,6 +31,7 @@ import numpy as np
 
 from host_offload.policies.eviction.names import eviction_policy
 from host_offload.policies.placement.names import with_placement
+from host_offload.queue.pinned import PinnedRecords
 from moejax import SamplingParams
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.random_model import random_model, shape
@@ -123,6 +124,7 @@ def _counted(engine: Engine, args: argparse.Namespace, batch: int) -> dict[str, 
 def _costs(runner: PlacedQueuedRunner, batch: int) -> dict[str, Any]:
     """Seconds: C, β, t_io; and t_c by rows."""
     step, hidden = ProgramKey("decode", runner._bucket(batch)), runner.layout.hidden
+    assert isinstance(runner.records, PinnedRecords)
     layers, experts = runner.records.shape[:2]
     every = [(layer, expert) for layer in range(layers) for expert in range(experts)]
     dtype, seconds = runner.steps.dtype, {}

@@ -161,7 +161,7 @@ class PlacedRunner(WithSecond):
         try:
             y, self.arena, self.tables, counts = parts["accelerate", None](
                 *(self.stores, self.arena, self.tables, normed, routing.ids, index),
-                Elsewhere(beside, order),
+                Elsewhere._make([beside, order]),
             )
             if not (len(mine) or second.accelerator or second.attention):
                 self._ended = None

@@ -84,6 +84,7 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
 
     def _check_view(self) -> None:
         """Raises UserError where the store's memory cannot be computed with in place."""
+        assert isinstance(self.records, PinnedRecords)
         try:
             view = np.asarray(self._record(0, 0))
         except (ValueError, RuntimeError) as error:
