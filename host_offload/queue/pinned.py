@@ -6,6 +6,7 @@ stream order with the steps. So each matrix of an expert, or each piece of one, 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 
@@ -86,6 +87,20 @@ class PinnedRecords(InPieces):
         """What a transfer copies."""
         return Given(self.of(layer, expert))
 
+    def seen_by(self, host: jax.Device, layer: int, expert: int) -> jax.Array:
+        """An expert's record uint16[rows, D] as an array of a CPU device: the same bytes, not a
+        copy, so it must not be used after `delete`. Raises ValueError for records in several
+        pieces, and where this memory is not the CPU's to read in place."""
+        if len(self.edges) != 2:
+            raise ValueError(f"a record of {len(self.edges) - 1} pieces is not in one place")
+        (piece,) = self.of(layer, expert)
+        first = piece.unsafe_buffer_pointer()
+        numbers = (ctypes.c_uint16 * piece.size).from_address(first)
+        found = jax.device_put(np.ctypeslib.as_array(numbers).reshape(piece.shape), host)
+        if found.unsafe_buffer_pointer() != first:
+            raise ValueError("jax copies pinned arrays to the CPU; they cannot be read in place")
+        return found
+
     def delete(self) -> None:
         """Frees the arrays now, whoever else refers to them. Idempotent."""
         for piece in itertools.chain.from_iterable(itertools.chain.from_iterable(self.pieces)):
@@ -93,9 +108,14 @@ class PinnedRecords(InPieces):
                 piece.delete()
 
 
-def piece_edges(record: RecordFormat, chunk_bytes: int | None) -> tuple[int, ...]:
+def piece_edges(
+    record: RecordFormat, chunk_bytes: int | None, *, whole: bool = False
+) -> tuple[int, ...]:
     """Rows where the pieces of a dense record begin, and its end: its matrices, cut further into
-    pieces of at most chunk_bytes, of a row at least, where that is given."""
+    pieces of at most chunk_bytes, of a row at least, where that is given. whole: the record is one
+    piece, which a processor beside the device can compute with where it lies."""
+    if whole:
+        return (0, record.rows)
     rows = record.rows
     if chunk_bytes is not None:
         rows = max(1, chunk_bytes // (record.hidden * 2))
@@ -110,7 +130,7 @@ class PinnedBuilder(StoreBuilder):
     """A StoreBuilder of PinnedRecords: a piece becomes a pinned array when its last row is written,
     so host memory is the store and the pieces that are not whole.
 
-    chunk_bytes: as of piece_edges. The layout is a dense record's.
+    chunk_bytes, whole: as of piece_edges. The layout is a dense record's.
     """
 
     def __init__(
@@ -121,10 +141,11 @@ class PinnedBuilder(StoreBuilder):
         device: jax.Device,
         *,
         chunk_bytes: int | None = None,
+        whole: bool = False,
     ):
         if layout.version != "dense":
             raise ValueError(f"separate pinned arrays are for dense experts, not {layout.version}")
-        self._edges = piece_edges(layout, chunk_bytes)
+        self._edges = piece_edges(layout, chunk_bytes, whole=whole)
         super().__init__(layout, layers, experts, device)
 
     def _allocate(self, device: jax.Device, memory: Allocate) -> None:

@@ -23,6 +23,7 @@ from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
 from moejax.step.drivers.placed import PlacementTotals
 from moejax.step.experts import Paging
+from moejax.step.parts import SecondProcessor
 
 KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
@@ -259,17 +260,22 @@ def stream_stats(
     }
 
 
-def placement_stats(totals: PlacementTotals | None, placement: str | None) -> dict[str, Any] | None:
+def placement_stats(
+    totals: PlacementTotals | None, placement: str | None, second: SecondProcessor | None
+) -> dict[str, Any] | None:
     """What a second processor computed beside the steps' own, as plain data; None: there is none.
+    Without `same_bits` outputs are a function of the placement.
     Seconds are sums over the `layers` in which it had experts, each from when both begin: until
     either was done, while both were at work, and from when one was done to when the other was;
     `between_s`: of `between` times, from when both were done to when the next layer's experts
     began, of which `decided_s` after its routing was known."""
-    if totals is None:
+    if totals is None or second is None:
         return None
     mean = totals.gap_s / totals.layers if totals.layers else None
     return {
         "placement": placement,
+        "implementation": second.implementation,
+        "same_bits": second.same_bits,
         "layers": totals.layers,
         "experts": totals.experts,
         "rows": totals.rows,

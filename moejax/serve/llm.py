@@ -60,7 +60,7 @@ from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
-from moejax.step.drivers.placed import PlacedRunner
+from moejax.step.drivers.placed import WithSecond
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
@@ -385,8 +385,9 @@ class LLM:
                 "store": store_stats(engine, self.options),
                 "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
                 "placement": placement_stats(
-                    runner.placement_totals if isinstance(runner, PlacedRunner) else None,
+                    runner.placement_totals if isinstance(runner, WithSecond) else None,
                     settings.placement,
+                    runner.steps.second,
                 ),
                 "stream": stream_stats(
                     runner.window,

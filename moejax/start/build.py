@@ -40,6 +40,7 @@ from moejax.start.settings import Settings, settings_of
 from moejax.start.tiers import measured_rates
 from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.placed import PlacedRunner
+from moejax.step.drivers.placed_queued import PlacedQueuedRunner
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import StreamRunner
 from moejax.step.drivers.stream_queued import QueuedStreamRunner
@@ -144,7 +145,8 @@ def make_runner(
 ) -> Runner:
     """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
     kind = (_SEPARATE if steps.separate else RUNNERS)[steps.driver]
-    kind = kind if steps.second is None else PlacedRunner
+    if steps.second is not None:
+        kind = PlacedQueuedRunner if steps.separate else PlacedRunner
     return kind(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
@@ -290,7 +292,7 @@ def router_weights(loaded: LoadedModel) -> np.ndarray:
 def _placement(plan: Plan) -> str | None:
     """The placement with every cost that it goes by, for a replay."""
     placements = [p for p in plan.settings.policies if isinstance(p, Placement)]
-    return said(placements[0], plan.spec) if placements else None
+    return said(placements[0], plan.spec) if placements else plan.settings.placement
 
 
 def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
@@ -306,6 +308,7 @@ def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
         "eviction": settings.eviction,
         "prefetch": options.prefetch,
         "placement": _placement(plan),
+        "placement_same_bits": plan.steps.second is None or plan.steps.second.same_bits,
         "precision": precision,
         "budgets": settings.budgets.stats(),
     }

@@ -200,9 +200,10 @@ class Options:
     )
     placement: str | None = _option(
         "who computes missed experts, with --driver host: prescope (or cross_layer), greedy, "
-        "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction; "
-        "a second processor, from the store in place, beside the steps' own; costs are measured, "
-        "or stated as per_token, startup, load, accelerator, attention=TIME; predict=gates, or by "
+        "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction, "
+        "or recorded=TRACE, as in that run; a second processor, from the store in place, beside "
+        "the steps' own (on a GPU add --transfers queue); costs are measured, or stated as "
+        "per_token, startup, load, accelerator, attention=TIME; predict=gates, or by "
         "--prefetch learned=FILE, brings experts ahead (docs/prescope.md; default: all are "
         "computed by the steps)",
         "memory",

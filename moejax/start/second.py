@@ -3,16 +3,20 @@ fast it is said to be."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from host_offload.control.interface import Policy
 from host_offload.control.rules import gives_away
 from host_offload.policies.placement.names import placement_policy
+from host_offload.policies.placement.recorded import PREFIX
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_duration
 from moejax.start.options import Options
 from moejax.step.parts import SecondProcessor, StepSpec
+from pallas_kernels import Ops
+from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
@@ -40,15 +44,15 @@ def parse_placement_test(text: str | None) -> SecondProcessor:
             threads = int(parts[0]), int(parts[1])
         else:
             raise UserError(f"placement_test takes threads, {', '.join(RATES)}, not {key!r}")
-    return SecondProcessor(threads, **found)
+    return dataclasses.replace(SecondProcessor(threads), **found)
 
 
 def placement_of(options: Options) -> str | None:
     """The placement with the rates of its test as costs, where those are not stated. Raises
     UserError for a name or a test that there is not."""
     test = parse_placement_test(options.placement_test)
-    if options.placement is None:
-        return None
+    if options.placement is None or options.placement.startswith(PREFIX):
+        return options.placement
     with user_errors():
         policy = placement_policy(options.placement)
     given = dict(policy.stated)
@@ -79,22 +83,49 @@ def check_places(options: Options, policies: Sequence[Policy], precision: Precis
         )
 
 
-def second_of(options: Options, policies: Sequence[Policy]) -> SecondProcessor | None:
-    """The second processor that the policies give experts to; None: there is none."""
-    return parse_placement_test(options.placement_test) if gives_away(policies) else None
+def second_of(
+    options: Options, policies: Sequence[Policy], ops: Ops, dtype: str, platform: str
+) -> SecondProcessor | None:
+    """The second processor that the policies give experts to; None: there is none. Where the steps'
+    own expert op is none of a CPU's, it is the native one, or XLA's where that is not built."""
+    if not gives_away(policies):
+        return None
+    second, own = parse_placement_test(options.placement_test), ops.expert_ffn
+    instead = "cpu" if why_not_cpu() is None and dtype in DTYPES else "xla"
+    name = own if own == "cpu" or (own, platform) == ("xla", "cpu") else instead
+    same = (name, "cpu") == (own, platform)
+    return dataclasses.replace(second, implementation=name, same_bits=same)
 
 
-def check_second(steps: StepSpec, platform: str) -> None:
+def check_second(options: Options, steps: StepSpec, platform: str) -> None:
     """Raises UserError where a second processor cannot run."""
     if steps.second is None:
         return
-    if platform != "cpu":
+    if not steps.separate:
+        if platform != "cpu" or not steps.second.same_bits:
+            raise UserError(
+                "placement beside a device with memory of its own computes experts from pinned "
+                "arrays: add transfers='queue' (--transfers queue), or leave out placement"
+            )
+        return
+    if options.placement_test is not None:
         raise UserError(
-            "placement computes experts on a second processor beside a CPU's own steps; on "
-            f"{platform} nothing of this release does; leave out placement, or use device='cpu'"
+            "placement_test states times of two groups of a CPU's cores, which transfers='queue' "
+            f"on {platform} with these ops does not have; leave it out"
         )
-    if steps.separate:
+    if options.chunk_bytes is not None:
         raise UserError(
-            "placement does not go with a queue of jax's own copies: take native ops "
-            "(ops='cpu'), or leave out transfers='queue'"
+            "placement computes a record where it lies, in one piece, and chunk_bytes cuts it; "
+            "leave chunk_bytes out"
         )
+
+
+def second_notes(second: SecondProcessor | None) -> list[str]:
+    """What results must say of a second processor."""
+    if second is None or second.same_bits:
+        return []
+    return [
+        "missed experts that a placement gives to the CPU are computed by another implementation "
+        f"({second.implementation}) with other bits: outputs are a function of the placement, "
+        "which a trace records"
+    ]

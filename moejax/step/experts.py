@@ -72,7 +72,7 @@ def page_and_compute(
     active = active_experts(ids, jnp.ones(memory.tables.address.shape[1], bool))
     planned = plan_wave
     if elsewhere is not None:
-        planned = functools.partial(_plan_beside, elsewhere=elsewhere)
+        planned = functools.partial(plan_elsewhere, elsewhere=elsewhere)
 
     def page_in(wave, carry):
         y, (arena, tables), counts = carry
@@ -176,7 +176,7 @@ def plan_wave(
     return due, missing, tables, work
 
 
-def _plan_beside(
+def plan_elsewhere(
     ids: jax.Array,
     active: jax.Array,
     tables: Tables,

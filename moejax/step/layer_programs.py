@@ -22,12 +22,14 @@ from moejax.step.experts import (
     expert_rows,
     nothing_computed,
     page_and_compute,
+    plan_elsewhere,
     plan_wave,
     seat,
     stage_layer,
 )
 from moejax.step.parts import (
     LayerTrace,
+    Leaf,
     TraceArrays,
     embedding_array,
     layer_arrays,
@@ -36,6 +38,7 @@ from moejax.step.parts import (
     step_tokens,
 )
 from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
+from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size
 from pallas_kernels.records.absent import AbsentRecords
@@ -50,6 +53,10 @@ EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
 PLACED_PARTS = ("absent", "accelerate", "beside", "combine", "join")
 """Parts of a layer's experts where a second processor computes some of them."""
 
+BESIDE_PARTS = ("absent", "plan_beside", "put", "mark")
+"""What is added to EXPERT_PARTS where a second processor computes some of them; `plan` is not
+called then."""
+
 OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare", "seat")
 """Programs of the same engines, between parts: entries of a stage list without their copies, a
 record or LANDED into cells, a cell that nobody owns any more, a cell against its record; and cells
@@ -61,6 +68,9 @@ OF_TIERS: tuple[Kind, ...] = ("land_packed",)
 LANDED = 8
 """Records that one program moves into their cells, a compiled shape: calls cost the host more than
 what they say."""
+
+PUT = {"decode": 64, "prefill": 1024}
+"""Rows of y that one program puts into their slots, a compiled shape, by kind of step."""
 
 IDLE, READ_THROUGH = -2, -1
 """In a plan's rows: the expert is not due; it has no cell."""
@@ -125,7 +135,7 @@ class _Parts:
         ids, weights = routing
         y = programs.array(ids.size, config.hidden_size, dtype=jnp.float32)
         listed = programs.array(config.num_experts)
-        flags = (config.num_experts,)
+        flags, put = (config.num_experts,), min(PUT.get(key.kind, 1), ids.size)
         # The kernel's result is an array of its own, which would be copied into a donated one.
         kernel = programs.steps.ops.combine == "pallas"
         return {
@@ -141,6 +151,18 @@ class _Parts:
             ),
             "combine": ((x, y, weights), () if kernel else (0,)),
             "absent": ((programs.tables, index), ()),
+            "plan_beside": (
+                (
+                    *(programs.tables, counts, ids, index, index),
+                    programs.array(*flags, dtype=bool),
+                ),
+                (0, 1),
+            ),
+            "put": (
+                (y, programs.array(put, y.shape[1], dtype=y.dtype), programs.array(put)),
+                (0,),
+            ),
+            "mark": ((y,), ()),
             "accelerate": (
                 (
                     *memory,
@@ -208,6 +230,31 @@ class _Parts:
         filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
         counts += plan_counts(work, missing, tables, layer, 1)
         return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
+
+    def plan_beside(self, tables, counts, ids, layer, wave, beside):
+        """As plan, without the experts under the mask bool[E], which count as active and as
+        missing."""
+        experts, context = tables.address.shape[1], self.programs.context(self.key)
+        active = active_experts(ids, jnp.ones(experts, bool))
+        elsewhere = Elsewhere(beside, jnp.zeros(experts, jnp.int32))
+        due, missing, tables, work = plan_elsewhere(
+            ids, active, tables, layer, wave, context, elsewhere
+        )
+        address = tables.address[layer]
+        row = jnp.where(address < 0, READ_THROUGH, address)
+        row = jnp.where(due & ~beside, row, IDLE)
+        filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
+        counts += plan_counts(work, missing, tables, layer, 1)
+        counts = counts.at[0].add(jnp.sum(due & beside, dtype=jnp.int32))
+        return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
+
+    def put(self, y, rows, slots):
+        """y with rows of the second processor in their slots; no slot: those past the last."""
+        return y.at[slots].set(rows, mode="drop", unique_indices=True)
+
+    def mark(self, y):
+        """A number that is there when y is."""
+        return y[0, 0]
 
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
         """y with the rows of the first `count` experts of `listed`, which have cells."""
@@ -279,6 +326,39 @@ class _Parts:
     def _tokens(self, batch) -> tuple[jax.Array, Tokens]:
         batch = self.programs.in_use(self.key, batch)
         return step_tokens(batch, self.programs.context(self.key))
+
+
+def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
+    """What a second processor with memory of its own computes of an expert, on a CPU device: the
+    first `count` of x [rows, D] by a record uint16[record rows, D]; float32[rows, D]. key: of the
+    step. Which rows those are is the caller's."""
+    second, context = programs.steps.second, programs.context(key)
+    assert second is not None
+    (record,), hidden = programs.steps.layout.records, programs.steps.layout.hidden
+
+    def beside(x, record, count):
+        stores: tuple[Leaf, ...] = (AbsentRecords((1, 1, *record.shape)),)
+        ids = (jnp.arange(rows, dtype=jnp.int32) >= count).astype(jnp.int32)[:, None]
+        nothing = jnp.zeros((1, 1), jnp.int32)
+        return expert_ffn(
+            nothing_computed(rows, hidden),
+            x,
+            ids,
+            record,
+            stores,
+            0,
+            nothing,
+            nothing,
+            jnp.zeros(1, jnp.int32),
+            jnp.int32(1),
+            activation=context.activation,
+            row_tile=context.row_tile,
+            implementation=second.implementation,
+        )
+
+    x = jax.ShapeDtypeStruct((rows, hidden), programs.steps.dtype)
+    held = jax.ShapeDtypeStruct((record.rows, hidden), jnp.uint16)
+    return Program(beside, (x, held, jax.ShapeDtypeStruct((), jnp.int32)), ())
 
 
 def record_pieces(programs: Programs) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -100,6 +100,10 @@ class SecondProcessor:
     """What one of its rows takes there."""
     attention: float = 0.0
     """From when both are done with a layer's experts to the next layer's routing, at least."""
+    implementation: str = ""
+    """That of expert_ffn on it; empty: the steps' own."""
+    same_bits: bool = True
+    """It computes the accelerator's bits; else outputs are a function of who computed what."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,6 +152,20 @@ STEPS: tuple[Step, ...] = (
         columns=("arm", "median", "q1", "q3"),
     ),
     Step(
+        "beside",
+        "what a CPU that computes missed experts beside the GPU adds; a recorded placement repeats",
+        _script("policies", "beside", "--json"),
+        _script(
+            *("policies", "beside", "--json", "--shape", "demo", "--layers", "1"),
+            *("--batch", "1", "--tokens", "4", "--expert-budget", "40%"),
+            *("--ops", "move=xla"),
+        ),
+        columns=(
+            *("arm", "batch", "tokens_per_s", "beside", "together", "gap_ms"),
+            *("per_token", "startup", "load", "same", "experts_beside"),
+        ),
+    ),
+    Step(
         "stream",
         "what streaming whole layers hides of their copies, batch 64 of Qwen3-30B-A3B's layers",
         _script("transfers", "stream_device", "--packed", "50%", "--json"),

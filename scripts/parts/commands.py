@@ -31,6 +31,7 @@ COMMANDS = {
         "calls",
         "processors",
         "crossover",
+        "beside",
         "maps",
     ),
     "precision": ("shifts", "speed", "plot"),

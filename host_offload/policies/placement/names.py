@@ -10,8 +10,10 @@ from typing import Any
 from host_offload.control.interface import Policy, Spec
 from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.placement.policy import COSTS, Placement, costs_of
+from host_offload.policies.placement.recorded import PREFIX, recorded_placement
 from host_offload.policies.placement.rivals import SCHEDULERS
 from host_offload.policies.prefetch.llapor.policy import Learned
+from host_offload.traces.reader import read_trace
 
 ALIASES = {"cross_layer": "prescope"}
 
@@ -36,7 +38,7 @@ def placement_policy(placement: str) -> Placement:
     name, *given = placement.split(",")
     name = ALIASES.get(name, name)
     if name not in SCHEDULERS:
-        known = ", ".join((*SCHEDULERS, *ALIASES))
+        known = ", ".join((*SCHEDULERS, *ALIASES, f"{PREFIX}TRACE"))
         raise ValueError(f"unknown placement {name!r}; known: {known}")
     known = ", ".join((*COSTS, "predict", "hit", "buffers"))
     settings: dict[str, Any] = {}
@@ -88,9 +90,14 @@ _SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
 def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
     """The policies, with the placement of that name behind them. LLaPor's networks among them
     become what it predicts by, if it looks ahead; with buffers there is a hot table beside it.
-    Raises ValueError as placement_policy, and for two ways to predict."""
+    recorded=TRACE repeats that run's. Raises ValueError as placement_policy, and for two ways to
+    predict; TraceError."""
     if placement is None:
         return policies
+    if placement.startswith(PREFIX):
+        if any(isinstance(each, Learned) for each in policies):
+            raise ValueError("a recorded placement has its prefetches; leave out prefetch")
+        return (*policies, recorded_placement(read_trace(placement.removeprefix(PREFIX))))
     policy = placement_policy(placement)
     if policy.buffers is not None:
         policies = (*policies, beside_prefetches(policy.buffers))

@@ -41,7 +41,7 @@ from moejax.start.precision import (
     paged_cells,
     resident_versions,
 )
-from moejax.start.second import check_second, second_of
+from moejax.start.second import check_second, second_notes, second_of
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS
 from moejax.step.parts import TRACE_ARRAYS, StepSpec
@@ -168,13 +168,13 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         tiers="" if settings.tiers is None else settings.tiers.name,
         store="file" if options.store == "file" else "memory",
         queue=queue_of(settings),
-        second=second_of(options, settings.policies),
+        second=second_of(options, settings.policies, ops, model.dtype, device.platform),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
     )
     check_stream(settings, steps, device.platform)
     check_file_steps(settings, steps, device.platform)
     check_queue(settings, steps, device.platform)
-    check_second(steps, device.platform)
+    check_second(options, steps, device.platform)
     return steps
 
 
@@ -340,7 +340,8 @@ def decide(
     if isinstance(mixed, ResidentSpec):
         mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
     window = _window(settings, model, device, steps, device.memory)
-    notes, dense = [*budget.notes, *link_notes(steps.queue)], model.store.layers.get("dense", ())
+    notes = [*budget.notes, *link_notes(steps.queue), *second_notes(steps.second)]
+    dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
     notes += stream_notes(window, steps, seqs)

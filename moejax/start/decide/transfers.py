@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from host_offload.control.rules import gives_away
 from host_offload.memory.budget import format_bytes
 from host_offload.memory.store import StoreBuilder
 from host_offload.queue.cached import CacheSpec, least_records
@@ -150,9 +151,12 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     if settings.needs_costs:
         raise UserError(
             f"{what} {where}: what steps cost there is not measured, and these policies "
-            f"or budgets need it; leave them out, or use {instead}"
+            f"or budgets need it; leave them out, or use {instead} (a placement takes stated ones: "
+            "per_token=TIME,startup=TIME,load=TIME,accelerator=TIME,attention=TIME)"
         )
-    return functools.partial(PinnedBuilder, chunk_bytes=options.chunk_bytes)
+    # A second processor computes with a record as it lies.
+    whole = gives_away(settings.policies)
+    return functools.partial(PinnedBuilder, chunk_bytes=options.chunk_bytes, whole=whole)
 
 
 def _check_tiers(tiers: Tiers, where: str) -> None:

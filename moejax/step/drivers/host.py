@@ -152,6 +152,7 @@ class HostRunner(Runner):
             if hooks is not None:
                 ids.copy_to_host_async()
                 weights.copy_to_host_async()
+                self._routing(normed)
                 seen = np.asarray(ids), np.asarray(weights)
                 self._routed()
                 self._carry_out(hooks.after_routing(layer, *seen), layer)
@@ -178,6 +179,9 @@ class HostRunner(Runner):
             self.stores, self.arena, self.tables, x, normed, *routing, self._index[layer]
         )
         return x, counts
+
+    def _routing(self, normed: jax.Array) -> None:
+        """A layer's routing was dispatched. normed: what its experts will compute on."""
 
     def _routed(self) -> None:
         """A layer's routing is there, and no hook has seen it."""

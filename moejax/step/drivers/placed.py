@@ -65,10 +65,8 @@ class PlacementTotals:
         self.most_gap_s = max(self.most_gap_s, gap)
 
 
-class PlacedRunner(HostRunner):
-    """A HostRunner of StepSpec.second."""
-
-    expert_parts = PLACED_PARTS
+class WithSecond(HostRunner):
+    """What the runners of StepSpec.second share: who was given what, and who computed what."""
 
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         assert self.steps.second is not None
@@ -76,13 +74,15 @@ class PlacedRunner(HostRunner):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
         self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
         self._placed = self._nothing_placed()
-        self.placement_totals = PlacementTotals()
-        self.serial = False
-        """The second processor begins when the accelerator has what it loads and is done: what
-        transfers beside compute are measured against (scripts.policies processors)."""
+        self._totals = PlacementTotals()
         self._ended: float | None = None
+        """When both were done with the last layer's experts; None: nobody looked."""
         self._routed_at = 0.0
         super()._compile_first(runs)
+
+    @property
+    def placement_totals(self) -> PlacementTotals:
+        return self._totals
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
         """As of host_offload.control.control.Device."""
@@ -103,6 +103,36 @@ class PlacedRunner(HostRunner):
         output = super()._step(step, args, forced, stages, hooks)
         return output._replace(placed=self._placed)
 
+    def _given(
+        self, parts: Parts, layer: int, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(int[E] rows of each expert of the layer; bool[E] those that the second processor
+        computes; int32[E] the others' order). Waits for the tables where it was given any."""
+        experts = self._placed.shape[1]
+        rows = np.bincount(ids.ravel(), minlength=experts + 1)[:experts]
+        beside, order = np.zeros(experts, bool), np.zeros(experts, np.int32)
+        if self._assigned is not None and self._assigned[0] == layer:
+            _, wanted, order = self._assigned
+            # What is resident stays where it is, also what came since the policy looked.
+            if np.any(wanted):
+                absent = parts["absent", None](self.tables, self._index[layer])
+                beside = wanted & (rows > 0) & np.asarray(absent)
+        return rows, beside, order.astype(np.int32)
+
+    def delete(self, *, given: bool = True) -> None:
+        self._thread.shutdown(wait=True)
+        super().delete(given=given)
+
+
+class PlacedRunner(WithSecond):
+    """Both processors read the store's memory as their own."""
+
+    expert_parts = PLACED_PARTS
+
+    serial = False
+    """The second processor begins when the accelerator has what it loads and is done: what
+    transfers beside compute are measured against (scripts.policies processors)."""
+
     def _routed(self) -> None:
         now = time.perf_counter()
         if self._ended is not None:
@@ -118,15 +148,9 @@ class PlacedRunner(HostRunner):
         normed: jax.Array,
         routing: Routing,
     ) -> tuple[jax.Array, jax.Array]:
-        ids, index, experts = np.asarray(routing.ids), self._index[layer], self._placed.shape[1]
-        rows = np.bincount(ids.ravel(), minlength=experts + 1)[:experts]
-        beside, order = np.zeros(experts, bool), np.zeros(experts, np.int32)
-        if self._assigned is not None and self._assigned[0] == layer:
-            _, wanted, order = self._assigned
-            # What is resident stays where it is, also what came since the policy looked.
-            if np.any(wanted):
-                beside = wanted & (rows > 0) & np.asarray(parts["absent", None](self.tables, index))
-        mine, second, totals = np.flatnonzero(beside), self._second, self.placement_totals
+        rows, beside, order = self._given(parts, layer, np.asarray(routing.ids))
+        index = self._index[layer]
+        mine, second, totals = np.flatnonzero(beside), self._second, self._totals
         began = time.perf_counter()
         if self._ended is not None:
             totals.between += 1
@@ -137,7 +161,7 @@ class PlacedRunner(HostRunner):
         try:
             y, self.arena, self.tables, counts = parts["accelerate", None](
                 *(self.stores, self.arena, self.tables, normed, routing.ids, index),
-                Elsewhere._make([beside, order.astype(np.int32)]),
+                Elsewhere._make([beside, order]),
             )
             if not (len(mine) or second.accelerator or second.attention):
                 self._ended = None
@@ -150,7 +174,7 @@ class PlacedRunner(HostRunner):
                 other = self._beside(*operands)
         finally:
             # A step that fails leaves nobody reading the store.
-            result = None if other is None else _settled(other)
+            result = None if other is None else settled(other)
         if result is None:
             return parts["combine", None](x, y, routing.weights), counts
         computed, second_ended = result()
@@ -178,10 +202,6 @@ class PlacedRunner(HostRunner):
 
         return self._thread.submit(compute)
 
-    def delete(self, *, given: bool = True) -> None:
-        self._thread.shutdown(wait=True)
-        super().delete(given=given)
-
 
 def _at_least(began: float, seconds: float) -> float:
     """Now, but not before so many seconds have passed since `began`."""
@@ -190,7 +210,7 @@ def _at_least(began: float, seconds: float) -> float:
     return time.perf_counter()
 
 
-def _settled(future: Future) -> Callable[[], Any]:
+def settled(future: Future) -> Callable[[], Any]:
     """Waits for it; what gives its result or raises what it raised."""
     future.exception()
     return future.result

@@ -98,14 +98,32 @@ class QueuedRunner(HostRunner):
         normed: jax.Array,
         routing: Routing,
     ) -> tuple[jax.Array, jax.Array]:
-        y, counts = parts["blank", None](self.tables, routing.ids)
-        for wave in self._wave[:1] if step.kind == "decode" else self._wave:
-            self.tables, counts, seen = parts["plan", None](
-                self.tables, counts, routing.ids, self._index[layer], wave
-            )
-            rows, filled = np.asarray(seen).tolist()
-            y = self._compute_wave(parts, layer, y, (normed, routing.ids), rows, filled)
+        y, counts = self._computed(parts, step, layer, normed, routing.ids)
         return parts["combine", None](x, y, routing.weights), counts
+
+    def _computed(
+        self, parts: Parts, step: ProgramKey, layer: int, normed: jax.Array, ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """y of a layer's experts, as far as they are the device's, and its counts."""
+        y, counts = parts["blank", None](self.tables, ids)
+        for wave in self._wave[:1] if step.kind == "decode" else self._wave:
+            counts, seen = self._plan(parts, counts, ids, layer, wave)
+            rows, filled = np.asarray(seen).tolist()
+            y = self._compute_wave(parts, layer, y, (normed, ids), rows, filled)
+        return y, counts
+
+    def _plan(
+        self, parts: Parts, counts: jax.Array, ids: jax.Array, layer: int, wave: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The counts after a wave's plan, and what the host reads of it."""
+        self.tables, counts, seen = parts["plan", None](
+            self.tables, counts, ids, self._index[layer], wave
+        )
+        return counts, seen
+
+    def _in_turn(self, missing: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """(expert, arena row) of what a wave misses, in the order in which it is brought."""
+        return missing
 
     def _compute_wave(
         self,
@@ -134,12 +152,13 @@ class QueuedRunner(HostRunner):
             if not experts:
                 return y
             listed = np.full(len(rows), -1, np.int32)
-            listed[: len(experts)] = experts
+            listed[: len(experts)] = sorted(experts)
             memory = self.arena, self.tables, self.stores
             index, count = self._index[layer], np.int32(len(experts))
             return parts["compute", None](y, *memory, *inputs, index, listed, count)
 
-        groups = [missing[i : i + DEMANDS] for i in range(0, len(missing), DEMANDS)]
+        turns = self._in_turn(missing)
+        groups = [turns[i : i + DEMANDS] for i in range(0, len(turns), DEMANDS)]
         for number, group in enumerate(groups or [[]]):
             tickets = [self._demand(layer, expert, row) for expert, row in group]
             self.device_queue.begin(others=number + 1 >= len(groups))

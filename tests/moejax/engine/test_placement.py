@@ -39,7 +39,6 @@ LIMITS: dict[str, Any] = {
 LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
 AT_ONCE = {"transfer_threads": 3, "chunk_bytes": "1MiB"}
 """Of a small model a chunk is then a whole part of a record, and there is a thread for each."""
-XLA = {"ops": "xla", "link_rate": None, "link_latency": None}
 COSTS = "per_token=50us,startup=300us,accelerator=200us,attention=500us"
 
 
@@ -248,10 +247,6 @@ def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
         ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token, att"),
         ({"store": "file", "link_rate": None, "link_latency": None}, "store='file' has none"),
         ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
-        (
-            {**XLA, "transfers": "queue", "placement": f"prescope,{COSTS},load=1ms"},
-            "does not go with a queue of jax's own copies",
-        ),
         ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

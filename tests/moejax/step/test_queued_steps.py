@@ -16,7 +16,8 @@ from host_offload.memory.tables import empty_tables
 from host_offload.queue.pinned import piece_edges
 from host_offload.queue.transfer import QueueSpec
 from moejax.checkpoints.random_model import shape
-from moejax.step.layer_programs import EXPERT_PARTS, LANDED, OF_RECORDS, layer_program
+from moejax.step.layer_programs import EXPERT_PARTS, LANDED, OF_RECORDS, PUT, layer_program
+from moejax.step.parts import SecondProcessor
 from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels import resolve_ops
 from pallas_kernels.records.absent import AbsentRecords
@@ -105,6 +106,68 @@ def test_parts_of_a_decode_step_copy_nothing_large(programs, part):
 def test_programs_of_records_copy_nothing_large(programs, kind):
     found = compiled(programs, ProgramKey(kind))
     assert [size for _, size in found.copies(MiB) if size > RECORD] == []
+
+
+# ---- beside a second processor
+
+
+@pytest.fixture(scope="module")
+def placed(programs) -> Programs:
+    """Those of a step some of whose experts a CPU computes from the pinned store: a record is one
+    piece."""
+    (record,), (store,) = programs.steps.layout.records, programs.stores
+    second = SecondProcessor(implementation="cpu", same_bits=False)
+    return dataclasses.replace(
+        programs,
+        steps=dataclasses.replace(programs.steps, second=second),
+        stores=(AbsentRecords(store.shape, (record.rows,)),),
+    )
+
+
+PLACED_LAUNCHES = {
+    "absent": (collections.Counter(), 1),
+    "plan_beside": (collections.Counter(plan=1), 12),
+    "put": (collections.Counter(), 1),
+    "mark": (collections.Counter(), 1),
+}
+"""Part of a layer → our kernels, and most of XLA's own. `put` runs once for each 64 rows of y that
+crossed, of a prefill step for each 1024."""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(ProgramKey(kind, part=part), marks=[pytest.mark.nightly] * (kind != "decode"))
+        for kind in ("decode", "prefill")
+        for part in PLACED_LAUNCHES
+    ],
+    ids=str,
+)
+def test_what_a_second_processor_adds_copies_nothing_large(placed, key):
+    """Nothing crosses inside of a program: x is copied by the host, y's rows are an argument."""
+    found = compiled(placed, key)
+    assert found.copies(MiB) == []
+    assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
+    memory = found.memory
+    assert memory.host_argument_bytes == 0
+    rows = PUT[key.kind]
+    y = nbytes(layer_program(placed, ProgramKey(key.kind, part="mark")).args)
+    crossed = rows * 2048 * 4
+    if key.part == "put":
+        assert y <= memory.alias_bytes < y + MiB
+        assert crossed <= memory.argument_bytes - y < crossed + MiB
+    assert memory.temp_bytes < MiB * (64 if key == ProgramKey("prefill", part="plan_beside") else 2)
+    own, others = PLACED_LAUNCHES[key.part or ""]
+    launches = collections.Counter(found.kernels())
+    assert {name: launches[name] for name in own} == own
+    assert sum(launches.values()) - sum(own.values()) <= others, launches
+
+
+def test_a_record_in_one_piece_is_moved_by_one_copy(placed):
+    found = compiled(placed, ProgramKey("land"))
+    assert found.copies(MiB) == [] and found.host_copies(1) == []
+    assert found.memory.alias_bytes == nbytes(placed.arena)
+    assert len(found.kernels()) <= 3, found.kernels()
 
 
 # ---- the stream driver

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.policies import crossover
+from scripts.policies import beside, crossover
 from scripts.policies.processors import COLUMNS, main
 from tests.pallas_kernels.contract import NATIVE
 
@@ -63,3 +63,23 @@ def test_from_how_many_tokens_a_load_is_first(capsys):
     assert fast["per_token_us"] == pytest.approx(here["per_token_us"] / 4)
     assert crossover.main([*sizes, "--link", "fast"]) == 2
     assert "fast" in capsys.readouterr().err
+
+
+@NATIVE
+@pytest.mark.slow
+def test_what_a_cpu_adds_beside_a_device_of_its_own_memory(capsys, monkeypatch):
+    """Costs, arms, and a recorded placement that repeats; where it does not, the command fails."""
+    command = ["--shape", "demo", "--layers", "1", "--batch", "2", "--tokens", "4"]
+    command += ["--expert-budget", "40%", "--ops", "move=xla", "--json"]
+    assert beside.main(command) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    costs, all_loaded, none_loaded, divided, repeated = lines
+    assert min(costs[name] for name in ("per_token", "startup", "load")) > 0
+    assert [line["arm"] for line in lines[1:4]] == list(beside.ARMS)
+    assert all(line["tokens_per_s"] > 0 for line in lines[1:4])
+    assert all_loaded["beside"] == 0 < none_loaded["beside"] and 0 <= divided["beside"] <= 1
+    assert repeated["same"] and repeated["same_bits"]
+    run, runs = beside._run, iter(range(100))
+    monkeypatch.setattr(beside, "_run", lambda *args, **kw: [*run(*args, **kw), next(runs)])
+    monkeypatch.setattr(beside, "_batch", lambda *args: iter(()))
+    assert beside.main(command) == 1
