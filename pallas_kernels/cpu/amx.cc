@@ -39,31 +39,38 @@ struct alignas(64) Tiles {
   }
 };
 
-// Swaps, in squares of 2 · side rows and lanes, the two squares of `side` beside the diagonal.
-template <int side>
-INLINE void swap_squares(__m512i (&rows)[kSide]) {
-  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const vi right = (lane & side) != 0;
-  const __m512i upper = (__m512i)(right ? (lane ^ side) + 16 : lane);
-  const __m512i lower = (__m512i)(right ? lane + 16 : lane ^ side);
-#pragma GCC unroll 16
-  for (int i = 0; i < kSide; i++) {
-    if (i & side) continue;
-    const __m512i first = rows[i], second = rows[i + side];
-    rows[i] = _mm512_permutex2var_epi32(first, upper, second);
-    rows[i + side] = _mm512_permutex2var_epi32(first, lower, second);
-  }
-}
-
 // 16 rows of 16 numbers of 32 bits, turned; rows from `count` on are zeros.
 void turn(const void* const* rows, int64_t offset, int64_t count, __m512i (&out)[kSide]) {
+  __m512i a[kSide], b[kSide];
   for (int64_t i = 0; i < kSide; i++) {
-    out[i] = i < count ? _mm512_loadu_si512((const char*)rows[i] + offset) : _mm512_setzero_si512();
+    a[i] = i < count ? _mm512_loadu_si512((const char*)rows[i] + offset) : _mm512_setzero_si512();
   }
-  swap_squares<8>(out);
-  swap_squares<4>(out);
-  swap_squares<2>(out);
-  swap_squares<1>(out);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+    b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+    b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    out[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+    out[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+    out[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
+    out[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
+  }
 }
 
 // Pairs of elements [from, to) of up to 16 tokens, side by side, as tiles. Packed tokens have zeros
@@ -229,14 +236,21 @@ void few_tokens(Source& rows, int64_t from, int64_t to, int64_t n, const char* o
   STORE_TILE(0, results, step);
 }
 
-// The same of 32 rows with up to 32 tokens.
+// The same of 32 rows with up to 32 tokens; where from is 0 results are new.
 void many_tokens(Rows& low, Rows& high, int64_t from, int64_t to, int64_t n, const char* first,
                  const char* second, bool fetch, Results& results) {
   int64_t apart;
-  LOAD_TILE(0, results[0][0], 64);
-  LOAD_TILE(1, results[0][1], 64);
-  LOAD_TILE(2, results[1][0], 64);
-  LOAD_TILE(3, results[1][1], 64);
+  if (from) {
+    LOAD_TILE(0, results[0][0], 64);
+    LOAD_TILE(1, results[0][1], 64);
+    LOAD_TILE(2, results[1][0], 64);
+    LOAD_TILE(3, results[1][1], 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (int64_t at = from; at < to; at += kChunk, first += kTile, second += kTile) {
     if (fetch) low.fetch(at, from, to), high.fetch(at, from, to);
     const void* weights = low.tile(at, n, apart);
@@ -299,7 +313,7 @@ INLINE void dots_of_few(const Source& source, int64_t rows, const float* const* 
 void dots_of_more(const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
                   int64_t n, float* y, int64_t stride, bool fetch) {
   alignas(64) char turned[2][kDepth / kChunk * kTile];
-  alignas(64) Results results[kMostRows / kSquare] = {};
+  alignas(64) Results results[kMostRows / kSquare];
   Tiles tiles;
   tiles.set(0, 8, kSide, 64);
   CONFIGURE(tiles);

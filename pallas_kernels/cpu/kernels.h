@@ -75,7 +75,8 @@ struct Kernels {
   void (*add)(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
               int64_t n, float* const* total);
   // The same for tokens ≤ kAddedTokens and rows ≤ kManyAdded, in an op's calls but the last one
-  // kManyAdded of them; of few tokens rows ≤ kRows. Totals lie evenly apart, with room for a multiple of kTokenGroup of them.
+  // kManyAdded of them; of few tokens rows ≤ kRows. Totals lie evenly apart, with room for a multiple
+  // of kTokenGroup of them.
   void (*add_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* h,
                       int64_t tokens, int64_t n, float* const* total);
   void (*unpack)(Type kind, const float* total, int64_t n, float* out);
