@@ -1,18 +1,13 @@
-#include "pallas_kernels/combine/cpu.h"
-
 #include <algorithm>
 
 #include "pallas_kernels/cpu/buffer.h"
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
-namespace {
-
-constexpr int64_t kRowsOfTask = 8;
-
-}  // namespace
 
 void combine(Pool& pool, const Kernels& k, Type type, const void* residual, const float* y,
              const float* weights, int64_t tokens, int64_t top_k, int64_t width, void* out) {
+  constexpr int64_t kRowsOfTask = 8;
   const int64_t work = tokens * top_k * width;
   parallel_rows(pool, tokens, kRowsOfTask, work, [&](int64_t first, int64_t last) {
     Buffer<float> buffer(2 * width);

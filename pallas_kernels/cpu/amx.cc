@@ -220,16 +220,12 @@ struct Coded {
 };
 
 // Sums over elements [from, to) of n, of 16 rows with up to 16 tokens, whose operands lie `step` bytes
-// apart, results too. They are added to results unless from is 0.
+// apart, results too. They are added to results.
 template <class Source>
 void few_tokens(Source& rows, int64_t from, int64_t to, int64_t n, const char* operands, int64_t step,
                 float* results) {
   int64_t apart;
-  if (from) {
-    LOAD_TILE(0, results, step);
-  } else {
-    _tile_zero(0);
-  }
+  LOAD_TILE(0, results, step);
   for (int64_t at = from; at < to; at += kChunk, operands += kSide * step) {
     rows.fetch(at, from, to);
     const void* weights = rows.tile(at, n, apart);
@@ -240,7 +236,7 @@ void few_tokens(Source& rows, int64_t from, int64_t to, int64_t n, const char* o
   STORE_TILE(0, results, step);
 }
 
-// The same of 32 rows with up to 32 tokens.
+// The same of 32 rows with up to 32 tokens; where from is 0 results are new.
 void many_tokens(Rows& low, Rows& high, int64_t from, int64_t to, int64_t n, const char* first,
                  const char* second, bool fetch, Results& results) {
   int64_t apart;
@@ -291,7 +287,7 @@ template <class Source>
 INLINE void dots_of_few(const Source& source, int64_t rows, const float* const* x, int64_t tokens,
                         int64_t n, float* y, int64_t stride) {
   alignas(64) char turned[kDepth / kChunk * kTile];
-  alignas(64) float results[kMostRows / kSide][kSide * kSide];
+  alignas(64) float results[kMostRows / kSide][kSide * kSide] = {};
   const int64_t step = tokens == 1 ? 4 : 64;  // one token's pairs lie side by side as they are
   Tiles tiles;
   tiles.set(0, 4, kSide, step), tiles.set(4, 2, kSide, 64), tiles.set(6, 2, kSide, step);
@@ -338,9 +334,9 @@ void dots_of_more(const void* const* w, int64_t rows, const float* const* x, int
 }
 
 void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* const* x,
-                  int64_t tokens, int64_t n, float* y, int64_t stride) {
+                  int64_t tokens, int64_t n, float* y, int64_t stride, const void* const* next) {
   if (kind == Type::F32) {
-    return kernels_avx512bf16.dots_of_many(kind, w, rows, x, tokens, n, y, stride);
+    return kernels_avx512bf16.dots_of_many(kind, w, rows, x, tokens, n, y, stride, next);
   }
   for (int64_t t = 0; t < tokens; t += kSquare) {
     const int64_t count = least(kSquare, tokens - t);
@@ -375,6 +371,13 @@ void encoded_dots(const Format& f, const uint16_t* record, int matrix, int64_t f
   _tile_release();
 }
 
+// Rows a and b as pairs: of even columns and of odd ones.
+INLINE void put_pair(__m512i a, __m512i b, char* even, char* odd) {
+  const __mmask32 upper = 0xaaaaaaaa;
+  _mm512_store_si512(even, _mm512_mask_blend_epi16(upper, a, _mm512_slli_epi32(b, 16)));
+  _mm512_store_si512(odd, _mm512_mask_blend_epi16(upper, _mm512_srli_epi32(a, 16), b));
+}
+
 // 32 columns of rows i and i + 1 as pairs: of even columns and of odd ones, as `unpack` wants them.
 // ahead: bytes to what is asked for.
 void pair_rows(const void* const* w, int64_t i, int64_t rows, int64_t at, __mmask32 columns,
@@ -387,10 +390,7 @@ void pair_rows(const void* const* w, int64_t i, int64_t rows, int64_t at, __mmas
     row[j] = _mm512_maskz_loadu_epi16(columns, place);
     __builtin_prefetch(place + ahead);
   }
-  const __mmask32 upper = 0xaaaaaaaa;
-  const __m512i first = _mm512_mask_blend_epi16(upper, row[0], _mm512_slli_epi32(row[1], 16));
-  const __m512i second = _mm512_mask_blend_epi16(upper, _mm512_srli_epi32(row[0], 16), row[1]);
-  _mm512_store_si512(even + i * 32, first), _mm512_store_si512(odd + i * 32, second);
+  put_pair(row[0], row[1], even + i * 32, odd + i * 32);
 }
 
 // h as bfloat16, which it is: [16 tokens][half of the rows].
@@ -499,12 +499,6 @@ struct CodedDown {
     }
   }
 
-  INLINE void put_pair(__m512i a, __m512i b, char* out) const {
-    const __mmask32 upper = 0xaaaaaaaa;
-    _mm512_store_si512(out, _mm512_mask_blend_epi16(upper, a, _mm512_slli_epi32(b, 16)));
-    _mm512_store_si512(out + kTile, _mm512_mask_blend_epi16(upper, _mm512_srli_epi32(a, 16), b));
-  }
-
   // Rows of quarters j and j + 1, whose codes are brought to 8 bits from a lane's end, or to 12.
   template <int j>
   INLINE void put_codes(__m512i a, __m512i b, const vf (&scale)[4], const vf (&zero)[4],
@@ -547,7 +541,8 @@ struct CodedDown {
       exact_plane<1, 3>(q, c, 2 * L, table[3], f.escapes, escaped[3], p, c);
       memcpy(w, escaped, sizeof w);
     }
-    put_pair((__m512i)w[0], (__m512i)w[1], out), put_pair((__m512i)w[2], (__m512i)w[3], out + 64);
+    put_pair((__m512i)w[0], (__m512i)w[1], out, out + kTile);
+    put_pair((__m512i)w[2], (__m512i)w[3], out + 64, out + 64 + kTile);
   }
 
   INLINE Scales scales_at(int64_t at) const {

@@ -5,14 +5,12 @@
 #include <cstring>
 #include <initializer_list>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
 
 #include "pallas_kernels/cpu/arena.h"
-#include "pallas_kernels/cpu/kernels.h"
-#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/ops.h"
 #include "pallas_kernels/cpu/spans.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -39,10 +37,7 @@ struct XlaPool : Pool {
   int64_t threads_;
 };
 
-// What a handler's operands say is wrong: an error of the call, with the op's name before it.
-struct Refused : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+// What a handler's operands say is wrong is an error of the call, with the op's name before it.
 inline void need(bool fits, const char* otherwise) {
   if (!fits) throw Refused(otherwise);
 }
@@ -172,20 +167,19 @@ struct Call {
   const Kernels& k;
 };
 
-// A function of a Call, operands, attributes and results, which returns empty or what is wrong, as
-// XLA calls it. What it throws becomes an error too.
+// A function of a Call, operands, attributes and results as XLA calls it. What it throws becomes an
+// error.
 template <class... Params>
 struct Handler {
   const char* op;
-  std::string (*function)(const Call&, Params...);
+  void (*function)(const Call&, Params...);
 
   ffi::Error operator()(ffi::ThreadPool threads, Params... params) const {
     try {
       const Kernels* kernels = select_kernels();
       if (!kernels) throw Refused(select_error());
       XlaPool pool(threads);
-      const std::string wrong = function({pool, *kernels}, params...);
-      if (!wrong.empty()) throw Refused(wrong);
+      function({pool, *kernels}, params...);
       return ffi::Error::Success();
     } catch (const Refused& refused) {
       return ffi::Error::InvalidArgument(std::string(op) + ": " + refused.what());
@@ -194,9 +188,6 @@ struct Handler {
     }
   }
 };
-
-template <class...>
-struct Types {};
 
 // What is neither an operand nor a result.
 template <class Param>
@@ -209,37 +200,34 @@ std::array<const char*, sizeof...(Names)> names_of(Names... names) {
   return {names...};
 }
 
-// XLA's binding of a handler from its function's own parameters (Ffi::BindTo knows neither remaining
-// operands nor the pool). What is no buffer is an attribute, of the next name.
-template <class Handler, class Binding>
-ffi::Ffi* bound(Handler handler, Binding binding, const char* const*, Types<>) {
-  return std::move(binding).To(std::move(handler)).release();
-}
-template <class Handler, class Binding, class First, class... Rest>
-ffi::Ffi* bound(Handler handler, Binding binding, const char* const* names, Types<First, Rest...>) {
-  constexpr Types<Rest...> rest;
-  if constexpr (ffi::internal::is_arg_binding_v<First>) {
-    using Arg = typename ffi::ArgBinding<First>::Arg;
-    return bound(handler, std::move(binding).template Arg<Arg>(), names, rest);
-  } else if constexpr (ffi::internal::is_ret_binding_v<First>) {
-    using Ret = typename ffi::RetBinding<First>::Ret;
-    return bound(handler, std::move(binding).template Ret<Ret>(), names, rest);
-  } else if constexpr (std::is_same_v<First, ffi::RemainingArgs>) {
-    return bound(handler, std::move(binding).RemainingArgs(), names, rest);
-  } else if constexpr (std::is_same_v<First, ffi::RemainingRets>) {
-    return bound(handler, std::move(binding).RemainingRets(), names, rest);
+// XLA's binding of a handler from its function's own parameters, one after the other (Ffi::BindTo
+// knows neither remaining operands nor the pool). What is no buffer is an attribute, of the next name.
+template <class Param>
+struct Parameter {
+  const char* const*& names;
+};
+template <class Binding, class Param>
+auto operator|(Binding binding, Parameter<Param> parameter) {
+  if constexpr (ffi::internal::is_arg_binding_v<Param>) {
+    return std::move(binding).template Arg<typename ffi::ArgBinding<Param>::Arg>();
+  } else if constexpr (ffi::internal::is_ret_binding_v<Param>) {
+    return std::move(binding).template Ret<typename ffi::RetBinding<Param>::Ret>();
+  } else if constexpr (std::is_same_v<Param, ffi::RemainingArgs>) {
+    return std::move(binding).RemainingArgs();
+  } else if constexpr (std::is_same_v<Param, ffi::RemainingRets>) {
+    return std::move(binding).RemainingRets();
   } else {
-    return bound(handler, std::move(binding).template Attr<First>(*names), names + 1, rest);
+    return std::move(binding).template Attr<Param>(*parameter.names++);
   }
 }
 
 template <size_t count, class... Params>
-ffi::Ffi* handler_of(const char* op, std::string (*function)(const Call&, Params...),
+ffi::Ffi* handler_of(const char* op, void (*function)(const Call&, Params...),
                      const std::array<const char*, count>& attributes) {
   static_assert(count == (size_t{0} + ... + is_attribute<Params>), "a name for each attribute");
-  const Handler<Params...> handler = {op, function};
-  return bound(handler, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(), attributes.data(),
-               Types<Params...>());
+  [[maybe_unused]] const char* const* names = attributes.data();
+  auto binding = (ffi::Ffi::Bind().Ctx<ffi::ThreadPool>() | ... | Parameter<Params>{names});
+  return std::move(binding).To(Handler<Params...>{op, function}).release();
 }
 
 #define MOEJAX_EXPORT extern "C" __attribute__((visibility("default")))

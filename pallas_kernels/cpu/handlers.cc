@@ -1,15 +1,7 @@
 // The ops as XLA calls them (jax.ffi): checks of what could be read out of bounds, then the op.
 // Shapes are static and checked against each other here; addresses and ids come from tables, and
 // the ops check them before they read.
-#include <vector>
-
 #include "pallas_kernels/cpu/binding.h"
-#include "pallas_kernels/expert_ffn/cpu.h"
-#include "pallas_kernels/fill/cpu.h"
-#include "pallas_kernels/head_linear/cpu.h"
-#include "pallas_kernels/linear/cpu.h"
-#include "pallas_kernels/move/cpu.h"
-#include "pallas_kernels/paged_attention/cpu.h"
 
 namespace moejax {
 namespace {
@@ -27,8 +19,8 @@ void clear_after(Any& result, int64_t values, Type type) {
   std::memset(end, 0, result.size_bytes() - values * size_of(type));
 }
 
-std::string linear(const Call& call, Any x, Any w, Int layer, Any bias, Int tiles,
-                   int64_t row_tile, ffi::Result<Any> y) {
+void linear(const Call& call, Any x, Any w, Int layer, Any bias, Int tiles,
+            int64_t row_tile, ffi::Result<Any> y) {
   Size tokens, inputs, layers, outputs;
   const bool biased = bias.element_count();
   need(is(x, {tokens, inputs}) && is(w, {layers, outputs, inputs}) && is(*y, {tokens, outputs}) &&
@@ -42,13 +34,12 @@ std::string linear(const Call& call, Any x, Any w, Int layer, Any bias, Int tile
   p.w = at(w.untyped_data(), index * p.outputs * p.inputs, p.type);
   p.bias = biased ? at(bias.untyped_data(), index * p.outputs, p.type) : nullptr;
   p.y = y->untyped_data();
-  multiply(call.pool, call.k, &p, 1);
+  multiply(call.pool, call.k, {p});
   clear_after(*y, p.tokens * p.outputs, p.out_type);
-  return "";
 }
 
-std::string head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, int64_t row_tile,
-                        int64_t first, int64_t transposed, ffi::Result<Any> y) {
+void head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, int64_t row_tile,
+                 int64_t first, int64_t transposed, ffi::Result<Any> y) {
   Size all, heads, inputs, outputs, layers, rows, columns;
   need(is(x, {all, heads, inputs}) && is(w, {layers, heads, rows, columns}) &&
            is(*y, {all, heads, outputs}),
@@ -58,24 +49,15 @@ std::string head_linear(const Call& call, Any x, Any w, Int layer, Int tiles, in
   const Type type = type_of({x, w, *y});
   const char* weights =
       at(w.untyped_data(), layer_of(layer, layers) * heads * rows * columns, type);
-  if (transposed) {
-    HeadProducts p = {type, tokens, heads, rows, columns, first, count, weights};
-    p.x = x.untyped_data(), p.y = y->untyped_data();
-    multiply_transposed(call.pool, call.k, p);
-  } else {
-    Product p = {};
-    p.type = p.out_type = type, p.tokens = tokens, p.inputs = inputs, p.outputs = outputs;
-    p.x_stride = heads * inputs, p.y_stride = heads * outputs;
-    std::vector<Product> products(heads, p);
-    for (int64_t h = 0; h < heads; h++) {
-      products[h].x = at(x.untyped_data(), h * inputs, type);
-      products[h].w = at(weights, (h * rows + first) * columns, type);
-      products[h].y = at(y->untyped_data(), h * outputs, type);
-    }
-    multiply(call.pool, call.k, products.data(), heads);
+  const Product p = {type, type, tokens, inputs, outputs, heads * inputs, heads * outputs};
+  std::vector<Product> products(heads, p);
+  for (int64_t h = 0; h < heads; h++) {
+    products[h].x = at(x.untyped_data(), h * inputs, type);
+    products[h].w = at(weights, (h * rows + first) * columns, type);
+    products[h].y = at(y->untyped_data(), h * outputs, type);
   }
+  if (heads) (transposed ? multiply_transposed : multiply)(call.pool, call.k, products);
   clear_after(*y, tokens * heads * outputs, type);
-  return "";
 }
 
 // ---- expert_ffn
@@ -104,35 +86,33 @@ const uint16_t* store_of(const Any& store, Size (&sizes)[4]) {
   return nullptr;
 }
 
-// The versions of a call and their stores; places: of their layers.
-std::vector<StoredVersion> versions_of(const ffi::RemainingArgs& stores, Numbers formats,
-                                       Numbers places, int64_t hidden, int64_t width, Type type) {
+// The arena with the versions of a call and their stores; places: of their layers.
+Records records_of(const Arena& arena, const ffi::RemainingArgs& stores, Numbers formats,
+                   Numbers places, int64_t width, Type type) {
   const int64_t count = static_cast<int64_t>(stores.size());
   need(count && formats.size() == static_cast<size_t>(2 * kFields * count) &&
            places.size() % count == 0,
        "formats");
   const int64_t layers = static_cast<int64_t>(places.size()) / count;
-  std::vector<StoredVersion> versions(count);
+  Records all = {arena.data, arena.rows, arena.hidden, {}, arena.supply()};
   for (int64_t v = 0; v < count; v++) {
     const auto store = stores.get<Any>(v);
     if (!store) throw Refused(store.error().message());
-    const int64_t* fields = formats.begin() + 2 * kFields * v;
+    const int64_t *fields = formats.begin() + 2 * kFields * v, *place = places.begin() + layers * v;
     Size sizes[4];
-    StoredVersion& mine = versions[v];
-    mine.store = store_of(*store, sizes), mine.layers = sizes[0], mine.experts = sizes[1];
-    mine.cell = format_of(fields, hidden, width, type);
-    mine.held = format_of(fields + kFields, hidden, width, type);
-    mine.places.assign(places.begin() + layers * v, places.begin() + layers * (v + 1));
-    need(sizes[2] == mine.held.rows && sizes[3] == hidden, "the shape of a store");
+    const uint16_t* memory = store_of(*store, sizes);
+    const Format cell = format_of(fields, arena.hidden, width, type);
+    const Format held = format_of(fields + kFields, arena.hidden, width, type);
+    need(sizes[2] == held.rows && sizes[3] == arena.hidden, "the shape of a store");
+    all.versions.push_back({cell, held, memory, sizes[0], sizes[1], {place, place + layers}});
   }
-  return versions;
+  return all;
 }
 
-std::string expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memory, Int layer,
-                       Ints address, Ints version, Ints active, Int active_count,
-                       ffi::RemainingArgs stores, int64_t activation, int64_t width,
-                       Numbers formats, Numbers places, int64_t most_threads,
-                       ffi::Result<Floats> y) {
+void expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memory, Int layer, Ints address,
+                Ints version, Ints active, Int active_count, ffi::RemainingArgs stores,
+                int64_t activation, int64_t width, Numbers formats, Numbers places,
+                int64_t most_threads, ffi::Result<Floats> y) {
   Size tokens, hidden, top_k, layers, experts;
   const Arena arena(memory);
   need(is(x, {tokens, hidden}) && is(ids, {tokens, top_k}) && is(address, {layers, experts}) &&
@@ -141,45 +121,53 @@ std::string expert_ffn(const Call& call, Floats given, Any x, Ints ids, Any memo
            y->element_count() == given.element_count() &&
            places.size() == layers * stores.size(),
        "shapes");
-  Experts c = {};
-  c.type = type_of({x}), c.activation = static_cast<Activation>(activation);
-  c.tokens = tokens, c.hidden = hidden, c.top_k = top_k, c.width = width;
-  c.layers = layers, c.experts = experts;
-  const auto versions = versions_of(stores, formats, places, hidden, width, c.type);
-  for (const StoredVersion& mine : versions) need(mine.experts == experts, "the shape of a store");
-  c.versions = versions.data(), c.version_count = static_cast<int64_t>(versions.size());
+  Experts c = {type_of({x}), tokens, top_k, width, layers, experts,
+               static_cast<Activation>(activation)};
   c.x = x.untyped_data(), c.ids = ids.typed_data(), c.layer = *layer.typed_data();
-  c.arena = arena.data, c.arena_rows = arena.rows;
-  c.supply = arena.supply(), c.writes = arena.writes();
-  c.address = address.typed_data(), c.version = version.typed_data();
+  c.records = records_of(arena, stores, formats, places, width, c.type);
+  for (const auto& mine : c.records.versions) need(mine.experts == experts, "the shape of a store");
+  c.address = address.typed_data(), c.version = version.typed_data(), c.writes = arena.writes();
   c.active = active.typed_data(), c.active_count = used(active_count, active.element_count());
   c.y = changed(given, y);
   PartOfPool pool(call.pool, most_threads);
-  return run_experts(pool, call.k, c);
+  run_experts(pool, call.k, c);
 }
 
 // ---- fill and what else moves records and pages
 
-std::string fill_cells(const Call& call, Any memory, Int layer, Ints expert, Ints row,
-                       Ints version, Int count, ffi::RemainingArgs stores, int64_t width,
-                       Numbers formats, Numbers places, int64_t ahead, ffi::Result<Any> written) {
+void fill_cells(const Call& call, Any memory, Int layer, Ints expert, Ints row, Ints version,
+                Int count, ffi::RemainingArgs stores, int64_t width, Numbers formats,
+                Numbers places, int64_t ahead, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
   Size listed;
   need(is(expert, {listed}) && is(row, {listed}) && is(version, {listed}), "shapes");
-  Fills f = {};
   // Only lossless12 is decoded on the way, which holds bfloat16.
-  f.versions = versions_of(stores, formats, places, arena.hidden, width, Type::BF16);
-  f.arena = arena.data, f.arena_rows = arena.rows, f.hidden = arena.hidden;
-  f.layer = *layer.typed_data(), f.expert = expert.typed_data(), f.row = row.typed_data();
-  f.version = version.typed_data(), f.count = used(count, listed);
-  f.supply = arena.supply(), f.ahead = ahead != 0;
-  return fill(call.pool, call.k, f);
+  fill(call.pool, call.k,
+       {records_of(arena, stores, formats, places, width, Type::BF16), *layer.typed_data(),
+        expert.typed_data(), row.typed_data(), version.typed_data(), used(count, listed),
+        ahead != 0});
 }
+
+// Rows of `width` elements of the arena as it is: those of cells, or of KV.
+struct Rows {
+  uint16_t* data;
+  int64_t width, count;
+
+  Rows(const Arena& arena, int64_t width) : data(arena.data), width(width) {
+    need(width > 0, "shapes");
+    count = arena.rows * arena.hidden / width;
+  }
+  uint16_t* at(int64_t row, int64_t rows) const {
+    if (row >= 0 && rows >= 0 && row <= count - rows) return data + row * width;
+    throw Refused(std::to_string(rows) + " rows from " + std::to_string(row) +
+                  " on are not among " + std::to_string(count));
+  }
+};
 
 // Packed residents into dense cells, by the queue: pallas_kernels/fill/unpack.py. Rows of the arena
 // that are not there are an error, before anything is queued.
-std::string unpack_cells(const Call&, Any memory, Int layer, Ints expert, Ints source, Ints row,
-                         Int count, int64_t width, Numbers packed, ffi::Result<Any> written) {
+void unpack_cells(const Call&, Any memory, Int layer, Ints expert, Ints source, Ints row, Int count,
+                  int64_t width, Numbers packed, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
   Size listed;
   need(is(expert, {listed}) && is(source, {listed}) && is(row, {listed}) &&
@@ -187,26 +175,22 @@ std::string unpack_cells(const Call&, Any memory, Int layer, Ints expert, Ints s
        "shapes");
   need(arena.supply(), "there is no queue");
   const Format format = format_of(packed.begin(), arena.hidden, width, Type::BF16);
-  const int64_t n = used(count, listed);
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t from = source.typed_data()[i], to = row.typed_data()[i];
-    if (from < 0 || from > arena.rows - format.rows || to < 0 || to > arena.rows - 3 * width) {
-      return "entry " + std::to_string(i) + " goes from row " + std::to_string(from) + " to row " +
-             std::to_string(to) + " of an arena of " + std::to_string(arena.rows) + " rows";
-    }
+  const Rows rows(arena, arena.hidden);
+  std::vector<Copy> records;
+  for (int64_t i = 0; i < used(count, listed); i++) {
+    records.push_back({rows.at(source.typed_data()[i], format.rows),
+                       rows.at(row.typed_data()[i], 3 * width), 0});
   }
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t from = source.typed_data()[i], to = row.typed_data()[i];
-    arena.supply()->unpack(format, *layer.typed_data(), expert.typed_data()[i],
-                           arena.data + from * arena.hidden, to, arena.data + to * arena.hidden);
+  for (size_t i = 0; i < records.size(); i++) {
+    arena.supply()->unpack(format, *layer.typed_data(), expert.typed_data()[i], records[i].from,
+                           row.typed_data()[i], records[i].to);
   }
-  return "";
 }
 
 // Waits until nothing flies into the arena; failed: 1 where the cell from that row on is not what
 // was to come.
-std::string drain(const Call&, Any memory, Ints cell_row, ffi::Result<Any> written,
-                  ffi::Result<Ints> failed) {
+void drain(const Call&, Any memory, Ints cell_row, ffi::Result<Any> written,
+           ffi::Result<Ints> failed) {
   const Arena arena(memory, *written);
   const size_t count = cell_row.element_count();
   need(failed->element_count() == count, "shapes");
@@ -215,51 +199,60 @@ std::string drain(const Call&, Any memory, Ints cell_row, ffi::Result<Any> writt
   for (size_t i = 0; i < count; i++) {
     failed->typed_data()[i] = cells.count(cell_row.typed_data()[i]);
   }
-  return "";
 }
 
-// Rows of `width` elements of the arena as it is: those of cells, or of KV.
-Rows rows_of(const Arena& arena, int64_t width) {
-  need(width > 0, "shapes");
-  return {arena.data, width, arena.rows * arena.hidden / width};
-}
-
-std::string move_rows(const Call& call, Any memory, Ints source, Ints target, Ints rows,
-                      int64_t width, ffi::Result<Any> written) {
+// rows[i] rows from row source[i] to row target[i]; 0: the entry is skipped. Entries may repeat.
+void move_rows(const Call& call, Any memory, Ints source, Ints target, Ints rows, int64_t width,
+               ffi::Result<Any> written) {
   const Arena arena(memory, *written);
   Size listed;
   need(is(source, {listed}) && is(target, {listed}) && is(rows, {listed}), "shapes");
-  return move(call.pool, rows_of(arena, width), source.typed_data(), target.typed_data(),
-              rows.typed_data(), listed);
+  const Rows all(arena, width);
+  std::vector<Copy> copies;
+  std::set<int64_t> targets;  // two threads must not write one place
+  for (int64_t i = 0; i < listed; i++) {
+    const int64_t from = source.typed_data()[i], to = target.typed_data()[i];
+    const int64_t count = rows.typed_data()[i];
+    if (!count) continue;
+    const Copy copy = {all.at(from, count), all.at(to, count), count * width};
+    if (targets.insert(to).second) copies.push_back(copy);
+  }
+  copy_all(call.pool, copies);
 }
 
 using Page = ffi::Buffer<ffi::U16, 1>;
 
-std::string read_rows(const Call& call, Any memory, Ints first, int64_t width, int64_t rows,
-                      ffi::RemainingRets pages) {
+// `rows` rows from row first[i] on to pages[i].
+void read_rows(const Call& call, Any memory, Ints first, int64_t width, int64_t rows,
+               ffi::RemainingRets pages) {
   const Arena arena(memory);
-  std::vector<uint16_t*> to(pages.size());
-  need(is(first, {static_cast<int64_t>(to.size())}), "shapes");
-  for (size_t i = 0; i < to.size(); i++) {
+  need(is(first, {static_cast<int64_t>(pages.size())}), "shapes");
+  const Rows all(arena, width);
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < pages.size(); i++) {
     auto page = pages.get<Page>(i);
     need(page && is(**page, {rows * width}), "the shape of a result");
-    to[i] = (*page)->typed_data();
+    copies.push_back({all.at(first.typed_data()[i], rows), (*page)->typed_data(), rows * width});
   }
-  return read(call.pool, rows_of(arena, width), first.typed_data(), rows, to);
+  copy_all(call.pool, copies);
 }
 
-std::string write_rows(const Call& call, Any memory, Ints first, Int count,
-                       ffi::RemainingArgs pages, int64_t width, int64_t rows,
-                       ffi::Result<Any> written) {
+// And from pages[i] to them; entries may repeat.
+void write_rows(const Call& call, Any memory, Ints first, Int count, ffi::RemainingArgs pages,
+                int64_t width, int64_t rows, ffi::Result<Any> written) {
   const Arena arena(memory, *written);
-  std::vector<const uint16_t*> from(used(count, pages.size()));
   need(is(first, {static_cast<int64_t>(pages.size())}), "shapes");
-  for (size_t i = 0; i < from.size(); i++) {
+  const Rows all(arena, width);
+  std::vector<Copy> copies;
+  std::set<int64_t> targets;
+  for (int64_t i = 0; i < used(count, pages.size()); i++) {
     const auto page = pages.get<Page>(i);
     need(page && is(*page, {rows * width}), "the shape of a page");
-    from[i] = page->typed_data();
+    const int64_t to = first.typed_data()[i];
+    const Copy copy = {page->typed_data(), all.at(to, rows), rows * width};
+    if (targets.insert(to).second) copies.push_back(copy);
   }
-  return write(call.pool, rows_of(arena, width), first.typed_data(), rows, from);
+  copy_all(call.pool, copies);
 }
 
 // ---- paged_attention
@@ -284,15 +277,14 @@ Attention attention_of(const Any& q, const Arena& arena, const Ints& table, Int 
   return c;
 }
 
-std::string attended(const Call& call, const Attention& c, Any& out,
-                     const std::vector<Queries>& queries) {
+void attended(const Call& call, const Attention& c, Any& out, const std::vector<Queries>& queries) {
   clear_after(out, 0, c.type);  // rows without a query
-  return attend(call.pool, call.k, c, queries);
+  attend(call.pool, call.k, c, queries);
 }
 
-std::string decode_attention(const Call& call, Any q, Any memory, Ints table, Ints lengths,
-                             Int layer, Numbers page, int64_t window, float scale,
-                             ffi::Result<Any> out) {
+void decode_attention(const Call& call, Any q, Any memory, Ints table, Ints lengths,
+                      Int layer, Numbers page, int64_t window, float scale,
+                      ffi::Result<Any> out) {
   const Arena arena(memory);
   const Attention c = attention_of(q, arena, table, layer, page, window, scale, *out);
   const int64_t rows = q.dimensions()[0];
@@ -302,12 +294,12 @@ std::string decode_attention(const Call& call, Any q, Any memory, Ints table, In
     const int64_t length = lengths.typed_data()[t];
     if (length > 0) queries.push_back({t, 1, t, length - 1});
   }
-  return attended(call, c, *out, queries);
+  attended(call, c, *out, queries);
 }
 
-std::string prefill_attention(const Call& call, Any q, Any memory, Ints table, Ints row, Ints start,
-                              Ints length, Int count, Int layer, Numbers page, int64_t window,
-                              float scale, ffi::Result<Any> out) {
+void prefill_attention(const Call& call, Any q, Any memory, Ints table, Ints row, Ints start,
+                       Ints length, Int count, Int layer, Numbers page, int64_t window,
+                       float scale, ffi::Result<Any> out) {
   const Arena arena(memory);
   const Attention c = attention_of(q, arena, table, layer, page, window, scale, *out);
   Size chunks;
@@ -318,10 +310,162 @@ std::string prefill_attention(const Call& call, Any q, Any memory, Ints table, I
   std::vector<Queries> queries;
   for (int64_t i = 0; i < used(count, chunks); i++) {
     const int64_t tokens = length.typed_data()[i];
-    if (tokens < 1 || tokens > size) return "a chunk of " + std::to_string(tokens) + " tokens";
+    if (tokens < 1 || tokens > size) {
+      throw Refused("a chunk of " + std::to_string(tokens) + " tokens");
+    }
     queries.push_back({i * size, tokens, row.typed_data()[i], start.typed_data()[i]});
   }
-  return attended(call, c, *out, queries);
+  attended(call, c, *out, queries);
+}
+
+// ---- a layer's small ops
+
+void rms_norm_rows(const Call& call, Any x, Any weights, Int layer, float eps,
+                   ffi::Result<Any> out) {
+  Size rows, width, layers;
+  need(is(x, {rows, width}) && is(weights, {layers, width}) && is(*out, {rows, width}), "shapes");
+  const Type type = type_of({x, weights, *out});
+  const char* weight = at(weights.untyped_data(), layer_of(layer, layers) * width, type);
+  rms_norm(call.pool, call.k, type, x.untyped_data(), weight, rows, width, eps,
+           out->untyped_data());
+}
+
+void combine_experts(const Call& call, Any residual, Floats y, Floats weights,
+                     ffi::Result<Any> out) {
+  Size tokens, width, top_k;
+  need(is(residual, {tokens, width}) && is(weights, {tokens, top_k}) && top_k > 0 &&
+           is(y, {tokens, top_k, width}) && is(*out, {tokens, width}),
+       "shapes");
+  combine(call.pool, call.k, type_of({residual, *out}), residual.untyped_data(), y.typed_data(),
+          weights.typed_data(), tokens, top_k, width, out->untyped_data());
+}
+
+// Whether experts can be chosen by the rule: RouteRule.check's, since reads depend on it.
+bool fits(const Rule& rule, int64_t experts) {
+  if (rule.groups < 1 || rule.top_groups < 1 || rule.top_groups > rule.groups ||
+      experts % rule.groups || rule.top_k < 1 || rule.top_k > experts) {
+    return false;
+  }
+  const int64_t size = experts / rule.groups;
+  const bool grouped = rule.top_groups < rule.groups;
+  return (!grouped || rule.group_best <= size) && rule.top_k <= rule.top_groups * size &&
+         (rule.scoring != Scoring::Sparsemixer || rule.top_k == 2);
+}
+
+void route_tokens(const Call& call, Floats logits, Flags valid, Floats correction,
+                  Int layer, Numbers counts, float scale, float jitter,
+                  ffi::Result<Ints> ids, ffi::Result<Floats> weights) {
+  Size tokens, experts, layers;
+  need(is(logits, {tokens, experts}) && counts.size() == 6, "shapes");
+  Rule rule = {};
+  rule.scoring = static_cast<Scoring>(counts[0]), rule.top_k = counts[1];
+  rule.groups = counts[2], rule.top_groups = counts[3], rule.group_best = counts[4];
+  rule.normalize = counts[5], rule.scale = scale, rule.jitter = jitter;
+  need(fits(rule, experts), "the rule does not fit");
+  const bool corrected = correction.element_count();
+  need(is(valid, {tokens}) && is(*ids, {tokens, rule.top_k}) &&
+           is(*weights, {tokens, rule.top_k}) && (!corrected || is(correction, {layers, experts})),
+       "shapes");
+  const float* added =
+      corrected ? correction.typed_data() + layer_of(layer, layers) * experts : nullptr;
+  route(call.pool, rule, logits.typed_data(), valid.typed_data(), added, tokens, experts,
+        ids->typed_data(), weights->typed_data());
+}
+
+// What both writers of KV have in common.
+Pages pages_of(Numbers page, const Ints& positions, const Floats& frequencies, const Arena& arena,
+               const Ints& pages, Int layer, float factor, float eps, int64_t tokens, Type type) {
+  Size half;
+  need(page.size() == 4 && page[0] > 0 && page[1] > 0 && page[2] > 0, "page");
+  need(is(positions, {tokens}) && is(pages, {tokens}) && is(frequencies, {half}), "shapes");
+  Pages p = {};
+  p.type = type, p.tokens = tokens, p.block_size = page[0], p.head_dim = page[2];
+  p.rows_per_token = page[3] ? 1 : 2 * page[1];
+  p.arena = arena.data, p.kv_rows = arena.bytes() / (p.head_dim * size_of(type));
+  p.positions = positions.typed_data(), p.pages = pages.typed_data(), p.layer = *layer.typed_data();
+  OpSpan::layer(p.layer);
+  p.frequencies = frequencies.typed_data(), p.half = half, p.factor = factor, p.eps = eps;
+  return p;
+}
+
+void write_heads(const Call& call, Any qkv, Any q_norm, Any k_norm, Int stack_layer,
+                 Ints positions, Floats frequencies, Any memory, Ints pages, Int layer,
+                 Numbers page, float factor, float eps, ffi::Result<Any> q,
+                 ffi::Result<Any> written) {
+  Size tokens, values, heads, layers;
+  const Arena arena(memory, *written);
+  const Type type = type_of({qkv, q_norm, k_norm, *q});
+  need(is(qkv, {tokens, values}), "shapes");
+  const Pages p = pages_of(page, positions, frequencies, arena, pages, layer, factor, eps, tokens,
+                           type);
+  const int64_t kv_heads = page[1];
+  const bool normed = q_norm.element_count();
+  need(!page[3] && 2 * p.half == p.head_dim && is(*q, {tokens, heads, p.head_dim}) &&
+           values == (heads + 2 * kv_heads) * p.head_dim && is(q_norm, {layers, p.head_dim}) &&
+           is(k_norm, {layers, p.head_dim}),
+       "shapes");
+  Heads h = {heads, kv_heads, qkv.untyped_data(), nullptr, nullptr, q->untyped_data()};
+  if (normed) {
+    const int64_t first = layer_of(stack_layer, layers) * p.head_dim;
+    h.q_norm = at(q_norm.untyped_data(), first, type);
+    h.k_norm = at(k_norm.untyped_data(), first, type);
+  }
+  kv_write(call.pool, call.k, p, h);
+}
+
+void write_latent(const Call& call, Any kv, Any norm, Int stack_layer, Any q_rope,
+                  Ints positions, Floats frequencies, Any memory, Ints pages, Int layer,
+                  Numbers page, float factor, float eps, int64_t interleave,
+                  ffi::Result<Any> out, ffi::Result<Any> written) {
+  Size tokens, values, heads, layers, latent;
+  const Arena arena(memory, *written);
+  const Type type = type_of({kv, norm, q_rope, *out});
+  need(is(kv, {tokens, values}), "shapes");
+  const Pages p = pages_of(page, positions, frequencies, arena, pages, layer, factor, eps, tokens,
+                           type);
+  const int64_t rope = 2 * p.half;
+  need(page[3] > 0 && page[1] == 1 && is(norm, {layers, latent}) && latent == page[3] &&
+           latent + rope == p.head_dim && values == p.head_dim &&
+           is(q_rope, {tokens, heads, rope}) && is(*out, {tokens, heads, rope}),
+       "shapes");
+  Latent l = {};
+  l.latent = latent, l.heads = heads, l.interleave = interleave;
+  l.norm = at(norm.untyped_data(), layer_of(stack_layer, layers) * latent, type);
+  l.kv = kv.untyped_data(), l.q_rope = q_rope.untyped_data(), l.out = out->untyped_data();
+  latent_write(call.pool, call.k, p, l);
+}
+
+bool are(std::initializer_list<Ints> tables, std::initializer_list<Dimension> dims) {
+  return std::all_of(tables.begin(), tables.end(), [&](const Ints& one) { return is(one, dims); });
+}
+
+using IntsOut = ffi::Result<Ints>;
+using IntOut = ffi::Result<Int>;
+
+void plan_layer(const Call&, Ints cell_row, Ints cell_version, Ints owner, Ints last_used,
+                Ints address, Ints version, Ints frequency, Ints fill_version, Ints prior,
+                Ints clock, Ints weights, Int layer, Flags due, IntsOut owner_out,
+                IntsOut last_used_out, IntsOut address_out, IntsOut version_out,
+                IntsOut frequency_out, IntsOut clock_out, IntsOut active,
+                IntsOut fill_expert, IntsOut fill_row, IntsOut fill_list_version,
+                IntOut active_count, IntOut fill_count, IntOut hits, IntOut read_through) {
+  Size layers, cells, experts;
+  need(are({cell_row, cell_version, owner, last_used, *owner_out, *last_used_out},
+           {layers, cells}) &&
+           are({address, version, frequency, fill_version, prior, *address_out, *version_out,
+                *frequency_out},
+               {layers, experts}) &&
+           are({clock, *clock_out}, {layers}) && are({weights}, {3}) && is(due, {experts}) &&
+           are({*active, *fill_expert, *fill_row, *fill_list_version}, {experts}),
+       "shapes");
+  plan({layers, cells, experts, *layer.typed_data(), cell_row.typed_data(),
+        cell_version.typed_data(), changed(owner, owner_out), changed(last_used, last_used_out),
+        changed(address, address_out), changed(version, version_out),
+        changed(frequency, frequency_out), fill_version.typed_data(), prior.typed_data(),
+        changed(clock, clock_out), weights.typed_data(), due.typed_data(), active->typed_data(),
+        fill_expert->typed_data(), fill_row->typed_data(), fill_list_version->typed_data(),
+        active_count->typed_data(), fill_count->typed_data(), hits->typed_data(),
+        read_through->typed_data()});
 }
 
 }  // namespace
@@ -344,5 +488,11 @@ MOEJAX_HANDLER(read, read_rows, "width", "rows")
 MOEJAX_HANDLER(write, write_rows, "width", "rows")
 MOEJAX_HANDLER(decode_attention, decode_attention, "page", "window", "scale")
 MOEJAX_HANDLER(prefill_attention, prefill_attention, "page", "window", "scale")
+MOEJAX_HANDLER(rms_norm, rms_norm_rows, "eps")
+MOEJAX_HANDLER(combine, combine_experts)
+MOEJAX_HANDLER(route, route_tokens, "counts", "scale", "jitter")
+MOEJAX_HANDLER(kv_write, write_heads, "page", "factor", "eps")
+MOEJAX_HANDLER(latent_write, write_latent, "page", "factor", "eps", "interleave")
+MOEJAX_HANDLER(plan, plan_layer)
 
 }  // namespace moejax

@@ -13,14 +13,6 @@
 #define MOEJAX_TEXT_(a) #a
 #define MOEJAX_TEXT(a) MOEJAX_TEXT_(a)
 
-// Products of pairs of bfloat16 (VDPBF16PS), or the same arithmetic's shape for tests of the code
-// around it on machines without the instruction (MOEJAX_PAIRS=1: float32 products and sums).
-#if defined(__AVX512BF16__) && !defined(MOEJAX_PAIRS)
-#define MOEJAX_PAIRS 2
-#elif !defined(MOEJAX_PAIRS)
-#define MOEJAX_PAIRS 0
-#endif
-
 namespace moejax {
 namespace {
 
@@ -103,7 +95,7 @@ void pack(Type type, const void* x, int64_t n, float* out) {
     return;
   }
   const uint16_t* p = (const uint16_t*)x;
-#if MOEJAX_PAIRS
+#ifdef __AVX512BF16__
   memcpy(out, p, n * 2);
   memset((uint16_t*)out + n, 0, (2 * padded(n) - n) * 2);
 #else
@@ -139,19 +131,19 @@ struct End {
 };
 
 template <Type kind>
+INLINE Pair pair_of(const void* w, int64_t at, int64_t n) {
+  if (at + 2 * L <= n) return weights<kind>(w, at);
+  const End<kind> end(w, at, n);
+  return weights<kind>(end.bytes, 0);
+}
+
+template <Type kind>
 INLINE vf multiply(vf total, const void* w, int64_t at, const float* x, int64_t x_at) {
-#if MOEJAX_PAIRS
+#ifdef __AVX512BF16__
   if (kind == Type::BF16) {
-    const uint16_t* p = (const uint16_t*)w + at;
-    const uint16_t* q = (const uint16_t*)x + x_at;
-#if MOEJAX_PAIRS == 2
+    const void *p = (const uint16_t*)w + at, *q = (const uint16_t*)x + x_at;
     return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_loadu_si512(p),
                                 (__m512bh)_mm512_loadu_si512(q));
-#else
-    vu a = load<vu>(p), b = load<vu>(q);
-    total = total + as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u);
-    return total + as_float(a << 16) * as_float(b << 16);
-#endif
   }
 #endif
   Pair pair = weights<kind>(w, at);
@@ -241,10 +233,11 @@ void dots(Type kind, const void* const* w, int64_t rows, const float* const* x, 
 
 // ---- add
 
-// C blocks of 2·L columns of T tokens at once, so that several sums are in flight.
-template <Type kind, int T, int C>
-INLINE void add_block(const void* const* w, int64_t rows, const float* const* h, int64_t at,
-                      int64_t from, float* const* total) {
+// C blocks of 2·L columns of T tokens at once, so that several sums are in flight. pair_at(i, c): row
+// i of a block.
+template <int T, int C, class Pairs>
+INLINE void add_block(Pairs pair_at, int64_t rows, const float* const* h, int64_t at,
+                      float* const* total) {
   vf sums[T][C][2];
   for (int t = 0; t < T; t++) {
     for (int c = 0; c < C; c++) {
@@ -253,15 +246,14 @@ INLINE void add_block(const void* const* w, int64_t rows, const float* const* h,
     }
   }
   for (int64_t i = 0; i < rows; i++) {
-    vf factor[T];
-    for (int t = 0; t < T; t++) factor[t] = splat(h[t][i]);
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
-      Pair pair = weights<kind>(w[i], from + 2 * L * c);
-#pragma GCC unroll 4
+      const Pair pair = pair_at(i, c);
+#pragma GCC unroll 6
       for (int t = 0; t < T; t++) {
-        sums[t][c][0] = sums[t][c][0] + factor[t] * pair.first;
-        sums[t][c][1] = sums[t][c][1] + factor[t] * pair.second;
+        const vf factor = splat(h[t][i]);
+        sums[t][c][0] = sums[t][c][0] + factor * pair.first;
+        sums[t][c][1] = sums[t][c][1] + factor * pair.second;
       }
     }
   }
@@ -278,17 +270,11 @@ void add_of(const void* const* w, int64_t rows, const float* const* h, int64_t n
             float* const* total) {
   constexpr int C = T == 1 ? 4 : T == 2 ? 2 : 1;
   int64_t at = 0;
-  for (; at + 2 * L * C <= n; at += 2 * L * C) add_block<kind, T, C>(w, rows, h, at, at, total);
-  for (; at + 2 * L <= n; at += 2 * L) add_block<kind, T, 1>(w, rows, h, at, at, total);
-  if (at == n) return;
-  char bytes[kRows][2 * L * 4];
-  const void* ends[kRows];
-  for (int64_t i = 0; i < rows; i++) {
-    End<kind> end(w[i], at, n);
-    memcpy(bytes[i], end.bytes, sizeof end.bytes);
-    ends[i] = bytes[i];
-  }
-  add_block<kind, T, 1>(ends, rows, h, at, 0, total);
+  const auto whole = [w, &at](int64_t i, int c) { return weights<kind>(w[i], at + 2 * L * c); };
+  for (; at + 2 * L * C <= n; at += 2 * L * C) add_block<T, C>(whole, rows, h, at, total);
+  for (; at + 2 * L <= n; at += 2 * L) add_block<T, 1>(whole, rows, h, at, total);
+  const auto end = [=](int64_t i, int) { return pair_of<kind>(w[i], at, n); };
+  if (at < n) add_block<T, 1>(end, rows, h, at, total);
 }
 
 void add(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
@@ -309,13 +295,6 @@ constexpr int kManyRows = 3;
 constexpr int kManyTokens = 4;
 constexpr int64_t kPanel = 12;
 constexpr int64_t kOpen = 128;
-
-template <Type kind>
-INLINE Pair pair_of(const void* w, int64_t at, int64_t n) {
-  if (at + 2 * L <= n) return weights<kind>(w, at);
-  const End<kind> end(w, at, n);
-  return weights<kind>(end.bytes, 0);
-}
 
 template <int T>
 INLINE void many_tile(const float* panel, const float* const* x, int64_t from, int64_t steps, bool first,
@@ -380,28 +359,7 @@ void many_dots(const void* const* w, int64_t rows, const float* const* x, int64_
   }
 }
 
-// Many tokens' sums of rows of weights that lie side by side, 2·L columns of each.
-template <int T>
-INLINE void many_columns(const float* panel, int64_t rows, const float* const* h, int64_t at,
-                         float* const* total) {
-  vf sums[T][2];
-  for (int t = 0; t < T; t++) {
-    sums[t][0] = load<vf>(total[t] + at), sums[t][1] = load<vf>(total[t] + at + L);
-  }
-  for (int64_t i = 0; i < rows; i++, panel += 2 * L) {
-    const vf first = load<vf>(panel), second = load<vf>(panel + L);
-#pragma GCC unroll 6
-    for (int t = 0; t < T; t++) {
-      const vf factor = splat(h[t][i]);
-      sums[t][0] = sums[t][0] + factor * first;
-      sums[t][1] = sums[t][1] + factor * second;
-    }
-  }
-  for (int t = 0; t < T; t++) {
-    store(total[t] + at, sums[t][0]), store(total[t] + at + L, sums[t][1]);
-  }
-}
-
+// Rows of weights side by side for the sums of many tokens.
 template <Type kind>
 void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t tokens, int64_t n,
               float* const* total) {
@@ -419,9 +377,12 @@ void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t
     for (int64_t c = 0; c < kColumns && first + c * 2 * L < n; c++) {
       const int64_t at = first + c * 2 * L;
       const float* mine = panel[c];
+      const auto panelled = [mine](int64_t i, int) -> Pair {
+        return {load<vf>(mine + 2 * L * i), load<vf>(mine + 2 * L * i + L)};
+      };
       for (int64_t t = 0; t < tokens; t += 6) {
         chosen<1, 6>(tokens - t, [=](auto count) {
-          many_columns<count.value>(mine, rows, h + t, at, total + t);
+          add_block<count.value, 1>(panelled, rows, h + t, at, total + t);
         });
       }
     }
@@ -431,18 +392,21 @@ void many_add(const void* const* w, int64_t rows, const float* const* h, int64_t
 int64_t few(Type) { return 8; }  // of more, widened weights are worth a block
 int64_t rows_of_task(Type) { return 4 * kPanel; }
 
-// Sums of products of pairs have another order: those kernels have no panels of float32.
-INLINE bool in_panels(Type kind) { return !MOEJAX_PAIRS || kind == Type::F32; }
-
 void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* const* x,
-                  int64_t tokens, int64_t n, float* y, int64_t stride) {
-  const int64_t most = in_panels(kind) ? kOpen : kTokens, step = in_panels(kind) ? kPanel : rows;
+                  int64_t tokens, int64_t n, float* y, int64_t stride, const void* const* next) {
+#ifdef __AVX512BF16__
+  // Sums of products of pairs have another order: they have no panels of float32.
+  const bool panels = tokens > few(kind) && kind == Type::F32;
+#else
+  const bool panels = tokens > few(kind);
+#endif
+  const int64_t most = panels ? kOpen : kTokens, step = panels ? kPanel : rows;
   for (int64_t r = 0; r < rows; r += step) {
     const int64_t mine = least(step, rows - r);
     for (int64_t t = 0; t < tokens; t += most) {
       float* out = y + t * stride + r;
       const int64_t count = least(most, tokens - t);
-      if (!in_panels(kind)) dots(kind, w + r, mine, x + t, count, n, out, stride, nullptr);
+      if (!panels) dots(kind, w, mine, x + t, count, n, out, stride, t ? nullptr : next);
       else if (kind == Type::BF16) many_dots<Type::BF16>(w + r, mine, x + t, count, n, out, stride);
       else many_dots<Type::F32>(w + r, mine, x + t, count, n, out, stride);
     }
@@ -451,6 +415,12 @@ void dots_of_many(Type kind, const void* const* w, int64_t rows, const float* co
 
 void add_of_many(Type kind, const void* const* w, int64_t rows, const float* const* h,
                  int64_t tokens, int64_t n, float* const* total) {
+  if (tokens <= few(kind)) {
+    for (int64_t t = 0; t < tokens; t += kTokens) {
+      add(kind, w, rows, h + t, least(kTokens, tokens - t), n, total + t);
+    }
+    return;
+  }
   // What `add` multiplies is float32 in every build.
   if (kind == Type::BF16) return many_add<Type::BF16>(w, rows, h, tokens, n, total);
   many_add<Type::F32>(w, rows, h, tokens, n, total);
@@ -748,7 +718,7 @@ void decode(const Format& f, const uint16_t* record, int matrix, int64_t row, in
 
 constexpr int64_t kElements = 4;  // rows of elements of one call of `encoded_add`
 
-#if !MOEJAX_PAIRS
+#ifndef __AVX512BF16__
 INLINE Pair halves(vu both) { return {as_float(both << 16), as_float(both & 0xffff0000u)}; }
 
 template <size_t...>

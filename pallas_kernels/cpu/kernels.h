@@ -53,8 +53,8 @@ static inline int64_t apart(int64_t n) { return padded(n) + (padded(n) % 1024 ? 
 
 struct Kernels {
   const char* name;
-  // Tokens for which `dots` and `add` are faster than `dots_of_many` and `add_of_many`, at most. The
-  // two ways have the same bits, but where this is 0: there only the second is an op's way.
+  // Tokens for which `dots_of_many` and `add_of_many` do as `dots` and `add` do, which is faster, at
+  // most. The two ways have the same bits, but where this is 0.
   int64_t (*few)(Type kind);
   // Rows of weights of a task, whose tokens' operands are put in order once.
   int64_t (*rows_of_task)(Type kind);
@@ -65,15 +65,18 @@ struct Kernels {
   // next: rows to fetch towards the cache meanwhile, as many, or null.
   void (*dots)(Type kind, const void* const* w, int64_t rows, const float* const* x, int64_t tokens,
                int64_t n, float* y, int64_t stride, const void* const* next);
-  // The same for any number of tokens: weights are put in order once for many of them.
+  // The same for any number of tokens: weights are put in order once for many of them. Only kernels
+  // that know more than one way fetch `next`.
   void (*dots_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* x,
-                       int64_t tokens, int64_t n, float* y, int64_t stride);
+                       int64_t tokens, int64_t n, float* y, int64_t stride,
+                       const void* const* next);
   // total[t][c] += Σ_i h[t][i] · w[i][c], i ascending, for tokens ≤ kTokens, rows ≤ kRows; totals
   // are padded(n) floats in an order of their own, which `unpack` undoes.
   void (*add)(Type kind, const void* const* w, int64_t rows, const float* const* h, int64_t tokens,
               int64_t n, float* const* total);
   // The same for tokens ≤ kAddedTokens and rows ≤ kManyAdded, in an op's calls but the last one
-  // kManyAdded of them. Totals lie evenly apart, with room for a multiple of kTokenGroup of them.
+  // kManyAdded of them; of few tokens rows ≤ kRows. Totals lie evenly apart, with room for a multiple
+  // of kTokenGroup of them.
   void (*add_of_many)(Type kind, const void* const* w, int64_t rows, const float* const* h,
                       int64_t tokens, int64_t n, float* const* total);
   void (*unpack)(Type kind, const float* total, int64_t n, float* out);

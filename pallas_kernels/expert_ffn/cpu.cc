@@ -1,10 +1,9 @@
-#include "pallas_kernels/expert_ffn/cpu.h"
-
 #include <algorithm>
 #include <deque>
 #include <limits>
 
 #include "pallas_kernels/cpu/buffer.h"
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
 namespace {
@@ -51,50 +50,31 @@ int64_t place_of_row(int64_t row, int64_t width) {
   return width % 4 ? row : row % (width / 4) * 4 + row / (width / 4);
 }
 
-// Sets an expert's record, from its cell or the store. Returns what is wrong.
-std::string find(const Experts& c, int64_t e, Expert& out) {
-  const int64_t address = c.address[c.layer * c.experts + e];
-  const int64_t number = c.version_count == 1 ? 0 : c.version[c.layer * c.experts + e];
+// An active expert, and where its record is: in its cell or the store.
+Expert found(const Experts& c, int64_t e) {
+  const int64_t entry = c.layer * c.experts + e, address = c.address[entry];
   const std::string name = "expert " + std::to_string(e) + " of layer " + std::to_string(c.layer);
-  if (number < 0 || number >= c.version_count) {
-    return name + " has version " + std::to_string(number);
-  }
-  const StoredVersion& version = c.versions[number];
-  out.id = e, out.number = number, out.through = address < 0;
-  if (address >= 0) {
-    if (address > c.arena_rows - version.cell.rows) {
-      return name + " has address " + std::to_string(address) + " in an arena of " +
-             std::to_string(c.arena_rows) + " rows";
-    }
-    out.record = c.arena + address * c.hidden;
-    out.format = &version.cell, out.cell = address;
-    return "";
-  }
-  const int64_t place = version.places.empty() ? c.layer : version.places[c.layer];
-  if (place < 0 || place >= version.layers) return name + " is not in its version's store";
-  out.format = &version.held;
-  if (version.store) {
-    out.record = version.store + (place * c.experts + e) * version.held.rows * c.hidden;
-  } else if (!c.supply) {
-    return name + " is in a file, and no queue reads it";
-  }
-  if (c.supply && (!c.supply->sources.find(number, c.layer, e) ||
-                   c.supply->sources.bytes(number) != version.held.rows * c.hidden * 2)) {
-    return name + " is not where its queue looks";
-  }
-  return "";
+  Expert out = {};
+  out.id = e, out.number = c.records.versions.size() == 1 ? 0 : c.version[entry];
+  out.through = address < 0, out.cell = address, out.buffer = -1;
+  const StoredVersion& version = c.records.version(out.number, name);
+  out.format = out.through ? &version.held : &version.cell;
+  out.record = out.through ? c.records.stored(out.number, c.layer, e, false, name)
+                           : c.records.cell(version, address, name);
+  return out;
 }
 
-// The active experts that have tokens, and their pairs, and the cells of the others. Returns what is
-// wrong.
-std::string gather(Work& work) {
+// The active experts that have tokens, and their pairs, and the cells of the others.
+void gather(Work& work) {
   const Experts& c = work.call;
   const int64_t count = c.tokens * c.top_k;
-  if (c.layer < 0 || c.layer >= c.layers) return "there is no layer " + std::to_string(c.layer);
+  if (c.layer < 0 || c.layer >= c.layers) {
+    throw Refused("there is no layer " + std::to_string(c.layer));
+  }
   std::vector<int64_t> first(c.experts + 2);
   for (int64_t i = 0; i < count; i++) {
     if (c.ids[i] < 0 || c.ids[i] > c.experts) {
-      return "there is no expert " + std::to_string(c.ids[i]);
+      throw Refused("there is no expert " + std::to_string(c.ids[i]));
     }
     first[c.ids[i] + 1]++;
   }
@@ -105,16 +85,14 @@ std::string gather(Work& work) {
   for (int64_t i = 0; i < c.active_count; i++) {
     const int64_t e = c.active[i];
     if (e < 0 || e >= c.experts || (i && e <= c.active[i - 1])) {
-      return "the list of active experts is not ascending and below " + std::to_string(c.experts);
+      throw Refused("the list of active experts is not ascending and below " +
+                    std::to_string(c.experts));
     }
-    Expert expert = {};
-    expert.first = first[e], expert.tokens = first[e + 1] - first[e], expert.buffer = -1;
-    const std::string wrong = find(c, e, expert);
-    if (!wrong.empty()) return wrong;
+    Expert expert = found(c, e);
+    expert.first = first[e], expert.tokens = first[e + 1] - first[e];
     if (expert.tokens) work.experts.push_back(expert);
     else if (!expert.through) work.idle.push_back(expert.cell);
   }
-  return "";
 }
 
 // Whether rows of an encoded expert are multiplied as they are decoded; else blocks of them are
@@ -127,7 +105,7 @@ bool as_they_are_decoded(const Work& work, const Expert& e) {
 // operands are x.
 void products(const Work& work, const Expert& e, int matrix, int64_t first, int64_t rows,
               const float* const* x, float* y) {
-  const int64_t hidden = work.call.hidden, size = size_of(work.kind);
+  const int64_t hidden = work.call.records.hidden, size = size_of(work.kind);
   if (as_they_are_decoded(work, e)) {
     return work.k.encoded_dots(*e.format, e.record, matrix, first, rows, x, e.tokens, y, kMostRows);
   }
@@ -152,19 +130,13 @@ void products(const Work& work, const Expert& e, int matrix, int64_t first, int6
     work.k.decode(*e.format, e.record, matrix, first + r, 0, hidden, nullptr, place);
     w[r] = place;
   }
-  if (e.tokens > work.k.few(work.kind)) {
-    return work.k.dots_of_many(work.kind, w, rows, x, e.tokens, hidden, y, kMostRows);
-  }
-  for (int64_t t = 0; t < e.tokens; t += kTokens) {
-    work.k.dots(work.kind, w, rows, x + t, std::min(kTokens, e.tokens - t), hidden, y + t * kMostRows,
-                kMostRows, t || decoded ? nullptr : next);
-  }
+  work.k.dots_of_many(work.kind, w, rows, x, e.tokens, hidden, y, kMostRows, decoded ? nullptr : next);
 }
 
 // Returns when a matrix of an expert's record is there; false: it did not come.
 bool arrived(const Work& work, const Expert& e, int matrix) {
   if (e.cell == kHere) return true;
-  const Supply& supply = *work.call.supply;
+  const Supply& supply = *work.call.records.supply;
   const int64_t part = std::min<int64_t>(matrix, supply.parts(e.number) - 1);
   if (supply.queue->wait_cell(e.cell, part) == TransferState::DONE) return true;
   __atomic_store_n(&e.failed, true, __ATOMIC_RELAXED);
@@ -218,8 +190,7 @@ struct Sums {
 void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens, float* sums) {
   const Expert& e = c.expert;
   const int64_t size = size_of(work.kind), width = work.call.width;
-  const bool many = tokens > work.k.few(work.kind);
-  const int64_t step = many ? kManyAdded : kRows;
+  const int64_t step = tokens > work.k.few(work.kind) ? kManyAdded : kRows;
   for (int64_t place = 0; place < width; place += step) {
     const int64_t rows = std::min(step, width - place);
     const void* w[kManyAdded];
@@ -234,14 +205,7 @@ void add_rows(const Work& work, const Columns& c, int64_t token, int64_t tokens,
       w[i] = decoded;
     }
     const Sums s(work, c, token, tokens, place, sums);
-    if (many) {
-      work.k.add_of_many(work.kind, w, rows, s.h, tokens, c.count, s.total);
-      continue;
-    }
-    for (int64_t t = 0; t < tokens; t += kTokens) {
-      const int64_t n = std::min(kTokens, tokens - t);
-      work.k.add(work.kind, w, rows, s.h + t, n, c.count, s.total + t);
-    }
+    work.k.add_of_many(work.kind, w, rows, s.h, tokens, c.count, s.total);
   }
 }
 
@@ -273,14 +237,14 @@ void down(const Work& work, const Expert& e, int64_t first, int64_t count) {
     else add_rows(work, columns, t0, tokens, sums.get());
     for (int64_t t = 0; t < tokens; t++) {
       const int64_t pair = work.pairs[e.first + t0 + t];
-      work.k.unpack(work.kind, &sums[t * width], count, c.y + pair * c.hidden + first);
+      work.k.unpack(work.kind, &sums[t * width], count, c.y + pair * c.records.hidden + first);
     }
   }
 }
 
 // Columns of down in a task. No bit depends on it.
 int64_t columns_of(const Work& work, int64_t active, int64_t threads) {
-  const int64_t hidden = work.call.hidden;
+  const int64_t hidden = work.call.records.hidden;
   if (work.call.tokens * work.call.top_k > static_cast<int64_t>(work.experts.size()) * kManyTokens) {
     return kManyColumns;
   }
@@ -298,16 +262,16 @@ void compute(Pool& pool, const Work& work, const Group& group) {
   const int64_t active = static_cast<int64_t>(group.size());
   const int64_t rows = work.k.rows_of_task(work.kind);
   const int64_t blocks = (c.width + rows - 1) / rows;
-  const int64_t multiplications = active * c.width * c.hidden;
+  const int64_t multiplications = active * c.width * c.records.hidden;
   parallel(pool, active * blocks, 2 * multiplications, [&](int64_t i) {
     const int64_t first = i % blocks * rows;
     gate_up(work, *group[i / blocks], first, std::min(first + rows, c.width));
   });
   const int64_t columns = columns_of(work, active, pool.threads());
-  const int64_t parts = (c.hidden + columns - 1) / columns;
+  const int64_t parts = (c.records.hidden + columns - 1) / columns;
   parallel(pool, active * parts, multiplications, [&](int64_t i) {
     const int64_t first = i % parts * columns;
-    down(work, *group[i / parts], first, std::min(columns, c.hidden - first));
+    down(work, *group[i / parts], first, std::min(columns, c.records.hidden - first));
   });
 }
 
@@ -315,17 +279,17 @@ void compute(Pool& pool, const Work& work, const Group& group) {
 void give_up(const Work& work, const Expert& e) {
   const Experts& c = work.call;
   for (int64_t t = 0; t < e.tokens; t++) {
-    float* row = c.y + work.pairs[e.first + t] * c.hidden;
-    std::fill(row, row + c.hidden, 0.0f);
+    float* row = c.y + work.pairs[e.first + t] * c.records.hidden;
+    std::fill(row, row + c.records.hidden, 0.0f);
   }
-  c.supply->failed({static_cast<int32_t>(c.layer), static_cast<int32_t>(e.id), c.writes,
-                    c.supply->queue->failure_of(e.cell)});
+  c.records.supply->failed({static_cast<int32_t>(c.layer), static_cast<int32_t>(e.id), c.writes,
+                    c.records.supply->queue->failure_of(e.cell)});
 }
 
 // All experts as their records come: first those that are there, then whose have come meanwhile, or
 // who is next. Records without a cell pass through the supply's buffers.
 void compute_as_they_come(Pool& pool, Work& work) {
-  Supply& supply = *work.call.supply;
+  Supply& supply = *work.call.records.supply;
   const std::lock_guard<std::mutex> lock(supply.reading);
   TransferQueue& queue = *supply.queue;
   Group group;
@@ -375,13 +339,13 @@ void compute_all(Pool& pool, Work& work) {
   Buffer<float> x(c.tokens * work.x_width), h(c.tokens * c.top_k * work.h_width);
   work.x = x.get(), work.h = h.get();
   constexpr int64_t kRowsOfX = 16;
-  const int64_t numbers = c.tokens * c.hidden;
+  const int64_t numbers = c.tokens * c.records.hidden;
   parallel_rows(pool, c.tokens, kRowsOfX, numbers, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) {
-      k.pack(c.type, at(c.x, t * c.hidden, c.type), c.hidden, work.x + t * work.x_width);
+      k.pack(c.type, at(c.x, t * c.records.hidden, c.type), c.records.hidden, work.x + t * work.x_width);
     }
   });
-  if (c.supply) return compute_as_they_come(pool, work);
+  if (c.records.supply) return compute_as_they_come(pool, work);
   Group all;
   for (Expert& e : work.experts) e.cell = kHere, all.push_back(&e);
   compute(pool, work, all);
@@ -389,17 +353,15 @@ void compute_all(Pool& pool, Work& work) {
 
 }  // namespace
 
-std::string run_experts(Pool& pool, const Kernels& k, const Experts& c) {
-  Work work = {k, c, kind_of(c.type), {}, {}, {}, apart(c.hidden), apart(c.width), nullptr, nullptr};
-  const std::string wrong = gather(work);
-  if (!wrong.empty()) return wrong;
+void run_experts(Pool& pool, const Kernels& k, const Experts& c) {
+  Work work = {k, c, kind_of(c.type), {}, {}, {}, apart(c.records.hidden), apart(c.width), nullptr, nullptr};
+  gather(work);
   if (!work.experts.empty()) compute_all(pool, work);
   // Who lists an expert wants its record there, so that it can give the cell to another one without
   // taking back what is on its way. One that did not come is asked for by nobody here.
   for (const int64_t cell : work.idle) {
-    if (c.supply) c.supply->queue->wait_cell(cell, -1);
+    if (c.records.supply) c.records.supply->queue->wait_cell(cell, -1);
   }
-  return "";
 }
 
 }  // namespace moejax

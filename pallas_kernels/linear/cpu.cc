@@ -1,29 +1,32 @@
-#include "pallas_kernels/linear/cpu.h"
-
 #include <algorithm>
 
 #include "pallas_kernels/cpu/buffer.h"
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
 namespace {
 
 constexpr int64_t kMost = 128;         // tokens at once
+constexpr int64_t kRowsOfX = 16;       // of a task
+
+// Elements `place` and on of weights, widened into `wide` where kernels do not take them as they are.
+const void* row_at(const Kernels& k, const Product& p, int64_t place, int64_t n, float* wide) {
+  const void* row = at(p.w, place, p.type);
+  if (p.type != Type::F16) return row;
+  k.widen(p.type, row, n, wide);
+  return wide;
+}
 
 // Outputs [first, last) of all tokens. x: packed rows, `width` floats each.
 void block(const Kernels& k, const Product& p, const float* x, int64_t width, int64_t first,
            int64_t last) {
-  const Type kind = kind_of(p.type);
   const int64_t rows = last - first;
   const void *w[kMostRows], *next[kMostRows];
   Buffer<float> wide(p.type == Type::F16 ? rows * p.inputs : 0);
   for (int64_t r = 0; r < rows; r++) {
-    w[r] = at(p.w, (first + r) * p.inputs, p.type);
+    w[r] = row_at(k, p, (first + r) * p.inputs, p.inputs, wide.get() + r * p.inputs);
     // What the call after this one reads; the last rows of the matrix name themselves again.
     next[r] = at(p.w, std::min(first + r + kAhead, p.outputs - 1) * p.inputs, p.type);
-    if (p.type == Type::F16) {
-      k.widen(p.type, w[r], p.inputs, &wide[r * p.inputs]);
-      w[r] = &wide[r * p.inputs];
-    }
   }
   float bias[kMostRows];
   if (p.bias) k.widen(p.type, at(p.bias, first, p.type), rows, bias);
@@ -32,15 +35,8 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
     const int64_t tokens = std::min(kMost, p.tokens - t);
     const float* operands[kMost];
     for (int64_t i = 0; i < tokens; i++) operands[i] = x + (t + i) * width;
-    if (p.tokens > k.few(kind)) {
-      k.dots_of_many(kind, w, rows, operands, tokens, p.inputs, y, kMostRows);
-    } else {
-      for (int64_t i = 0; i < tokens; i += kTokens) {
-        const bool fetch = i == 0 && p.type != Type::F16;
-        k.dots(kind, w, rows, operands + i, std::min(kTokens, tokens - i), p.inputs,
-               y + i * kMostRows, kMostRows, fetch ? next : nullptr);
-      }
-    }
+    k.dots_of_many(kind_of(p.type), w, rows, operands, tokens, p.inputs, y, kMostRows,
+                   p.type == Type::F16 ? nullptr : next);
     for (int64_t i = 0; i < tokens; i++) {
       float* row = y + i * kMostRows;
       for (int64_t r = 0; p.bias && r < rows; r++) row[r] += bias[r];
@@ -50,31 +46,69 @@ void block(const Kernels& k, const Product& p, const float* x, int64_t width, in
   }
 }
 
+// Tokens [first, last), at most kTokens, of a product with w [inputs, outputs].
+void sums(const Kernels& k, const Product& p, int64_t first, int64_t last, float* x, float* total,
+          float* wide) {
+  const Type kind = kind_of(p.type);
+  const int64_t width = padded(p.outputs), depth = padded(p.inputs), tokens = last - first;
+  float* totals[kTokens];
+  std::fill_n(total, tokens * width, 0.0f);
+  for (int64_t t = 0; t < tokens; t++) {
+    totals[t] = total + t * width;
+    k.widen(p.type, at(p.x, (first + t) * p.x_stride, p.type), p.inputs, x + t * depth);
+  }
+  for (int64_t i = 0; i < p.inputs; i += kRows) {
+    const int64_t rows = std::min(kRows, p.inputs - i);
+    const void* w[kRows];
+    const float* h[kTokens];
+    for (int64_t r = 0; r < rows; r++) {
+      w[r] = row_at(k, p, (i + r) * p.outputs, p.outputs, wide + r * width);
+    }
+    for (int64_t t = 0; t < tokens; t++) h[t] = x + t * depth + i;
+    k.add(kind, w, rows, h, tokens, p.outputs, totals);
+  }
+  for (int64_t t = 0; t < tokens; t++) {
+    k.unpack(kind, totals[t], p.outputs, wide);
+    k.narrow(p.type, wide, p.outputs, at(p.y, (first + t) * p.y_stride, p.type));
+  }
+}
+
 }  // namespace
 
-void multiply(Pool& pool, const Kernels& k, const Product* products, int64_t count) {
-  const int64_t tokens = products->tokens, width = apart(products->inputs);
-  if (!tokens || !count) return;
+void multiply(Pool& pool, const Kernels& k, const std::vector<Product>& products) {
+  const Product& one = products[0];
+  const int64_t count = static_cast<int64_t>(products.size());
+  const int64_t tokens = one.tokens, width = apart(one.inputs);
   Buffer<float> x(count * tokens * width);
-  constexpr int64_t kRowsOfX = 16;
   const int64_t parts = (tokens + kRowsOfX - 1) / kRowsOfX;
-  const auto pack = [&](int64_t i) {
+  parallel(pool, count * parts, count * tokens * width, [&](int64_t i) {
     const Product& p = products[i / parts];
     const int64_t first = i % parts * kRowsOfX, last = std::min(first + kRowsOfX, tokens);
     for (int64_t t = first; t < last; t++) {
       k.pack(p.type, at(p.x, t * p.x_stride, p.type), p.inputs,
              &x[(i / parts * tokens + t) * width]);
     }
-  };
-  parallel(pool, count * parts, count * tokens * width, pack);
-  const int64_t rows = k.rows_of_task(kind_of(products->type));
-  const int64_t blocks = (products->outputs + rows - 1) / rows;
-  const int64_t work = count * tokens * width * products->outputs;
-  parallel(pool, count * blocks, work, [&](int64_t i) {
-    const Product& p = products[i / blocks];
+  });
+  const int64_t rows = k.rows_of_task(kind_of(one.type));
+  const int64_t blocks = tokens ? (one.outputs + rows - 1) / rows : 0;
+  parallel(pool, count * blocks, count * tokens * width * one.outputs, [&](int64_t i) {
     const int64_t first = i % blocks * rows;
-    block(k, p, &x[i / blocks * tokens * width], width, first,
-          std::min(first + rows, p.outputs));
+    block(k, products[i / blocks], &x[i / blocks * tokens * width], width, first,
+          std::min(first + rows, one.outputs));
+  });
+}
+
+void multiply_transposed(Pool& pool, const Kernels& k, const std::vector<Product>& products) {
+  const Product& one = products[0];
+  const int64_t count = static_cast<int64_t>(products.size()), width = padded(one.outputs);
+  const int64_t parts = (one.tokens + kRowsOfX - 1) / kRowsOfX;
+  parallel(pool, count * parts, count * one.tokens * one.inputs * one.outputs, [&](int64_t task) {
+    Buffer<float> x(kTokens * padded(one.inputs)), total(kTokens * width), wide(kRows * width);
+    const int64_t first = task % parts * kRowsOfX, last = std::min(one.tokens, first + kRowsOfX);
+    for (int64_t t = first; t < last; t += kTokens) {
+      sums(k, products[task / parts], t, std::min(t + kTokens, last), x.get(), total.get(),
+           wide.get());
+    }
   });
 }
 

@@ -1,11 +1,10 @@
-#include "pallas_kernels/paged_attention/cpu.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
 
 #include "pallas_kernels/cpu/buffer.h"
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
 namespace {
@@ -30,23 +29,24 @@ int64_t first_seen(const Attention& c, int64_t position) {
   return c.window ? std::max<int64_t>(position - c.window + 1, 0) : 0;
 }
 
-std::string check(const Attention& c, const Shape& s, const Queries& q) {
+void check(const Attention& c, const Shape& s, const Queries& q) {
   if (q.sequence < 0 || q.sequence >= c.sequences) {
-    return "there is no sequence " + std::to_string(q.sequence);
+    throw Refused("there is no sequence " + std::to_string(q.sequence));
   }
   const int64_t last = q.position + q.count - 1;
   if (q.position < 0 || last >= c.blocks * c.block_size) {
-    return "position " + std::to_string(q.position < 0 ? q.position : last) + " is not in " +
-           std::to_string(c.blocks) + " blocks of " + std::to_string(c.block_size) + " tokens";
+    throw Refused("position " + std::to_string(q.position < 0 ? q.position : last) + " is not in " +
+                  std::to_string(c.blocks) + " blocks of " + std::to_string(c.block_size) +
+                  " tokens");
   }
   for (int64_t b = first_seen(c, q.position) / c.block_size; b <= last / c.block_size; b++) {
     const int64_t page = c.block_table[q.sequence * c.blocks + b];
     if (page < 0 || c.layer < 0 || page + (c.layer + 1) * s.rows_per_layer > c.kv_rows) {
-      return "block " + std::to_string(b) + " of sequence " + std::to_string(q.sequence) +
-             " has address " + std::to_string(page) + " in " + std::to_string(c.kv_rows) + " rows";
+      throw Refused("block " + std::to_string(b) + " of sequence " + std::to_string(q.sequence) +
+                    " has address " + std::to_string(page) + " in " + std::to_string(c.kv_rows) +
+                    " rows");
     }
   }
-  return "";
 }
 
 // The rows that a task computes: of each of `heads` KV heads from `kv_head` on, `count`
@@ -223,8 +223,8 @@ void compute(const Kernels& k, const Attention& c, const Shape& s, const Task& t
 
 }  // namespace
 
-std::string attend(Pool& pool, const Kernels& k, const Attention& c,
-                   const std::vector<Queries>& queries) {
+void attend(Pool& pool, const Kernels& k, const Attention& c,
+            const std::vector<Queries>& queries) {
   const Shape s = shape_of(c);
   std::vector<Task> tasks;
   int64_t work = 0;
@@ -233,8 +233,7 @@ std::string attend(Pool& pool, const Kernels& k, const Attention& c,
   const int64_t wanted = 2 * pool.threads();
   const int64_t most = std::clamp<int64_t>(pairs / wanted, 1, c.kv_heads);
   for (const Queries& q : queries) {
-    const std::string wrong = check(c, s, q);
-    if (!wrong.empty()) return wrong;
+    check(c, s, q);
     work += (q.position + q.count - first_seen(c, q.position)) * q.count * c.heads * c.head_dim;
     const int64_t all = q.count * s.groups;
     int64_t open = kOpenRows;
@@ -249,7 +248,6 @@ std::string attend(Pool& pool, const Kernels& k, const Attention& c,
   }
   parallel(pool, static_cast<int64_t>(tasks.size()), work,
            [&](int64_t i) { compute(k, c, s, tasks[i]); });
-  return "";
 }
 
 }  // namespace moejax

@@ -1,9 +1,9 @@
-#include "pallas_kernels/plan/cpu.h"
-
 #include <algorithm>
 #include <map>
 #include <tuple>
 #include <vector>
+
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
 namespace {
@@ -20,24 +20,25 @@ int32_t log2_fixed(int32_t x) {
 // Sums wrap as the other implementations' do.
 int32_t wrapped(int64_t value) { return static_cast<int32_t>(static_cast<uint32_t>(value)); }
 
-}  // namespace
-
+// How much a resident expert is worth keeping: pallas_kernels/plan/victim.py.
 int32_t victim_key(int32_t age, int32_t frequency, int32_t prior, const int32_t* weights) {
   const int64_t worth = static_cast<int64_t>(weights[1]) * log2_fixed(wrapped(frequency + 1LL));
   const int64_t old = static_cast<int64_t>(weights[0]) * log2_fixed(age);
   return wrapped(worth - old + static_cast<int64_t>(weights[2]) * prior);
 }
 
-std::string plan(const Plan& p) {
-  if (p.layer < 0 || p.layer >= p.layers) return "layer " + std::to_string(p.layer);
+}  // namespace
+
+void plan(const Plan& p) {
+  if (p.layer < 0 || p.layer >= p.layers) throw Refused("layer " + std::to_string(p.layer));
   const int64_t c0 = p.layer * p.cells, e0 = p.layer * p.experts;
   const int32_t *cell_row = p.cell_row + c0, *cell_version = p.cell_version + c0;
   int32_t *owner = p.owner + c0, *last_used = p.last_used + c0;
   int32_t *address = p.address + e0, *version = p.version + e0, *frequency = p.frequency + e0;
   const int32_t *fill_version = p.fill_version + e0, *prior = p.prior + e0;
   for (int64_t c = 0; c < p.cells; c++) {
-    if (owner[c] >= p.experts) return "cell " + std::to_string(c) + " has the owner " +
-                                      std::to_string(owner[c]);
+    if (owner[c] < p.experts) continue;
+    throw Refused("cell " + std::to_string(c) + " has the owner " + std::to_string(owner[c]));
   }
   const int32_t clock = wrapped(p.clock[p.layer] + 1LL);
   // Only the copy that the address points to is read: another one of the expert is not pinned.
@@ -105,7 +106,6 @@ std::string plan(const Plan& p) {
     std::fill(list + fills, list + p.experts, -1);
   }
   *p.active_count = active, *p.fill_count = fills, *p.hits = hits, *p.read_through = missed - fills;
-  return "";
 }
 
 }  // namespace moejax

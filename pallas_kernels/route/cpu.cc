@@ -1,10 +1,10 @@
-#include "pallas_kernels/route/cpu.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
+
+#include "pallas_kernels/cpu/ops.h"
 
 namespace moejax {
 namespace {

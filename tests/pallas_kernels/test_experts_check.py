@@ -14,7 +14,8 @@ NATIVE_OPS = REPOSITORY / "pallas_kernels"
 CHECK = REPOSITORY / "tests" / "pallas_kernels" / "experts_check.cc"
 EXPERTS, QUEUE = NATIVE_OPS / "expert_ffn" / "cpu.cc", build.HERE / "transfer_queue.cc"
 SOURCES = (
-    *(CHECK, EXPERTS, QUEUE, NATIVE_OPS / "fill" / "cpu.cc", build.HERE / "kernels.cc"),
+    *(CHECK, EXPERTS, QUEUE, *(NATIVE_OPS / op / "cpu.cc" for op in ("fill", "records"))),
+    build.HERE / "kernels.cc",
     *(build.HERE / f"{name}.cc" for name in ("supply", "arena", "transfer_calls", "checksums")),
 )
 PORTABLE = ("-DMOEJAX_ISA=portable", "-DMOEJAX_LANES=4", "-ffp-contract=fast", "-fno-math-errno")

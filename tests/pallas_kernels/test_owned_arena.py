@@ -80,8 +80,8 @@ def test_writes_are_where_those_of_an_array_are(memory):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda a: filled(a, row=57), "fill: entry 0, expert 2 of layer 1, goes to row 57 of an"),
-        (lambda a: filled(a, row=-1), "goes to row -1"),
+        (lambda a: filled(a, row=57), "fill: entry 0, expert 2 of layer 1, has row 57 of an"),
+        (lambda a: filled(a, row=-1), "has row -1"),
         (lambda a: filled(a, expert=3), "expert 3 of layer 1, is not in its version's store"),
         (lambda a: filled(a, layer=2), "of layer 2, is not in its version's store"),
         (lambda a: filled(a, version=2), "has version 2"),

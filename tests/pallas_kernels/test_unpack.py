@@ -84,7 +84,7 @@ def test_every_value_comes_out_as_it_went_in(chunk_bytes):
 
 @pytest.mark.parametrize(("source", "row"), [(2 * ROW + 1, 0), (-1, 0), (2 * ROW, 5 * ROW)])
 def test_a_place_that_is_not_there_is_refused(source, row):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="unpack: entry 0 goes from row"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"unpack: .* rows from .* are not among"):
         unpacked(every_value(), source, row, chunk_bytes=1 << 20)
 
 

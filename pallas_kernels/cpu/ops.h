@@ -1,0 +1,218 @@
+// The ops as functions of memory: what handlers.cc binds to XLA, and what runs without jax too.
+// pallas_kernels/OP/api.py has each op's meaning, pallas_kernels/OP/cpu.cc what it does. Operands are
+// dense in C order.
+//
+// An op throws Refused where a table's entry is wrong; then nothing was read or written by it.
+#pragma once
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pallas_kernels/cpu/kernels.h"
+#include "pallas_kernels/cpu/pool.h"
+#include "pallas_kernels/cpu/supply.h"
+
+namespace moejax {
+
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// ---- linear, and head_linear one head after the other
+
+// y[t] = x[t] · wᵀ + bias for t < tokens: x [tokens, inputs], w [outputs, inputs], both of `type`;
+// rows of x and y lie x_stride and y_stride elements apart; bias: null or [outputs] of `type`.
+struct Product {
+  Type type, out_type;
+  int64_t tokens, inputs, outputs, x_stride, y_stride;
+  const void *x, *w, *bias;
+  void* y;
+};
+
+// Products of the same shape.
+void multiply(Pool& pool, const Kernels& kernels, const std::vector<Product>& products);
+// The same with w [inputs, outputs], without bias: a sum over rows, which no lane of w crosses. Rows
+// are added up in ascending order, whatever the number of tokens.
+void multiply_transposed(Pool& pool, const Kernels& kernels, const std::vector<Product>& products);
+
+// ---- records: expert_ffn, fill
+
+// The records of one version: how they lie in cells, and in their store.
+struct StoredVersion {
+  Format cell, held;       // held: in the store
+  const uint16_t* store;   // [layers, experts, held.rows, hidden]; null: records are in files
+  int64_t layers, experts;
+  std::vector<int64_t> places;  // layer of the tables → layer of the store, −1: none; empty: equal
+};
+
+// An arena with the versions whose records its cells hold.
+struct Records {
+  uint16_t* arena;  // [arena_rows, hidden]
+  int64_t arena_rows, hidden;
+  std::vector<StoredVersion> versions;
+  Supply* supply;   // null: nothing brings records beside the ops
+
+  // The version of that number. name: of the expert, for errors.
+  const StoredVersion& version(int64_t number, const std::string& name) const;
+  // The cell from a row on, where a version's record has room.
+  uint16_t* cell(const StoredVersion& version, int64_t row, const std::string& name) const;
+  // Where a record lies in its version's store; null: in a file, from which the supply brings it, but
+  // not where it is to be read here.
+  const uint16_t* stored(int64_t number, int64_t layer, int64_t expert, bool read_here,
+                         const std::string& name) const;
+};
+
+// The experts of a layer, read where their records lie.
+struct Experts {
+  Type type;
+  int64_t tokens, top_k, width, layers, experts;
+  Activation activation;
+  const void* x;
+  const int32_t* ids;
+  Records records;
+  int64_t layer;
+  const int32_t *address, *version;  // [layers, experts]
+  const int32_t* active;
+  int64_t active_count;
+  float* y;  // [tokens · top_k, hidden]; rows of experts that are not active are left alone
+  uint32_t writes;  // of the arena, so far
+};
+
+// With a supply, experts are computed as their records come. One whose record does not is zeros, and
+// said to the supply.
+void run_experts(Pool& pool, const Kernels& kernels, const Experts& call);
+
+// Records of one layer, from their stores into cells, which do not overlap.
+struct Fills {
+  Records records;
+  int64_t layer;
+  const int32_t *expert, *row, *version;  // [count]
+  int64_t count;
+  bool ahead;  // of need: nothing waits for them yet
+};
+
+// With a supply records are queued, and come beside what follows; those that are decoded on the way
+// are written here also then.
+void fill(Pool& pool, const Kernels& kernels, const Fills& call);
+
+// Rows of the arena copied within it, out of it and into it: cells, and pages of KV. Targets overlap
+// neither each other nor a source.
+struct Copy {
+  const uint16_t* from;
+  uint16_t* to;
+  int64_t elements;
+};
+void copy_all(Pool& pool, const std::vector<Copy>& copies);
+
+// ---- paged_attention, of single queries (decode) and of chunks of them (prefill)
+
+// What both have in common.
+struct Attention {
+  Type type;
+  int64_t heads, kv_heads, head_dim, block_size;
+  int64_t latent;       // 0: keys and values are rows of their own
+  int64_t window;       // 0: none
+  float scale;
+  const void* q;        // [rows, heads, head_dim]
+  const uint16_t* arena;
+  int64_t kv_rows;      // rows of head_dim in the arena
+  const int32_t* block_table;
+  int64_t sequences, blocks;
+  int64_t layer;
+  void* out;            // [rows, heads · value_dim]
+};
+
+// Rows [first, first + count) of q are one sequence's queries at positions `position` and on.
+struct Queries {
+  int64_t first, count, sequence, position;
+};
+
+// Writes the results of these queries, nothing else.
+void attend(Pool& pool, const Kernels& kernels, const Attention& call,
+            const std::vector<Queries>& queries);
+
+// ---- kv_write, latent_write: rotated queries, and KV in its pages
+
+// Where tokens' KV rows lie.
+struct Pages {
+  Type type;
+  int64_t tokens;
+  int64_t head_dim, block_size, rows_per_token;
+  uint16_t* arena;
+  int64_t kv_rows;             // rows of head_dim in the arena
+  const int32_t *positions, *pages;
+  int64_t layer;               // of a page
+  const float* frequencies;    // of half the values that turn
+  int64_t half;
+  float factor, eps;           // of cosine and sine; of the norms
+
+  // Token t's first row in the arena; −1: it has none.
+  int64_t row(int64_t t) const {
+    if (pages[t] < 0) return -1;
+    return pages[t] + (layer * block_size + positions[t] % block_size) * rows_per_token;
+  }
+};
+
+struct Heads {
+  int64_t heads, kv_heads;
+  const void* qkv;                  // [tokens, heads + 2 · kv_heads, head_dim]
+  const void *q_norm, *k_norm;      // [head_dim], or null
+  void* q;                          // [tokens, heads, head_dim]
+};
+void kv_write(Pool& pool, const Kernels& kernels, const Pages& pages, const Heads& heads);
+
+struct Latent {
+  int64_t heads, latent;
+  bool interleave;
+  const void* kv;      // [tokens, head_dim]
+  const void* norm;    // [latent]
+  const void* q_rope;  // [tokens, heads, head_dim − latent]
+  void* out;           // as q_rope
+};
+void latent_write(Pool& pool, const Kernels& kernels, const Pages& pages, const Latent& latent);
+
+// ---- rms_norm, route, combine
+
+// x and out are [rows, width], weight is [width], all of `type`.
+void rms_norm(Pool& pool, const Kernels& kernels, Type type, const void* x, const void* weight,
+              int64_t rows, int64_t width, float eps, void* out);
+
+enum class Scoring : int32_t { Softmax, Sigmoid, Sparsemixer };
+
+// A RouteRule of pallas_kernels/route/rule.py; a group's score is the sum of its `group_best` best.
+struct Rule {
+  Scoring scoring;
+  int64_t top_k, groups, top_groups, group_best;
+  bool normalize;
+  float scale, jitter;
+};
+
+// logits float[tokens, experts] → ids and weights [tokens, top_k], ids ascending. correction:
+// float[experts] or null. The rule must fit the number of experts.
+void route(Pool& pool, const Rule& rule, const float* logits, const bool* valid,
+           const float* correction, int64_t tokens, int64_t experts, int32_t* ids, float* weights);
+
+// out[t] = residual[t] + Σ_k weights[t, k] · y[t, k], k ascending, rounded once. residual and out
+// are [tokens, width] of `type`, y is float[tokens, top_k, width], weights float[tokens, top_k].
+void combine(Pool& pool, const Kernels& kernels, Type type, const void* residual, const float* y,
+             const float* weights, int64_t tokens, int64_t top_k, int64_t width, void* out);
+
+// ---- plan
+
+// Tables and results. The layer's rows of those that change are changed in place.
+struct Plan {
+  int64_t layers, cells, experts, layer;
+  const int32_t *cell_row, *cell_version;          // [layers, cells]
+  int32_t *owner, *last_used;                      // [layers, cells]
+  int32_t *address, *version, *frequency;          // [layers, experts]
+  const int32_t *fill_version, *prior;             // [layers, experts]
+  int32_t* clock;                                  // [layers]
+  const int32_t* weights;                          // [3]
+  const bool* due;                                 // [experts]: what is active
+  int32_t *active, *fill_expert, *fill_row, *fill_list_version;  // [experts]
+  int32_t *active_count, *fill_count, *hits, *read_through;
+};
+// One layer's references: hits, victims, fills, and the tables after them.
+void plan(const Plan& call);
+
+}  // namespace moejax
