@@ -67,15 +67,10 @@ def placement_of(options: Options) -> str | None:
 
 
 def check_places(options: Options, policies: Sequence[Policy], precision: Precision) -> None:
-    """Raises UserError for a test of nothing, and for experts in files or in several versions."""
+    """Raises UserError for a test of nothing, and for experts in several versions."""
     if not gives_away(policies):
         if options.placement_test is not None:
             raise UserError("placement_test is of a placement; name one, placement='prescope'")
-    elif options.store == "file":
-        raise UserError(
-            "placement computes missed experts in the store's memory, and store='file' has none; "
-            "leave one out"
-        )
     elif len(precision.versions) > 1 or precision.in_transit:
         raise UserError(
             f"placement knows one version of the experts, the store's; precision {precision.name} "
@@ -108,6 +103,11 @@ def check_second(options: Options, steps: StepSpec, platform: str) -> None:
                 "arrays: add transfers='queue' (--transfers queue), or leave out placement"
             )
         return
+    if options.store == "file":
+        raise UserError(
+            "placement computes experts of pinned arrays, not of a cache of files in them; take "
+            "store='memory', or native ops on a CPU, or leave out placement"
+        )
     if options.placement_test is not None:
         raise UserError(
             "placement_test states times of two groups of a CPU's cores, which transfers='queue' "

@@ -254,13 +254,19 @@ def compute_in_place(
     listed: jax.Array,
     count: jax.Array,
     context: ExpertContext,
+    reader: OwnedArena | None = None,
 ) -> jax.Array:
     """float32[T·K, D]: the rows of the first `count` of int32[E] `listed` experts, read where the
-    store has them; zeros elsewhere. shape: (L, E)."""
+    store has them; zeros elsewhere. shape: (L, E). reader: an arena without cells, through whose
+    queue records in files come; None: they are in memory."""
     # The reference slices an arena of at least a record, whatever it reads.
     rows = 1 if context.ops.expert_ffn == "cpu" else context.stores[0].shape[2]
     nowhere = jnp.zeros((rows, x.shape[1]), jnp.uint16)
-    residents = nowhere, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
+    residents = (
+        nowhere if reader is None else reader,
+        jnp.full(shape, -1, jnp.int32),
+        jnp.zeros(shape, jnp.int32),
+    )
     y = nothing_computed(ids.size, x.shape[1])
     return compute(y, x, ids, residents, layer, listed, count, context)
 

@@ -173,7 +173,7 @@ class _Parts:
                 ),
                 (1, 2),
             ),
-            "beside": ((programs.stores, x, ids, index, listed, index), ()),
+            "beside": ((programs.stores, programs.reader, x, ids, index, listed, index), ()),
             "join": (
                 (x, y, y, ids, programs.array(*flags, dtype=bool), weights),
                 () if kernel else (0,),
@@ -283,11 +283,12 @@ class _Parts:
         y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
         return y, *memory, counts
 
-    def beside(self, stores, x, ids, layer, listed, count):
+    def beside(self, stores, reader, x, ids, layer, listed, count):
         """y of the first `count` experts of `listed`, computed where the store has them."""
         layers, experts = self.programs.tables.address.shape
         shape = layers, experts
-        return compute_in_place(x, ids, shape, layer, listed, count, self._context(stores, 1))
+        context = self._context(stores, 1)
+        return compute_in_place(x, ids, shape, layer, listed, count, context, reader)
 
     def join(self, x, y, other, ids, beside, weights):
         """x after the experts. other: y of those under the mask. Picked by expert, not added: −0

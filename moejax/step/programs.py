@@ -54,7 +54,7 @@ from moejax.step.sampler import (
     update_rows,
 )
 from pallas_kernels import Ops
-from pallas_kernels.cpu.arena import TOKEN, OwnedArena, drain
+from pallas_kernels.cpu.arena import TOKEN, OwnedArena, abstract_arena, drain
 from pallas_kernels.fill import fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
@@ -190,6 +190,12 @@ class Programs:
         if isinstance(self.arena, OwnedArena):
             return (self.arena.token,)
         return (self.array(*TOKEN.shape, dtype=TOKEN.dtype),)  # the host driver's, see QueuedRunner
+
+    @property
+    def reader(self) -> OwnedArena | None:
+        """As of compute_in_place."""
+        files = self.steps.store == "file"
+        return abstract_arena(1, self.steps.layout.hidden) if files else None
 
     @property
     def params(self) -> tuple:

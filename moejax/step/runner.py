@@ -56,7 +56,7 @@ from moejax.step.map_search import WRITTEN, MapArrays
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from moejax.step.results import Results
-from pallas_kernels.cpu.arena import TransferFailure
+from pallas_kernels.cpu.arena import ArenaMemory, TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
 
@@ -181,6 +181,11 @@ class Runner:
             raise ValueError("a queue of transfers needs an arena that the native CPU ops own")
         if formats is not None and any(version.in_transit for version in formats):
             raise ValueError("a queue of transfers does not decode on the way")
+        return self._joined(self.memory, wanted, layers)
+
+    def _joined(self, memory: ArenaMemory, wanted: QueueSpec, layers: int) -> NativeQueue:
+        """A queue from the store into an owned arena."""
+        formats = self.steps.formats
         queue = NativeQueue(
             threads=wanted.threads,
             chunk_bytes=wanted.chunk_bytes,
@@ -194,7 +199,7 @@ class Runner:
         else:
             sources = memory_sources(self.stores, records, layers, formats)
         ahead = queue.cause_number("prefetch")
-        self.memory.attach(queue.handle, sources, ahead=ahead, buffers=wanted.buffers)
+        memory.attach(queue.handle, sources, ahead=ahead, buffers=wanted.buffers)
         return queue
 
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:

@@ -17,12 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from host_offload.memory.arena import own_arena
+from host_offload.queue.native import NativeQueue
 from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.experts import Elsewhere
 from moejax.step.hooks import Hooks
 from moejax.step.layer_programs import PLACED_PARTS
 from moejax.step.parts import Routing, SecondProcessor, StepOutput
 from moejax.step.programs import ProgramKey
+from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, TransferFailure
 from pallas_kernels.stage import Entries
 
 
@@ -124,14 +127,67 @@ class WithSecond(HostRunner):
         super().delete(given=given)
 
 
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What brings records in files to the second processor: a queue of its own, through buffers
+    that only the expert op has, so that neither processor waits for what the other reads."""
+
+    memory: ArenaMemory
+    queue: NativeQueue
+    arena: OwnedArena
+    """Without cells."""
+    failed: list[tuple[int, TransferFailure]]
+    """With the writes of the steps' arena at that time."""
+
+    def look(self, arena: OwnedArena) -> None:
+        """What failed in a layer that both are done with. arena: the steps'."""
+        if failures := self.memory.failures(0):
+            writes = int(np.asarray(arena.token)[1])
+            self.failed.extend((writes, failure) for failure in failures)
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        """As Runner.failures."""
+        due = [(since, f) for since, f in self.failed if (writes - since) % 2**32 < 2**31]
+        self.failed[:] = [entry for entry in self.failed if entry not in due]
+        return [failure for _, failure in due]
+
+    def close(self) -> None:
+        """Nobody computes."""
+        self.arena.token.delete()
+        self.queue.close()
+        self.memory.close()
+
+
 class PlacedRunner(WithSecond):
-    """Both processors read the store's memory as their own."""
+    """Both processors read the store as their own: its memory, or each by a queue its files."""
 
     expert_parts = PLACED_PARTS
 
     serial = False
     """The second processor begins when the accelerator has what it loads and is done: what
     transfers beside compute are measured against (scripts.policies processors)."""
+
+    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
+        self._reader: Reader | None = None
+        if self.store.files:
+            assert self.steps.queue is not None
+            # It reads beside the link, whose rate is of what comes into cells.
+            wanted = dataclasses.replace(self.steps.queue, rate=0.0, latency=0.0)
+            memory = own_arena(1, self.layout.hidden)
+            queue = self._joined(memory, wanted, sum(self.config.moe_layers))
+            self._reader = Reader(memory, queue, memory.on(self.device), [])
+        super()._compile_first(runs)
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        failed = super().failures(writes)
+        if self._reader is not None:
+            failed += self._reader.failures(writes)
+        return failed
+
+    def delete(self, *, given: bool = True) -> None:
+        super().delete(given=given)
+        if self._reader is not None:
+            self._reader.close()
 
     def _routed(self) -> None:
         now = time.perf_counter()
@@ -178,6 +234,8 @@ class PlacedRunner(WithSecond):
         if result is None:
             return parts["combine", None](x, y, routing.weights), counts
         computed, second_ended = result()
+        if self._reader is not None:
+            self._reader.look(self.arena)
         self._ended, self._placed[layer] = max(ended, second_ended), beside
         totals.add(len(mine), int(rows[mine].sum()), began, (ended, second_ended))
         x = parts["join", None](x, y, computed, routing.ids, beside, routing.weights)
@@ -192,11 +250,12 @@ class PlacedRunner(WithSecond):
         listed = np.full(self._placed.shape[1], -1, np.int32)
         listed[: len(mine)] = mine
         second, count = self._second, np.int32(len(mine))
+        reader = None if self._reader is None else self._reader.arena
         takes = len(mine) * second.startup + rows * second.per_token
 
         def compute() -> tuple[jax.Array, float]:
             began = time.perf_counter()
-            y = parts["beside", None](self.stores, x, ids, index, listed, count)
+            y = parts["beside", None](self.stores, reader, x, ids, index, listed, count)
             y.block_until_ready()
             return y, _at_least(began, takes)
 

@@ -22,6 +22,11 @@ from tests.moejax.engine_runs import Job, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+PLACED = {
+    "driver": "host",
+    "placement": "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us",
+}
+"""A second processor computes what is missed, but what free cells take."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -57,6 +62,7 @@ def in_files(model: Path, **options) -> LLM:
         pytest.param({"verify_reads": False, "expert_budget": 0}, [], marks=pytest.mark.slow),
         pytest.param({"prefill_waves": 3, "expert_budget": "30%"}, [], marks=pytest.mark.slow),
         pytest.param({}, [], marks=pytest.mark.slow),  # a cell for each
+        (PLACED | {"expert_budget": "25%", "link_rate": "500MB/s"}, [[16, 0, 1, 2]]),
     ],
     ids=str,
 )
@@ -76,6 +82,8 @@ def test_the_bits_are_those_of_experts_in_memory(options, cells, converted):
         assert stats["store"]["file_bytes"] == 6 << 20
         assert stats["store"]["verify_reads"] == options.get("verify_reads", True)
         assert isinstance(stats["store"]["past_the_page_cache"], bool)
+        if "placement" in options:
+            assert stats["placement"]["experts"] > 0
         assert stats["experts"]["fills"] + stats["experts"]["read_through"] > 0
 
 
@@ -250,6 +258,7 @@ CHANGED = "changed since it was opened first"
     [
         (vanish, "No such file", CELLS),
         (flip_kept_time, "do not have their checksum", THROUGH),
+        (flip_kept_time, "do not have their checksum", THROUGH | PLACED),
         pytest.param(flip_kept_time, "do not have their checksum", CELLS, marks=pytest.mark.slow),
         pytest.param(truncate, CHANGED, CELLS, marks=pytest.mark.slow),
         pytest.param(replace, CHANGED, THROUGH, marks=pytest.mark.slow),

@@ -245,7 +245,6 @@ def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
         ({"placement": None, "placement_test": "threads=1+1"}, "name one, placement='prescope'"),
         ({"placement_test": "threads=2"}, r"threads=2 is not A\+B"),
         ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token, att"),
-        ({"store": "file", "link_rate": None, "link_latency": None}, "store='file' has none"),
         ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
         ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
     ],
