@@ -3,7 +3,8 @@
 python -m scripts.policies processors MODEL [--arms prescope,greedy,...] [--rows 1,4,16]
     [--input 512] [--output 64] [--expert-budget 25%] [--rounds 3] [--first 0] [--json]
     [--learned FILE | --predict gates] [--text FILE,...] [--link-rate 2GB/s] [--attention 1ms]
-    [--test threads=1+1,accelerator=...,startup=...,per_token=...,attention=...]
+    [--test threads=1+1,accelerator=...,startup=...,per_token=...,attention=...] [--store file]
+    [--cells FILE --group NAME] [--runs FILE]
 
 One engine with a second processor runs every arm: the same cells, the same prompts (pieces of the
 last fifth of each --text, else random tokens), policies and tables begun anew, a round of each arm
@@ -19,6 +20,10 @@ no-hot-table (residents by last use), no-llapor (gates predict; needs --learned)
 (equation (2), nothing ahead, and the second processor begins when the loads are there). greedy is
 no PreSched.
 
+--cells and --group: batch, lengths, link, store and arms (those of --arms too) are a group's of a
+definition file, scripts/policies/placed/cells.yaml. --runs: each run is appended to the file as a
+line and not done again, so that a measurement may be in pieces, and the table is of all its runs.
+
 Columns: batch; tokens a second (median of the rounds); median time between tokens; experts missed
 in a layer; share of them that the second processor computed; difference of when both were done in a
 layer in which both had work, mean and largest; share of the time that the link was busy; what a
@@ -30,6 +35,7 @@ same tokens, or the command fails. On stderr, each run as it ends.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -53,6 +59,7 @@ from moejax.start.second import placement_of
 from moejax.step.drivers.placed import PlacedRunner
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
+from scripts.policies.placed.cells import read_groups
 
 LESS = {
     "load-all": "fate",
@@ -71,6 +78,11 @@ WARM_INPUT = 128
 """Most prompt tokens of a batch that is not counted."""
 
 DEFAULT = ("prescope", "greedy", "hybrimoe", "fiddler", "fiddler-code", "llama.cpp", "load-all")
+
+FIGURES = (
+    *("tokens_per_s", "token_ms", "missed", "beside", "gap_ms", "most_gap_ms", "link", "load_ms"),
+    *("between_ms", "asked_ms"),
+)
 
 COLUMNS = [
     ("batch", "{rows}"),
@@ -92,12 +104,17 @@ COLUMNS = [
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
-        arms = args.arms.split(",")
+        arms = (args.arms or ",".join(DEFAULT)).split(",")
+        if args.cells:
+            arms = _of_group(args)
         if unknown := [arm for arm in arms if arm not in ARMS]:
             raise UserError(f"there is no arm {unknown[0]!r}; there are {', '.join(ARMS)}")
         if "no-llapor" in arms and not args.learned:
             raise UserError("no-llapor is prescope without --learned FILE; name one")
-        found = [row for rows in args.rows.split(",") for row in _measured(args, arms, int(rows))]
+        done = Runs(args)
+        found = [
+            row for rows in args.rows.split(",") for row in _measured(args, arms, int(rows), done)
+        ]
     except (UserError, ValueError) as error:
         return refuse(__name__, error)
     if args.json:
@@ -107,36 +124,92 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(args: argparse.Namespace, arms: Sequence[str], rows: int) -> Iterator[dict[str, Any]]:
+def _of_group(args: argparse.Namespace) -> list[str]:
+    """The group's arms; args is as it says."""
+    groups = read_groups(args.cells, ARMS)
+    if args.group not in groups:
+        raise UserError(f"--group {args.group}: {args.cells} has {', '.join(groups)}")
+    group = groups[args.group]
+    args.input, args.output = group.input, group.output
+    args.rows, args.store = ",".join(map(str, group.rows)), group.store
+    args.link_rate = group.link_rate
+    return [arm for arm in group.arms if not args.arms or arm in args.arms.split(",")]
+
+
+class Runs:
+    """The runs of a file, by batch, arm and round; without one, those of this process."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Raises UserError for another command's runs."""
+        self.path = None if args.runs is None else Path(args.runs)
+        self.cell = {
+            name: getattr(args, name)
+            for name in ("input", "output", "link_rate", "store", "expert_budget", "test")
+        }
+        self.found: dict[tuple[int, str, int], dict[str, Any]] = {}
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_text().splitlines():
+                run = json.loads(line)
+                if {name: run[name] for name in self.cell} == self.cell:
+                    self.found[run["rows"], run["arm"], run["round"]] = run
+
+    def add(self, rows: int, arm: str, number: int, run: dict[str, Any]) -> None:
+        """Appends it, and says it on stderr. Raises UserError where its tokens are others than
+        those of another arm of the round."""
+        run = {"rows": rows, "arm": arm, "round": number, **run, **self.cell}
+        for (batch, other, of), known in self.found.items():
+            if (batch, of) == (rows, number) and known["said"] != run["said"]:
+                raise UserError(f"arm {arm} gave other tokens than {other}: a bug, report it")
+        self.found[rows, arm, number] = run
+        print(json.dumps(run), file=sys.stderr, flush=True)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                print(json.dumps(run), file=file)
+
+    def middle(self, rows: int) -> dict[str, dict[str, float]]:
+        """Arm → median of each figure over the rounds of this batch."""
+        arms = dict.fromkeys(arm for batch, arm, _ in self.found if batch == rows)
+        of = {
+            a: [r for (b, arm, _), r in self.found.items() if (b, arm) == (rows, a)] for a in arms
+        }
+        return {
+            arm: {name: statistics.median(run[name] for run in runs) for name in FIGURES}
+            for arm, runs in of.items()
+        }
+
+
+def _measured(
+    args: argparse.Namespace, arms: Sequence[str], rows: int, done: Runs
+) -> Iterator[dict[str, Any]]:
     """A row of the table for each arm, at one batch."""
+    rounds = range(args.first, args.first + args.rounds)
+    left = [(n, arm) for n in rounds for arm in arms if (rows, arm, n) not in done.found]
+    if left:
+        _run(args, left, rows, done)
+    middle = done.middle(rows)
+    first = middle.get("prescope", middle[next(iter(middle))])["tokens_per_s"]
+    for arm, row in middle.items():
+        yield {"rows": rows, "arm": arm, **row, "over": first / row["tokens_per_s"] - 1}
+
+
+def _run(args: argparse.Namespace, left: Sequence[tuple[int, str]], rows: int, done: Runs) -> None:
+    """Runs of these rounds and arms, in one engine."""
     with _engine(args, rows) as llm:
+        # What compiles in the background would be the first arms' cost.
+        llm.engine.runner.wait_compiled(everything=True)
         assert llm.engine.control is not None
         spec = llm.engine.control.controller.spec
         cells = np.sum(np.asarray(llm.engine.runner.tables.cell_row) >= 0, axis=1).tolist()
-        runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-        for number in range(args.first, args.first + args.rounds):
-            told: list | None = None
-            for arm in arms:
-                llm.engine.begin_anew(spec, _policies(args, arm), cells)
-                assert isinstance(llm.engine.runner, PlacedRunner)
-                llm.engine.runner.serial = arm == "no-async"
-                _batch(llm, _prompts(llm, args, rows, 2 * number, min(args.input, WARM_INPUT)), 4)
-                prompts = _prompts(llm, args, rows, 2 * number + 1, args.input)
-                run, said = _counted(llm, prompts, args.output)
-                told = told or said
-                if told != said:
-                    raise UserError(f"arm {arm} gave other tokens than {arms[0]}: a bug, report it")
-                runs[arm].append(run)
-                figures = {name: round(value, 4) for name, value in run.items()}
-                line = {"rows": rows, "arm": arm, "round": number, **figures}
-                print(json.dumps(line), file=sys.stderr, flush=True)
-    middle = {
-        arm: {name: statistics.median(run[name] for run in of_arm) for name in of_arm[0]}
-        for arm, of_arm in runs.items()
-    }
-    first = middle.get("prescope", middle[arms[0]])["tokens_per_s"]
-    for arm, row in middle.items():
-        yield {"rows": rows, "arm": arm, **row, "over": first / row["tokens_per_s"] - 1}
+        for number, arm in left:
+            llm.engine.begin_anew(spec, _policies(args, arm), cells)
+            assert isinstance(llm.engine.runner, PlacedRunner)
+            llm.engine.runner.serial = arm == "no-async"
+            _batch(llm, _prompts(llm, args, rows, 2 * number, min(args.input, WARM_INPUT)), 4)
+            prompts = _prompts(llm, args, rows, 2 * number + 1, args.input)
+            run, said = _counted(llm, prompts, args.output)
+            digest = hashlib.sha256(json.dumps([*map(list, said)]).encode()).hexdigest()[:16]
+            figures = {name: round(value, 4) for name, value in run.items()}
+            done.add(rows, arm, number, {**figures, "said": digest})
 
 
 def _engine(args: argparse.Namespace, rows: int) -> LLM:
@@ -147,6 +220,7 @@ def _engine(args: argparse.Namespace, rows: int) -> LLM:
         placement=_named(args, "no-llapor"),
         placement_test=args.test,
         link_rate=args.link_rate,
+        store=args.store,
         expert_budget=args.expert_budget,
         max_num_seqs=rows,
         max_num_batched_tokens=min(args.input * rows, 2048),
@@ -251,7 +325,7 @@ def _counted(llm: LLM, prompts: list[list[int]], output: int) -> tuple[dict[str,
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("model")
-    parser.add_argument("--arms", default=",".join(DEFAULT), metavar="ARM,…")
+    parser.add_argument("--arms", metavar="ARM,…", help=f"default: {','.join(DEFAULT)}")
     parser.add_argument("--rows", default="1,4,16", metavar="N,…")
     parser.add_argument("--input", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--output", type=int, default=64, metavar="TOKENS")
@@ -263,6 +337,10 @@ def _parser() -> argparse.ArgumentParser:
     predicted.add_argument("--predict", choices=("gates",))
     parser.add_argument("--text", metavar="FILE,…")
     parser.add_argument("--link-rate", metavar="RATE")
+    parser.add_argument("--store", choices=("memory", "file"), default="memory")
+    parser.add_argument("--cells", metavar="FILE")
+    parser.add_argument("--group", metavar="NAME")
+    parser.add_argument("--runs", metavar="FILE")
     parser.add_argument("--test", metavar="KEY=VALUE…")
     parser.add_argument("--attention", metavar="TIME")
     parser.add_argument("--json", action="store_true")

@@ -8,7 +8,7 @@ import pytest
 from host_offload.policies.prefetch.llapor.network import of_layer, scores
 from host_offload.policies.prefetch.llapor.training import Training, fit
 from scripts.policies.calls import drawn, main
-from tests.host_offload.policies.prefetch.llapor.test_llapor import deterministic, trace_of
+from tests.host_offload.policies.prefetch.llapor.test_llapor import ROWS, deterministic, trace_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +24,26 @@ def test_a_line_for_each_layer(tmp_path, capsys):
     assert all(len(line["us"]) == 2 and min(line["us"]) > 0 for line in lines)
     assert main(["--like", "64,8", "--repeats", "2"]) == 0
     assert "µs at 64" in capsys.readouterr().out
+
+
+def test_learning_on_is_worth_something_where_the_text_changed(tmp_path, capsys):
+    """Networks of one model's routing, then a trace of another one's."""
+    file = str(tmp_path / "learned")
+    inputs, ids, _ = deterministic()
+    fit(trace_of(tmp_path / "own", inputs, ids), training=Training(width=64)).fitted.write(file)
+    inputs, ids, _ = deterministic(seed=1)
+    other = trace_of(tmp_path / "other", inputs, ids)
+    command = [file, "--shifted", str(other.directory), "--learn", "16,40,3e-3", "--json"]
+    assert main(command) == 0
+    first, *_, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert last["learning"] > last["frozen"] + 0.1
+    assert first["frozen"] == pytest.approx(last["frozen"], abs=0.1)
+    assert first["part"] == 1 and last["part"] == 4
+    assert last["steps"] == other.steps // 4 and last["rows"] == last["steps"] * ROWS
+    # Nothing is learned from what is still to come.
+    assert main([*command, "--learn", "16,40,1e-12"]) == 0
+    for line in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert line["learning"] == pytest.approx(line["frozen"], abs=0.01)
 
 
 def test_drawn_networks_have_the_paper_s_sizes():

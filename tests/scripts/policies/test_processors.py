@@ -35,6 +35,34 @@ def test_arms_differ_by_their_rule_alone(tmp_path, capsys):
     assert len(COLUMNS) == 13
 
 
+@NATIVE
+@pytest.mark.slow
+def test_a_measurement_in_pieces_goes_on(tmp_path, capsys):
+    """A group's arms one after the other, each once, their tokens compared over the pieces."""
+    cells, runs = tmp_path / "cells.yaml", tmp_path / "runs"
+    cells.write_text(
+        "groups:\n- {name: a, rows: [2], arms: [fiddler, load-all], input: 16, output: 4, "
+        "link_rate: 100MB/s}\n"
+    )
+    group = ["--cells", str(cells), "--group", "a", "--runs", str(runs), "--test", TIMES]
+    command = ["demo", *group, "--rounds", "1", "--json"]
+    assert main([*command, "--arms", "load-all"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(runs.read_text().splitlines()) == 1
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["arm"] for row in found] == ["load-all", "fiddler"]
+    first, second = map(json.loads, runs.read_text().splitlines())
+    assert first["said"] == second["said"] and first["link_rate"] == "100MB/s"
+    kept = runs.read_text()
+    assert main(command) == 0 and runs.read_text() == kept
+    assert json.loads(capsys.readouterr().out) == found
+    runs.write_text(json.dumps(first | {"said": "other"}) + "\n")
+    assert main(command) == 2
+    assert "fiddler gave other tokens than load-all" in capsys.readouterr().err
+    assert main([*command, "--group", "b"]) == 2
+    assert "--group b" in capsys.readouterr().err
+
+
 def test_what_is_refused(capsys):
     for given, match in (
         (["--arms", "nobody"], "there is no arm 'nobody'; there are prescope"),

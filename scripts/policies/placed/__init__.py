@@ -1,0 +1,1 @@
+"""What the command about two processors measures where."""
