@@ -16,7 +16,7 @@ from host_offload.traces.reader import Trace
 from moejax.errors import UserError
 
 PARTS = 4
-"""Of a trace's steps, in their order."""
+"""How many parts of a trace's steps, in their order, are looked at."""
 
 
 def recalls(policy: Learned, trace: Trace, tuning: Tuning) -> Iterator[dict[str, Any]]:
