@@ -72,9 +72,9 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         weights = jax.nn.softmax(draw(2, (33, top_k), "float32"))
         return draw(0, (33, d), dtype), draw(1, (33, top_k, d), "float32"), weights
 
-    def weighted(name, *operands):
-        counted = combine_and_count(*operands, jnp.ones(1, jnp.int32), implementation=name)
-        return combine(*operands, implementation=name), counted
+    def weighted(name, x, y, weights):
+        counted = combine_and_count(x, y, weights, jnp.ones(1, jnp.int32), implementation=name)
+        return combine(x, y, weights, implementation=name), counted
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
 
