@@ -90,8 +90,9 @@ class WindowSpec:
 
     @property
     def staged_rows(self) -> int:
-        """Rows of memory beside the arena in which the coming layer waits."""
-        return (2 - self.halves) * self.half * self.record_rows
+        """Rows of memory beside the arena in which what the coming layer gets from the host
+        waits."""
+        return (2 - self.halves) * int(self.placement[:, HOST].max()) * self.record_rows
 
     @property
     def slots(self) -> int:

@@ -31,7 +31,7 @@ from moejax.errors import user_errors
 from moejax.models.layers import Decoder
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
-from moejax.start.decide.transfers import automatic, jax_copies, with_packed
+from moejax.start.decide.transfers import automatic, with_packed
 from moejax.start.kernels import checked_later, native_note, verify_kernels
 from moejax.start.options import Options
 from moejax.start.precision import place_experts
@@ -101,7 +101,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     of_memory = automatic(settings, device.platform)
     model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
     steps = step_spec(settings, model, facts)
-    if settings.tiers is not None and not jax_copies(settings, device.platform):
+    if settings.tiers is not None:
         facts = dataclasses.replace(facts, rates=measured_rates(steps, device))
     experts = steps.config.num_experts
     bound = 2 * experts if steps.window else experts

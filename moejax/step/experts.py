@@ -218,7 +218,7 @@ def compute(
     y: jax.Array,
     x: jax.Array,
     ids: jax.Array,
-    residents: tuple[jax.Array, jax.Array, jax.Array],
+    residents: tuple[jax.Array | OwnedArena, jax.Array, jax.Array],
     layer: jax.Array,
     active: jax.Array,
     count: jax.Array,

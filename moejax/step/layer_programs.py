@@ -30,6 +30,7 @@ from moejax.step.experts import (
 from moejax.step.parts import (
     LayerTrace,
     Leaf,
+    StepSpec,
     TraceArrays,
     embedding_array,
     layer_arrays,
@@ -41,6 +42,7 @@ from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size
+from pallas_kernels.records import decode
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.stage import admit_entries
 
@@ -62,8 +64,9 @@ OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare
 record or LANDED into cells, a cell that nobody owns any more, a cell against its record; and cells
 of the ring from layer to layer."""
 
-OF_TIERS: tuple[Kind, ...] = ("land_packed",)
-"""Beside those, of engines with packed residents: such a record into its cell."""
+OF_TIERS: tuple[Kind, ...] = ("land_packed", "unpack")
+"""Beside those, of engines with packed residents: such a record into its cell; and where they are
+decoded into the window, LANDED out of theirs into cells of the ring."""
 
 LANDED = 8
 """Records that one program moves into their cells, a compiled shape: calls cost the host more than
@@ -87,7 +90,7 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
     one record (OF_RECORDS). Raises ValueError for another key.
     """
     parts = _Parts(programs, key)
-    if key in (ProgramKey(kind) for kind in OF_RECORDS + OF_TIERS[: bool(programs.steps.tiers)]):
+    if key in (ProgramKey(kind) for kind in OF_RECORDS + of_tiers(programs.steps)):
         return _of_records(programs)[key.kind]
     if key == ProgramKey("stage"):
         args = programs.arena, programs.tables, programs.stores
@@ -362,6 +365,11 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
     return Program(beside, (x, held, jax.ShapeDtypeStruct((), jnp.int32)), ())
 
 
+def of_tiers(steps: StepSpec) -> tuple[Kind, ...]:
+    """Those of OF_TIERS that these steps have."""
+    return OF_TIERS[: 2 if steps.packed is not None else bool(steps.tiers)]
+
+
 def record_pieces(programs: Programs) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The arrays in which a record is brought; none where experts lie in one array."""
     (store, *_) = programs.stores
@@ -413,4 +421,16 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
         cell = programs.steps.formats[PACKED_VERSION].cell
         packed = (programs.array(cell.rows, cell.hidden, dtype=jnp.uint16),)
         found["land_packed"] = Program(land, (arena, index, packed), (0,))
+
+        def unpack(arena, sources, rows):
+            """The arena in which the packed records from the rows `sources` on are, dense, in the
+            cells from `rows` on."""
+            for i in range(LANDED):
+                record = jax.lax.dynamic_slice(arena, (sources[i], 0), (cell.rows, cell.hidden))
+                dense = jax.lax.bitcast_convert_type(decode(record, cell), jnp.uint16)
+                arena = jax.lax.dynamic_update_slice(arena, dense, (rows[i], 0))
+            return arena
+
+        rows = programs.array(LANDED)
+        found["unpack"] = Program(unpack, (arena, rows, rows), (0,))
     return found

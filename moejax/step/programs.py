@@ -75,8 +75,8 @@ Kind = (
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
-    | Literal["admit", "land", "land_many", "land_packed", "forget", "compare", "seat"]
-    | Literal["write_maps"]
+    | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget", "compare"]
+    | Literal["seat", "write_maps"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")

@@ -42,6 +42,7 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
 from moejax.step.parts import Routing, StepOutput, StepShapes, StepSpec
+from moejax.step.programs import ProgramKey
 from moejax.step.results import ResultShape
 from moejax.traces.tracer import start_trace
 from pallas_kernels import resolve_ops
@@ -179,6 +180,9 @@ class FakeRunner:
             scores=None,
             staged=None,
         )
+
+    def decode_key(self, positions: np.ndarray) -> ProgramKey:
+        return ProgramKey("decode")
 
     def decode(
         self, positions: np.ndarray, block_table: Any, stages: Any = None, hooks: Any = None

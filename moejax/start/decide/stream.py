@@ -111,11 +111,7 @@ def halves_of(steps: StepSpec) -> int:
 
 
 def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
-    """What placements of these steps take. Raises UserError without rates, which say nothing only
-    where jax's own copies bring experts: there packed ones are computed as they are, so that as
-    many are packed as there is room for, and no planner asks how long a layer loads."""
-    if rates is None and steps.separate:
-        rates = TierRates(1.0, 1.0)
+    """What placements of these steps take. Raises UserError without rates."""
     if rates is None or steps.formats is None:
         raise UserError("the rates of tiers are measured at a start; there are none here")
     dense, packed = (version.cell.nbytes for version in steps.formats)

@@ -161,13 +161,6 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
 
 def _check_tiers(tiers: Tiers, where: str) -> None:
     """Raises UserError for tiers that only native ops serve."""
-    if not tiers.direct:
-        raise UserError(
-            f"tiers={tiers.name} decodes packed residents into the window, for which driver="
-            f"'stream' {where} has no op: use tiers='flux-direct,planner=none', which computes "
-            "them as they are packed, or device='cpu' and ops='cpu' "
-            "(`python -m pallas_kernels.cpu` builds them)"
-        )
     if tiers.planner != "none":
         raise UserError(
             f"tiers={tiers.name} with planner={tiers.planner} moves residents of an arena that the "

@@ -15,7 +15,7 @@ from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_byt
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import automatic, jax_copies, new_builder
+from moejax.start.decide.transfers import automatic, new_builder
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -54,7 +54,7 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
                 f"the device's free memory is as now, less {taken} bytes of parameters; what steps "
                 "need is not measured, a share is left for it"
             )
-    if settings.tiers is not None and not jax_copies(settings, chosen.platform):
+    if settings.tiers is not None:
         rates = measured_rates(step_spec(settings, model, device), chosen)
         device = dataclasses.replace(device, rates=rates)
     costs = None

@@ -6,7 +6,8 @@ is, in the order of dispatch, which is the order of the device's stream:
 
 1. attend and route,
 2. `seat`: the cells go on to this layer (`Tables.address` is the page table), and
-   `land`: its records are read out of staging into them, by programs that wait for their copies,
+   `land`: its records are read out of staging into them, by programs that wait for their copies;
+   `unpack`: those of packed residents are decoded into them,
 3. the copies of the next layer's records begin: into memory that is free once those programs have
    run, so after them, and beside all that is dispatched from here on,
 4. its experts.
@@ -14,21 +15,24 @@ is, in the order of dispatch, which is the order of the device's stream:
 Write-after-read (a record lands after the layer before has computed) and read-after-write are that
 order. Nothing is read back, so the host runs ahead of the device.
 
-Packed residents have cells of their own for good, in which they are computed as they are packed, so
-nothing of them streams. They are packed when they get those cells, of the dense records: the host
-keeps no copy of them.
+Packed residents have cells of their own for good. They are packed when they get those, of the
+dense records: the host keeps no copy of them. They are computed as they are packed, so that nothing
+of them streams; or decoded into the ring (`unpack`), as in the paper, but in the stream of the
+experts, before them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from host_offload.control.window import PACKED_VERSION, WindowSpec
+from host_offload.control.window import PACKED, PACKED_VERSION, WindowSpec
 from host_offload.queue.device import TransferLost
+from host_offload.queue.native import Totals
 from host_offload.queue.transfer import DEMAND, Transfer
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.store_versions import as_weights
@@ -36,7 +40,7 @@ from moejax.errors import UserError
 from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.drivers.queued import QueuedRunner
 from moejax.step.drivers.stream import check_window
-from moejax.step.layer_programs import LANDED, OF_TIERS
+from moejax.step.layer_programs import LANDED, of_tiers
 from moejax.step.parts import Routing
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
@@ -65,7 +69,9 @@ class QueuedStreamRunner(QueuedRunner):
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         super()._compile_first(runs)
         self.need(ProgramKey("seat"), ProgramKey("land_many"))
-        self.need(*(ProgramKey(kind) for kind in OF_TIERS[: bool(self.steps.tiers)]))
+        self.need(*(ProgramKey(kind) for kind in of_tiers(self.steps)))
+        self._unpacked = 0
+        """Records of packed residents that were decoded."""
 
     @property
     def _copies_ahead(self) -> int:
@@ -139,13 +145,30 @@ class QueuedStreamRunner(QueuedRunner):
         ]
         for seat, why in self._land_all(again):
             self._lose(layer, seat.expert, seat.row, why)
+        self._unpack(layer)
+
+    def _unpack(self, layer: int) -> None:
+        """Dispatches the decoding of a layer's packed residents into their cells of the ring, of
+        LANDED by one program."""
+        assert self.window is not None
+        seats, (own, _) = dict(self.window.seats(layer)), self.window.residents()
+        packed = np.flatnonzero(self.window.tier[layer] == PACKED).tolist()
+        due = [(int(own[layer, expert]), seats[expert]) for expert in packed if expert in seats]
+        for i in range(0, len(due), LANDED):
+            some = due[i : i + LANDED]
+            some += some[-1:] * (LANDED - len(some))  # once more, into the same cell
+            sources, rows = np.array(some, np.int32).T.copy()
+            self.arena = self._call(ProgramKey("unpack"), self.arena, sources, rows)
+        self._unpacked += len(due)
 
     def _begin(self, layer: int) -> None:
         """Begins to copy a layer's records into staging."""
         assert self.window is not None
         for seat in () if self._coming is None else self._coming[1]:
             self.device_queue.drop(seat.ticket)
-        self._coming = layer, self._copied(layer, self.window.seats(layer))
+        packed = self.window.tier[layer] == PACKED
+        due = [(expert, row) for expert, row in self.window.seats(layer) if not packed[expert]]
+        self._coming = layer, self._copied(layer, due)
 
     def _copied(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """The records of (expert, arena row), on their way into staging."""
@@ -201,11 +224,17 @@ class QueuedStreamRunner(QueuedRunner):
         held = jax.lax.dynamic_slice(self.arena, (row, 0), record.shape)
         return np.array_equal(np.asarray(held), record)
 
+    def transfer_totals(self) -> Totals:
+        totals, size = self.device_queue.totals(), sum(self.records.sizes)
+        done = {"unpacked": self._unpacked, "unpacked_bytes": self._unpacked * size}
+        return dataclasses.replace(totals, **done)
+
     @property
     def staging_bytes(self) -> int:
-        """The ring's other half."""
-        streams = self.tables.address.shape[1] if self.window is None else self.window.half
-        return streams * sum(self.records.sizes)
+        """The ring's other half, but what is decoded into it."""
+        if self.window is None:
+            return self.tables.address.shape[1] * sum(self.records.sizes)
+        return self.window.staged_rows * self.layout.hidden * 2
 
     def check_results(self, results: Results) -> None:
         """As of StreamRunner."""

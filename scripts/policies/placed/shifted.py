@@ -9,7 +9,7 @@ import numpy as np
 
 from host_offload.policies.prefetch.llapor.metrics import quality
 from host_offload.policies.prefetch.llapor.network import of_layer, scores
-from host_offload.policies.prefetch.llapor.online import Tuner, Tuning
+from host_offload.policies.prefetch.llapor.online import Seen, Tuner, Tuning
 from host_offload.policies.prefetch.llapor.policy import Learned
 from host_offload.policies.prefetch.llapor.training import samples
 from host_offload.traces.reader import Trace
@@ -41,7 +41,7 @@ def recalls(policy: Learned, trace: Trace, tuning: Tuning) -> Iterator[dict[str,
         for name, arrays in (("frozen", fitted.arrays), ("learning", tuner.arrays)):
             said[name].append([_said(arrays, layer, here[layer]) for layer in range(len(found))])
         for layer, some in enumerate(here):
-            tuner.see(layer, layers, some)
+            tuner.see(layer, layers, Seen(some.gate_input, some.ids, some.weights))
     for part, steps in enumerate(np.array_split(np.arange(trace.steps), PARTS)):
         line: dict[str, Any] = {"part": part + 1, "steps": len(steps)}
         for name, of_steps in said.items():

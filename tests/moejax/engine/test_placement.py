@@ -203,9 +203,10 @@ def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_a
                 return poison(y, args[4], np.asarray(args[-1].beside)), *rest
 
             def beside(*args):
-                mine = np.zeros(len(args[4]), bool)
-                mine[args[4][: args[5]]] = True
-                return poison(parts["beside", None](*args), args[2], ~mine)
+                *_, ids, _, listed, count = args
+                mine = np.zeros(len(listed), bool)
+                mine[listed[:count]] = True
+                return poison(parts["beside", None](*args), ids, ~mine)
 
             return {**parts, ("accelerate", None): accelerate, ("beside", None): beside}
 

@@ -112,24 +112,31 @@ def test_the_bits_are_those_of_full_residency(options):
     "tiers",
     [
         "flux-direct,dense=25%,packed=50%,planner=none",
+        "flux,dense=12.5%,packed=50%,planner=none",
         pytest.param("flux-direct,packed=50%,by=layers", marks=pytest.mark.slow),
+        pytest.param("flux,packed=50%,by=layers", marks=pytest.mark.slow),
     ],
 )
-def test_packed_residents_are_computed_as_they_are(tiers):
-    """In cells of their own beside dense ones, bytes of which are those of the window, and nothing
-    of them streams."""
+def test_packed_residents_are_computed_as_they_are_or_decoded(tiers):
+    """In cells of their own beside dense ones, bytes of which are those of the window. Computed as
+    they are, nothing of them streams; decoded, they have places in the ring, and nothing of them
+    passes the link."""
+    direct = tiers.startswith("flux-direct")
     with open_llm(tiers=tiers) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, QueuedStreamRunner)
         found = run(llm, mixed_jobs()[:4])
         assert not runner.faults()
+        assert runner.window is not None
         stream, placement = llm.stats()["stream"], runner.window.placement
         dense, packed, host = placement.sum(axis=0).tolist()
         small = runner.layout.records[1].nbytes
         assert packed == 4 * EXPERTS // 2 and small < RECORD
-        ring = int(placement[:, 2].max())
+        ring = int(placement[:, 2 if direct else 1 :].sum(axis=1).max())
         assert stream["bytes"] == (ring + dense) * RECORD + packed * small
-        assert stream["staging_bytes"] == ring * RECORD
+        assert stream["staging_bytes"] == int(placement[:, 2].max()) * RECORD
+        decoded = 0 if direct else packed * stream["steps"]
+        assert runner.transfer_totals().unpacked == decoded
         assert stream["bytes_per_step"] == host * RECORD
         moved = llm.stats()["transfers"]
         every = stream["steps"] * host + dense + int(placement[0, 2])
@@ -137,8 +144,44 @@ def test_packed_residents_are_computed_as_they_are(tiers):
     assert same(found, at_rest())
 
 
+def not_decoded(self, layer):
+    """Cells of packed residents keep what was there."""
+
+
+def decoded_from_others(self, layer, decoded=QueuedStreamRunner._unpack):
+    """Each out of the cell of the next one."""
+    call = self._call
+
+    def rolled(key, arena, sources, *rest):
+        return call(key, arena, np.roll(sources, 1), *rest)
+
+    self._call = rolled
+    decoded(self, layer)
+    del self._call
+
+
+def decoded_before_they_have_cells(self, layer, decoded=QueuedStreamRunner._unpack):
+    """The following layer's, while these experts are computed from the cells."""
+    decoded(self, (layer + 1) % len(self.window.tier))
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", [not_decoded, decoded_from_others, decoded_before_they_have_cells]
+)
+def test_a_mistake_in_decoding_is_found(mistake, monkeypatch):
+    monkeypatch.setattr(QueuedStreamRunner, "_unpack", mistake)
+    with open_llm(tiers="flux,packed=50%,planner=none") as llm:
+        found = run(llm, mixed_jobs()[:4], check=False)
+    assert not same(found, at_rest())
+
+
+TIERS = ("flux-direct,dense=25%,packed=50%,planner=none", "flux,packed=50%,planner=none")
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("tiers", [None, "flux-direct,dense=25%,packed=50%,planner=none"])
+@pytest.mark.parametrize("tiers", [None, *TIERS])
 def test_the_bits_are_those_of_full_residency_with_kernels(tiers):
     """Every op a Triton-lowered kernel, interpreted: decode and prefill of three chunks."""
     limits = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 192}
@@ -488,7 +531,10 @@ def test_a_step_that_ends_in_the_middle_leaves_the_next_one_whole(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tiers": "flux"}, "has no op: use tiers='flux-direct,planner=none', which computes th"),
+        (
+            {"tiers": "flux"},
+            "planner=live moves residents of an arena that the native library owns",
+        ),
         ({"tiers": "flux-direct,packed=25%"}, "planner=live moves residents of an arena that the"),
         ({"precision": "int8"}, "driver='stream' with ops that are not native brings dense expe"),
         ({"link_rate": "2GB/s"}, "jax's copies pass the link as it is: leave link_rate out"),

@@ -28,7 +28,7 @@ class Tuning:
     rate: float = 2e-4
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """What a layer's router saw and chose in a step."""
 
     gate_input: np.ndarray
@@ -48,12 +48,12 @@ class Tuner:
         self._stride, self._tuning = stride, tuning
         # Optax is loaded by those who learn, not by whoever looks a policy's name up.
         self._training: Any = pkgutil.resolve_name(f"{__package__}.training")
-        self._step: list[_Seen] = []
-        self._kept: list[list[_Seen]] = []
+        self._step: list[Seen] = []
+        self._kept: list[list[Seen]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llapor")
         self._running: Future[dict[str, np.ndarray]] | None = None
 
-    def see(self, layer: int, layers: int, seen: _Seen) -> None:
+    def see(self, layer: int, layers: int, seen: Seen) -> None:
         """Takes what a layer saw; layers of a step come in order. Returns at once; the arrays are
         kept, not copied."""
         if layer == 0:
@@ -84,7 +84,7 @@ class Tuner:
             self._running.exception()
 
     def _round(
-        self, kept: list[list[_Seen]], arrays: Mapping[str, np.ndarray], seed: int
+        self, kept: list[list[Seen]], arrays: Mapping[str, np.ndarray], seed: int
     ) -> dict[str, np.ndarray]:
         found, tuning = dict(arrays), self._tuning
         for layer in range(len(kept[0]) - self._stride):
@@ -152,7 +152,7 @@ class LearnedOnline(Learned):
         tuner = state.tuner
         if seen.layer == 0:
             tuner.swap()
-        here = _Seen(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
+        here = Seen(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
         tuner.see(seen.layer, state.layers, here)
         found = None
         if own := of_layer(tuner.arrays, seen.layer):
