@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -218,14 +218,14 @@ def compute(
     y: jax.Array,
     x: jax.Array,
     ids: jax.Array,
-    residents: tuple[jax.Array | OwnedArena, jax.Array, jax.Array],
+    residents: tuple[Any, jax.Array, jax.Array],
     layer: jax.Array,
     active: jax.Array,
     count: jax.Array,
     context: ExpertContext,
 ) -> jax.Array:
-    """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, and
-    where each expert is in it and in which version, as of expert_ffn."""
+    """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, as of
+    DeviceMemory, and where each expert is in it and in which version, as of expert_ffn."""
     with jax.named_scope("expert_ffn"):
         return expert_ffn(
             y,
