@@ -224,8 +224,8 @@ def compute(
     count: jax.Array,
     context: ExpertContext,
 ) -> jax.Array:
-    """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, as of
-    DeviceMemory, and where each expert is in it and in which version, as of expert_ffn."""
+    """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, as
+    of DeviceMemory, and where each expert is in it and in which version, as of expert_ffn."""
     with jax.named_scope("expert_ffn"):
         return expert_ffn(
             y,
