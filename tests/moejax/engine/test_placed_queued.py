@@ -22,6 +22,7 @@ from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from moejax import LLM, UserError
+from moejax.checkpoints.convert import convert
 from moejax.start.second import second_of
 from moejax.step.drivers.placed_queued import PlacedQueuedRunner
 from tests.moejax.engine.test_device_queue import delay
@@ -316,6 +317,13 @@ def test_what_does_not_go_together_is_refused(options, message):
     with pytest.raises((UserError, ValueError)) as refused:
         open_llm(**{"placement": STATED, **options}).close()
     assert message in str(refused.value)
+
+
+def test_a_cache_of_files_in_pinned_arrays_is_refused(demo_dir, tmp_path):
+    model = convert(demo_dir, tmp_path / "demo").directory
+    options = {**LIMITS, **QUEUE, "ops": "move=xla", "store": "file", "host_memory": "4MiB"}
+    with pytest.raises(UserError, match="not of a cache of files in them; take store='memory'"):
+        LLM(model, **{**options, "expert_budget": "40%", "placement": STATED}).close()
 
 
 def test_a_device_with_memory_of_its_own_takes_the_queue():
