@@ -184,7 +184,7 @@ def _rates_of_copies(steps: StepSpec, device: jax.Device) -> TierRates:
     formats = steps.formats
     assert formats is not None
     dense, packed = (version.cell for version in formats)
-    count = max(_PROBED // dense.nbytes, 1)
+    count = min(max(_PROBED // dense.nbytes, 1), 16)  # on a CPU XLA takes its time to decode
     sharding = SingleDeviceSharding(device)
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     records = jax.device_put([np.zeros((dense.rows, dense.hidden), np.uint16)] * count, pinned)

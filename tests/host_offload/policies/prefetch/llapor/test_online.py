@@ -13,9 +13,9 @@ from host_offload.policies.prefetch.llapor.network import of_layer, scores
 from host_offload.policies.prefetch.llapor.online import (
     LearnedOnline,
     Learning,
+    Seen,
     Tuner,
     Tuning,
-    _Seen,
     recorded,
 )
 from host_offload.policies.prefetch.llapor.training import Training, fit, recall_of, samples
@@ -127,7 +127,7 @@ def test_what_a_round_raises_is_raised_at_the_next_step(trace, begun, monkeypatc
 
 def test_a_step_that_began_before_it_is_left_out(begun):
     tuner = Tuner(begun.fitted.arrays, 1, Tuning(rows=1))
-    seen = _Seen(np.zeros((2, 12), np.float16), np.zeros((2, 2), np.int16), np.ones((2, 2)))
+    seen = Seen(np.zeros((2, 12), np.float16), np.zeros((2, 2), np.int16), np.ones((2, 2)))
     tuner.see(2, 3, seen)
     assert tuner._running is None and tuner._kept == []
 
