@@ -125,11 +125,11 @@ def grid_progress(total: int, done: int, shown: bool) -> Iterator[Callable[[], N
 
 
 @contextmanager
-def training_progress(shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+def training_progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
     """A bar over the layers that learn, with what is said of each; yields report(layer, layers,
-    said), None when not shown."""
+    said), which does nothing when not shown."""
     if not shown:
-        yield None
+        yield lambda layer, layers, said: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 

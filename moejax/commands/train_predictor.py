@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, asked
 from moejax.errors import UserError, user_errors
+from moejax.progress import training_progress
 from moejax.start.options import Description
 
 if TYPE_CHECKING:
@@ -154,13 +155,13 @@ def _networks(
     from host_offload.policies.prefetch.llapor.training import Training, fit
 
     stride = given.pop("stride", 1)
-    with _progress(shown) as say:
+    with training_progress(shown) as say:
 
         def report(layer: int, layers: int, epoch: int, recall: float) -> None:
             say(layer, layers, f"epoch {epoch}: recall {recall:.1%}")
 
-        told = None if say is None else report
-        policy = fit(trace, stride=stride, training=Training(**given), rows=parts[:2], report=told)
+        training = Training(**given)
+        policy = fit(trace, stride=stride, training=training, rows=parts[:2], report=report)
     return policy.fitted, evaluated(policy, test, parts[2], router)
 
 
@@ -177,21 +178,14 @@ def _forests(
     from host_offload.policies.prefetch.expertflow.training import Training, fit
 
     assert router is not None
-    with _progress(shown) as say:
+    with training_progress(shown) as say:
 
         def report(layer: int, layers: int, ahead: int) -> None:
             say(layer, layers, f"{ahead} ahead")
 
-        told = None if say is None else report
         training = Training(**given)
-        policy = fit(trace, router, training=training, rows=parts[0] | parts[1], report=told)
+        policy = fit(trace, router, training=training, rows=parts[0] | parts[1], report=report)
     return policy.fitted, evaluated(policy, test, parts[2], router)
-
-
-def _progress(shown: bool) -> Any:
-    from moejax.progress import training_progress
-
-    return training_progress(shown)
 
 
 def routers_of(model: str, digest: str) -> np.ndarray:

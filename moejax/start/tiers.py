@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -169,12 +170,12 @@ def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
         arena, best = memory.on(device), []
         with jax.enable_x64(False):
             for program in map(jax.jit, (brought, decoded)):
-                times = []
-                for _ in range(4):  # the first one compiles
-                    began = time.perf_counter()
+
+                def act(program=program) -> None:
+                    nonlocal arena
                     arena, _ = jax.block_until_ready(program(arena))
-                    times.append(time.perf_counter() - began)
-                best.append(count * dense.nbytes / min(times[1:]))
+
+                best.append(count * dense.nbytes / _seconds(act))
     memory.close()
     host, of_packed = best
     return TierRates(wanted.rate or host, of_packed)
@@ -190,12 +191,16 @@ def _rates_of_copies(steps: StepSpec, device: jax.Device) -> TierRates:
     records = jax.device_put([np.zeros((dense.rows, dense.hidden), np.uint16)] * count, pinned)
     cells = jax.device_put(np.zeros((count, packed.rows, packed.hidden), np.uint16), sharding)
     every = jax.jit(lambda cells: jax.lax.map(lambda record: decode(record, packed), cells))
-    best = []
-    for act in (lambda: jax.device_put(records, sharding), lambda: every(cells)):
-        times = []
-        for _ in range(4):  # the first one compiles
-            began = time.perf_counter()
-            jax.block_until_ready(act())
-            times.append(time.perf_counter() - began)
-        best.append(count * dense.nbytes / min(times[1:]))
-    return TierRates(*best)
+    brought = _seconds(lambda: jax.block_until_ready(jax.device_put(records, sharding)))
+    decoded = _seconds(lambda: jax.block_until_ready(every(cells)))
+    return TierRates(count * dense.nbytes / brought, count * dense.nbytes / decoded)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    """The best of three, after one that compiles."""
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])

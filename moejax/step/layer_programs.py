@@ -223,16 +223,12 @@ class _Parts:
         return y, jnp.zeros(counts_size(tables.address.shape[1]), jnp.int32)
 
     def plan(self, tables, counts, ids, layer, wave):
-        """Returns (tables, counts, int32[2, E]: for each expert the arena row of its cell, IDLE or
-        READ_THROUGH, and whether the cell is to be filled)."""
-        experts, context = tables.address.shape[1], self.programs.context(self.key)
-        active = active_experts(ids, jnp.ones(experts, bool))
+        """Returns (tables, counts, _planned)."""
+        context = self.programs.context(self.key)
+        active = active_experts(ids, jnp.ones(tables.address.shape[1], bool))
         due, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
-        address = tables.address[layer]
-        row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
-        filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
         counts += plan_counts(work, missing, tables, layer, 1)
-        return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
+        return tables, counts, _planned(due, work, tables, layer)
 
     def plan_beside(self, tables, counts, ids, layer, wave, beside):
         """As plan, without the experts under the mask bool[E], which count as active and as
@@ -243,13 +239,9 @@ class _Parts:
         due, missing, tables, work = plan_elsewhere(
             ids, active, tables, layer, wave, context, elsewhere
         )
-        address = tables.address[layer]
-        row = jnp.where(address < 0, READ_THROUGH, address)
-        row = jnp.where(due & ~beside, row, IDLE)
-        filled = jnp.any(work.fill_expert[:, None] == jnp.arange(experts), axis=0)
         counts += plan_counts(work, missing, tables, layer, 1)
         counts = counts.at[0].add(jnp.sum(due & beside, dtype=jnp.int32))
-        return tables, counts, jnp.stack([row, filled.astype(jnp.int32)])
+        return tables, counts, _planned(due & ~beside, work, tables, layer)
 
     def put(self, y, rows, slots):
         """y with rows of the second processor in their slots; no slot: those past the last."""
@@ -332,6 +324,15 @@ class _Parts:
         return step_tokens(batch, self.programs.context(self.key))
 
 
+def _planned(due, work, tables, layer):
+    """int32[2, E]: for each expert the arena row of its cell, IDLE where it is not under `due`, or
+    READ_THROUGH, and whether the cell is to be filled."""
+    address = tables.address[layer]
+    row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
+    filled = jnp.any(work.fill_expert[:, None] == jnp.arange(address.size), axis=0)
+    return jnp.stack([row, filled.astype(jnp.int32)])
+
+
 def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
     """What a second processor with memory of its own computes of an expert, on a CPU device: the
     first `count` of x [rows, D] by a record uint16[record rows, D]; float32[rows, D]. key: of the
@@ -367,7 +368,9 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
 
 def of_tiers(steps: StepSpec) -> tuple[Kind, ...]:
     """Those of OF_TIERS that these steps have."""
-    return OF_TIERS[: 2 if steps.packed is not None else bool(steps.tiers)]
+    if steps.packed is not None:
+        return OF_TIERS
+    return OF_TIERS[:1] if steps.tiers else ()
 
 
 def record_pieces(programs: Programs) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -67,6 +67,12 @@ class PlacementTotals:
         self.gap_s += gap
         self.most_gap_s = max(self.most_gap_s, gap)
 
+    def pass_between(self, passed: float, decided: float) -> None:
+        """Two layers, one after the other, in seconds."""
+        self.between += 1
+        self.between_s += passed
+        self.decided_s += decided
+
 
 class WithSecond(HostRunner):
     """What the runners of StepSpec.second share: who was given what, and who computed what."""
@@ -209,9 +215,7 @@ class PlacedRunner(WithSecond):
         mine, second, totals = np.flatnonzero(beside), self._second, self._totals
         began = time.perf_counter()
         if self._ended is not None:
-            totals.between += 1
-            totals.between_s += began - self._ended
-            totals.decided_s += began - self._routed_at
+            totals.pass_between(began - self._ended, began - self._routed_at)
         operands = parts, normed, routing.ids, index, mine, int(rows[mine].sum())
         other = None if self.serial else self._beside(*operands)
         try:

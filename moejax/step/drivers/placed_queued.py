@@ -225,9 +225,7 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
             self._totals.add(layer.experts, layer.rows, layer.began, ended)
             self._ended = max(ended)
         if now is not None and self._ended is not None:
-            self._totals.between += 1
-            self._totals.between_s += max(now - self._ended, 0.0)
-            self._totals.decided_s += now - self._routed_at
+            self._totals.pass_between(max(now - self._ended, 0.0), now - self._routed_at)
         self._ended = None
 
     @property

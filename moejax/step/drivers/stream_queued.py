@@ -54,6 +54,15 @@ class _Seat(NamedTuple):
     ticket: int
 
 
+class _OfLayer(NamedTuple):
+    """What a layer puts into the ring, whose cells do not change while a window is open."""
+
+    brought: list[tuple[int, int]]
+    """(expert, arena row) of those that the host has."""
+    unpacked: list[tuple[int, int]]
+    """(arena row of the packed record, arena row) of packed residents."""
+
+
 class QueuedStreamRunner(QueuedRunner):
     """A QueuedRunner whose experts stream, layer by layer, through the cells of one and staging of
     the next."""
@@ -65,6 +74,7 @@ class QueuedStreamRunner(QueuedRunner):
     """The layer whose records are in staging or on their way there, and those."""
     _holder: int
     """The layer that has the ring's cells."""
+    _ring: list[_OfLayer]
 
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         super()._compile_first(runs)
@@ -84,6 +94,7 @@ class QueuedStreamRunner(QueuedRunner):
         self.set_tables(window.contents())
         self.window, self._coming, self._holder = window, None, window.layers - 1
         rows, versions = window.residents()
+        self._ring = [_of_layer(window, layer, own) for layer, own in enumerate(rows)]
         for layer, own in enumerate(rows):
             packed = (own >= 0) & (versions[layer] == PACKED_VERSION)
             for expert in np.flatnonzero(packed).tolist():
@@ -150,10 +161,7 @@ class QueuedStreamRunner(QueuedRunner):
     def _unpack(self, layer: int) -> None:
         """Dispatches the decoding of a layer's packed residents into their cells of the ring, of
         LANDED by one program."""
-        assert self.window is not None
-        seats, (own, _) = dict(self.window.seats(layer)), self.window.residents()
-        packed = np.flatnonzero(self.window.tier[layer] == PACKED).tolist()
-        due = [(int(own[layer, expert]), seats[expert]) for expert in packed if expert in seats]
+        due = self._ring[layer].unpacked
         for i in range(0, len(due), LANDED):
             some = due[i : i + LANDED]
             some += some[-1:] * (LANDED - len(some))  # once more, into the same cell
@@ -163,12 +171,9 @@ class QueuedStreamRunner(QueuedRunner):
 
     def _begin(self, layer: int) -> None:
         """Begins to copy a layer's records into staging."""
-        assert self.window is not None
         for seat in () if self._coming is None else self._coming[1]:
             self.device_queue.drop(seat.ticket)
-        packed = self.window.tier[layer] == PACKED
-        due = [(expert, row) for expert, row in self.window.seats(layer) if not packed[expert]]
-        self._coming = layer, self._copied(layer, due)
+        self._coming = layer, self._copied(layer, self._ring[layer].brought)
 
     def _copied(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """The records of (expert, arena row), on their way into staging."""
@@ -239,3 +244,14 @@ class QueuedStreamRunner(QueuedRunner):
     def check_results(self, results: Results) -> None:
         """As of StreamRunner."""
         check_window(results, self.window, self.layout)
+
+
+def _of_layer(window: WindowSpec, layer: int, own: np.ndarray) -> _OfLayer:
+    """own: int32[E], the arena rows of that layer's residents."""
+    found = _OfLayer([], [])
+    for expert, row in window.seats(layer):
+        if window.tier[layer, expert] == PACKED:
+            found.unpacked.append((int(own[expert]), row))
+        else:
+            found.brought.append((expert, row))
+    return found
