@@ -2,8 +2,9 @@
 
 python -m scripts.policies processors MODEL [--arms prescope,greedy,...] [--rows 1,4,16]
     [--input 512] [--output 64] [--expert-budget 25%] [--rounds 3] [--first 0] [--json]
-    [--learned FILE | --predict gates] [--text FILE,...] [--link-rate 2GB/s] [--attention 1ms]
-    [--test threads=1+1,accelerator=...,startup=...,per_token=...,attention=...] [--store file]
+    [--learned FILE | --predict gates] [--forest FILE] [--text FILE,...]
+    [--link-rate 2GB/s] [--attention 1ms] [--store file]
+    [--test threads=1+1,accelerator=...,startup=...,per_token=...,attention=...]
     [--cells FILE --group NAME] [--runs FILE]
 
 One engine with a second processor runs every arm: the same cells, the same prompts (pieces of the
@@ -15,7 +16,9 @@ costs that rules go by; --attention says t_attn to the rules alone, where asking
 beside the stated one. What is not stated is measured. With --learned (of `moejax train-predictor`)
 or --predict gates, arms that look ahead do. Residents are those used most (lfu), PreScope's table.
 
-Arms are placements, and: load-all, which loads whatever is missed; prescope without a part:
+Arms are placements, and: load-all, which loads whatever is missed; expertflow, which does too, and
+has the prefetches and residents of --forest FILE (of `moejax train-predictor --predictor forest`);
+prescope without a part:
 no-hot-table (residents by last use), no-llapor (gates predict; needs --learned), no-async
 (equation (2), nothing ahead, and the second processor begins when the loads are there). greedy is
 no PreSched.
@@ -63,6 +66,7 @@ from scripts.policies.placed.cells import read_groups
 
 LESS = {
     "load-all": "fate",
+    "expertflow": "fate",
     "no-hot-table": "prescope",
     "no-llapor": "prescope",
     "no-async": "no-prediction",
@@ -70,6 +74,9 @@ LESS = {
 """Arm → its placement, where that has another name."""
 
 ARMS = (*SCHEDULERS, *LESS)
+
+ALONE = ("load-all", "expertflow", "no-llapor")
+"""Those without networks."""
 
 CHARACTERS = 8
 """How many of a text are taken for each token of a prompt: more than tokens have."""
@@ -111,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"there is no arm {unknown[0]!r}; there are {', '.join(ARMS)}")
         if "no-llapor" in arms and not args.learned:
             raise UserError("no-llapor is prescope without --learned FILE; name one")
+        if "expertflow" in arms and not args.forest:
+            raise UserError("expertflow prefetches by --forest FILE; name one")
         done = Runs(args)
         found = [
             row for rows in args.rows.split(",") for row in _measured(args, arms, int(rows), done)
@@ -235,12 +244,12 @@ def _named(args: argparse.Namespace, arm: str) -> str:
     parts = [LESS.get(arm, arm)]
     if args.attention:
         parts.append(f"attention={args.attention}")
-    if arm == "no-llapor" or (args.predict and arm != "load-all"):
+    if arm == "no-llapor" or (args.predict and arm not in ALONE):
         parts.append("predict=gates")
     return ",".join(parts)
 
 
-def _policies(args: argparse.Namespace, arm: str) -> list[Policy]:
+def _policies(args: argparse.Namespace, arm: str) -> Sequence[Policy]:
     """As an engine with these options would have them."""
     options = Options(
         args.model,
@@ -248,8 +257,11 @@ def _policies(args: argparse.Namespace, arm: str) -> list[Policy]:
         placement_test=args.test,
         link_rate=args.link_rate,
     )
+    if arm == "expertflow":
+        forests = with_prefetch(f"expertflow={args.forest}", ())
+        return with_placement(placement_of(options), forests)
     networks: Sequence[Policy] = ()
-    if args.learned and LESS.get(arm, arm) in AHEAD and arm not in ("load-all", "no-llapor"):
+    if args.learned and LESS.get(arm, arm) in AHEAD and arm not in ALONE:
         networks = with_prefetch(f"learned={args.learned}", ())
     table = eviction_policy("lru" if arm == "no-hot-table" else "lfu")
     return [table, *with_placement(placement_of(options), networks)]
@@ -335,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     predicted = parser.add_mutually_exclusive_group()
     predicted.add_argument("--learned", metavar="FILE")
     predicted.add_argument("--predict", choices=("gates",))
+    parser.add_argument("--forest", metavar="FILE")
     parser.add_argument("--text", metavar="FILE,…")
     parser.add_argument("--link-rate", metavar="RATE")
     parser.add_argument("--store", choices=("memory", "file"), default="memory")

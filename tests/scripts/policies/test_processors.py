@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from host_offload.policies.prefetch.expertflow.training import Training, fit
+from host_offload.traces.reader import read_trace
+from moejax import LLM, SamplingParams
+from moejax.commands.train_predictor import routers_of
 from scripts.policies import beside, crossover
 from scripts.policies.processors import COLUMNS, main
 from tests.pallas_kernels.contract import NATIVE
@@ -18,8 +22,16 @@ GIVEN = [*SMALL, "--expert-budget", "40%", "--link-rate", "100MB/s", "--test", T
 def test_arms_differ_by_their_rule_alone(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 100)
-    arms = "prescope,no-hot-table,no-async,fiddler,load-all"
+    forests = tmp_path / "forests"
+    with LLM("demo", driver="host", trace=tmp_path / "run", trace_arrays="gate_input") as llm:
+        llm.generate([[*range(1, 30)]] * 4, SamplingParams(max_tokens=4), use_tqdm=False)
+    trace = read_trace(tmp_path / "run")
+    router = routers_of("demo", trace.header.config_digest)
+    quick = Training(trees=2, leaves=16)
+    fit(trace, router, training=quick).fitted.write(forests)
+    arms = "prescope,no-hot-table,no-async,fiddler,load-all,expertflow"
     command = [*GIVEN, "--arms", arms, "--predict", "gates", "--text", str(text)]
+    command += ["--forest", str(forests)]
     assert main([*command, "--json"]) == 0
     found = {row["arm"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(found) == arms.split(",")
@@ -28,6 +40,9 @@ def test_arms_differ_by_their_rule_alone(tmp_path, capsys):
         assert row["over"] == found["prescope"]["tokens_per_s"] / row["tokens_per_s"] - 1
     # Cells that hold nobody are filled first, so Fiddler too loads.
     assert found["fiddler"]["beside"] > 0.5 and found["load-all"]["beside"] == 0
+    # Nobody computes beside; forests bring some ahead, and others stay.
+    assert found["expertflow"]["missed"] != found["load-all"]["missed"]
+    assert found["expertflow"]["beside"] == 0
     record_ms = 1e3 * 3 * 128 * 128 * 2 / 100e6
     assert found["load-all"]["load_ms"] > 0.98 * record_ms  # the stated rate at the least
     # What computes after the loads is done later by all that it takes.
@@ -67,6 +82,7 @@ def test_what_is_refused(capsys):
     for given, match in (
         (["--arms", "nobody"], "there is no arm 'nobody'; there are prescope"),
         (["--arms", "no-llapor"], "no-llapor is prescope without --learned FILE"),
+        (["--arms", "expertflow"], "expertflow prefetches by --forest FILE"),
     ):
         assert main([*GIVEN, *given]) == 2
         assert match in capsys.readouterr().err
