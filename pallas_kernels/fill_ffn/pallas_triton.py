@@ -40,7 +40,7 @@ COPIES = {99: 16, 163: 16, 227: 32}
 of 25 GB/s half; so many chunks are four to five times that (assumed: no probe had as few). Each
 keeps the place of a program that computes, of which a device has one or two a multiprocessor."""
 
-LATE = 64
+LATE = 32
 """Programs that compute the missing experts, in turns, beside the second part of the copies, which
 takes longer; where nothing is missing they end at once."""
 
