@@ -32,13 +32,14 @@ from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.triton import edge_mask, scalar, tile_mask, triton_call
 
-CHUNK = 8192
-"""Elements that a program copies at a time (16 KiB): 8 loads of 128 bits by each of 128 threads."""
+CHUNK = 4096
+"""Elements that a program copies at a time (8 KiB): 4 loads of 128 bits by each of 128 threads.
+With 8 or with 2, ptxas spills registers of the products of 64 rows (H200)."""
 
 COPIES = {99: 16, 163: 16, 227: 32}
 """Class of GPU → programs that copy, at most. A link of 48 GB/s and 2 µs has 96 KB under way, one
-of 25 GB/s half; so many chunks are four to five times that (assumed: no probe had as few). Each
-keeps the place of a program that computes, of which a device has one or two a multiprocessor."""
+of 25 GB/s half; so many chunks are 2.6 times that (assumed: no probe had as few). Each keeps the
+place of a program that computes, of which a device has one or two a multiprocessor."""
 
 LATE = 32
 """Programs that compute the missing experts, in turns, beside the second part of the copies, which
@@ -118,8 +119,9 @@ def _launch(memory, h, active, active_count, ids, x, moves, *, config, formats, 
     tiles = pl.cdiv(width, config.gate_up.columns)
     parts = [_part(cell, late) for cell, _, _ in formats]
     chunks = _Chunks.of(parts, x.shape[1])
-    copies = min(config.copies, moves.expert.shape[0] * chunks.number)
-    items = sizes.blocks * tiles * sizes.slots
+    # The first of each block of tokens.
+    copies = pl.cdiv(min(config.copies, moves.expert.shape[0] * chunks.number), sizes.blocks)
+    items = tiles * sizes.slots
     view = memory.coded if memory.dense is None else memory.dense
     without = memory._replace(dense=None, coded=None)
     operands = without, active, active_count, ids, x, moves, view
@@ -141,7 +143,7 @@ def _launch(memory, h, active, active_count, ids, x, moves, *, config, formats, 
             sizes=sizes,
         ),
         name="expert_gate_up_filled" if late else "expert_gate_up_hits",
-        grid=(copies + (min(config.late, items) if late else items),),
+        grid=(sizes.blocks, copies + (min(config.late, items) if late else items)),
         out_shape=(
             jax.ShapeDtypeStruct(view.shape, view.dtype),
             jax.ShapeDtypeStruct((sizes.rows, width), x.dtype),
@@ -204,16 +206,17 @@ def _early(
     cells of active experts that are not filled, and the stores. A plan fills no cell of an active
     expert, so nobody reads what another program writes.
     """
-    program = pl.program_id(0)
+    block, program = pl.program_id(0), pl.program_id(1)
     if copies:
 
         @pl.when(program < copies)
         def _copies():
-            _copy(program, copies, memory, moves, arena, chunks)
+            number = program * sizes.blocks + block
+            _copy(number, copies * sizes.blocks, memory, moves, arena, chunks)
 
     @pl.when(program >= copies)
     def _computes():
-        place = _place(program - copies, tiles, sizes)
+        place = _place(block, program - copies, tiles)
 
         @pl.when(place.slot < active_count[0])
         def _active():
@@ -250,31 +253,30 @@ def _late(
     Reads: gate and up of those cells, which the launch before has copied. Records that are not
     dense have nothing left to copy.
     """
-    program = pl.program_id(0)
+    block, program = pl.program_id(0), pl.program_id(1)
     if copies:
 
         @pl.when(program < copies)
         def _copies():
-            _copy(program, copies, memory, moves, arena, chunks)
+            number = program * sizes.blocks + block
+            _copy(number, copies * sizes.blocks, memory, moves, arena, chunks)
 
     @pl.when(program >= copies)
     def _computes():
-        first, programs = program - copies, pl.num_programs(0) - copies
+        first, programs = program - copies, pl.num_programs(1) - copies
 
         def turn(n, _):
-            place = _place(n * programs + first, tiles, sizes)
+            place = _place(block, n * programs + first, tiles)
             expert = moves.expert[place.slot]
             place = place._replace(slot=_slot(expert, active, active_count))
             gate_up(place, expert, _with_arena(memory, arena, dense), ids, x, h)
 
-        items = moves.count[0] * (tiles * sizes.blocks)
-        lax.fori_loop(0, _turns(items, first, programs), turn, None)
+        lax.fori_loop(0, _turns(moves.count[0] * tiles, first, programs), turn, None)
 
 
-def _place(number: jax.Array, tiles: int, sizes: few_tokens.Sizes) -> few_tokens.Place:
-    """Blocks of tokens, then tiles, then experts."""
-    rest, block = lax.div(number, sizes.blocks), lax.rem(number, sizes.blocks)
-    return few_tokens.Place(block, lax.rem(rest, tiles), lax.div(rest, tiles))
+def _place(block: jax.Array, number: jax.Array, tiles: int) -> few_tokens.Place:
+    """Tiles, then experts."""
+    return few_tokens.Place(block, lax.rem(number, tiles), lax.div(number, tiles))
 
 
 def _with_arena(memory: Memory, arena: Any, dense: bool) -> Memory:

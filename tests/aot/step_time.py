@@ -64,7 +64,7 @@ STARTS = {
 bytes take."""
 
 HITS, FILLED = "expert_gate_up_hits", "expert_gate_up_filled"
-"""The products of experts that copy the missing ones beside them: gate and up of those, then down."""
+"""The products of experts that copy missing ones beside them: gate and up of those, then down."""
 EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down")
 STREAMING = ("linear", *EXPERTS)
 SPLIT = 256
@@ -213,7 +213,7 @@ def _work(
     width = config.moe_intermediate_size
     pairs, splits = tokens * config.num_experts_per_tok, math.ceil(load.context / SPLIT)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    missing, record = load.missing(config), 6 * hidden * width
+    filled, record = load.filled(config), 6 * hidden * width
     name, live, link = launch.name, float(launch.programs), 0.0
     nbytes, turns = 0.0, 1.0
     if name == "linear":
@@ -224,9 +224,9 @@ def _work(
         work = _expert_work(config, load, launch)
         counted = 0.0 if kernel is None else _instructions(kernel, work.instructions, False)
         return dataclasses.replace(work, instructions=counted)
-    elif name == "fill" and missing:  # a launch of its own, all that misses in it
-        live, link = min(launch.programs, missing * record / 32768), missing * record
-        nbytes = missing * record
+    elif name == "fill" and filled:
+        live, link = min(launch.programs, filled * record / 32768), filled * record
+        nbytes = filled * record
     elif name == "fill":
         live = 0.0
     elif name == "kv_write":
@@ -243,7 +243,7 @@ def _work(
         nbytes = 4 * tokens * config.vocab_size  # the greedy choice reads the logits
     counted = 0.0
     if kernel is not None:
-        counted = _instructions(kernel, turns, searches=name == "plan" and missing > 0)
+        counted = _instructions(kernel, turns, searches=name == "plan" and load.missing(config) > 0)
     return Work(launch, live, nbytes, counted, link)
 
 
@@ -259,7 +259,7 @@ def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
     computed = {HITS: active - filled, FILLED: filled}.get(name, active)
     copied = {HITS: 2 / 3 * filled, FILLED: 1 / 3 * filled}.get(name, 0.0)
     matrices, record = (1 if down else 2), 6 * hidden * width
-    through = 0.0 if name in (FILLED, "expert_gate_up") else missing - filled
+    through = 0.0 if name == FILLED else missing - filled
     pairs = load.tokens * config.num_experts_per_tok * computed / active
     nbytes = 2 * matrices * (computed - through) * hidden * width + copied * record
     nbytes += pairs * (2 * width + (4 if down else 2) * hidden)
@@ -272,8 +272,7 @@ def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
         nbytes,
         turns,
         link_bytes=(copied + through * matrices / 3) * record,
-        # Experts are the last axis of a grid, or the slowest in one of a single axis.
-        live_first=launch.grid[1] in (1, columns),
+        live_first=name in (HITS, FILLED) or launch.grid[1] == columns,  # experts the slowest axis
         waiting=COPIES[227] if name in (HITS, FILLED) and not copied else 0,
     )
 

@@ -131,8 +131,8 @@ def test_step_of_kernels(model, key):
         assert down.grid[2] == slots
         tiles = -(-config.moe_intermediate_size // 64)
         copies = COPIES[ops.shared_kib]
-        assert hits.grid == (copies + slots * tiles, 1, 1)
-        assert filled.grid == (copies + LATE, 1, 1)
+        assert hits.grid == (1, copies + slots * tiles, 1)
+        assert filled.grid == (1, copies + LATE, 1)
         # Programs that copy take the place of one that computes, whose shared memory is as much
         # as without them: three or, of more than 16 rows, four tiles of 36 KiB.
         rows = programs.tokens(key)
