@@ -51,14 +51,14 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, experts: int) -> Sizes:
-        """ids: as of expert_ffn. experts: that `active` has places for."""
+        """The sizes for these ids, as of expert_ffn. experts: that `active` has places for."""
         tokens, k = ids.shape
         block = min(BLOCK, max(ROWS, pl.next_power_of_2(tokens)))
         return cls(block, pl.cdiv(tokens, block), min(experts, tokens * k))
 
     @property
     def rows(self) -> int:
-        """Of h."""
+        """Those of h."""
         return self.slots * self.blocks * self.block
 
 

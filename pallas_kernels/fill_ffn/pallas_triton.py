@@ -165,13 +165,13 @@ class _Chunks(NamedTuple):
     """How the parts of records are cut: rows × columns elements, the last ones masked."""
 
     parts: tuple[tuple[int, int], ...]
-    """Of each version."""
+    """Those of each version: the first row of a record, and how many."""
     rows: int
     columns: int
     across: int
     """Chunks beside each other."""
     number: int
-    """Of the longest part."""
+    """Chunks of the longest part."""
 
     @classmethod
     def of(cls, parts: list[tuple[int, int]], hidden: int) -> _Chunks:
