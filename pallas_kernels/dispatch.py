@@ -26,6 +26,7 @@ class Ops:
     stage: str
     move: str
     expert_ffn: str
+    fill_ffn: str
     combine: str
     kv_write: str
     latent_write: str
@@ -37,6 +38,11 @@ class Ops:
         """Op → implementation."""
         return {op: getattr(self, op) for op in OPS}
 
+
+MADE_OF = {"fill_ffn": ("fill", "expert_ffn")}
+"""Op that does at once what others do one after the other → those. Its "xla" stands for them, each
+by its own implementation; a name that is given for all ops is its own only where its kernel can run
+the model."""
 
 OPS: dict[str, tuple[str, ...]] = {
     field.name: tuple(import_module(f"pallas_kernels.{field.name}.api").IMPLEMENTATIONS)
@@ -87,7 +93,8 @@ def resolve_ops(
     whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). shared_kib:
     the device's `cards.shared_class`. Auto is "pallas" on a GPU for the 16-bit dtypes where the op
     has a kernel for the model, "cpu" on a CPU where the library of native ops is loaded and has the
-    op, else "xla", which runs everywhere.
+    op, else "xla", which runs everywhere. An op of MADE_OF is by itself a kernel where all that it
+    is made of are.
 
     Raises ValueError for what parse_ops refuses, for kernels asked for where they cannot run, and
     for a class that does not exist.
@@ -99,8 +106,12 @@ def resolve_ops(
     wide = dtype not in KERNEL_DTYPES
     no_kernel = no_kernel or {}
     native = platform == "cpu" and dtype in DTYPES and not why_not_cpu()
+    for_all = isinstance(ops, str) and "=" not in ops
     resolved = {}
     for op, name in wanted.items():
+        if op in MADE_OF and (for_all or name == "auto"):
+            parts = {resolved[part] for part in MADE_OF[op]}
+            name = "pallas" if parts == {"pallas"} and op not in no_kernel else "xla"
         if name == "auto":
             kernel = platform == "gpu" and not wide and op not in no_kernel
             usable = {"pallas": kernel, "cpu": native}

@@ -19,6 +19,7 @@ from pallas_kernels.cpu.arena import OwnedArena
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
+from pallas_kernels.fill_ffn import fill_ffn
 from pallas_kernels.plan import Plan, plan, plan_counts, plan_routed, routed_to
 from pallas_kernels.plan.record import active_experts, bits, counts_size, record
 from pallas_kernels.records.absent import AbsentRecords
@@ -119,10 +120,48 @@ def page_and_record(
             versions=len(context.stores),
             implementation=context.ops.plan,
         )
-    arena = fill_planned(memory.arena, layer, work, context)
-    residents = arena, tables.address, tables.version
-    y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
+    if context.ops.fill_ffn == "pallas":
+        before = DeviceMemory(memory.arena, tables)
+        arena, y = fill_and_compute(y, x, ids, before, layer, work, context)
+    else:
+        arena = fill_planned(memory.arena, layer, work, context)
+        residents = arena, tables.address, tables.version
+        y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
     return lax.optimization_barrier(y), DeviceMemory(arena, tables), records
+
+
+def fill_and_compute(
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    work: Plan,
+    context: ExpertContext,
+) -> tuple[jax.Array, jax.Array]:
+    """(arena, y): fill_planned and compute as one op. memory: its tables after the plan `work`."""
+    with jax.named_scope("expert_ffn"):
+        return fill_ffn(
+            y,
+            x,
+            ids,
+            memory.arena,
+            context.stores,
+            layer,
+            memory.tables.address,
+            memory.tables.version,
+            work.active,
+            work.active_count,
+            work.fill_expert,
+            work.fill_row,
+            work.fill_version,
+            work.fill_count,
+            activation=context.activation,
+            row_tile=context.row_tile,
+            formats=context.formats,
+            implementation=context.ops.fill_ffn,
+            shared_kib=context.ops.shared_kib,
+        )
 
 
 def with_record(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,36 @@ BLOCK = 64
 """Tokens of a block: what one program's accumulators hold."""
 
 
+class Sizes(NamedTuple):
+    """How tokens and experts lie in h and in the grids."""
+
+    block: int
+    """Tokens of a block."""
+    blocks: int
+    slots: int
+    """Most experts that are active."""
+
+    @classmethod
+    def of(cls, ids: jax.Array, experts: int) -> Sizes:
+        """The sizes for these ids, as of expert_ffn. experts: that `active` has places for."""
+        tokens, k = ids.shape
+        block = min(BLOCK, max(ROWS, pl.next_power_of_2(tokens)))
+        return cls(block, pl.cdiv(tokens, block), min(experts, tokens * k))
+
+    @property
+    def rows(self) -> int:
+        """Those of h."""
+        return self.slots * self.blocks * self.block
+
+
+class Place(NamedTuple):
+    """What a program computes: a block of tokens, a tile of columns, a place in `active`."""
+
+    block: Any
+    tile: Any
+    slot: Any
+
+
 def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, gate_up, down):
     """The reference's function. memory: Memory of arrays; active_count: int32[1]; gate_up, down:
     Tile.
@@ -47,25 +77,27 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, 
     Between the kernels h [min(E, T·K), T rounded up to a block, I] of x's dtype lies in memory:
     12.6 MB for 64 tokens of Qwen3-30B-A3B. More than 64 tokens read an expert once per block.
     """
-    tokens, k = ids.shape
-    block = min(BLOCK, max(ROWS, pl.next_power_of_2(tokens)))
-    blocks = pl.cdiv(tokens, block)
-    slots = min(active.shape[0], tokens * k)
-    width, hidden = formats[0].cell.width, x.shape[1]
+    sizes, width = Sizes.of(ids, active.shape[0]), formats[0].cell.width
     h = triton_call(
         functools.partial(
-            _gate_up, tile=gate_up, formats=formats, block=block, activation=activation
+            _gate_up, tile=gate_up, formats=formats, sizes=sizes, activation=activation
         ),
         name="expert_gate_up",
-        grid=(blocks, pl.cdiv(width, gate_up.columns), slots),
-        out_shape=jax.ShapeDtypeStruct((slots * blocks * block, width), x.dtype),
+        grid=(sizes.blocks, pl.cdiv(width, gate_up.columns), sizes.slots),
+        out_shape=jax.ShapeDtypeStruct((sizes.rows, width), x.dtype),
         num_warps=gate_up.num_warps,
         num_stages=gate_up.num_stages,
     )(memory, active, active_count, ids, x)
+    return expert_down(y, h, ids, memory, active, active_count, formats=formats, down=down)
+
+
+def expert_down(y, h, ids, memory, active, active_count, *, formats, down):
+    """y with the rows of the active experts. h: of all of them, as gate_up leaves it."""
+    sizes, hidden = Sizes.of(ids, active.shape[0]), y.shape[1]
     return triton_call(
-        functools.partial(_down, tile=down, formats=formats, block=block),
+        functools.partial(_down, tile=down, formats=formats, sizes=sizes),
         name="expert_down",
-        grid=(blocks, pl.cdiv(hidden, down.columns), slots),
+        grid=(sizes.blocks, pl.cdiv(hidden, down.columns), sizes.slots),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
@@ -83,7 +115,7 @@ def _gate_up(
     *,
     tile: Tile,
     formats: Formats,
-    block: int,
+    sizes: Sizes,
     activation: Callable[[jax.Array], jax.Array],
 ) -> None:
     """h = act(gate(x))·up(x) of one expert's rows in one block.
@@ -91,7 +123,29 @@ def _gate_up(
     Program (b, j, g) writes columns j of rows (g·blocks + b)·block … of h, and no other program
     does. Tiles without a routed row stay unwritten, and expert_down does not read them.
     """
-    column, first = pl.program_id(1) * tile.columns, _first_row(block)
+    place = _own_place()
+
+    @pl.when(place.slot < count_ref[0])
+    def _active():
+        operands = place, active_ref[place.slot], memory, ids_ref, x_ref, h_ref
+        gate_up_of(*operands, tile=tile, formats=formats, sizes=sizes, activation=activation)
+
+
+def gate_up_of(
+    place: Place,
+    expert: jax.Array,
+    memory: Memory,
+    ids_ref: Any,
+    x_ref: Any,
+    h_ref: Any,
+    *,
+    tile: Tile,
+    formats: Formats,
+    sizes: Sizes,
+    activation: Callable[[jax.Array], jax.Array],
+) -> None:
+    """One tile of h, of this expert of `active`, if it has rows in the block."""
+    column, first = place.tile * tile.columns, _first_row(place, sizes)
     tokens, k = ids_ref.shape
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
@@ -113,7 +167,7 @@ def _gate_up(
             h = (activation(a) * b).astype(h_ref.dtype)
             write_rows(h_ref, span(first + i * ROWS, ROWS), column, h)
 
-    _for_expert(compute, memory, formats, active_ref, count_ref, ids_ref, block)
+    _for_expert(compute, place, expert, memory, formats, ids_ref, sizes.block)
 
 
 def _down(
@@ -127,7 +181,7 @@ def _down(
     *,
     tile: Tile,
     formats: Formats,
-    block: int,
+    sizes: Sizes,
 ) -> None:
     """y[t·K + k] = down(h) for one expert's rows in one block.
 
@@ -135,7 +189,8 @@ def _down(
     ids[t, k] == active[g]. An expert is in `active` once, so no other program writes them; all
     other rows keep what they hold.
     """
-    column, first = pl.program_id(1) * tile.columns, _first_row(block)
+    place = _own_place()
+    column, first = place.tile * tile.columns, _first_row(place, sizes)
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
         places = [span(first + i * ROWS, ROWS) for i in range(len(tiles))]
@@ -151,42 +206,44 @@ def _down(
         for pairs, total in zip(tiles, totals, strict=True):
             write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
-    _for_expert(compute, memory, formats, active_ref, count_ref, ids_ref, block)
+    @pl.when(place.slot < count_ref[0])
+    def _active():
+        expert = active_ref[place.slot]
+        _for_expert(compute, place, expert, memory, formats, ids_ref, sizes.block)
 
 
-def _first_row(block: int) -> jax.Array:
-    """Where this program's block and expert lie in h."""
-    return (pl.program_id(2) * pl.num_programs(0) + pl.program_id(0)) * block
+def _own_place() -> Place:
+    return Place(*(pl.program_id(axis) for axis in range(3)))
+
+
+def _first_row(place: Place, sizes: Sizes) -> jax.Array:
+    """Where a block and an expert lie in h."""
+    return (place.slot * sizes.blocks + place.block) * sizes.block
 
 
 def _for_expert(
     compute: Callable[[Record, list[jax.Array]], None],
+    place: Place,
+    expert: jax.Array,
     memory: Memory,
     formats: Formats,
-    active_ref: Any,
-    count_ref: Any,
     ids_ref: Any,
     block: int,
 ) -> None:
-    """Runs compute(record, tiles) for this program's expert and block, if it has rows there.
+    """Runs compute(record, tiles) for an expert and a block, if it has rows there.
 
     tiles: int32[16] each, pairs t·K + k in ascending order; T·K where the tile has no more. One
     tile, or where 16 rows are not enough, all of a block's: each case is a loop without branches.
     """
-    slot, start = pl.program_id(2), pl.program_id(0) * block
+    pairs, rank, routed = _routed(ids_ref, expert, place.block * block, block)
 
-    @pl.when(slot < count_ref[0])
-    def _active():
-        expert = active_ref[slot]
-        pairs, rank, routed = _routed(ids_ref, expert, start, block)
+    def case(tiles: int) -> None:
+        gathered = [_gather(pairs, rank, i * ROWS, ids_ref) for i in range(tiles)]
+        memory.with_record(expert, formats, lambda record: compute(record, gathered))
 
-        def case(tiles: int) -> None:
-            gathered = [_gather(pairs, rank, i * ROWS, ids_ref) for i in range(tiles)]
-            memory.with_record(expert, formats, lambda record: compute(record, gathered))
-
-        pl.when((routed > 0) & (routed <= ROWS))(lambda: case(1))
-        if block > ROWS:
-            pl.when(routed > ROWS)(lambda: case(block // ROWS))
+    pl.when((routed > 0) & (routed <= ROWS))(lambda: case(1))
+    if block > ROWS:
+        pl.when(routed > ROWS)(lambda: case(block // ROWS))
 
 
 def _routed(ids_ref, expert, start, block):

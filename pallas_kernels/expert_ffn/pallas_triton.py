@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from pallas_kernels.expert_ffn import few_tokens, many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
 from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.versions import Formats
 
 STAGES = {
     99: {"dense": (3, 3, 3, 3), "int": (2, 2, 2, 2), "lossless": (1, 2, 2, 2)},
@@ -91,10 +92,39 @@ def expert_ffn(
     row_tile,
     shared_kib: int = CLASSES[-1],
 ):
-    versions = {fmt.version for cell, held, _ in formats for fmt in (cell, held)} - {"dense"}
-    width = formats[0].cell.width
-    config = configuration(x.shape[1], width, x.dtype, row_tile, versions, shared_kib)
+    config = configuration_of(x, formats, row_tile, shared_kib)
+    memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
     kernels = few_tokens if config.rows == few_tokens.ROWS else many_tokens
+    return kernels.expert_ffn(
+        y,
+        x,
+        ids,
+        memory,
+        active,
+        jnp.asarray(active_count, jnp.int32).reshape(1),
+        formats=formats,
+        activation=in_kernels(activation),
+        gate_up=config.gate_up,
+        down=config.down,
+    )
+
+
+def configuration_of(x: jax.Array, formats: Formats, row_tile: int, shared_kib: int) -> Config:
+    """The tiles for these tokens [T, D] and formats."""
+    versions = {fmt.version for cell, held, _ in formats for fmt in (cell, held)} - {"dense"}
+    return configuration(x.shape[1], formats[0].cell.width, x.dtype, row_tile, versions, shared_kib)
+
+
+def memory_of(
+    arena: jax.Array,
+    stores: tuple[jax.Array, ...],
+    layer: jax.Array | int,
+    address: jax.Array,
+    version: jax.Array,
+    formats: Formats,
+    dtype: jax.typing.DTypeLike,
+) -> Memory:
+    """Where experts lie, for the kernels; arguments as of expert_ffn. dtype: of x."""
     layers = [layer]
     if any(places is not None for _, _, places in formats):
         layers += [version_formats.place(layer) for version_formats in formats]
@@ -102,10 +132,10 @@ def expert_ffn(
     # Free views. Converted in the kernels instead, weights that several products share would pass
     # through shared memory once more, and with them registers spill (jax 0.11.2).
     def typed(bits: jax.Array, fmt: RecordFormat) -> jax.Array:
-        return lax.bitcast_convert_type(bits, x.dtype) if fmt.version == "dense" else bits
+        return lax.bitcast_convert_type(bits, dtype) if fmt.version == "dense" else bits
 
     views = {cell.version == "dense": typed(arena, cell) for cell, _, _ in formats}
-    memory = Memory(
+    return Memory(
         layer=jnp.concatenate([jnp.asarray(value, jnp.int32).reshape(1) for value in layers]),
         address=address,
         version=version if len(formats) > 1 else None,
@@ -115,18 +145,11 @@ def expert_ffn(
             typed(store, held) for store, (_, held, _) in zip(stores, formats, strict=True)
         ),
     )
-    return kernels.expert_ffn(
-        y,
-        x,
-        ids,
-        memory,
-        active,
-        jnp.asarray(active_count, jnp.int32).reshape(1),
-        formats=formats,
-        activation=_gelu if activation is ACTIVATIONS["gelu"] else activation,
-        gate_up=config.gate_up,
-        down=config.down,
-    )
+
+
+def in_kernels(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """The activation, as Triton can have it."""
+    return _gelu if activation is ACTIVATIONS["gelu"] else activation
 
 
 def _gelu(x: jax.Array) -> jax.Array:

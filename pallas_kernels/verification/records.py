@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
+from pallas_kernels.fill_ffn import fill_ffn, why_not_pallas
 from pallas_kernels.move import Moves, move
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import RecordFormat, decode
@@ -31,12 +32,16 @@ EXPERTS_CHECKED = 4
 
 
 def record_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
-    """fill, stage, move and expert_ffn on stores and an arena of at least so many bytes."""
+    """fill, stage, move, expert_ffn and fill_ffn on stores and an arena of at least so many
+    bytes."""
     records = _Records(shape, least)
     yield from _copy_checks(records)
     yield _move_check(records)
     for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
         yield _expert_ffn_check(records, shared_kib, tokens, row_tile)
+    if why_not_pallas(shape.versions) is None:
+        for tokens in (16, 32, 64):
+            yield _fill_ffn_check(records, shared_kib, tokens)
 
 
 class _Records:
@@ -86,6 +91,22 @@ class _Records:
     def empty(self) -> jax.Array:
         """An arena of zeros."""
         return jnp.zeros((self.total * self.rows, self.shape.hidden), jnp.uint16)
+
+    def held(self) -> jax.Array:
+        """An arena with the first expert of each version in its first cell."""
+        bits, arena = self.bits(), self.empty()
+        for v, f in enumerate(self.formats):
+            weights = decode(bits[v][0, v], f.store)
+            record = jax.lax.bitcast_convert_type(weights, jnp.uint16)
+            record = record if f.cell.version == "dense" else bits[v][0, v]
+            arena = jax.lax.dynamic_update_slice(arena, record, (self.first + v * self.rows, 0))
+        return arena
+
+    def routed(self, tokens: int) -> jax.Array:
+        """ids of so many tokens, some of them padding."""
+        experts, k = self.experts, min(self.shape.rule.top_k, self.experts)
+        ids = jnp.sort(jax.lax.top_k(draw(1, (tokens, experts), "float32"), k)[1], axis=1)
+        return jnp.where(jnp.arange(tokens)[:, None] % 11 == 10, experts, ids)
 
     def changed(self) -> dict[str, Any]:
         """Keywords of make_check for an op that changes an empty arena."""
@@ -160,17 +181,7 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
     d, k = shape.hidden, min(shape.rule.top_k, experts)
 
     def operands():
-        bits = records.bits()
-        arena = records.empty()
-        for v, f in enumerate(records.formats):
-            weights = decode(bits[v][0, v], f.store)
-            record = jax.lax.bitcast_convert_type(weights, jnp.uint16)
-            record = record if f.cell.version == "dense" else bits[v][0, v]
-            place = (records.first + v * records.rows, 0)
-            arena = jax.lax.dynamic_update_slice(arena, record, place)
-        ids = jnp.sort(jax.lax.top_k(draw(1, (tokens, experts), "float32"), k)[1], axis=1)
-        ids = jnp.where(jnp.arange(tokens)[:, None] % 11 == 10, experts, ids)
-        return arena, draw(0, (tokens, d), shape.dtype), ids
+        return records.held(), draw(0, (tokens, d), shape.dtype), records.routed(tokens)
 
     def computed(name, stores, arena, x, ids):
         every = of(name, stores, arena, x, ids, row_tile)
@@ -203,3 +214,51 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
     what += f" {shared_kib} KiB"
     given = {"stores": records.stores, "wide": records.wide, "rows": rows}
     return make_check("expert_ffn", what, shape.dtype, operands, computed, **given)
+
+
+def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
+    """The first expert of each version has a cell, the second gets one, others are read through."""
+    shape, experts, count = records.shape, records.experts, records.count
+    layers, layer, row_tile = records.layers, records.layer, 16
+    d, k = shape.hidden, min(shape.rule.top_k, experts)
+
+    def operands():
+        return draw(0, (tokens, d), shape.dtype), records.routed(tokens)
+
+    def computed(name, arena, stores, x, ids):
+        arena, y = of(name, arena, stores, x, ids, 1)
+        if tokens != 16:
+            return arena, y
+        # Into cells that are empty still.
+        arena, few = of(name, arena, stores, x[:FEW_ROWS], ids[:FEW_ROWS], 2)
+        return arena, y, few
+
+    def of(name, arena, stores, x, ids, place):
+        moved = jnp.arange(count, 2 * count, dtype=jnp.int32)
+        row = records.cell_row[place * count : (place + 1) * count]
+        cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
+        nobody = jnp.full(experts - count, -1, jnp.int32)
+        return fill_ffn(
+            jnp.zeros((ids.size, d), jnp.float32),
+            x,
+            ids,
+            arena,
+            stores,
+            layer,
+            jnp.full((layers, experts), -1, jnp.int32).at[layer].set(cells.at[moved].set(row)),
+            jnp.zeros((layers, experts), jnp.int32).at[layer].set(records.version_of),
+            jnp.arange(experts, dtype=jnp.int32),
+            jnp.int32(experts),
+            *(jnp.append(list_, nobody) for list_ in (moved, row, records.version_of[moved])),
+            jnp.int32(count),
+            activation=shape.activation,
+            row_tile=row_tile,
+            formats=records.given,
+            implementation=name,
+            shared_kib=shared_kib,
+        )
+
+    what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
+    what += f" {shared_kib} KiB"
+    given = records.changed() | {"arena": records.held, "stores": records.stores, "rows": tokens}
+    return make_check("fill_ffn", what, shape.dtype, operands, computed, **given)

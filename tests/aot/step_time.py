@@ -27,6 +27,7 @@ from moejax.models.model_config import ModelConfig
 from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import ProgramKey
 from pallas_kernels.expert_ffn import pallas_triton as expert_kernels
+from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
 from pallas_kernels.linear import pallas_triton as linear_kernels
 from tests.aot.cards import MODELS, compile_step
 from tests.aot.ptxas import Kernel
@@ -62,7 +63,10 @@ STARTS = {
 """Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
 bytes take."""
 
-STREAMING = ("linear", "expert_gate_up", "expert_down")
+HITS, FILLED = "expert_gate_up_hits", "expert_gate_up_filled"
+"""The products of experts that copy missing ones beside them: gate and up of those, then down."""
+EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down")
+STREAMING = ("linear", *EXPERTS)
 SPLIT = 256
 """Tokens of KV that a program of decode_attention_split reads."""
 
@@ -133,6 +137,12 @@ class Load:
             return 0.0
         return self.active(config) * max(0.0, 1 - self.cells / config.num_experts)
 
+    def filled(self, config: ModelConfig) -> float:
+        """Of those missing the ones that get a cell; hits keep theirs."""
+        missing = self.missing(config)
+        hits = self.active(config) - missing
+        return 0.0 if self.cells is None else min(missing, max(0.0, self.cells - hits))
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -148,6 +158,8 @@ class Work:
     link_bytes: float = 0
     live_first: bool = True
     """Whether all live programs start before any other."""
+    waiting: int = 0
+    """Programs that copy, before the live ones, and have nothing to copy."""
 
     @property
     def waves(self) -> float:
@@ -162,9 +174,13 @@ class Work:
         memory = self.nbytes / min(MEMORY, busy * ONE_MULTIPROCESSOR)
         warps = self.live * self.launch.threads / 32
         issue = warps * self.instructions / (busy * ISSUED_A_SECOND)
-        start = STARTS.get(name, START if name in STREAMING else LAUNCH)
-        dead = max(0, self.launch.programs - self.live) / self.launch.resident * DEAD
-        run = start + max(memory, issue, self.link_bytes / LINK)
+        streams = name in STREAMING and self.live > 0
+        start = STARTS.get(name, START if streams else LAUNCH)
+        start += self.waiting / self.launch.resident * DEAD
+        dead = max(0, self.launch.programs - self.live - self.waiting)
+        dead = dead / self.launch.resident * DEAD
+        # What crosses the link and what is computed beside it do not wait for each other.
+        run = max(start + max(memory, issue), LAUNCH + self.link_bytes / LINK)
         return max(run, start + dead) if self.live_first else run + dead
 
 
@@ -194,29 +210,23 @@ def _work(
 ) -> Work:
     """products: outputs and inputs of the step's products, in order."""
     tokens, hidden = load.tokens, config.hidden_size
-    width, active = config.moe_intermediate_size, load.active(config)
+    width = config.moe_intermediate_size
     pairs, splits = tokens * config.num_experts_per_tok, math.ceil(load.context / SPLIT)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    missing, record = load.missing(config), 6 * hidden * width
-    name, live, link, first = launch.name, float(launch.programs), 0.0, True
-    nbytes, turns = 0.0, 1
+    filled, record = load.filled(config), 6 * hidden * width
+    name, live, link = launch.name, float(launch.programs), 0.0
+    nbytes, turns = 0.0, 1.0
     if name == "linear":
         outputs, inputs = next(products)
         nbytes = 2 * outputs * inputs + 2 * tokens * (inputs + outputs)
         turns = -(-inputs // linear_kernels.configuration(16, outputs, "bfloat16").depth)
-    elif name in ("expert_gate_up", "expert_down"):
-        up = name == "expert_gate_up"
-        experts = expert_kernels.configuration(hidden, width, "bfloat16", 16)
-        tile, depth = (experts.gate_up, hidden) if up else (experts.down, width)
-        columns = -(-(width if up else hidden) // tile.columns)
-        live, turns = active * columns, -(-depth // tile.depth)
-        nbytes = active * (4 if up else 2) * hidden * width
-        nbytes += pairs * (2 * hidden + 2 * width if up else 2 * width + 4 * hidden)
-        first = launch.grid[1] == columns  # experts are the last axis
-    elif name == "fill" and missing:
-        # What finds no cell is read through by expert_ffn, over the same link.
-        live, link = min(launch.programs, missing * record / 32768), missing * record
-        nbytes = missing * record
+    elif name in EXPERTS:
+        work = _expert_work(config, load, launch)
+        counted = 0.0 if kernel is None else _instructions(kernel, work.instructions, False)
+        return dataclasses.replace(work, instructions=counted)
+    elif name == "fill" and filled:
+        live, link = min(launch.programs, filled * record / 32768), filled * record
+        nbytes = filled * record
     elif name == "fill":
         live = 0.0
     elif name == "kv_write":
@@ -233,11 +243,41 @@ def _work(
         nbytes = 4 * tokens * config.vocab_size  # the greedy choice reads the logits
     counted = 0.0
     if kernel is not None:
-        counted = _instructions(kernel, turns, searches=name == "plan" and missing > 0)
-    return Work(launch, live, nbytes, counted, link, first)
+        counted = _instructions(kernel, turns, searches=name == "plan" and load.missing(config) > 0)
+    return Work(launch, live, nbytes, counted, link)
 
 
-def _instructions(kernel: Kernel, turns: int, searches: bool) -> float:
+def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
+    """Of one of EXPERTS; `instructions` are the turns of its loop. What is read through crosses the
+    link where it is computed."""
+    name, hidden, width = launch.name, config.hidden_size, config.moe_intermediate_size
+    active, missing, filled = load.active(config), load.missing(config), load.filled(config)
+    tiles = expert_kernels.configuration(hidden, width, "bfloat16", 16)
+    down = name == "expert_down"
+    tile, depth = (tiles.down, width) if down else (tiles.gate_up, hidden)
+    columns = -(-(hidden if down else width) // tile.columns)
+    computed = {HITS: active - filled, FILLED: filled}.get(name, active)
+    copied = {HITS: 2 / 3 * filled, FILLED: 1 / 3 * filled}.get(name, 0.0)
+    matrices, record = (1 if down else 2), 6 * hidden * width
+    through = 0.0 if name == FILLED else missing - filled
+    pairs = load.tokens * config.num_experts_per_tok * computed / active
+    nbytes = 2 * matrices * (computed - through) * hidden * width + copied * record
+    nbytes += pairs * (2 * width + (4 if down else 2) * hidden)
+    live, turns = computed * columns, float(-(-depth // tile.depth))
+    if name == FILLED and live > LATE:  # in turns
+        turns, live = turns * live / LATE, float(LATE)
+    return Work(
+        launch,
+        live,
+        nbytes,
+        turns,
+        link_bytes=(copied + through * matrices / 3) * record,
+        live_first=name in (HITS, FILLED) or launch.grid[1] == columns,  # experts the slowest axis
+        waiting=COPIES[227] if name in (HITS, FILLED) and not copied else 0,
+    )
+
+
+def _instructions(kernel: Kernel, turns: float, searches: bool) -> float:
     """Of a warp of a program: the longest loop turns so often, of others that are as long (bodies
     for another place of a record) none. searches: plan's loops over blocks of cells run."""
     loops = kernel.loops()
@@ -295,7 +335,7 @@ def savings(config: ModelConfig, load: Load, work: Sequence[Work]) -> dict[str, 
 
     def int4(instructions: float) -> Callable[[Work], Work]:
         def change(w: Work) -> Work:
-            matrices = {"expert_gate_up": 2, "expert_down": 1}.get(w.launch.name)
+            matrices = {HITS: 2, "expert_gate_up": 2, "expert_down": 1}.get(w.launch.name)
             if matrices is None:
                 return w
             weights = load.active(config) * matrices * config.hidden_size

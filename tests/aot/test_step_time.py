@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from moejax.models.config import parse_config
+from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
 from tests.aot.step_time import (
     DEAD,
     GAP,
@@ -100,6 +101,7 @@ def test_dead_programs_cost_least_behind_the_live():
 def test_misses_cross_the_link_in_fill():
     load = Load(8, 1024, cells=64)
     (fill,) = step_work(QWEN, load, step(("fill", (512, 1, 1)), shared=0), {})
+    assert load.filled(QWEN) == load.missing(QWEN)  # 26 of 52 active ones, 38 cells to choose from
     record = 3 * 2048 * 768 * 2
     assert load.active(QWEN) == pytest.approx(128 * (1 - (1 - 8 / 128) ** 8))
     assert fill.link_bytes == pytest.approx(load.active(QWEN) / 2 * record)
@@ -107,6 +109,50 @@ def test_misses_cross_the_link_in_fill():
     assert floor_seconds(QWEN, [fill])[1] == pytest.approx(48 * fill.link_bytes / LINK)
     (resident,) = step_work(QWEN, Load(8, 1024), step(("fill", (512, 1, 1)), shared=0), {})
     assert resident.link_bytes == resident.live == 0
+
+
+PRODUCTS = (
+    ("expert_gate_up_hits", (1, COPIES[227] + 128 * 12, 1)),
+    ("expert_gate_up_filled", (1, COPIES[227] + LATE, 1)),
+    ("expert_down", (1, 32, 128)),
+)
+
+
+def test_what_misses_arrives_beside_what_is_there():
+    """The link or the product, whichever is longer; of launches one after the other both."""
+    load, record = Load(1, 1024, cells=64), 3 * 2048 * 768 * 2
+    hits, filled, down = step_work(QWEN, load, step(*PRODUCTS, shared=110592), {})
+    crossing = load.missing(QWEN) * record / LINK
+    assert hits.link_bytes == pytest.approx(2 * filled.link_bytes) and down.link_bytes == 0
+    assert hits.seconds + filled.seconds == pytest.approx(2 * LAUNCH + crossing)
+    assert hits.live == 4 * 12 and filled.live == LATE and down.live == 8 * 32
+    apart = step(("fill", (512, 1, 1)), ("expert_gate_up", (1, 12, 128)), shared=110592)
+    before = sum(w.seconds for w in step_work(QWEN, load, apart, {}))
+    assert before - hits.seconds - filled.seconds == pytest.approx(13.7e-6, abs=0.5e-6)
+
+
+def test_where_nothing_misses_a_launch_is_as_short_as_the_fill_that_it_replaces():
+    work = step_work(QWEN, Load(1, 1024), step(*PRODUCTS, shared=110592), {})
+    hits, filled, _ = work
+    apart = step(("fill", (512, 1, 1)), ("expert_gate_up", (1, 12, 128)), shared=110592)
+    fill, gate_up = step_work(QWEN, Load(1, 1024), apart, {})
+    assert hits.waiting == COPIES[227] and hits.live == gate_up.live and filled.live == 0
+    assert hits.seconds == pytest.approx(
+        gate_up.seconds + COPIES[227] / hits.launch.resident * DEAD
+    )
+    assert hits.seconds + filled.seconds < fill.seconds + gate_up.seconds + 0.1e-6
+
+
+def test_what_gets_no_cell_crosses_the_link_in_the_products():
+    load, record = Load(8, 1024, cells=16), 3 * 2048 * 768 * 2
+    work = step_work(QWEN, load, step(*PRODUCTS, shared=110592), {})
+    through = load.missing(QWEN) - load.filled(QWEN)
+    hits = load.active(QWEN) - load.missing(QWEN)
+    assert load.filled(QWEN) == pytest.approx(16 - hits) and through > 30
+    assert work[2].link_bytes == pytest.approx(through * record / 3)
+    total = sum(w.link_bytes for w in work)
+    assert total == pytest.approx(load.missing(QWEN) * record)
+    assert floor_seconds(QWEN, work)[1] == pytest.approx(48 * total / LINK)
 
 
 def test_a_layers_launches_count_once_a_layer():

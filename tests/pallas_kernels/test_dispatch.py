@@ -95,3 +95,23 @@ def test_pick():
     assert pick("plan", {"xla": max, "other": min}, "other") is min
     with pytest.raises(ValueError, match="op 'plan' has no implementation 'no'; it has xla, other"):
         pick("plan", {"xla": max, "other": min}, "no")
+
+
+def test_an_op_made_of_others_is_a_kernel_where_those_are():
+    options = dict(platform="gpu", dtype="bfloat16")
+    assert resolve_ops("auto", **options).fill_ffn == "pallas"
+    assert resolve_ops("fill=xla", **options).fill_ffn == "xla"
+    assert resolve_ops({"expert_ffn": "xla"}, **options).fill_ffn == "xla"
+    assert resolve_ops({"fill": "xla", "fill_ffn": "pallas"}, **options).fill_ffn == "pallas"
+    assert resolve_ops("fill_ffn=xla,plan=xla", **options).fill_ffn == "xla"
+    options |= {"no_kernel": {"fill_ffn": "cells of two kinds"}}
+    # A name for all ops is each op's own only where its kernel can run the model.
+    for all_ops in ("auto", "pallas"):
+        resolved = resolve_ops(all_ops, **options)
+        assert (resolved.fill, resolved.expert_ffn, resolved.fill_ffn) == (
+            "pallas",
+            "pallas",
+            "xla",
+        )
+    with pytest.raises(ValueError, match="op 'fill_ffn': cells of two kinds; use xla or auto"):
+        resolve_ops("fill_ffn=pallas", **options)

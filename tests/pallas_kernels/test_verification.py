@@ -80,7 +80,7 @@ def test_every_kernel_passes_its_checks():
     assert {check.op for check in found} == set(resolve_names())
     wide = {check.op for check in found if "offsets 64" in check.key}
     paged = {"kv_write", "latent_write", "paged_attention"}
-    assert wide == {"fill", "stage", "move", "expert_ffn"} | paged
+    assert wide == {"fill", "stage", "move", "expert_ffn", "fill_ffn"} | paged
     device = jax.devices()[0]
     # The same kernels at more rows take as long again to interpret and show nothing new.
     more = ("tokens 32", "tokens 64", "rows 64 bias")
@@ -104,6 +104,14 @@ def test_other_versions_are_other_kernels():
     assert keys == [
         f"fill 96x64 lossless12 to dense, int4, int2{wide} uint16" for wide in ("", " offsets 64")
     ]
+
+
+def test_versions_that_are_filled_by_a_kernel_alone_are_not_checked_together():
+    wanted = {"fill_ffn": "pallas"}
+    assert len(small_checks(**wanted)) == 6
+    assert small_checks(dataclasses.replace(SMALL, versions=VERSIONS), **wanted) == []
+    coded = dataclasses.replace(SMALL, versions=VERSIONS[1:])
+    assert len(small_checks(coded, **wanted)) == 6
 
 
 @pytest.mark.slow

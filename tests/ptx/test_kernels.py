@@ -11,6 +11,7 @@ from pallas_kernels.expert_ffn.specs import SPECS as EXPERT_FFN
 from pallas_kernels.expert_ffn.specs import VERSIONED
 from pallas_kernels.fill.specs import SPECS as FILL
 from pallas_kernels.fill.specs import TRANSIT_SPECS
+from pallas_kernels.fill_ffn.specs import SPECS as FILL_FFN
 from pallas_kernels.head_linear.specs import SPECS as HEAD_LINEAR
 from pallas_kernels.kv_write.specs import SPECS as KV_WRITE
 from pallas_kernels.latent_write.specs import SPECS as LATENT_WRITE
@@ -34,6 +35,7 @@ from tests.pallas_kernels import (
     test_expert_ffn,
     test_expert_ffn_versions,
     test_fill,
+    test_fill_ffn,
     test_head_linear,
     test_kv_write,
     test_latent_write,
@@ -66,6 +68,8 @@ DECODE = {
     "latent_attention": (test_decode_attention, test_decode_attention.check, LATENT_DECODE_SPECS),
     "expert_ffn": (test_expert_ffn, test_expert_ffn.check, EXPERT_FFN),
     "versions": (test_expert_ffn_versions, test_expert_ffn_versions.check, VERSIONED),
+    "fill_ffn": (test_fill_ffn, test_fill_ffn.check, FILL_FFN),
+    "fill_ffn bits": (test_fill_ffn, test_fill_ffn.check_bits, FILL_FFN),
     "in_transit": (test_fill, test_fill.check_in_transit, TRANSIT_SPECS),
 }
 """Name → the module of the contract, the contract of (spec, implementation), specs."""
@@ -86,6 +90,8 @@ QUICK = {
     "kv_write": (3,),
     "attention": (4, -2),
     "expert_ffn": (4, 21),
+    "fill_ffn": (0, 4),
+    "fill_ffn bits": (7,),
     "head_linear": (2,),
     "latent_write": (0,),
     "latent_attention": (0,),

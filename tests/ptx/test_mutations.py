@@ -6,10 +6,20 @@ from collections.abc import Callable
 import pytest
 
 from pallas_kernels.fill.specs import Spec as FillSpec
+from pallas_kernels.fill_ffn import pallas_triton as fill_ffn
+from pallas_kernels.fill_ffn.specs import SPECS as FILL_FFN
 from pallas_kernels.linear.specs import Spec as LinearSpec
 from pallas_kernels.plan.specs import Spec as PlanSpec
 from pallas_kernels.rms_norm.specs import Spec as NormSpec
-from tests.pallas_kernels import test_combine, test_fill, test_linear, test_plan, test_rms_norm
+from tests.pallas_kernels import (
+    test_combine,
+    test_fill,
+    test_fill_ffn,
+    test_linear,
+    test_plan,
+    test_rms_norm,
+)
+from tests.ptx import program
 from tests.ptx.parse import Fault
 from tests.ptx.program import patched
 
@@ -189,3 +199,43 @@ def test_early_copies_too_must_be_waited_for():
     edit = replaced(r"wait_group\s+4;", "wait_group 5;")
     with pytest.raises(Fault, match="that was not waited for"):
         run("linear", edit, copies="early")
+
+
+def both_parts_late(fmt, late):
+    """up arrives in the second launch, beside the programs that multiply by it."""
+    rows = fmt.parts["up"][0]
+    return (rows, fmt.rows - rows) if late else (0, rows)
+
+
+OVERLAP: dict[str, tuple[str, Callable, str]] = {
+    "a missing expert computed as it arrives": (
+        *("_is_filled", lambda expert, moves: expert < 0),
+        "expert_gate_up_hits.*race",
+    ),
+    "up copied too late": ("_part", both_parts_late, "expert_gate_up_filled.*race"),
+    "programs that copy the same": (
+        *("_turns", lambda items, first, programs: items - first),
+        "race|out of bounds",
+    ),
+    "the place of another expert in h": (
+        *("_slot", lambda expert, active, count: expert * 0),
+        "race|wrong values",
+    ),
+}
+"""What fill_ffn has to keep apart: name → function of its kernels, the mistake, what is said."""
+
+
+@pytest.mark.parametrize("name", OVERLAP)
+def test_finds_what_overlaps(name, monkeypatch):
+    part, mistake, said = OVERLAP[name]
+    monkeypatch.setattr(fill_ffn, part, mistake)
+    monkeypatch.setattr(program, "_compiled", {})
+    message = ""
+    try:
+        with patched(test_fill_ffn, launch={"most": 20_000}):
+            test_fill_ffn.check(FILL_FFN[0], "pallas")
+    except Fault as fault:
+        message = str(fault)
+    except AssertionError as error:
+        message = f"wrong values: {error}"
+    assert re.search(said, message), f"{name}: {message or 'nothing was found'}"

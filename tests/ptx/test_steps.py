@@ -56,10 +56,10 @@ and from each other."""
 
 
 KERNELS = {
-    kind: {"linear", "route", "plan", "fill", "combine", *others}
+    kind: {"linear", "route", "plan", "combine", *others}
     for kind, others in {
-        "decode": ("expert_gate_up", "expert_down"),
-        "prefill": ("expert_gate_up_sorted", "expert_down_sorted"),
+        "decode": ("expert_gate_up_hits", "expert_gate_up_filled", "expert_down"),
+        "prefill": ("fill", "expert_gate_up_sorted", "expert_down_sorted"),
     }.items()
 }
 """Launched in a step of any family."""

@@ -25,6 +25,7 @@ from moejax.start.decide.facts import DeviceFacts, ModelFacts
 from moejax.start.decide.residency import check_file_steps, why_cells, why_donated
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
+    apart,
     decodes_in_buckets,
     ops_in_use,
     step_shapes,
@@ -134,19 +135,20 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     """What steps are compiled from. Raises UserError for ops that the model or device cannot run,
     and for more tokens than the model has positions."""
     options, config, precision = settings.options, model.config, settings.precision
+    packed = () if settings.tiers is None else (PACKED_AS,)
+    versions = *resident_versions(precision, model.store), *packed
+    layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
+    formats = formats_of(precision, layout, model.store, packed)
     with user_errors():
         ops = resolve_ops(
             settings.ops,
             platform=device.platform,
             dtype=model.dtype,
-            no_kernel=without_kernel(config),
+            no_kernel=without_kernel(config) | apart(options.driver, formats),
             shared_kib=device.shared_kib,
         )
     seqs, tokens, length = limits_of(settings, model, device)
     config = dataclasses.replace(config, rope=config.rope.for_length(length))
-    packed = () if settings.tiers is None else (PACKED_AS,)
-    versions = *resident_versions(precision, model.store), *packed
-    layout = config.slot_layout(NUMPY_DTYPES[model.dtype].itemsize, versions, model.dtype)
     needs = (need for policy in settings.policies for need in policy.needs)
     steps = StepSpec(
         device_kind=device.kind,
@@ -164,7 +166,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             waves=options.prefill_waves or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
             bucketed=decodes_in_buckets(config, ops),
         ),
-        formats=formats_of(precision, layout, model.store, packed),
+        formats=formats,
         tiers="" if settings.tiers is None else settings.tiers.name,
         store="file" if options.store == "file" else "memory",
         queue=queue_of(settings),

@@ -7,9 +7,12 @@ from moejax.checkpoints.tensors import layer_params
 from moejax.models.config import ModelConfig
 from moejax.step.parts import DECODE_TILE, StepShapes
 from pallas_kernels import Ops
+from pallas_kernels.dispatch import MADE_OF
+from pallas_kernels.fill_ffn import why_not_pallas as fill_ffn_why_not
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
+from pallas_kernels.records.versions import Formats
 from pallas_kernels.route import why_not_pallas as route_why_not
 
 PREFILL_CHUNK = 64
@@ -80,6 +83,15 @@ def without_kernel(config: ModelConfig) -> dict[str, str]:
     return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
+def apart(driver: str, formats: Formats | None) -> dict[str, str]:
+    """As without_kernel, of what is one op in a decode step of the device driver alone."""
+    versions = [(cell.version, store.version) for cell, store, _ in formats or ()]
+    reason = fill_ffn_why_not(versions)
+    if driver != "device":
+        reason = f"the {driver} driver fills before it computes"
+    return {} if reason is None else {"fill_ffn": reason}
+
+
 def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     """Whether decode is compiled for fewer rows too: where kernels compute every product. Those of
     XLA are held to one number of rows (contract 1e): in another program the same product is fused
@@ -92,6 +104,8 @@ def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
     """Op → implementation, of the ops that this model's steps have."""
     names = {key for run in config.runs for key in layer_params(config, run.moe)}
     unused = {"kv_write"} if config.mla else {"latent_write", "head_linear"}
+    # By "xla" it is fill and expert_ffn, whatever those are.
+    unused |= {op for op in MADE_OF if getattr(ops, op) == "xla"}
     if "input_norm_bias" not in names:
         unused.add("layer_norm")
     elif not any(name in names for name in ("q_norm", "q_a_norm")):

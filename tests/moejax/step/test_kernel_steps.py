@@ -14,6 +14,7 @@ from moejax.checkpoints.random_model import shape
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
+from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
 from tests.aot.ptxas import compile_kernels
 from tests.aot.step_time import launches as launch_list
 from tests.moejax.step.test_constant_memory import (
@@ -38,8 +39,8 @@ KERNELS = {
         "decode_attention_merge": 1,
         "route": 1,
         "plan": 1,
-        "fill": 1,
-        "expert_gate_up": 1,
+        "expert_gate_up_hits": 1,  # copies gate and up of the missing
+        "expert_gate_up_filled": 1,  # copies their down
         "expert_down": 1,
         "combine": 1,
     },
@@ -68,6 +69,9 @@ of q and k and the parts of qkv: docs/results/step_time.md.)"""
 
 SHORT = ProgramKey("decode", 16, context=64)
 """Of 1024 tokens, where there may be 4096."""
+
+STREAMING = ("linear", "expert_gate_up_hits", "expert_gate_up_filled", "expert_down", "fill")
+"""Kernels that read weights."""
 
 TEMP = {"decode": 20 * MiB, "prefill": 1100 * MiB}
 """Scratch beside arguments: decode at 64 rows; a prefill step of 8192 tokens, mostly the experts'
@@ -123,11 +127,19 @@ def test_step_of_kernels(model, key):
         assert "dynamic-slice(" not in compiled.hlo
         # Experts are the last axis: a device starts those that are there first.
         slots = min(config.num_experts, programs.tokens(key) * config.num_experts_per_tok)
-        experts = [launch.grid[2] for launch in layer if launch.name.startswith("expert_")]
-        assert experts == [slots, slots]
+        hits, filled, down = (launch for launch in layer if launch.name.startswith("expert_"))
+        assert down.grid[2] == slots
+        tiles = -(-config.moe_intermediate_size // 64)
+        copies = COPIES[ops.shared_kib]
+        assert hits.grid == (1, copies + slots * tiles, 1)
+        assert filled.grid == (1, copies + LATE, 1)
+        # Programs that copy take the place of one that computes, whose shared memory is as much
+        # as without them: three or, of more than 16 rows, four tiles of 36 KiB.
+        rows = programs.tokens(key)
+        assert hits.shared_bytes == filled.shared_bytes == (3 if rows <= 16 else 4) * 36 * 1024
     for kernel in kernels.values():
         assert kernel.spill_bytes == 0, kernel.name
-        if kernel.name.partition(".")[0] in ("linear", "expert_gate_up", "expert_down", "fill"):
+        if kernel.name.partition(".")[0] in STREAMING:
             assert kernel.load_bits()[128] > 0, kernel.name
 
 

@@ -40,18 +40,19 @@ EXPERTS = {
     "head_linear": 2,
     "route": 1,
     "plan": 1,
-    "fill": 1,
     "combine": 1,
 }
 KERNELS = {
     "decode": {
         "decode_attention_latent_split": 2,
         "decode_attention_latent_merge": 2,
-        "expert_gate_up": 1,
+        "expert_gate_up_hits": 1,
+        "expert_gate_up_filled": 1,
         "expert_down": 1,
     },
     "prefill": {
         "prefill_attention_latent": 2,
+        "fill": 1,
         "expert_gate_up_sorted": 1,
         "expert_down_sorted": 1,
     },

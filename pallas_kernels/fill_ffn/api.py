@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int, UInt16
+
+from pallas_kernels.cards import CLASSES
+from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
+
+IMPLEMENTATIONS = implementations("fill_ffn", ("xla", "pallas"))
+
+
+def fill_ffn(
+    y: Float[Array, "TK D"],
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T K"],
+    arena: UInt16[Array, "rows D"],
+    stores: tuple[UInt16[Array, "L E _ D"], ...],
+    layer: Int[Array, ""] | int,
+    address: Int[Array, "L E"],
+    version: Int[Array, "L E"],
+    active: Int[Array, " A"],
+    active_count: Int[Array, ""],
+    fill_expert: Int[Array, " A"],
+    fill_row: Int[Array, " A"],
+    fill_version: Int[Array, " A"],
+    fill_count: Int[Array, ""],
+    *,
+    activation: str,
+    row_tile: int,
+    formats: Formats | None = None,
+    implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
+) -> tuple[UInt16[Array, "rows D"], Float[Array, "TK D"]]:
+    """(arena, y): `fill` of some experts and then `expert_ffn` of all active ones, to the bit.
+
+    y … active_count, activation, row_tile, formats, shared_kib: as of expert_ffn, with the address
+    that an expert has after the fills. fill_expert, fill_row, fill_version: as of fill; entries
+    from fill_count on are ignored. What makes it one op is what a plan promises: experts that are
+    filled are active, have their new cell as address, and no cell that is filled is another active
+    expert's. So others can be computed while records are on their way. Arena and y are updated in
+    place when donated.
+
+    Raises ValueError for shapes that do not fit, an unknown activation or implementation, and from
+    kernels for versions that they do not take (why_not_pallas) and products of many rows.
+    """
+    tokens, k = ids.shape
+    if x.shape[0] != tokens or y.shape != (tokens * k, x.shape[1]):
+        raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
+    if arena.shape[1] != x.shape[1]:
+        raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    for store in stores:
+        if store.ndim != 4 or store.shape[-1] != arena.shape[-1]:
+            raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
+    fn = pick("fill_ffn", IMPLEMENTATIONS, implementation, shared_kib)
+    check_formats(formats, stores, address.shape[0], x.dtype)
+    if formats is None:
+        (store,) = stores
+        width = store.shape[2] * 2 // (3 * x.dtype.itemsize)
+        dense = RecordFormat("dense", store.shape[3], width, x.dtype.name)
+        formats = (VersionFormats(dense, dense),)
+    return fn(
+        y,
+        x,
+        ids,
+        arena,
+        stores,
+        layer,
+        address,
+        version,
+        active,
+        active_count,
+        fill_expert,
+        fill_row,
+        fill_version,
+        fill_count,
+        formats=formats,
+        activation=activation,
+        row_tile=row_tile,
+    )
