@@ -126,6 +126,7 @@ class Machine:
         # In tracker's stamps: lanes of all programs of the grid have numbers of their own.
         lane = block[self.program].astype(np.int64) * _padded(kernel) + tid
         self.stamps = lane + FIRST_LANE
+        """Made anew where they change: accesses keep them."""
         self.waiting = np.zeros(self.all.size, bool)
         self.live = np.bincount(self.program, minlength=count)
         self.most = launch.most
@@ -136,6 +137,9 @@ class Machine:
 
     def lanes(self, idx) -> np.ndarray:
         return self.all if idx is None else idx
+
+    def stamps_of(self, lanes) -> np.ndarray:
+        return self.stamps if lanes is self.all else self.stamps[lanes]
 
     def get(self, name: str, dtype: np.dtype, idx) -> np.ndarray:
         values = self.registers.get(name)
@@ -212,11 +216,11 @@ class Machine:
 
     def load_shared(self, lanes, addresses, size: int) -> np.ndarray:
         places = self.shared.places(addresses, size, self.program[lanes], "reads")
-        return self.shared.load(places, size, self.stamps[lanes])
+        return self.shared.load(places, size, self.stamps_of(lanes))
 
     def store_shared(self, lanes, addresses, values: np.ndarray) -> None:
         places = self.shared.places(addresses, values.shape[1], self.program[lanes], "writes")
-        self.shared.store(places, values, self.stamps[lanes])
+        self.shared.store(places, values, self.stamps_of(lanes))
 
     def check_waited(self) -> None:
         if self.must_wait:
@@ -314,8 +318,9 @@ class Machine:
         self.parked = left
         of_free = free[self.program]
         self.waiting[of_free] = False
-        epochs = (self.stamps[of_free] >> EPOCH) + 1
-        self.stamps[of_free] = (epochs << EPOCH) | (self.stamps[of_free] & ((1 << WARP_CLOCK) - 1))
+        after = ((self.stamps >> EPOCH) + 1 << EPOCH) | (self.stamps & ((1 << WARP_CLOCK) - 1))
+        self.stamps = np.where(of_free, after, self.stamps)
+        self.shared.recent.barrier(free, self.live > 0)
 
     def _unblock(self) -> None:
         if self.waiting.any():
@@ -331,6 +336,7 @@ def _warp_barrier(ins: Instruction) -> Step:
 
     def step(m, idx):
         rows = matrix.warps_of(m, idx)
+        m.stamps = m.stamps.copy()
         m.stamps[rows.reshape(-1)] += np.int64(1 << WARP_CLOCK)
 
     return step
@@ -407,7 +413,7 @@ def _load(ins: Instruction) -> Step:
         lanes, addresses = m.lanes(idx), m.address(at, idx)
         if space == "global":
             m.check_waited()
-            raw = m.memory.load(addresses, size, m.stamps[lanes])
+            raw = m.memory.load(addresses, size, m.stamps_of(lanes))
         elif space == "shared":
             raw = m.load_shared(lanes, addresses, size)
         else:
@@ -436,7 +442,7 @@ def _store(ins: Instruction) -> Step:
         raw = np.stack(columns, 1).view(np.uint8)
         if space == "global":
             m.check_waited()
-            m.memory.store(addresses, raw, m.stamps[lanes])
+            m.memory.store(addresses, raw, m.stamps_of(lanes))
         elif space == "shared":
             m.store_shared(lanes, addresses, raw)
         elif space == "local":
@@ -470,7 +476,7 @@ def _copy(ins: Instruction) -> Step:
             full = count == size.value
             if not (full | (count == 0)).all():
                 raise Fault("cp.async of a part")
-        m.copies.start(lanes, places, addresses, full, size.value, m.stamps[lanes])
+        m.copies.start(lanes, places, addresses, full, size.value, m.stamps_of(lanes))
 
     return step
 

@@ -9,7 +9,7 @@ import mmap
 import numpy as np
 
 from tests.ptx.parse import Fault
-from tests.ptx.tracker import FLAG, Tracker
+from tests.ptx.tracker import Access, Recent, Tracker
 
 REGION = 36
 """Each buffer has 2^36 addresses of its own: what runs over its end meets no other."""
@@ -62,14 +62,25 @@ class GlobalMemory:
 
     def load(self, addresses: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
         """uint8[lanes, size]."""
-        out = np.empty((addresses.size, size), np.uint8)
+        out = None
         for number, lanes, first in self._places(addresses, size, "reads"):
-            data, tracker = self.buffers[number].data, self.trackers[number]
-            out[lanes] = _rows(data, size)[first // size]
-            if tracker is not None:
-                wrong = tracker.read(tracker.cells(first, size), stamps[lanes])
-                self._check(number, first, size, wrong)
-        return out
+            self._read(number, first, size, stamps[lanes])
+            values = taken(self.buffers[number].data, first, size)
+            if len(values) == addresses.size:
+                return values
+            out = np.empty((addresses.size, size), np.uint8) if out is None else out
+            out[lanes] = values
+        return np.empty((0, size), np.uint8) if out is None else out
+
+    def check_load(self, addresses: np.ndarray, size: int, stamps: np.ndarray) -> None:
+        """As `load`, but the values are not wanted."""
+        for number, lanes, first in self._places(addresses, size, "reads"):
+            self._read(number, first, size, stamps[lanes])
+
+    def _read(self, number: int, first: np.ndarray, size: int, stamps: np.ndarray) -> None:
+        if (tracker := self.trackers[number]) is not None:
+            wrong = tracker.read(tracker.cells(first, size), stamps)
+            self._check(number, first, size, wrong)
 
     def store(self, addresses: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         """values: uint8[lanes, size]."""
@@ -90,28 +101,29 @@ class GlobalMemory:
     def _places(self, addresses: np.ndarray, size: int, verb: str):
         """(buffer, lanes, first bytes) for each buffer that these addresses are in."""
         signed = addresses.astype(np.int64)
-        regions = (signed >> REGION) - 1
-        for number in np.unique(regions):
-            lanes = np.flatnonzero(regions == number)
+        if not signed.size:
+            return
+        low, high = ((int(end) >> REGION) - 1 for end in (signed.min(), signed.max()))
+        regions = None if low == high else (signed >> REGION) - 1
+        for number in (low,) if regions is None else np.unique(regions).tolist():
+            lanes = slice(None) if regions is None else np.flatnonzero(regions == number)
             if not 0 <= number < len(self.buffers):
-                raise Fault(f"{verb} address {signed[lanes[0]]:#x}, where no buffer is")
+                raise Fault(f"{verb} address {signed[lanes][0]:#x}, where no buffer is")
             buffer = self.buffers[number]
-            if len(lanes) == signed.size:
-                lanes = slice(None)
-            first = signed[lanes] - self.address(int(number))
-            bad = (first < 0) | (first + size > buffer.data.size)
-            if bad.any():
+            first = signed[lanes] - self.address(number)
+            if first.min() < 0 or first.max() + size > buffer.data.size:
+                bad = (first < 0) | (first + size > buffer.data.size)
                 raise Fault(
                     f"{verb} {size} bytes at byte {first[bad][0]} of {buffer.name}, out of bounds: "
                     f"it has {buffer.data.size} ({bad.sum()} lanes)"
                 )
-            if (bad := signed[lanes] % size != 0).any():
+            if (bad := (signed[lanes] & (size - 1)) != 0).any():
                 raise Fault(
                     f"{verb} {size} bytes misaligned at byte {first[bad][0]} of {buffer.name}"
                 )
-            if (bad := first % size != 0).any():
+            if self.alignment % size:
                 raise Fault(f"the interpreter needs buffers aligned to {size}: {buffer.name}")
-            yield int(number), lanes, first
+            yield number, lanes, first
 
     def _check(self, number: int, first: np.ndarray, size: int, wrong: tuple) -> None:
         what, bad = wrong
@@ -124,6 +136,23 @@ class GlobalMemory:
 TWO_VALUES = "several threads write different values at once (race)"
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where lanes access the shared memory of their programs."""
+
+    first: np.ndarray
+    """First bytes in SharedMemory.data."""
+    low: int
+    high: int
+    """All of it is in these bytes of each program."""
+
+    def part(self, which: np.ndarray) -> Places:
+        return Places(self.first[which], self.low, self.high)
+
+    def access(self, kind: str, stamps: np.ndarray, size: int, copy: Access | None = None):
+        return Access(kind, self.first, stamps, size, self.low, self.high, copy=copy)
+
+
 class SharedMemory:
     """Shared memory of some programs, one after the other."""
 
@@ -131,51 +160,63 @@ class SharedMemory:
         self.size = size
         self.stride = -(-size // 128) * 128
         self.data = np.zeros(programs * self.stride, np.uint8)
-        self.tracker = Tracker(self.data.size // granule, granule, threads, shared=True)
+        self.recent = Recent(programs, self.stride, granule, threads)
 
-    def places(self, addresses: np.ndarray, size: int, programs: np.ndarray, verb: str):
-        """First bytes of accesses of `size` bytes in `data`."""
+    def places(self, addresses: np.ndarray, size: int, programs: np.ndarray, verb: str) -> Places:
+        """Of accesses of `size` bytes."""
         first = addresses.astype(np.int64)
-        if (bad := (first < 0) | (first + size > self.size)).any():
+        low, high = int(first.min(initial=self.size)), int(first.max(initial=-size)) + size
+        if low < 0 or high > self.size:
+            bad = (first < 0) | (first + size > self.size)
             raise Fault(
                 f"{verb} {size} bytes at byte {first[bad][0]} of shared memory, out of bounds: "
                 f"it has {self.size}"
             )
-        if (bad := first % size != 0).any():
+        if (bad := (first & (size - 1)) != 0).any():
             raise Fault(f"{verb} {size} bytes misaligned at byte {first[bad][0]} of shared memory")
-        return first + programs.astype(np.int64) * self.stride
+        return Places(first + programs * self.stride, low, high)
 
-    def load(self, places: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
-        self._check(places, self.tracker.read(self.tracker.cells(places, size), stamps))
-        return _rows(self.data, size)[places // size]
+    def load(self, places: Places, size: int, stamps: np.ndarray) -> np.ndarray:
+        self._check(places, self.recent.read(places.access("read", stamps, size)))
+        return taken(self.data, places.first, size)
 
-    def store(self, places: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
+    def store(self, places: Places, values: np.ndarray, stamps: np.ndarray) -> None:
         size = values.shape[1]
-        rows = _rows(self.data, size)
-        same = (rows[places // size] == values).all(1)
-        cells = self.tracker.cells(places, size)
-        self._check(places, self.tracker.write(cells, stamps, same))
-        rows[places // size] = values
-        self._check(places, (TWO_VALUES, (rows[places // size] != values).any(1)))
+        same = (taken(self.data, places.first, size) == values).all(1)
+        self._check(places, self.recent.write(places.access("write", stamps, size), same))
+        self.put(places, values)
+        twice = (taken(self.data, places.first, size) != values).any(1)
+        self._check(places, (TWO_VALUES, twice))
 
-    def begin(self, places: np.ndarray, size: int, stamps: np.ndarray) -> None:
+    def begin(self, places: Places, size: int, stamps: np.ndarray) -> Access:
         """An asynchronous copy to these places is under way."""
-        cells = self.tracker.cells(places, size)
-        self._check(places, self.tracker.write(cells, stamps, flag=FLAG))
+        copy = places.access("copy", stamps, size)
+        copy.under_way = places.first.size
+        self._check(places, self.recent.write(copy))
+        return copy
 
-    def land(self, places: np.ndarray, values: np.ndarray | None, stamps: np.ndarray, size: int):
-        """It is complete; values: None if they were written before."""
-        self.tracker.land(self.tracker.cells(places, size), stamps)
+    def land(
+        self,
+        copy: Access,
+        places: Places,
+        values: np.ndarray | None,
+        stamps: np.ndarray,
+        size: int,
+    ) -> None:
+        """It is complete there; values: None if they were written before."""
+        self.recent.land(places.access("landed", stamps, size, copy))
         if values is not None:
             self.put(places, values)
 
-    def put(self, places: np.ndarray, values: np.ndarray) -> None:
-        _rows(self.data, values.shape[1])[places // values.shape[1]] = values
+    def put(self, places: Places, values: np.ndarray) -> None:
+        size = values.shape[1]
+        kind, values = WORDS[size], np.ascontiguousarray(values)
+        self.data.view(kind)[places.first // size] = values.view(kind)[:, 0]
 
-    def _check(self, places: np.ndarray, wrong: tuple) -> None:
+    def _check(self, places: Places, wrong: tuple) -> None:
         what, bad = wrong
         if bad.any():
-            place = places[bad][0]
+            place = places.first[bad][0]
             raise Fault(
                 f"{what}: byte {place % self.stride} of shared memory, "
                 f"program {place // self.stride} of these"
@@ -214,13 +255,14 @@ MODES = ("late", "early", "random")
 class _Copy:
     lanes: np.ndarray
     groups: np.ndarray
-    places: np.ndarray
+    places: Places
     sources: np.ndarray
     full: np.ndarray
     """Which lanes copy; the others write zeros."""
     size: int
     done: bool
     """The bytes are there already."""
+    access: Access
 
 
 class AsyncCopies:
@@ -232,13 +274,14 @@ class AsyncCopies:
         self.pending: list[_Copy] = []
 
     def start(self, lanes, places, sources, full, size, stamps) -> None:
-        self.shared.begin(places, size, stamps)
+        access = self.shared.begin(places, size, stamps)
         early = self.mode == "early" or (self.mode == "random" and self.rng.random() < 0.5)
-        copy = _Copy(lanes, self.groups[lanes], places, sources, full, size, early)
+        copy = _Copy(lanes, self.groups[lanes], places, sources, full, size, early, access)
         if early:
             self.shared.put(places, self._values(copy, stamps))
         else:  # the addresses must be valid now, the values are what is there later
-            self.memory.load(sources[full], size, stamps[full])
+            some = slice(None) if full.all() else full
+            self.memory.check_load(sources[some], size, stamps[some])
         self.pending.append(copy)
 
     def commit(self, lanes) -> None:
@@ -255,22 +298,38 @@ class AsyncCopies:
                 part = copy if now.all() else self._split(copy, now)
                 stamps = stamps_of_all[part.lanes]
                 values = None if part.done else self._values(part, stamps)
-                self.shared.land(part.places, values, stamps, part.size)
+                self.shared.land(copy.access, part.places, values, stamps, part.size)
             if not now.all():
                 left.append(self._split(copy, ~now) if now.any() else copy)
         self.pending = left
 
     def _values(self, copy: _Copy, stamps: np.ndarray) -> np.ndarray:
-        values = np.zeros((copy.places.size, copy.size), np.uint8)
         full = copy.full
+        if full.all():
+            return self.memory.load(copy.sources, copy.size, stamps)
+        values = np.zeros((full.size, copy.size), np.uint8)
         values[full] = self.memory.load(copy.sources[full], copy.size, stamps[full])
         return values
 
     def _split(self, copy: _Copy, which: np.ndarray) -> _Copy:
-        fields = ("lanes", "groups", "places", "sources", "full")
-        return dataclasses.replace(copy, **{f: getattr(copy, f)[which] for f in fields})
+        fields = ("lanes", "groups", "sources", "full")
+        parts = {f: getattr(copy, f)[which] for f in fields}
+        return dataclasses.replace(copy, places=copy.places.part(which), **parts)
 
 
 def _rows(data: np.ndarray, size: int) -> np.ndarray:
     """Bytes as [n, size], a view."""
     return data[: data.size // size * size].reshape(-1, size)
+
+
+WORDS = {size: np.dtype(kind) for size, kind in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"))}
+WORDS[16] = np.dtype("c16")
+"""Size → what is copied at once; of the last, only its bits are meant."""
+
+
+def taken(data: np.ndarray, first: np.ndarray, size: int) -> np.ndarray:
+    """uint8[lanes, size] from these first bytes of `data`, which are multiples of `size`."""
+    if data.ctypes.data % min(size, 8):
+        return _rows(data, size)[first // size]
+    words = data[: data.size // size * size].view(WORDS[size])
+    return words[first // size].view(np.uint8).reshape(-1, size)
