@@ -161,10 +161,12 @@ def _copy_checks(records: _Records) -> Iterator[Check]:
 def _move_check(records: _Records) -> Check:
     count, rows, first, last = records.count, records.rows, records.first, records.layers - 1
 
-    def moved(name, arena):
+    def used() -> jax.Array:
         size = 4 * count * rows, records.shape.hidden
-        used = jax.random.bits(jax.random.key(5), size, jnp.uint16)
-        arena = jax.lax.dynamic_update_slice(arena, used, (first, 0))
+        bits = jax.random.bits(jax.random.key(5), size, jnp.uint16)
+        return jax.lax.dynamic_update_slice(records.empty(), bits, (first, 0))
+
+    def moved(name, arena):
         cells = [0, count - 1, 3 * count]
         targets = [first + (3 * count + i) * rows for i in range(3)]
         fields = ([last] * 3, cells, [targets[0], targets[-1] if count > 2 else -1, 0])
@@ -172,7 +174,8 @@ def _move_check(records: _Records) -> Check:
         options = {"record_rows": tuple(f.cell.rows for f in records.formats)}
         return move(arena, records.tables(), moves, **options, implementation=name)
 
-    return make_check("move", records.what, "uint16", tuple, moved, **records.changed())
+    given: dict[str, Any] = records.changed() | {"arena": used}
+    return make_check("move", records.what, "uint16", tuple, moved, **given)
 
 
 def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile: int) -> Check:

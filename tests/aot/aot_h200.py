@@ -140,6 +140,19 @@ def compile_for(
     Raises AotUnavailable if something is not installed, and jax's own errors if fn does not
     compile, for instance because a Pallas kernel needs too much shared memory.
     """
+    module = lowered_for(
+        card,
+        fn,
+        *args,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        host_argnums=host_argnums,
+    )
+    return _compile(module, device_of(card), compiler_options or {})
+
+
+def lowered_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argnums=()):
+    """The StableHLO module that compile_for compiles, from the same arguments."""
     import jax
     from jax.sharding import AbstractMesh, SingleDeviceSharding
 
@@ -171,7 +184,7 @@ def compile_for(
     gpu = AbstractDevice(device_kind=device_of(card).device_kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = fn.trace(*args).lower(lowering_platforms=("cuda",))
-    return _compile(lowered.compiler_ir("stablehlo"), device_of(card), compiler_options or {})
+    return lowered.compiler_ir("stablehlo")
 
 
 @functools.cache

@@ -373,6 +373,11 @@ def _funnel(ins: Instruction) -> Step:
         _refuse(ins)
     put = target(ins.operands[0])
     a, b, count = (source(o, KINDS["u32"]) for o in ins.operands[1:])
+    known = ins.operands[3]
+    if isinstance(known, Number) and 0 < known.value < 32:  # XLA's random bits: thousands of these
+        right = np.uint32(32 - known.value if side == "l" else known.value)
+        left = np.uint32(32) - right
+        return lambda m, idx: put(m, (b(m, idx) << left) | (a(m, idx) >> right), idx)
 
     def step(m, idx):
         by = np.asarray(count(m, idx))

@@ -63,7 +63,29 @@ def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
     for first in range(0, order.size, batch):
         some = np.sort(order[first : first + batch])
         issued += Machine(kernel, steps, memory, arguments, launch, some, rng).run()
+    if launch.programs is not None:
+        for number, buffer in enumerate(unique):
+            buffer.written = memory.written(number) if buffer.writable else None
     return issued
+
+
+def slices(grid: tuple[int, int, int], most: int) -> list[int] | None:
+    """Programs of some slices of a grid's slowest axis that has more than two: the first, the
+    last and some between, as many as `most` programs have room for; None: all of the grid.
+
+    Kernels of which the second reads what the first made for the same slice can both be run so."""
+    axis = max((i for i in range(3) if grid[i] > 2), default=None)
+    total, inner = int(np.prod(grid)), 1
+    if axis is None or total <= most:
+        return None
+    inner = int(np.prod(grid[:axis]))
+    between = np.random.default_rng(0).permutation(np.arange(1, grid[axis] - 1))
+    number = max(2, most // inner)
+    if number >= grid[axis]:
+        return None
+    chosen = sorted((0, grid[axis] - 1, *between[: number - 2].tolist()))
+    numbers = np.arange(total)
+    return numbers[np.isin(numbers // inner % grid[axis], chosen)].tolist()
 
 
 @functools.cache
@@ -117,6 +139,10 @@ class Machine:
             },
         }
         self.unset: dict[str, np.ndarray] = {}
+        self.set_for: dict[str, np.ndarray] = {}
+        """Registers with lanes in `unset` → lanes, the array itself, that are known to be set."""
+        self.own: set[str] = set()
+        """Registers whose array nothing else holds: written in place."""
         size = kernel.shared_bytes + launch.dynamic_shared
         granule = min((_access(i) for i in kernel.code if _access(i, "shared")), default=16)
         self.shared = SharedMemory(count, size, min(granule, 16), _padded(kernel))
@@ -145,10 +171,14 @@ class Machine:
         values = self.registers.get(name)
         if values is None:
             raise Fault(f"reads {name}, which nothing has written")
-        if name in self.unset and self.unset[name][self.lanes(idx)].any():
-            raise Fault(f"reads {name}, which some lanes have not written")
-        if idx is not None:
-            values = values[idx]
+        if name in self.unset and self.set_for.get(name) is not self.lanes(idx):
+            if self.unset[name].take(self.lanes(idx)).any():
+                raise Fault(f"reads {name}, which some lanes have not written")
+            self.set_for[name] = self.lanes(idx)
+        if idx is None:
+            self.own.discard(name)
+        else:
+            values = values.take(idx)
         if values.dtype.itemsize != dtype.itemsize or (values.dtype.kind == "b") != (
             dtype.kind == "b"
         ):
@@ -172,18 +202,26 @@ class Machine:
         if idx is None:
             shape = (self.all.size,)
             self.registers[name] = values if values.shape == shape else np.full(shape, values, kept)
+            self.own.discard(name)
             self.unset.pop(name, None)
             return
         if name not in self.registers:
             self.registers[name] = np.zeros(self.all.size, kept)
             self.unset[name] = np.ones(self.all.size, bool)
-        else:
+        elif name not in self.own:
             self.registers[name] = self.registers[name].copy()
+        self.own.add(name)
         self.registers[name][idx] = values
-        if name in self.unset:
+        if name in self.unset and self.set_for.get(name) is not idx:
             self.unset[name][idx] = False
+            self.set_for[name] = idx
             if not self.unset[name].any():
                 del self.unset[name]
+
+    def take_back(self, name: str, lanes: np.ndarray) -> None:
+        """A register of these lanes counts as not written."""
+        self.unset.setdefault(name, np.zeros(self.all.size, bool))[lanes] = True
+        self.set_for.pop(name, None)
 
     def dtype(self, name: str) -> np.dtype:
         if name == "carry":

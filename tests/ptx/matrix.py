@@ -134,8 +134,8 @@ def _move_matrices(ins: Instruction) -> Step:
 
 
 def _halves(bits: np.ndarray, kind: str) -> np.ndarray:
-    """uint32[…] as float32[…, 2]."""
-    half = np.ascontiguousarray(bits).view(np.uint16).reshape(*bits.shape, 2)
+    """uint32[…, n], contiguous, as float32[…, 2n]."""
+    half = bits.view(np.uint16)
     return bf16_to_f32(half) if kind == "bf16" else half.view(np.float16).astype(np.float32)
 
 
@@ -149,25 +149,25 @@ def _multiply(ins: Instruction) -> Step:
     kind = shape[1]
     results, *operands = (o.items for o in ins.operands)  # type: ignore[union-attr]
     puts = [target(r) for r in results]
-    of_a, of_b, of_c = ([source(o, U32) for o in items] for items in operands)
+    of_a, of_b = ([source(o, U32) for o in items] for items in operands[:2])
+    of_c = [source(o, KINDS["f32"]) for o in operands[2]]
 
     def step(m, idx):
         rows = warps_of(m, idx)
-
-        def parts(items):
-            return np.stack([_of_warps(item(m, idx), rows) for item in items])
-
         w = len(rows)
-        a = _halves(parts(of_a).reshape(2, 2, w, 8, 4), kind)  # column half, row half, …
-        a = a.transpose(2, 1, 3, 0, 4, 5).reshape(w, 16, 16)
-        b = _halves(parts(of_b).reshape(2, w, 8, 4), kind)
-        b = b.transpose(1, 2, 0, 3, 4).reshape(w, 8, 16)
-        c = parts(of_c).view(np.float32).reshape(2, 2, w, 8, 4)  # row half, column, …
-        c = c.transpose(2, 0, 3, 4, 1).reshape(w, 16, 8)
-        total = np.matmul(a, b.swapaxes(1, 2)) + c
+        a, b = np.empty((w, 2, 8, 2, 4), np.uint32), np.empty((w, 8, 2, 4), np.uint32)
+        for i, item in enumerate(of_a):  # row half i % 2, column half i / 2
+            a[:, i % 2, :, i // 2] = _of_warps(item(m, idx), rows).reshape(w, 8, 4)
+        for i, item in enumerate(of_b):
+            b[:, :, i] = _of_warps(item(m, idx), rows).reshape(w, 8, 4)
+        of_k = np.ascontiguousarray(_halves(b, kind).reshape(w, 8, 16).swapaxes(1, 2))
+        total = np.matmul(_halves(a, kind).reshape(w, 16, 16), of_k)
+        # Row half, row, column pair, column → a register's lanes together.
         out = total.reshape(w, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        for item, values in zip(of_c, out, strict=True):
+            values += item(m, idx)
         for put, values in zip(puts, out, strict=True):
-            put(m, np.ascontiguousarray(values), idx)
+            put(m, values, idx)
 
     return step
 

@@ -23,6 +23,10 @@ class Buffer:
     data: np.ndarray
     """uint8, one after the other."""
     writable: bool = True
+    missing: np.ndarray | None = None
+    """bool, of each byte: a program that was left out would have made it."""
+    written: np.ndarray | None = None
+    """bool, of each byte, where only some programs ran: one of them wrote it."""
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -77,7 +81,17 @@ class GlobalMemory:
         for number, lanes, first in self._places(addresses, size, "reads"):
             self._read(number, first, size, stamps[lanes])
 
+    def written(self, number: int) -> np.ndarray:
+        """bool, of each byte of a buffer that the kernel may write."""
+        tracker = self.trackers[number]
+        assert tracker is not None
+        every = np.repeat(tracker.written != 0, tracker.granule)
+        return every[: self.buffers[number].data.size]
+
     def _read(self, number: int, first: np.ndarray, size: int, stamps: np.ndarray) -> None:
+        if (missing := self.buffers[number].missing) is not None:
+            bad = taken(missing.view(np.uint8), first, size).any(1)
+            self._check(number, first, size, ("reads what a program left out would write", bad))
         if (tracker := self.trackers[number]) is not None:
             wrong = tracker.read(tracker.cells(first, size), stamps)
             self._check(number, first, size, wrong)

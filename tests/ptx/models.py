@@ -2,11 +2,14 @@
 that a start checks on a GPU, against the same reference and with the same tolerance.
 
     JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 python -m tests.ptx.models [MODEL ...] [--cards h200,a100]
-        [--decode] [--only linear] [--most MB] [--kept FILE] [--out PAGE]
-    ... --compare --kept FILE       # compiles only: which of FILE are of PTX that is no more
+        [--decode] [--wide] [--versions int4,int8] [--only linear] [--most MB] [--programs N]
+        [--kept FILE] [--out PAGE]
+    ... --compare --kept FILE       # which of FILE are of PTX that is no more
 
-What has passed is kept in FILE, a line each, and not done again. A configuration whose PTX, grids
-and shared memory are those of one that another card has run is not run again, but kept as the same.
+What has passed is kept in FILE, a line each, and not done again as long as its PTX is what the
+kernels have: where what XLA compiles is the same, nothing is compiled. A configuration whose PTX,
+grids and shared memory are those of one that another card has run is not run again, but kept as the
+same.
 """
 
 from __future__ import annotations
@@ -30,13 +33,20 @@ from moejax.models.config import parse_config
 from moejax.start.kernels import kernel_shapes
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import shared_class
+from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.versions import VersionFormats
 from pallas_kernels.verification import Check, checks
 from pallas_kernels.verification.check import argument_shapes, deviation
 from tests.aot.aot_h200 import CARDS, device_of
 from tests.moejax.models.test_published_configs import PUBLISHED
 from tests.ptx.memory import copy_sparse, zeros
 from tests.ptx.parse import Fault
-from tests.ptx.program import CompiledCall, compiled_call
+from tests.ptx.program import CompiledCall, compiled_call, lowered_digest
+
+VERSIONS = f"jax {jax.__version__}"
+
+QUANTIZED = ("int4", "int8")
+"""Versions of experts that entries may be of."""
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite")
 
@@ -60,6 +70,10 @@ class Outcome:
     """The card whose run this is: the same PTX."""
     date: str = ""
     versions: str = ""
+    programs: str = ""
+    """"n of m" of kernels that ran in part, together; "": all ran whole."""
+    source: str = ""
+    """Of what XLA compiled (program.lowered_digest): where it is the same, the PTX is."""
 
     @property
     def passed(self) -> bool:
@@ -67,15 +81,29 @@ class Outcome:
 
 
 def configurations(
-    model: str, card: str, dtype: str = "bfloat16", wide: bool = False
+    model: str,
+    card: str,
+    dtype: str = "bfloat16",
+    wide: bool = False,
+    versions: Sequence[str] = (),
 ) -> Iterator[Check]:
-    """What a start of the model on the card would check, decode before prefill. wide: also what
-    addresses more than 4 GiB."""
+    """What a start of the model on the card would check, each once. wide: also what addresses more
+    than 4 GiB. versions: also what starts check whose experts are all int4, and so on."""
     ops = resolve_ops("pallas", platform="gpu", dtype=dtype)
     ops = dataclasses.replace(ops, shared_kib=shared_class(device_of(card)))
     config = parse_config(PUBLISHED[model].raw)
-    for shape in kernel_shapes(config, dtype, config.slot_layout(2), None):
-        yield from (check for check in checks(shape, ops) if wide or not check.wide)
+    known = set()
+    for version in (None, *versions):
+        formats = None
+        if version is not None:
+            size = config.hidden_size, config.moe_intermediate_size, dtype
+            record = RecordFormat(version, *size)
+            formats = (VersionFormats(record, record),)
+        for shape in kernel_shapes(config, dtype, config.slot_layout(2), formats):
+            for check in checks(shape, ops):
+                if (wide or not check.wide) and check.key not in known:
+                    known.add(check.key)
+                    yield check
 
 
 def without_card(key: str) -> str:
@@ -117,14 +145,22 @@ def _sparse(array: jax.Array) -> np.ndarray:
 
 
 def compiled_check(check: Check, card: str) -> CompiledCall:
+    return compiled_call(card, **_call(check))
+
+
+def source_of(check: Check, card: str) -> str:
+    """As Outcome.source: a tenth of the time that compiling takes."""
+    return lowered_digest(card, **_call(check))
+
+
+def _call(check: Check) -> dict[str, Any]:
     arena, stores = int(check.arena is not None), int(check.stores is not None)
-    return compiled_call(
-        card,
-        lambda *args: check.run("pallas", *args),
-        argument_shapes(check),
-        donated=lambda path: path[0].idx < arena,
-        on_host=lambda path: arena <= path[0].idx < arena + stores,
-    )
+    return {
+        "function": lambda *args: check.run("pallas", *args),
+        "given": argument_shapes(check),
+        "donated": lambda path: path[0].idx < arena,
+        "on_host": lambda path: arena <= path[0].idx < arena + stores,
+    }
 
 
 def interpret_check(
@@ -145,6 +181,27 @@ def interpret_check(
     return max(deviation(a, b) for a, b in pairs), sum(issued.values())
 
 
+def interpret_part(
+    check: Check, case: Case, compiled: CompiledCall, most: int, **launch: Any
+) -> tuple[float, int, str]:
+    """As interpret_check, of slices of grids of more than `most` programs (CompiledCall.execute):
+    what they have made is compared. And how many programs that was, "" if all. Raises Fault, also
+    where an operation needs what was left out."""
+    got, execution = compiled.execute(*case.given, launch=launch, most=most)
+    if not execution.ran:
+        pairs = zip(_compared(check, got), case.want, strict=True)
+        return max(deviation(a, b) for a, b in pairs), sum(execution.issued.values()), ""
+    if check.arena is not None:
+        raise Fault("what is changed in place is not compared in part: run all programs")
+    error = 0.0
+    for a, b, made in zip(_compared(check, got), case.want, execution.made(), strict=True):
+        if not made.any():
+            raise Fault("the programs that ran made nothing of a result")
+        error = max(error, deviation(a[made], b[made]))
+    ran, total = (sum(each) for each in zip(*execution.ran.values(), strict=True))
+    return error, sum(execution.issued.values()), f"{ran} of {total}"
+
+
 def _compared(check: Check, results: Any) -> list[np.ndarray]:
     if check.arena is not None:
         changed, *others = results
@@ -158,17 +215,24 @@ def outcome(
     check: Check,
     case: Case | None = None,
     compiled: CompiledCall | None = None,
+    source: str = "",
+    most: int | None = None,
 ) -> Outcome:
-    begin, error, fault, issued = time.perf_counter(), None, None, 0
+    """most: as interpret_part's; None: all programs."""
+    begin, error, fault, issued, programs = time.perf_counter(), None, None, 0, ""
     compiled = compiled or compiled_check(check, card)
     try:
-        error, issued = interpret_check(check, card, case, compiled, copies="random")
+        if most is None:
+            error, issued = interpret_check(check, card, case, compiled, copies="random")
+        else:
+            case = case or case_of(check)
+            error, issued, programs = interpret_part(check, case, compiled, most, copies="random")
     except Fault as found:
         fault = "; ".join((str(found), *getattr(found, "__notes__", ())))
     seconds = round(time.perf_counter() - begin, 1)
     what = (model, card, check.key, check.tolerance, error, fault, issued, seconds)
     today = datetime.date.today().isoformat()
-    return Outcome(*what, compiled.program.digest(), card, today, f"jax {jax.__version__}")
+    return Outcome(*what, compiled.program.digest(), card, today, VERSIONS, programs, source)
 
 
 class Kept:
@@ -186,8 +250,14 @@ class Kept:
             with self.path.open("a") as kept:
                 kept.write(json.dumps(dataclasses.asdict(made)) + "\n")
 
-    def same(self, made: Outcome) -> Outcome | None:
-        """What another card has run with this digest, of the same operands."""
+    def rewrite(self) -> None:
+        """The file without what was added again later."""
+        if self.path is not None:
+            lines = (json.dumps(dataclasses.asdict(each)) for each in self.found.values())
+            self.path.write_text("".join(line + "\n" for line in lines))
+
+    def same(self, made: Outcome, whole: bool = True) -> Outcome | None:
+        """What another card has run with this digest, of the same operands. whole: all programs."""
         return next(
             (
                 each
@@ -196,28 +266,44 @@ class Kept:
                 and without_card(each.check) == without_card(made.check)
                 and each.ran_for == each.card
                 and each.passed
+                and not (whole and each.programs)
             ),
             None,
         )
 
 
-def run(kept: Kept, model: str, cards: Sequence[str], todo: Sequence[Mapping[str, Check]]) -> None:
-    """Each configuration (by card) on each card that has none yet."""
+def run(
+    kept: Kept,
+    model: str,
+    cards: Sequence[str],
+    todo: Sequence[Mapping[str, Check]],
+    most: int | None = None,
+) -> None:
+    """Each configuration (by card) on each card where it has not passed with today's PTX. most: as
+    outcome's; what has run in part runs again if it is None."""
     for of_cards in todo:
         case = None
         for card in cards:
             check = of_cards.get(card)
-            known = check and kept.found.get((model, card, check.key))
-            if check is None or (known and known.passed):
+            if check is None:
+                continue
+            known = kept.found.get((model, card, check.key))
+            if known and (not known.passed or (known.programs and most is None)):
+                known = None
+            source = source_of(check, card)
+            if known and (known.source, known.versions) == (source, VERSIONS):
                 continue
             compiled = compiled_check(check, card)
-            made = Outcome(model, card, check.key, check.tolerance, None, None, 0, 0.0)
-            made = dataclasses.replace(made, digest=compiled.program.digest())
-            if (other := kept.same(made)) is not None:
-                made = dataclasses.replace(other, card=card, check=check.key)
+            digest = compiled.program.digest()
+            if known and known.digest == digest:
+                kept.add(dataclasses.replace(known, source=source, versions=VERSIONS))
+                continue
+            made = Outcome(model, card, check.key, check.tolerance, None, None, 0, 0.0, digest)
+            if (other := kept.same(made, most is None)) is not None:
+                made = dataclasses.replace(other, card=card, check=check.key, source=source)
             else:
                 case = case or case_of(check)
-                made = outcome(model, card, check, case, compiled)
+                made = outcome(model, card, check, case, compiled, source, most)
             kept.add(made)
             print(made, flush=True)
 
@@ -226,13 +312,14 @@ def compare(kept: Kept) -> str:
     """Which of what is kept is of other PTX than these kernels have now."""
     other, gone = [], []
     for model, card in dict.fromkeys(key[:2] for key in kept.found):
-        known = {check.key: check for check in configurations(model, card, wide=True)}
+        every = configurations(model, card, wide=True, versions=QUANTIZED)
+        known = {check.key: check for check in every}
         for each in kept.found.values():
             if (each.model, each.card) != (model, card):
                 continue
             if each.check not in known:
                 gone.append(each)
-            elif compiled_check(known[each.check], card).program.digest() != each.digest:
+            elif not _of_today(each, known[each.check]):
                 other.append(each)
     total = len(kept.found)
     lines = [f"{len(other)} of {total} kept entries are of other PTX than these kernels'"]
@@ -242,20 +329,32 @@ def compare(kept: Kept) -> str:
     return "\n".join((*lines, *names))
 
 
+def _of_today(each: Outcome, check: Check) -> bool:
+    """Whether its PTX is what the check's kernels have now; compiled only if it may not be."""
+    if (each.source, each.versions) == (source_of(check, each.card), VERSIONS):
+        return True
+    return compiled_check(check, each.card).program.digest() == each.digest
+
+
 def page(outcomes: Sequence[Outcome], starts: Mapping[tuple[str, str], Sequence[str]]) -> str:
-    """A line for each model and card, then what did not pass and what was not run. starts: what a
-    start of each checks."""
+    """A line for each model and card, then what did not pass, what ran in part, what is of other
+    versions of the experts, and what was not run. starts: what a start of each checks."""
     lines = [
-        "| model | card | run, of a start's | the same PTX as another card's | passed | "
+        "| model | card | decode | prefill | the same PTX as another card's | passed | "
         "largest error / tolerance | PTX |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for model, card in dict.fromkeys((each.model, each.card) for each in outcomes):
-        mine = [each for each in outcomes if (each.model, each.card) == (model, card)]
+    dense = [each for each in outcomes if each.check in starts[each.model, each.card]]
+    for model, card in starts:
+        mine = [each for each in dense if (each.model, each.card) == (model, card)]
         shares = [o.error / o.tolerance for o in mine if o.passed and o.error]
         ptx = hashlib.sha256("".join(sorted(o.digest for o in mine)).encode()).hexdigest()[:12]
+        counts = []
+        for decode in (True, False):
+            of_start = [key for key in starts[model, card] if of_decode(key) == decode]
+            counts.append(f"{sum(of_decode(o.check) == decode for o in mine)} of {len(of_start)}")
         lines.append(
-            f"| {model} | {card} | {len(mine)} of {len(starts[model, card])} | "
+            f"| {model} | {card} | {counts[0]} | {counts[1]} | "
             f"{sum(o.ran_for != card for o in mine)} | {sum(o.passed for o in mine)} | "
             f"{max(shares, default=0):.2f} | {ptx} |"
         )
@@ -263,25 +362,40 @@ def page(outcomes: Sequence[Outcome], starts: Mapping[tuple[str, str], Sequence[
         if not each.passed:
             why = each.fault or f"error {each.error:.2g}, tolerance {each.tolerance:.2g}"
             lines.append(f"\n{each.model}, {each.card}, {each.check}: {why}")
-    done = {(each.model, each.card, each.check) for each in outcomes}
-    missing: dict[tuple[str, str], list[str]] = {}
-    for (model, card), keys in starts.items():
-        for key in keys:
-            if (model, card, key) not in done:
-                missing.setdefault((model, without_card(key)), []).append(card)
-    by_cards: dict[tuple[str, str], list[str]] = {}
-    for (model, key), cards in missing.items():
-        by_cards.setdefault((model, ", ".join(cards)), []).append(key)
-    for (model, cards), keys in by_cards.items():
-        lines.append(f"\nNot run, {model}, {cards}: {'; '.join(keys)}.")
+    done = {(each.model, each.card, each.check): each for each in outcomes}
+    lines += _listed(
+        "In part", {key: each.programs + " programs" for key, each in done.items() if each.programs}
+    )
+    others = (key for key, each in done.items() if each not in dense and each.passed)
+    lines += _listed("Experts of other versions, passed", dict.fromkeys(others, ""))
+    every = ((model, card, key) for (model, card), keys in starts.items() for key in keys)
+    lines += _listed("Not run", {key: "" for key in every if key not in done})
     return "\n".join(lines) + "\n"
 
 
-def configurations_of(model: str, cards: Sequence[str], wide: bool) -> list[dict[str, Check]]:
+def _listed(what: str, of: Mapping[tuple[str, str, str], str]) -> list[str]:
+    """Checks of (model, card, key), cards together that have the same ones; the values are what is
+    to be said of each."""
+    by_key: dict[tuple[str, str], list[str]] = {}
+    for (model, card, key), said in of.items():
+        name = f"{without_card(key)}, {said}" if said else without_card(key)
+        by_key.setdefault((model, name), []).append(card)
+    by_cards: dict[tuple[str, str], list[str]] = {}
+    for (model, name), cards in by_key.items():
+        by_cards.setdefault((model, ", ".join(sorted(cards, key=CARDS.index))), []).append(name)
+    return [
+        f"\n{what}, {model}, {cards}: {'; '.join(names)}."
+        for (model, cards), names in by_cards.items()
+    ]
+
+
+def configurations_of(
+    model: str, cards: Sequence[str], wide: bool, versions: Sequence[str] = ()
+) -> list[dict[str, Check]]:
     """The configurations of a model, each by card."""
     found: dict[str, dict[str, Check]] = {}
     for card in cards:
-        for check in configurations(model, card, wide=wide):
+        for check in configurations(model, card, wide=wide, versions=versions):
             found.setdefault(without_card(check.key), {})[card] = check
     return list(found.values())
 
@@ -299,8 +413,9 @@ def megabytes(check: Check) -> float:
 HEAD = """# Kernels of real models, run as PTX
 
 The configurations that a start of each model checks on each card, interpreted on a CPU by
-[tests/ptx](../../tests/ptx/README.md), all programs of their grids, against the reference with its
-tolerance; races and faults do not pass. {} to {}, {}; a line for each in
+[tests/ptx](../../tests/ptx/README.md), all programs of their grids unless
+it is said, against the reference with its tolerance; races and faults do not pass. Decode: what
+steps in tiles of 16 rows run, with arrays below and above 4 GiB. {} to {}, {}; a line for each in
 `tests/ptx/models.jsonl`. The last column stands for the PTX of all of them together. `python -m
 tests.ptx.models --compare --kept tests/ptx/models.jsonl` says what of it is of older kernels.
 
@@ -322,7 +437,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the check's name, such as 'linear'")
     parser.add_argument("--most", type=float, default=float("inf"), help="MB of arguments")
     parser.add_argument("--decode", action="store_true", help="only what decode steps run")
+    parser.add_argument(
+        "--versions",
+        default=(),
+        type=lambda text: text.split(","),
+        help=f"also of starts with such experts, of {', '.join(QUANTIZED)}",
+    )
     parser.add_argument("--wide", action="store_true", help="also arrays beyond 4 GiB")
+    parser.add_argument(
+        "--programs",
+        type=int,
+        metavar="N",
+        help="of kernels with more programs, only slices of their grids; the entry says so",
+    )
     parser.add_argument("--compare", action="store_true", help="compile only, against --kept")
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--out", type=Path, help="the table of all that is kept")
@@ -333,7 +460,7 @@ def main() -> None:
         return
     cards = args.cards.split(",")
     for model in args.models:
-        every = configurations_of(model, cards, args.wide)
+        every = configurations_of(model, cards, args.wide, args.versions)
         todo = [
             of_cards
             for of_cards in every
@@ -342,7 +469,8 @@ def main() -> None:
             and megabytes(check) <= args.most
             and (of_decode(check.key) or not args.decode)
         ]
-        run(kept, model, cards, todo)
+        run(kept, model, cards, todo, args.programs)
+    kept.rewrite()
     pairs = dict.fromkeys(key[:2] for key in kept.found)
     starts = {(m, card): [c.key for c in configurations(m, card, wide=True)] for m, card in pairs}
     text = page(list(kept.found.values()), starts)

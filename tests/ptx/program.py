@@ -21,9 +21,10 @@ from unittest import mock
 import jax
 import ml_dtypes
 import numpy as np
+from jax._src.config import traceback_in_locations_limit
 
 from pallas_kernels.cards import shared_class
-from tests.aot.aot_h200 import compile_for, device_of
+from tests.aot.aot_h200 import compile_for, device_of, lowered_for
 from tests.pallas_kernels import contract
 from tests.ptx import machine
 from tests.ptx.machine import Launch
@@ -81,6 +82,11 @@ class Place:
     offset: int
     size: int
 
+    def meets(self, other: Place) -> bool:
+        """Whether they share memory."""
+        apart = self.offset + self.size <= other.offset or other.offset + other.size <= self.offset
+        return self.allocation == other.allocation and not apart
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -116,7 +122,8 @@ def compile_program(card: str, function: Callable, *args: Any, **options: Any) -
     with tempfile.TemporaryDirectory() as dump:
 
         def with_dump(*args, env_options_overrides, **kwargs):
-            overrides = {**env_options_overrides, "xla_dump_to": dump}
+            dumps = {"xla_dump_to": dump, "xla_dump_large_constants": True}
+            overrides = {**env_options_overrides, **dumps}
             return get_compile_options(*args, env_options_overrides=overrides, **kwargs)
 
         with mock.patch.object(compiler, "get_compile_options", with_dump):
@@ -205,8 +212,18 @@ def dtype_and_shape(kind: str) -> tuple[np.dtype, tuple[int, ...]]:
 class Execution:
     """One run of a program."""
 
-    def __init__(self, program: Program, launch: Mapping[str, Any], edit: Callable[[str], str]):
-        self.program, self.launch, self.edit = program, launch, edit
+    def __init__(
+        self,
+        program: Program,
+        launch: Mapping[str, Any],
+        edit: Callable[[str], str],
+        most: int | None = None,
+    ):
+        self.program, self.launch, self.edit, self.most = program, launch, edit, most
+        self.partial: dict[Place, np.ndarray] = {}
+        """Results of kernels of which some programs were left out → which bytes are missing."""
+        self.ran: dict[str, tuple[int, int]] = {}
+        """Those kernels → programs that ran, of how many."""
         self.memory: dict[int, np.ndarray] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         """Parameters of the computations of loops → what the loop was begun with."""
@@ -243,6 +260,45 @@ class Execution:
             raw = self._view(self.place(entry, root.name, index))
             results.append(raw.view(dtype).reshape(shape))
         return results
+
+    def made(self) -> list[np.ndarray]:
+        """bool arrays of the shapes of the results: what was made of them."""
+        entry = self.program.computations[self.program.entry]
+        root, found = list(entry.values())[-1], []
+        for index, kind in leaves(root.type):
+            dtype, shape = dtype_and_shape(kind)
+            missing = self._missing(self.place(entry, root.name, index))
+            if missing is None:
+                found.append(np.ones(shape, bool))
+            else:
+                found.append(~missing.reshape(-1, dtype.itemsize).any(1).reshape(shape))
+        return found
+
+    def _missing(self, place: Place) -> np.ndarray | None:
+        """Which bytes there programs that were left out would have made; None: none."""
+        for other, missing in self.partial.items():
+            if other == place:
+                return missing
+            if other.meets(place):
+                raise Fault(f"a part of {other}, of which some was left out, is read")
+        return None
+
+    def _forget(self, made: Place) -> None:
+        """There is a new value."""
+        self.partial = {
+            place: missing for place, missing in self.partial.items() if not place.meets(made)
+        }
+
+    def _needs(self, ops: Mapping[str, Op], op: Op) -> None:
+        """Raises Fault where XLA's own operation reads what was left out."""
+        if not self.partial:
+            return
+        for name in op.operands:
+            for index, _ in leaves(ops[name].type):
+                if self._missing(self.place(ops, name, index)) is not None:
+                    raise Fault(f"{op.name} reads what only some programs have made: run all")
+        for index, _ in leaves(op.type):
+            self._forget(self.place(ops, op.name, index))
 
     def _parameters(self, entry: Mapping[str, Op], arguments: list[np.ndarray]):
         """(place, value) of each parameter; those that nothing uses are left out."""
@@ -301,6 +357,8 @@ class Execution:
     def _carry_out(self, ops: Mapping[str, Op], op: Op) -> None:
         if op.opcode in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
             return
+        if op.opcode != "custom-call":
+            self._needs(ops, op)
         if op.name in self.program.thunks:
             self._begin_sort(ops, op)
             for thunk in self.program.thunks[op.name]:
@@ -357,7 +415,7 @@ class Execution:
         for place, name in zip((*reads, *writes), names, strict=True):
             # XLA's own kernels read whole vectors of what its allocations are padded to.
             view = self._view(place, padded=op.opcode != "custom-call")
-            one = buffers.setdefault(place, Buffer(name, view, False))
+            one = buffers.setdefault(place, Buffer(name, view, False, self._missing(place)))
             one.writable |= place in writes
         self._check_overlaps(list(buffers))
         if thunk.kernel not in self.kernels:
@@ -371,15 +429,23 @@ class Execution:
             overlaps=op.opcode == "custom-call" or waits,
             **self.launch,
         )
+        if self.most is not None and op.opcode == "custom-call":
+            launch = dataclasses.replace(launch, programs=machine.slices(thunk.grid, self.most))
         arguments = [buffers[place] for place in (*reads, *writes)]
         count = machine.run(kernel, arguments, launch)
         self.issued[thunk.kernel] = self.issued.get(thunk.kernel, 0) + count
+        if launch.programs is not None:
+            self.ran[thunk.kernel] = len(launch.programs), int(np.prod(thunk.grid))
+        for place in writes:
+            if (written := buffers[place].written) is not None:
+                self.partial[place] = ~written
+            elif place not in reads:
+                self._forget(place)
 
     def _check_overlaps(self, places: list[Place]) -> None:
         for i, a in enumerate(places):
             for b in places[i + 1 :]:
-                apart = a.offset + a.size <= b.offset or b.offset + b.size <= a.offset
-                if a.allocation == b.allocation and not apart:
+                if a.meets(b):
                     raise Fault(f"arguments that overlap in part: {a} and {b}")
 
     def _fused(self, body: Mapping[str, Op], ops: Mapping[str, Op], fusion: Op) -> np.ndarray:
@@ -476,9 +542,21 @@ class CompiledCall:
     ) -> tuple[Any, Mapping[str, int]]:
         """What it returns of such arguments, interpreted, and the instructions that were issued by
         kernel. launch, edit: as of interpret. Raises Fault."""
-        execution = Execution(self.program, launch, edit)
+        results, execution = self.execute(*given, launch=launch, edit=edit)
+        return results, execution.issued
+
+    def execute(
+        self,
+        *given: Any,
+        launch: Mapping[str, Any],
+        edit: Callable[[str], str] = lambda ptx: ptx,
+        most: int | None = None,
+    ) -> tuple[Any, Execution]:
+        """(results, how it went). most: of kernels with more programs, only those of some slices
+        (machine.slices) run."""
+        execution = Execution(self.program, launch, edit, most)
         results = execution.run([np.asarray(leaf) for leaf in jax.tree.leaves(given)])
-        return jax.tree.unflatten(self.results, results), execution.issued
+        return jax.tree.unflatten(self.results, results), execution
 
 
 def compiled_call(
@@ -493,26 +571,46 @@ def compiled_call(
     """function(*given) for a card; given may be shapes. donated, on_host: whether the leaf at that
     path of `given` is donated, or in pinned host memory. key: of what is compiled once for all
     calls with such arguments; None: it is compiled anew."""
-    flat, tree = jax.tree.flatten_with_path(given)
-    shapes = [_shape_of(leaf) for _, leaf in flat]
+    of_leaves, shapes, options = _of_leaves(function, given, donated, on_host)
+    tree = jax.tree.structure(given)
     place = key, card, tuple((s.shape, s.dtype) for s in shapes), tree
     if key is not None and place in _compiled:
         return _compiled[place]
-
-    def of_leaves(*values):
-        return function(*jax.tree.unflatten(tree, values))
-
-    program = compile_program(
-        card,
-        of_leaves,
-        *shapes,
-        donate_argnums=tuple(i for i, (path, _) in enumerate(flat) if donated(path)),
-        host_argnums=tuple(i for i, (path, _) in enumerate(flat) if on_host(path)),
-    )
+    program = compile_program(card, of_leaves, *shapes, **options)
     found = CompiledCall(program, jax.tree.structure(jax.eval_shape(of_leaves, *shapes)))
     if key is not None:
         _compiled[place] = found
     return found
+
+
+def lowered_digest(
+    card: str,
+    function: Callable,
+    given: tuple,
+    *,
+    donated: Callable[[tuple], bool],
+    on_host: Callable[[tuple], bool],
+) -> str:
+    """Of what XLA compiles for compiled_call with these arguments: where it, the card and jax are
+    the same, the PTX is. Places in source files do not count."""
+    of_leaves, shapes, options = _of_leaves(function, given, donated, on_host)
+    with traceback_in_locations_limit(0):
+        module = lowered_for(card, of_leaves, *shapes, **options)
+    return hashlib.sha256(str(module).encode()).hexdigest()[:12]
+
+
+def _of_leaves(function: Callable, given: tuple, donated: Callable, on_host: Callable):
+    """(the function of all leaves of `given`, their shapes, arguments of compile_for)."""
+    flat, tree = jax.tree.flatten_with_path(given)
+
+    def of_leaves(*values):
+        return function(*jax.tree.unflatten(tree, values))
+
+    options = {
+        "donate_argnums": tuple(i for i, (path, _) in enumerate(flat) if donated(path)),
+        "host_argnums": tuple(i for i, (path, _) in enumerate(flat) if on_host(path)),
+    }
+    return of_leaves, [_shape_of(leaf) for _, leaf in flat], options
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

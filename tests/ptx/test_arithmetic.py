@@ -68,6 +68,18 @@ def test_the_first_operand_of_16_bits():
     np.testing.assert_array_equal(got[:, 0], high + B)
 
 
+@pytest.mark.parametrize(("side", "by"), [("l", 5), ("r", 5), ("l", 31), ("r", 0)])
+def test_a_funnel_shift_by_a_constant_is_one_by_a_register(side, by):
+    given = f"mov.b32 %r6, {by}; shf.{side}.wrap.b32 %r2, %r4, %r5, %r6;"
+    got = run(given + f"shf.{side}.wrap.b32 %r3, %r4, %r5, {by};").view(np.uint32)
+    np.testing.assert_array_equal(got[:, 1], got[:, 0])
+    both = C.view(np.uint32).astype(np.uint64) | D.view(np.uint32).astype(np.uint64) << np.uint64(
+        32
+    )
+    want = both << np.uint64(by) >> np.uint64(32) if side == "l" else both >> np.uint64(by)
+    np.testing.assert_array_equal(got[:, 0], want.astype(np.uint32))
+
+
 @pytest.mark.parametrize(
     "instruction",
     ["add.f32 %r2, %r3, %r4, %r5", "max.s32 %r2, %r3, %r4, %r5", "neg.f32 %r2, %r3, %r4"],

@@ -93,8 +93,8 @@ class Tracker:
         return "", FINE
 
     def note_write(self, cells: np.ndarray, stamps: np.ndarray, flag=0) -> None:
-        """As `write`, but nothing is wrong; also of copies that are complete: from now on they count
-        as written by these lanes."""
+        """As `write`, but nothing is wrong; also of copies that are complete: from now on these
+        lanes have written there."""
         self.written[cells] = np.broadcast_to(stamps[:, None], cells.shape) | flag
 
     def _of_one_program(self, old: np.ndarray, me: np.ndarray) -> np.ndarray | bool:
@@ -179,9 +179,8 @@ class Recent:
 
     def read(self, new: Access) -> tuple[str, np.ndarray]:
         """Notes it; ("", …), or what is wrong and for which lanes."""
-        if not self._is_whole(new):
-            if (bad := ~self.wrote.reshape(-1)[self._cells(new)]).any():
-                return "reads shared memory that nobody wrote", bad.any(1)
+        if not self._is_whole(new) and (bad := ~self.wrote.reshape(-1)[self._cells(new)]).any():
+            return "reads shared memory that nobody wrote", bad.any(1)
         return self._add(new)
 
     def write(self, new: Access, same: np.ndarray | None = None) -> tuple[str, np.ndarray]:

@@ -197,7 +197,7 @@ def _product(ins: Instruction) -> Step:
                 old = _accumulator(m, name, adding, made, idx)
                 values = np.where(before, old + values, values)
             put(m, np.ascontiguousarray(values, np.float32), idx)
-            m.unset.setdefault(name, np.zeros(m.all.size, bool))[m.lanes(idx)] = True
+            m.take_back(name, m.lanes(idx))
         places, seen = (np.concatenate(parts, 1) for parts in zip(*reads, strict=True))
         counts = m.products.groups[rows[:, 0]]
         m.products.pending.append(Pending(rows, counts, places, seen, names))
