@@ -19,7 +19,7 @@ from pallas_kernels.head_linear import head_linear
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear, linear_parts, sum_of_parts
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route, route_scores
 
@@ -269,10 +269,20 @@ class LayerStack(nnx.Module):
 
     def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
         """normed [T, D], as route gives it -> float32[T, E]: what the router chooses from."""
-        return route_scores(self._router_logits(i, normed, tokens), self.config.route_rule)
+        logits = sum_of_parts(self._router_logits(i, normed, tokens))
+        return route_scores(logits, self.config.route_rule)
 
     def _router_logits(self, i, normed, tokens):
-        return self._linear(normed, "router", i, tokens, out_dtype=jnp.float32)
+        """float32[S, T, E], in parts."""
+        return linear_parts(
+            normed,
+            self._weight("router"),
+            i,
+            row_tile=tokens.row_tile,
+            tiles=tokens.tiles,
+            implementation=self.ops.linear,
+            shared_kib=self.ops.shared_kib,
+        )
 
     def _plus_shared_expert(self, i, x, normed, tokens):
         """x plus the expert that every token goes through, behind a gate of its own in

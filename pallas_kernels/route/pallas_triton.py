@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.linear import sum_of_parts
 from pallas_kernels.route.rule import RouteRule
 from pallas_kernels.triton import scalar, triton_call
 
@@ -41,7 +42,7 @@ def why_not_pallas(rule: RouteRule) -> str | None:
 def route(logits, valid, correction, layer, *, rule):
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
-    tokens = logits.shape[0]
+    tokens = logits.shape[-2]
     config = configuration()
     operands = [logits.astype(jnp.float32), valid]
     if correction is not None:
@@ -67,15 +68,19 @@ def _route(logits, valid, *refs, config, rule):
     Within a row each chosen expert writes the element of its rank, so each is written once.
     """
     *correction, ids, weights = refs
-    experts = logits.shape[1]
+    tokens, experts = logits.shape[-2:]
     row = pl.program_id(0) * config.rows + jnp.arange(config.rows)
     expert = jnp.arange(pl.next_power_of_2(experts))[None, :]
-    inside = (row < logits.shape[0])[:, None]
-    scores = plgpu.load(
-        logits.at[row[:, None], expert], mask=inside & (expert < experts), other=-jnp.inf
-    )
+    inside = (row < tokens)[:, None]
+
+    def load(*part):
+        place = logits.at[(*part, row[:, None], expert)]
+        return plgpu.load(place, mask=inside & (expert < experts), other=-jnp.inf)
+
+    parts = [()] if len(logits.shape) == 2 else [(s,) for s in range(logits.shape[0])]
+    scores = sum_of_parts([load(*part) for part in parts])
     broken = jnp.max(jnp.isnan(scores).astype(jnp.int32), axis=1)[:, None] > 0
-    real = plgpu.load(valid.at[row], mask=row < logits.shape[0], other=False)[:, None]
+    real = plgpu.load(valid.at[row], mask=row < tokens, other=False)[:, None]
     if rule.scoring == "sparsemixer":
         chosen, scores = _sparsemixer(scores, expert, experts, rule.jitter)
     else:

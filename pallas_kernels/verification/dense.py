@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear, linear_parts, sum_of_parts
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
@@ -24,6 +24,8 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
             # What a layer adds its output to.
             residual = (2 * row_tile, outputs) if (outputs, out) == (d, dtype) else None
 
+            in_parts = (outputs, out, bias) == (shape.experts, "float32", False)  # a router's
+
             def inputs_of(
                 outputs=outputs, inputs=inputs, bias=bias, tile=row_tile, residual=residual
             ):
@@ -35,13 +37,17 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
                     None if residual is None else draw(3, residual, dtype),
                 )
 
-            def product(name, *operands, out=out, tile=row_tile):
+            def product(name, *operands, out=out, tile=row_tile, in_parts=in_parts):
                 x, *others, residual = operands
 
                 def of(rows, tile):
                     options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
                     few = x[:rows], *others
                     alone = linear(*few, **options, implementation=name)
+                    if in_parts:
+                        del options["out_dtype"]
+                        parts = linear_parts(*few[:3], **options, implementation=name)
+                        return alone, sum_of_parts(parts)
                     if residual is None:
                         return alone
                     added = {"residual": residual[:rows]}

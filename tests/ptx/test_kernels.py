@@ -58,6 +58,7 @@ DECODE = {
     "combine": (test_combine, test_combine.check, COMBINE),
     "combine_and_count": (test_combine, test_combine.check_count, test_combine.COUNTED),
     "linear": (test_linear, test_linear.check, LINEAR),
+    "linear_parts": (test_linear, test_linear.check_parts, test_linear.PARTS_SPECS),
     "rms_norm": (test_rms_norm, test_rms_norm.check, RMS_NORM),
     "layer_norm": (test_layer_norm, test_layer_norm.check, LAYER_NORM),
     "residual": (test_linear, test_linear.check_residual, test_linear.RESIDUAL_SPECS[:-1]),
@@ -85,6 +86,7 @@ QUICK = {
     "combine": (0,),
     "combine_and_count": (1,),
     "linear": (0, 17),
+    "linear_parts": (1,),
     "residual": (0,),
     "rms_norm": (0,),
     "kv_write": (3,),
@@ -125,6 +127,14 @@ def test_attention_has_equal_bits_with_programs_for_longer_contexts():
     bits = test_decode_attention.test_bits_are_independent_of_the_width_of_the_block_table
     with patched(test_decode_attention, card="h200"):
         bits("pallas", "bfloat16")
+
+
+@pytest.mark.nightly
+def test_parts_of_logits_and_of_a_row():
+    with patched(test_linear, card="h200"):
+        test_linear.check_parts_of_a_row("pallas", "bfloat16")
+    with patched(test_route, card="h200"):
+        test_route.check_parts("pallas")
 
 
 @pytest.mark.nightly

@@ -32,7 +32,8 @@ MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "olmoe")
 
 KERNELS = {
     "decode": {
-        "linear": 4,  # qkv, output, router; logits
+        "linear": 3,  # qkv, output; logits
+        "linear_parts": 1,  # router
         "rms_norm": 3,  # before attention, before experts; before logits
         "kv_write": 1,
         "decode_attention_split": 1,
@@ -45,7 +46,7 @@ KERNELS = {
         "combine": 1,
     },
     "prefill": {
-        "linear": 4,
+        "linear": 4,  # the router too
         "rms_norm": 3,
         "kv_write": 1,
         "prefill_attention": 1,

@@ -34,7 +34,7 @@ DENSE = {
 }
 """A layer without experts, but for attention."""
 EXPERTS = {
-    "linear": 6,  # queries, latent, output, router; gate and up, down of the shared experts
+    "linear": 5,  # queries, latent, output; gate and up, down of the shared experts
     "rms_norm": 2,
     "latent_write": 1,
     "head_linear": 2,
@@ -44,6 +44,7 @@ EXPERTS = {
 }
 KERNELS = {
     "decode": {
+        "linear_parts": 1,  # router
         "decode_attention_latent_split": 2,
         "decode_attention_latent_merge": 2,
         "expert_gate_up_hits": 1,
@@ -51,6 +52,7 @@ KERNELS = {
         "expert_down": 1,
     },
     "prefill": {
+        "linear": 1,  # router
         "prefill_attention_latent": 2,
         "fill": 1,
         "expert_gate_up_sorted": 1,
