@@ -36,7 +36,7 @@ PROGRAMS = 128
 
 
 LEAST_DEPTH = 128
-"""Of a part, in which each thread then loads weights twice."""
+"""The shortest part, in which each thread loads weights twice."""
 
 PART_VALUES = 1024
 """Parts × outputs of a row, at most: what reads them has few programs (`route`: one of 4 rows)."""

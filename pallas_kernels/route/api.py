@@ -4,12 +4,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.linear import sum_of_parts
+from pallas_kernels.plan import Plan, Tables, plan_routed
+from pallas_kernels.plan.api import check_records
 from pallas_kernels.route.pallas_triton import why_not_pallas
+from pallas_kernels.route.planned import route_planned, rows_of
 from pallas_kernels.route.rule import RouteRule
 
-__all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "why_not_pallas"]
+__all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "route_and_plan", "why_not_pallas"]
 
 IMPLEMENTATIONS = implementations("route", ("xla", "pallas", "cpu"))
+
+AS_ONE = {"pallas": route_planned}
+"""Implementations that do all of route_and_plan at once; of others it is the two, one by one."""
 
 
 def route(
@@ -36,14 +42,53 @@ def route(
     Raises ValueError for a rule that the number of experts does not allow, a correction that does
     not fit, an unknown implementation, or a rule that the implementation cannot follow.
     """
-    experts = logits.shape[-1]
-    rule.check(experts, correction=correction is not None)
-    if correction is not None and (correction.ndim != 2 or correction.shape[1] != experts):
-        raise ValueError(f"correction is {correction.shape}, it must be [layers, {experts}]")
+    _check(logits, correction, rule)
     fn = pick("route", IMPLEMENTATIONS, implementation)
     if implementation != "pallas":
         logits = summed(logits)
     return fn(logits, valid, correction, layer, rule=rule)
+
+
+def route_and_plan(
+    logits: Float[Array, "*S T E"],
+    valid: Bool[Array, " T"],
+    correction: Float[Array, "L E"] | None,
+    i: Int[Array, ""] | int,
+    tables: Tables,
+    layer: Int[Array, ""] | int,
+    records: Int[Array, "M W"],
+    *,
+    rule: RouteRule,
+    versions: int = 1,
+    implementation: str = "xla",
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Tables, Int[Array, "M W"], Plan]:
+    """route, then plan_routed of what it chose: (ids, weights, tables, records, plan).
+
+    i: the layer that `correction` is indexed by; layer: the one of tables and records.
+    implementation: of both ops. One kernel does both where the rows are few (`planned.rows_of`),
+    with the same bits.
+
+    Raises as the two do.
+    """
+    few = rows_of(logits.shape[-2], tables.owner.shape[1], logits.shape[-1], rule) is not None
+    if few and implementation in AS_ONE:
+        _check(logits, correction, rule)
+        check_records(tables, logits.shape[-2] * rule.top_k, records, versions)
+        operands = logits, valid, correction, i, tables, layer, records
+        *routed, parts = AS_ONE[implementation](*operands, rule=rule, versions=versions)
+        return (*routed, Plan(*parts))
+    options = {"rule": rule, "implementation": implementation}
+    ids, weights = route(logits, valid, correction, i, **options)
+    operands = tables, layer, ids, weights, records
+    options = {"versions": versions, "implementation": implementation}
+    return (ids, weights, *plan_routed(*operands, **options))
+
+
+def _check(logits, correction, rule):
+    experts = logits.shape[-1]
+    rule.check(experts, correction=correction is not None)
+    if correction is not None and (correction.ndim != 2 or correction.shape[1] != experts):
+        raise ValueError(f"correction is {correction.shape}, it must be [layers, {experts}]")
 
 
 def summed(logits: Float[Array, "*S T E"]) -> Float[Array, "T E"]:

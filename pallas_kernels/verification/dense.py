@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear, linear_parts, sum_of_parts
+from pallas_kernels.linear.pallas_triton import parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route
+from pallas_kernels.route import route, route_and_plan
+from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
 
 
@@ -138,6 +140,38 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
             )
 
         yield make_check("plan", f"{experts} experts {cells} cells", "int32", references, planned)
+
+        for rows in (FEW_ROWS, MOST_ROWS):
+            if rows_of(rows, cells, experts, rule) is not None:
+                yield _planned_check(shape, what, rows, cells)
+
+
+def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check:
+    """route and plan as one kernel. what: of the rule."""
+    experts, versions = shape.experts, len(shape.versions)
+    parts = parts_of(experts, shape.hidden, shape.dtype).count
+
+    def steps():
+        correction = draw(1, (2, experts), "float32") if shape.correction else None
+        logits = draw(0, (6, parts, rows, experts), "float32", 3.0 * parts**-0.5)
+        return logits, jnp.arange(6 * rows).reshape(6, rows) % 5 != 0, correction
+
+    def decided(name, logits, valid, correction):
+        def step(carry, given):
+            ids, weights, *carry, work = route_and_plan(
+                *(*given, correction, jnp.int32(1), carry[0], jnp.int32(1), carry[1]),
+                rule=shape.rule,
+                versions=versions,
+                implementation=name,
+            )
+            return carry, (ids, weights, work, carry[1][1])
+
+        size = record_size(rows * shape.rule.top_k, experts, versions)
+        carry = [empty_tables(experts, cells), jnp.zeros((2, size), jnp.int32)]
+        return jax.lax.scan(step, carry, (logits, valid))
+
+    name = f"and plan {what} {parts} parts {rows} rows {cells} cells"
+    return make_check("route", name, "float32", steps, decided)
 
 
 def empty_tables(experts: int, cells: int, layers: int = 2) -> Tables:

@@ -60,6 +60,7 @@ STARTS = {
     # Not measured; as long a chain of loads and reductions as route's, and the mask of active
     # experts written and read again.
     "plan": 3.3e-6,
+    "route_plan": 4.2e-6,  # both of the above, less a LAUNCH
 }
 """Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
 bytes take."""
@@ -229,6 +230,8 @@ def _work(
         turns = linear_kernels.parts_of(outputs, inputs, "bfloat16").turns
     elif name == "route":  # padding's logits too
         nbytes = launch.programs * route_kernel.configuration().rows * _logit_bytes(config)
+    elif name == "route_plan":
+        nbytes = tokens * _logit_bytes(config)
     elif name in EXPERTS:
         work = _expert_work(config, load, launch)
         counted = 0.0 if kernel is None else _instructions(kernel, work.instructions, False)
@@ -252,7 +255,7 @@ def _work(
         nbytes = 4 * tokens * config.vocab_size  # the greedy choice reads the logits
     counted = 0.0
     if kernel is not None:
-        counted = _instructions(kernel, turns, searches=name == "plan" and load.missing(config) > 0)
+        counted = _instructions(kernel, turns, searches=load.missing(config) > 0)
     return Work(launch, live, nbytes, counted, link)
 
 
@@ -297,7 +300,7 @@ def _instructions(kernel: Kernel, turns: float, searches: bool) -> float:
     for another place of a record) none. searches: plan's loops over blocks of cells run."""
     loops = kernel.loops()
     straight = _static(kernel) - sum(loops)
-    if kernel.name == "plan":
+    if kernel.name in ("plan", "route_plan"):
         return straight + (PLAN_TURNS * sum(loops) if searches else 0)
     return straight + (turns * loops[0] if loops else 0)
 

@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.specs import (
 )
 from pallas_kernels.plan.specs import SPECS as PLAN
 from pallas_kernels.rms_norm.specs import SPECS as RMS_NORM
+from pallas_kernels.route.specs import PLANNED_SPECS
 from pallas_kernels.route.specs import SPECS as ROUTE
 from pallas_kernels.stage.specs import SPECS as STAGE
 from tests.aot.aot_h200 import CARDS
@@ -46,6 +47,7 @@ from tests.pallas_kernels import (
     test_prefill_attention,
     test_rms_norm,
     test_route,
+    test_route_and_plan,
     test_stage,
 )
 from tests.ptx.program import patched
@@ -55,6 +57,7 @@ pytestmark = pytest.mark.aot
 DECODE = {
     "fill": (test_fill, test_fill.check, FILL),
     "route": (test_route, test_route.check, ROUTE),
+    "route_and_plan": (test_route_and_plan, test_route_and_plan.check, PLANNED_SPECS),
     "combine": (test_combine, test_combine.check, COMBINE),
     "combine_and_count": (test_combine, test_combine.check_count, test_combine.COUNTED),
     "linear": (test_linear, test_linear.check, LINEAR),
@@ -83,6 +86,7 @@ PREFILL = {
 QUICK = {
     "fill": (0, 3),
     "route": (0, 1),
+    "route_and_plan": (0,),
     "combine": (0,),
     "combine_and_count": (1,),
     "linear": (0, 17),
