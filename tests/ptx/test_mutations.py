@@ -177,6 +177,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
         *("plan routed", replaced(BARRIER, NONE, 1), "race"),
     ),
     "its ones written beside its zeros": ("plan routed", replaced(BARRIER, NONE), "race"),
+    "a row's reduction read before it is whole": ("route_plan", replaced(BARRIER, NONE), "race"),
     "the layer counted while threads read it": (
         *("combine", lambda ptx: re.sub(BARRIER, NONE, ptx), "writes what another thread reads"),
     ),
