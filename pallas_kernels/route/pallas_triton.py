@@ -164,7 +164,7 @@ def _best(scores, added, expert, experts, rule):
     choice = jnp.where(jnp.isnan(choice), jnp.inf, choice)
     if rule.top_groups < rule.groups:
         choice = jnp.where(_allowed(choice, expert, experts, rule), choice, -jnp.inf)
-    left, total = expert < experts, 0.0
+    left, total = expert < experts, jnp.zeros(scores.shape[:1])
     for _ in range(rule.top_k):
         score, first = _largest(choice, left, expert, experts)
         here = expert == first[:, None]

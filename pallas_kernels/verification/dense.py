@@ -158,8 +158,9 @@ def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check
 
     def decided(name, logits, valid, correction):
         def step(carry, given):
+            (tables, records), (logits, valid) = carry, given
             ids, weights, *carry, work = route_and_plan(
-                *(*given, correction, jnp.int32(1), carry[0], jnp.int32(1), carry[1]),
+                *(logits, valid, correction, jnp.int32(1), tables, jnp.int32(1), records),
                 rule=shape.rule,
                 versions=versions,
                 implementation=name,
