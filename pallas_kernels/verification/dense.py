@@ -148,7 +148,7 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
 
 def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check:
     """route and plan as one kernel. what: of the rule."""
-    experts, versions = shape.experts, len(shape.versions)
+    experts, versions, pairs = shape.experts, len(shape.versions), rows * shape.rule.top_k
     parts = parts_of(experts, shape.hidden, shape.dtype).count
 
     def steps():
@@ -165,11 +165,14 @@ def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check
                 versions=versions,
                 implementation=name,
             )
-            return carry, (ids, weights, work, carry[1][1])
+            ids_kept, bits, counts = jnp.split(carry[1][1], (pairs, 2 * pairs))
+            kept = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            return carry, (ids, weights, work, ids_kept, kept, counts)
 
-        size = record_size(rows * shape.rule.top_k, experts, versions)
+        size = record_size(pairs, experts, versions)
         carry = [empty_tables(experts, cells), jnp.zeros((2, size), jnp.int32)]
-        return jax.lax.scan(step, carry, (logits, valid))
+        (tables, _), decided = jax.lax.scan(step, carry, (logits, valid))
+        return tables, decided
 
     name = f"and plan {what} {parts} parts {rows} rows {cells} cells"
     return make_check("route", name, "float32", steps, decided)
