@@ -174,7 +174,7 @@ def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check
         (tables, _), decided = jax.lax.scan(step, carry, (logits, valid))
         return tables, decided
 
-    name = f"and plan {what} {parts} parts {rows} rows {cells} cells"
+    name = f"and plan {what} {parts} parts {cells} cells rows {rows}"
     return make_check("route", name, "float32", steps, decided)
 
 
