@@ -46,7 +46,7 @@ from moejax.step.experts import (
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cards import shared_class
 from pallas_kernels.expert_ffn import ACTIVATIONS
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear_parts
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule, route, why_not_pallas
 from pallas_kernels.verification import Check, ModelShape, checks, require_verified
@@ -304,12 +304,11 @@ class PagedMoE(nnx.Module):
         padding = -count % self.row_tile
         rows, given = jnp.pad(rows, ((0, padding), (0, 0))), jnp.pad(given, (0, padding))
         with jax.named_scope("route"):
-            logits = linear(
+            logits = linear_parts(
                 rows,
                 self.router.get_value()[None],
                 0,
                 row_tile=self.row_tile,
-                out_dtype=jnp.float32,
                 implementation=self.ops.linear,
                 shared_kib=self.ops.shared_kib,
             )

@@ -19,9 +19,10 @@ from pallas_kernels.head_linear import head_linear
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear, linear_parts, sum_of_parts
+from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route, route_scores
+from pallas_kernels.route import route, route_and_plan, route_scores
 
 MLA_EPS = 1e-6
 """Epsilon of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
@@ -249,18 +250,46 @@ class LayerStack(nnx.Module):
         """x [T, D] -> (x plus its shared expert where there is one, normalised x, ids [T, K]
         ascending, weights [T, K])."""
         with jax.named_scope("route"):
-            normed = self._norm(x, "post_norm", i)
+            x, normed, logits = self._scored(i, x, tokens)
             ids, weights = route(
-                self._router_logits(i, normed, tokens),
+                logits,
                 tokens.valid,
                 self._correction(),
                 i,
                 rule=self.config.route_rule,
                 implementation=self.ops.route,
             )
-            if "shared_down" in self.weights:
-                x = self._plus_shared_expert(i, x, normed, tokens)
             return lax.optimization_barrier((x, normed, ids, weights))
+
+    def route_and_plan(
+        self,
+        i: jax.Array,
+        x: jax.Array,
+        tokens: Tokens,
+        tables: Tables,
+        records: jax.Array,
+        versions: int,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Tables, jax.Array, Plan]:
+        """(x, normed, ids, weights) as of route, then the tables, records and plan of those
+        experts, as of the op: what kernels do in one launch where the rows are few."""
+        with jax.named_scope("route"):
+            x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens))
+            routed = route_and_plan(
+                *(logits, tokens.valid, self._correction(), i),
+                *(tables, self.first_moe_layer + i, records),
+                rule=self.config.route_rule,
+                versions=versions,
+                implementation=self.ops.route,
+            )
+            return x, normed, *routed
+
+    def _scored(self, i, x, tokens):
+        """(x plus its shared expert where there is one, normalised x, router logits in parts)."""
+        normed = self._norm(x, "post_norm", i)
+        logits = self._router_logits(i, normed, tokens)
+        if "shared_down" in self.weights:
+            x = self._plus_shared_expert(i, x, normed, tokens)
+        return x, normed, logits
 
     def _correction(self):
         """[L, E], of tensors [E] or [1, E]."""
@@ -269,10 +298,20 @@ class LayerStack(nnx.Module):
 
     def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
         """normed [T, D], as route gives it -> float32[T, E]: what the router chooses from."""
-        return route_scores(self._router_logits(i, normed, tokens), self.config.route_rule)
+        logits = sum_of_parts(self._router_logits(i, normed, tokens))
+        return route_scores(logits, self.config.route_rule)
 
     def _router_logits(self, i, normed, tokens):
-        return self._linear(normed, "router", i, tokens, out_dtype=jnp.float32)
+        """float32[S, T, E], in parts."""
+        return linear_parts(
+            normed,
+            self._weight("router"),
+            i,
+            row_tile=tokens.row_tile,
+            tiles=tokens.tiles,
+            implementation=self.ops.linear,
+            shared_kib=self.ops.shared_kib,
+        )
 
     def _plus_shared_expert(self, i, x, normed, tokens):
         """x plus the expert that every token goes through, behind a gate of its own in

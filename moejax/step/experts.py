@@ -120,14 +120,29 @@ def page_and_record(
             versions=len(context.stores),
             implementation=context.ops.plan,
         )
+    memory = memory._replace(tables=tables)
+    y, memory = compute_planned(y, x, ids, memory, layer, work, context)
+    return y, memory, records
+
+
+def compute_planned(
+    y: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    memory: DeviceMemory,
+    layer: jax.Array,
+    work: Plan,
+    context: ExpertContext,
+) -> tuple[jax.Array, DeviceMemory]:
+    """(y, memory) as of page_and_compute, of a layer whose plan `work` the tables have already."""
+    tables = memory.tables
     if context.ops.fill_ffn == "pallas":
-        before = DeviceMemory(memory.arena, tables)
-        arena, y = fill_and_compute(y, x, ids, before, layer, work, context)
+        arena, y = fill_and_compute(y, x, ids, memory, layer, work, context)
     else:
         arena = fill_planned(memory.arena, layer, work, context)
         residents = arena, tables.address, tables.version
         y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
-    return lax.optimization_barrier(y), DeviceMemory(arena, tables), records
+    return lax.optimization_barrier(y), DeviceMemory(arena, tables)
 
 
 def fill_and_compute(

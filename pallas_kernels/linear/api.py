@@ -6,8 +6,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.linear import pallas_triton
 
 IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
+
+IN_PARTS = {"pallas": pallas_triton.linear_parts}
+"""Implementations whose products of few outputs are parts; of others linear is the only part."""
 
 
 def linear(
@@ -35,12 +39,9 @@ def linear(
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
     row_tile = x.shape[0] if row_tile is None else row_tile
-    if x.shape[-1] != weights.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} columns, the weights have {weights.shape[-1]}")
+    _check_rows(x, weights, row_tile)
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"bias is {bias.shape}, the weights need {weights.shape[:2]}")
-    if row_tile < 1 or x.shape[0] % row_tile:
-        raise ValueError(f"{x.shape[0]} rows are not whole tiles of {row_tile}")
     tiles = x.shape[0] // row_tile if tiles is None else tiles
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if residual is not None:
@@ -55,3 +56,44 @@ def linear(
         fused = {} if residual is None else {"residual": residual}
         return fn(x, weights, layer, bias, **options, **fused)
     return residual + fn(x, weights, layer, bias, **options)
+
+
+def linear_parts(
+    x: Float[Array, "T K"],
+    weights: Float[Array, "L N K"],
+    layer: Int[Array, ""] | int,
+    *,
+    row_tile: int | None = None,
+    tiles: Int[Array, ""] | int | None = None,
+    implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
+) -> Float[Array, "S T N"]:
+    """x · weights[layer]ᵀ as float32 parts, each over some of the depth; `sum_of_parts` says in
+    which order they are added.
+
+    For products with few outputs, such as the router's: programs that each had some outputs and
+    the whole depth would be fewer than the multiprocessors. How many parts there are the
+    implementation decides by N, K and row_tile alone. Arguments and errors: as of linear.
+    """
+    row_tile = x.shape[0] if row_tile is None else row_tile
+    if implementation not in IN_PARTS:
+        out = linear(
+            *(x, weights, layer),
+            row_tile=row_tile,
+            tiles=tiles,
+            out_dtype="float32",
+            implementation=implementation,
+            shared_kib=shared_kib,
+        )
+        return out[None]
+    _check_rows(x, weights, row_tile)
+    tiles = x.shape[0] // row_tile if tiles is None else tiles
+    options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
+    return IN_PARTS[implementation](x, weights, layer, **options)
+
+
+def _check_rows(x, weights, row_tile):
+    if x.shape[-1] != weights.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the weights have {weights.shape[-1]}")
+    if row_tile < 1 or x.shape[0] % row_tile:
+        raise ValueError(f"{x.shape[0]} rows are not whole tiles of {row_tile}")

@@ -1,4 +1,5 @@
-"""linear as one Triton-lowered kernel that indexes the stacked weights by layer."""
+"""linear as one Triton-lowered kernel that indexes the stacked weights by layer, and the same in
+parts of the depth."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -31,6 +33,13 @@ PREFILL_STAGES = {99: 4, 163: 4, 227: 4}
 
 PROGRAMS = 128
 """Column tiles, of all heads, below which a GPU of 132 multiprocessors would stand idle."""
+
+
+LEAST_DEPTH = 128
+"""The shortest part, in which each thread loads weights twice."""
+
+PART_VALUES = 1024
+"""Parts × outputs of a row, at most: what reads them has few programs (`route`: one of 4 rows)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +75,32 @@ def configuration(
     fitting = [tile for tile in tiles if outputs >= tile[0][0] * PROGRAMS]
     (columns, depth), stages = (*fitting, tiles[-1])[0]
     return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A decode product in `count` parts, each of `turns` tiles."""
+
+    count: int
+    turns: int
+    tile: Config
+
+
+def parts_of(
+    outputs: int, inputs: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
+) -> Parts:
+    """The parts of decode's product with weights [outputs, inputs]; they decide the bits of a row,
+    and T does not. As many as make a program for every multiprocessor, if a row of all parts is
+    short; all of as many tiles, which are as deep as `linear`'s at most."""
+    tile = configuration(16, outputs, dtype, shared_kib)
+    most = PROGRAMS // pl.cdiv(outputs, tile.columns)
+    most = min(most, PART_VALUES // max(outputs, tile.columns))
+    whole, depth = pl.cdiv(inputs, LEAST_DEPTH), LEAST_DEPTH
+    count = max((n for n in range(1, most + 1) if whole % n == 0), default=1)
+    turns = whole // count
+    while turns % 2 == 0 and depth < tile.depth:
+        depth, turns = 2 * depth, turns // 2
+    return Parts(count, turns, dataclasses.replace(tile, depth=depth))
 
 
 def linear(
@@ -134,3 +169,52 @@ def _kernel(layer, tiles, x, weights, bias, residual, out, *, config, row_tile):
         for part in added:  # the product is rounded before the sum is
             result = (part.astype(jnp.float32) + result.astype(jnp.float32)).astype(out.dtype)
         plgpu.store(out.at[rows, columns], result, mask=mask)
+
+
+def linear_parts(x, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]):
+    (tokens, inputs), outputs = x.shape, weights.shape[1]
+    dtype = jnp.promote_types(x.dtype, weights.dtype)
+    if row_tile < 64:
+        parts = parts_of(outputs, inputs, dtype, shared_kib)
+    if row_tile >= 64 or parts.count == 1:
+        options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
+        return linear(x, weights, layer, None, out_dtype=jnp.float32, **options)[None]
+    config = parts.tile
+    grid = pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count
+    return triton_call(
+        functools.partial(_parts_kernel, parts=parts, row_tile=row_tile),
+        name="linear_parts",
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(scalar(layer), scalar(tiles), x, weights)
+
+
+def _parts_kernel(layer, tiles, x, weights, out, *, parts, row_tile):
+    """Program (i, j, s) computes row tile i and column tile j of part s, over the turns of tiles
+    from depth s · turns · depth on; the depth ascends.
+
+    Writes: program (i, j, s) alone writes out[s, i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
+    nothing if the tile lies behind the rows in use.
+    """
+    (tokens, inputs), outputs, config = x.shape, weights.shape[1], parts.tile
+    part = pl.program_id(2)
+    first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(1) * config.columns
+    rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
+    row_mask = edge_mask(first_row, config.rows, tokens)
+    column_mask = edge_mask(first_column, config.columns, outputs)
+
+    @pl.when(first_row < tiles[0] * row_tile)
+    def _():
+        def add(turn, total):
+            first = (part * parts.turns + turn) * config.depth
+            depth, depth_mask = pl.ds(first, config.depth), edge_mask(first, config.depth, inputs)
+            values = load_tile(x.at[rows, depth], row_mask, depth_mask)
+            weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
+            return total + plgpu.dot(values, weight, trans_b=True)
+
+        mask = tile_mask(row_mask, column_mask, (config.rows, config.columns))
+        total = jnp.zeros((config.rows, config.columns), jnp.float32)
+        total = add(0, total) if parts.turns == 1 else lax.fori_loop(0, parts.turns, add, total)
+        plgpu.store(out.at[part, rows, columns], total, mask=mask)

@@ -112,10 +112,7 @@ def plan_routed(
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
-    layers, experts = tables.address.shape
-    wanted = layers, record_size(ids.size, experts, versions)
-    if records.shape != wanted:
-        raise ValueError(f"records are {records.shape}, those of {ids.size} pairs {wanted}")
+    check_records(tables, ids.size, records, versions)
     if weights.shape != ids.shape:
         raise ValueError(f"weights are {weights.shape}, ids {ids.shape}")
     if implementation in ROUTED:
@@ -126,6 +123,14 @@ def plan_routed(
     tables, work = plan(tables, layer, active, implementation=implementation)
     row = record(ids, weights, plan_counts(work, missing, tables, layer, versions))
     return tables, lax.dynamic_update_index_in_dim(records, row, layer, 0), work
+
+
+def check_records(tables: Tables, pairs: int, records: Int[Array, "L W"], versions: int) -> None:
+    """Raises ValueError for records that are not those of so many (token, choice) pairs."""
+    layers, experts = tables.address.shape
+    wanted = layers, record_size(pairs, experts, versions)
+    if records.shape != wanted:
+        raise ValueError(f"records are {records.shape}, those of {pairs} pairs {wanted}")
 
 
 def routed_to(

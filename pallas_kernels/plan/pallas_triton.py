@@ -43,20 +43,22 @@ def configuration(cells: int, experts: int) -> Config:
 
 
 def plan(tables, layer, active):
-    tables, _, parts = _call(_plan, tables, layer, (active,))
+    tables, _, parts = call_plan(plan_kernel, tables, layer, (active,))
     return tables, parts
 
 
 def plan_routed(tables, layer, ids, weights, records, *, versions):
     kernel = functools.partial(_plan_routed, versions=versions)
     routing = ids.reshape(-1), weights.reshape(-1)
-    tables, (records, *_), parts = _call(kernel, tables, layer, routing, records)
+    tables, (records, *_), parts = call_plan(kernel, tables, layer, routing, records)
     return tables, records, parts
 
 
-def _call(kernel, tables, layer, active, records=None):
-    """(tables, (records, which experts are active) or nothing, the plan). active: what says which
-    experts are."""
+def call_plan(kernel, tables, layer, active, records=None, *, name="plan", more=()):
+    """(tables, (records, which experts are active, `more`) or nothing, the plan).
+
+    kernel: takes `config`, and refs of the layer, of `active`, of READ, and of the results; `more`
+    of these, jax.ShapeDtypeStructs, stand before the LISTS. active: what says which experts are."""
     cells, experts = tables.owner.shape[1], tables.address.shape[1]
     config = configuration(cells, experts)
     one, listed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32)
@@ -65,11 +67,11 @@ def _call(kernel, tables, layer, active, records=None):
     operands = [scalar(layer), *active, *(getattr(tables, name) for name in READ), *in_place]
     results = triton_call(
         functools.partial(kernel, config=config),
-        name="plan",
+        name=name,
         grid=(1,),
         out_shape=(
             *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in in_place),
-            *(() if records is None else (listed,)),
+            *(() if records is None else (listed, *more)),
             *(listed, one, listed, listed, listed, one, one, one),
         ),
         num_warps=config.num_warps,
@@ -110,8 +112,8 @@ class _Decided(NamedTuple):
 
 
 def _plan_routed(layer, ids, weights, *refs, config, versions):
-    """As _plan, behind a part that makes the mask of active experts out of int32[P] `ids`, and
-    before one that writes the layer's record.
+    """As plan_kernel, behind a part that makes the mask of active experts out of int32[P] `ids`,
+    and before one that writes the layer's record.
 
     Writes: one program. Threads with the same id write the same 1 into `active`, which is result
     and scratch; barriers stand between its zeros, its ones and who reads it. An element of the
@@ -130,10 +132,22 @@ def _plan_routed(layer, ids, weights, *refs, config, versions):
     def put(place, value, mask):
         plgpu.store(records.at[layer[0], place], value, mask=mask)
 
+    count_into = counting_into(records, layer[0], pairs, experts, versions)
+
     def record(decided):
         put(pair, routed, inside)
         weight = plgpu.load(weights.at[pair], mask=inside, other=0.0)
         put(pairs + pair, lax.bitcast_convert_type(weight, jnp.int32), inside)
+        count_into(decided)
+
+    plan_kernel(layer, active, *others, *refs[-LISTS:], config=config, record=record)
+
+
+def counting_into(records, layer, pairs, experts, versions):
+    """What writes a layer's counts into its record, behind those of so many pairs, given what was
+    decided. Writes: each element once."""
+
+    def count_into(decided):
         missing = decided.active & ~decided.hit
         through = missing & ~decided.fills
         totals = [count(m) for m in (decided.active, decided.hit, decided.fills, through)]
@@ -143,16 +157,18 @@ def _plan_routed(layer, ids, weights, *refs, config, versions):
         words = pl.cdiv(experts, 32)
         for i, total in enumerate(totals):  # those by version stand behind the bits
             place = 2 * pairs + i + (words if i >= TOTALS else 0)
-            records[layer[0], place] = total
+            records[layer, place] = total
+        expert = jnp.arange(pl.next_power_of_2(experts))
         bit = jnp.where(missing, jnp.int32(1) << expert % 32, 0)
         bit = jnp.sum(bit.reshape(-1, min(32, expert.size)), axis=1)
         word = jnp.arange(bit.size)
-        put(2 * pairs + TOTALS + word, bit, word < words)
+        place = records.at[layer, 2 * pairs + TOTALS + word]
+        plgpu.store(place, bit, mask=word < words)
 
-    _plan(layer, active, *others, *refs[-LISTS:], config=config, record=record)
+    return count_into
 
 
-def _plan(layer, active, *refs, config, record=None):
+def plan_kernel(layer, active, *refs, config, record=None):
     """All of it in one program: loads, arithmetic on values, a barrier, stores.
 
     record: called at the end with what was decided about each expert. Writes: one program, so

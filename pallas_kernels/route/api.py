@@ -3,16 +3,23 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.linear import sum_of_parts
+from pallas_kernels.plan import Plan, Tables, plan_routed
+from pallas_kernels.plan.api import check_records
 from pallas_kernels.route.pallas_triton import why_not_pallas
+from pallas_kernels.route.planned import route_planned, rows_of
 from pallas_kernels.route.rule import RouteRule
 
-__all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "why_not_pallas"]
+__all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "route_and_plan", "why_not_pallas"]
 
 IMPLEMENTATIONS = implementations("route", ("xla", "pallas", "cpu"))
 
+AS_ONE = {"pallas": route_planned}
+"""Implementations that do all of route_and_plan at once; of others it is the two, one by one."""
+
 
 def route(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "*S T E"],
     valid: Bool[Array, " T"],
     correction: Float[Array, "L E"] | None = None,
     layer: Int[Array, ""] | int = 0,
@@ -22,9 +29,10 @@ def route(
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
     """Chooses each token's experts.
 
-    logits: float32 router logits. valid: rows that hold a token; the others get ids E and weights
-    0. correction: stacked over layers, float32; correction[layer] is added to the scores for the
-    choice of groups and experts, not for the weights (`e_score_correction_bias`).
+    logits: float32 router logits, or the parts [S, T, E] of linear_parts that add up to them.
+    valid: rows that hold a token; the others get ids E and weights 0. correction: stacked over
+    layers, float32; correction[layer] is added to the scores for the choice of groups and experts,
+    not for the weights (`e_score_correction_bias`).
 
     Returns (ids, weights), each [T, K], a token's ids **ascending**: slot k of every later array
     is the rank of the expert id within the token, which fixes the order of the final sum whatever
@@ -34,9 +42,55 @@ def route(
     Raises ValueError for a rule that the number of experts does not allow, a correction that does
     not fit, an unknown implementation, or a rule that the implementation cannot follow.
     """
+    _check(logits, correction, rule)
+    fn = pick("route", IMPLEMENTATIONS, implementation)
+    if implementation != "pallas":
+        logits = summed(logits)
+    return fn(logits, valid, correction, layer, rule=rule)
+
+
+def route_and_plan(
+    logits: Float[Array, "*S T E"],
+    valid: Bool[Array, " T"],
+    correction: Float[Array, "L E"] | None,
+    i: Int[Array, ""] | int,
+    tables: Tables,
+    layer: Int[Array, ""] | int,
+    records: Int[Array, "M W"],
+    *,
+    rule: RouteRule,
+    versions: int = 1,
+    implementation: str = "xla",
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Tables, Int[Array, "M W"], Plan]:
+    """route, then plan_routed of what it chose: (ids, weights, tables, records, plan).
+
+    i: the layer that `correction` is indexed by; layer: the one of tables and records.
+    implementation: of both ops. One kernel does both where the rows are few (`planned.rows_of`),
+    with the same bits.
+
+    Raises as the two do.
+    """
+    few = rows_of(logits.shape[-2], tables.owner.shape[1], logits.shape[-1], rule) is not None
+    if few and implementation in AS_ONE:
+        _check(logits, correction, rule)
+        check_records(tables, logits.shape[-2] * rule.top_k, records, versions)
+        operands = logits, valid, correction, i, tables, layer, records
+        *routed, parts = AS_ONE[implementation](*operands, rule=rule, versions=versions)
+        return (*routed, Plan(*parts))
+    options = {"rule": rule, "implementation": implementation}
+    ids, weights = route(logits, valid, correction, i, **options)
+    operands = tables, layer, ids, weights, records
+    options = {"versions": versions, "implementation": implementation}
+    return (ids, weights, *plan_routed(*operands, **options))
+
+
+def _check(logits, correction, rule):
     experts = logits.shape[-1]
     rule.check(experts, correction=correction is not None)
     if correction is not None and (correction.ndim != 2 or correction.shape[1] != experts):
         raise ValueError(f"correction is {correction.shape}, it must be [layers, {experts}]")
-    fn = pick("route", IMPLEMENTATIONS, implementation)
-    return fn(logits, valid, correction, layer, rule=rule)
+
+
+def summed(logits: Float[Array, "*S T E"]) -> Float[Array, "T E"]:
+    """The logits themselves, where they come in parts."""
+    return logits if logits.ndim == 2 else sum_of_parts(logits)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.linear import sum_of_parts
 from pallas_kernels.route.rule import RouteRule
 from pallas_kernels.triton import scalar, triton_call
 
@@ -41,7 +43,7 @@ def why_not_pallas(rule: RouteRule) -> str | None:
 def route(logits, valid, correction, layer, *, rule):
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
-    tokens = logits.shape[0]
+    tokens = logits.shape[-2]
     config = configuration()
     operands = [logits.astype(jnp.float32), valid]
     if correction is not None:
@@ -67,43 +69,83 @@ def _route(logits, valid, *refs, config, rule):
     Within a row each chosen expert writes the element of its rank, so each is written once.
     """
     *correction, ids, weights = refs
-    experts = logits.shape[1]
     row = pl.program_id(0) * config.rows + jnp.arange(config.rows)
+    found = chosen(logits, valid, correction, row, rule)
+    place = row[:, None], found.rank
+    plgpu.store(ids.at[place], found.ids, mask=found.listed)
+    plgpu.store(weights.at[place], found.weights, mask=found.listed)
+
+
+class Chosen(NamedTuple):
+    """The experts of some rows, each [rows, E] with E rounded up to a power of two."""
+
+    listed: jax.Array
+    """Where an expert is chosen; nothing else means anything elsewhere."""
+    real: jax.Array
+    """[rows, 1]: rows that hold a token."""
+    rank: jax.Array
+    """A chosen expert's place among those of its row by id; top_k elsewhere, so that no masked
+    element names another's place."""
+    ids: jax.Array
+    weights: jax.Array
+
+
+def chosen(logits, valid, correction, row, rule):
+    """Chosen experts of int32[rows] `row`. correction: refs of the layer and of all, or none.
+
+    No bit depends on which thread has which element: of what is rounded nothing is summed but in a
+    written order (`_sum_of_fractions`), so that kernels of other tiles agree.
+    """
+    tokens, experts = logits.shape[-2:]
     expert = jnp.arange(pl.next_power_of_2(experts))[None, :]
-    inside = (row < logits.shape[0])[:, None]
-    scores = plgpu.load(
-        logits.at[row[:, None], expert], mask=inside & (expert < experts), other=-jnp.inf
-    )
+    inside = (row < tokens)[:, None]
+
+    def load(*part):
+        place = logits.at[(*part, row[:, None], expert)]
+        return plgpu.load(place, mask=inside & (expert < experts), other=-jnp.inf)
+
+    parts = [()] if len(logits.shape) == 2 else [(s,) for s in range(logits.shape[0])]
+    scores = sum_of_parts([load(*part) for part in parts])
     broken = jnp.max(jnp.isnan(scores).astype(jnp.int32), axis=1)[:, None] > 0
-    real = plgpu.load(valid.at[row], mask=row < logits.shape[0], other=False)[:, None]
+    real = plgpu.load(valid.at[row], mask=row < tokens, other=False)[:, None]
     if rule.scoring == "sparsemixer":
-        chosen, scores = _sparsemixer(scores, expert, experts, rule.jitter)
+        best, scores = _sparsemixer(scores, expert, experts, rule.jitter)
     else:
         if rule.scoring == "sigmoid":
             scores = jax.nn.sigmoid(scores)
         else:
             exp = jnp.exp(scores - jnp.max(scores, axis=1)[:, None])
-            scores = exp / jnp.sum(exp, axis=1)[:, None]
-        choice = scores
+            scores = exp / _sum_of_fractions(exp)[:, None]
+        added = None
         if correction:
             layer, rows = correction
-            choice += plgpu.load(rows.at[layer[0], expert], mask=expert < experts, other=0.0)
-        chosen = _best(choice, expert, experts, rule)
-
-    if rule.normalize:
-        total = jnp.sum(jnp.where(chosen, scores, 0.0), axis=1)
-        if rule.scoring == "sigmoid":
-            total += 1e-20
-        elif correction:
-            total = jnp.maximum(total, 1e-12)
-        scores = scores / total[:, None]
+            added = plgpu.load(rows.at[layer[0], expert], mask=expert < experts, other=0.0)
+        best, total = _best(scores, added, expert, experts, rule)
+        if rule.normalize:
+            if rule.scoring == "sigmoid":
+                total += 1e-20
+            elif correction:
+                total = jnp.maximum(total, 1e-12)
+            scores = scores / total[:, None]
     scores = jnp.where(broken, jnp.nan, scores * rule.scale)
-    rank = jnp.cumsum(chosen.astype(jnp.int32), axis=1) - 1
-    # Ranks that nobody has lie outside, so that no masked element names another's place.
-    place = row[:, None], jnp.where(chosen, rank, rule.top_k)
-    listed = chosen & inside
-    plgpu.store(ids.at[place], jnp.where(real, expert, experts), mask=listed)
-    plgpu.store(weights.at[place], jnp.where(real, scores, 0.0), mask=listed)
+    rank = jnp.cumsum(best.astype(jnp.int32), axis=1) - 1
+    return Chosen(
+        listed=best & inside,
+        real=real,
+        rank=jnp.where(best, rank, rule.top_k),
+        ids=jnp.where(real, expert, experts),
+        weights=jnp.where(real, scores, 0.0),
+    )
+
+
+def _sum_of_fractions(values):
+    """float32 [rows]: sums of [rows, E] values from 0 to 1, to 2⁻⁴⁰ of each, in integers: those
+    have no order. A NaN counts as any number."""
+    unit = 2.0**20
+    high = (values * unit).astype(jnp.int32)
+    low = ((values * unit - high.astype(jnp.float32)) * unit).astype(jnp.int32)
+    high, low = (jnp.sum(part, axis=1).astype(jnp.float32) for part in (high, low))
+    return high / unit + low / unit**2
 
 
 def _largest(values, among, expert, experts):
@@ -114,17 +156,22 @@ def _largest(values, among, expert, experts):
     return most, jnp.min(first, axis=1)
 
 
-def _best(choice, expert, experts, rule):
-    """bool [rows, E]: exactly top_k experts of each row, whatever it holds."""
+def _best(scores, added, expert, experts, rule):
+    """(bool [rows, E]: exactly top_k experts of each row, whatever it holds; the sum of their
+    scores, the best first). added: to the scores for the choice; None: nothing."""
     # Padding may hold anything, and a NaN would equal nothing.
+    choice = scores if added is None else scores + added
     choice = jnp.where(jnp.isnan(choice), jnp.inf, choice)
     if rule.top_groups < rule.groups:
         choice = jnp.where(_allowed(choice, expert, experts, rule), choice, -jnp.inf)
-    left = expert < experts
+    left, total = expert < experts, jnp.zeros(scores.shape[:1])
     for _ in range(rule.top_k):
-        _, first = _largest(choice, left, expert, experts)
-        left &= expert != first[:, None]
-    return (expert < experts) & ~left
+        score, first = _largest(choice, left, expert, experts)
+        here = expert == first[:, None]
+        if added is not None and rule.normalize:  # a sum of one number and zeros
+            score = jnp.sum(jnp.where(here, scores, 0.0), axis=1)
+        left, total = left & ~here, total + score
+    return (expert < experts) & ~left, total
 
 
 def _allowed(choice, expert, experts, rule):
@@ -155,6 +202,6 @@ def _sparsemixer(logits, expert, experts, jitter):
         top = jnp.sum(jnp.where(best, logits, 0.0), axis=1)[:, None]
         far = (top - logits) / jnp.maximum(jnp.abs(logits), top) > 2 * jitter
         near = jnp.where(far | ~left, 0.0, jnp.exp(logits - top))
-        weights = jnp.where(best, 1 / jnp.sum(near, axis=1)[:, None], weights)
+        weights = jnp.where(best, 1 / _sum_of_fractions(near)[:, None], weights)
         left &= ~best
     return (expert < experts) & ~left, weights

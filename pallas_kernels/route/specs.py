@@ -57,3 +57,27 @@ SPECS = (
     Spec(65, 16, "phi-3.5"),
     Spec(2, 12, "sigmoid-groups", correction=True),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedSpec:
+    """A case of route_and_plan."""
+
+    tokens: int
+    experts: int
+    cells: int
+    rule: str
+    correction: bool = False
+    parts: int = 3
+    versions: int = 1
+
+
+PLANNED_SPECS = (
+    PlannedSpec(4, 60, 9, "top4-normalized"),
+    PlannedSpec(16, 64, 64, "moonlight", correction=True, versions=2),
+    PlannedSpec(16, 8, 3, "phi-3.5", parts=5),
+    PlannedSpec(1, 16, 16, "top1", parts=1),
+    PlannedSpec(17, 16, 5, "top4"),
+    PlannedSpec(4, 12, 12, "sigmoid-groups"),
+)
+"""The last two are for two kernels: too many tokens, groups."""

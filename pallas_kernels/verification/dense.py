@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear, linear_parts, sum_of_parts
+from pallas_kernels.linear.pallas_triton import parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route
+from pallas_kernels.route import route, route_and_plan
+from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
 
 
@@ -23,6 +25,8 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         for row_tile in (16, 64):
             # What a layer adds its output to.
             residual = (2 * row_tile, outputs) if (outputs, out) == (d, dtype) else None
+
+            in_parts = (outputs, out, bias) == (shape.experts, "float32", False)  # a router's
 
             def inputs_of(
                 outputs=outputs, inputs=inputs, bias=bias, tile=row_tile, residual=residual
@@ -35,13 +39,17 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
                     None if residual is None else draw(3, residual, dtype),
                 )
 
-            def product(name, *operands, out=out, tile=row_tile):
+            def product(name, *operands, out=out, tile=row_tile, in_parts=in_parts):
                 x, *others, residual = operands
 
                 def of(rows, tile):
                     options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
                     few = x[:rows], *others
                     alone = linear(*few, **options, implementation=name)
+                    if in_parts:
+                        del options["out_dtype"]
+                        parts = linear_parts(*few[:3], **options, implementation=name)
+                        return alone, sum_of_parts(parts)
                     if residual is None:
                         return alone
                     added = {"residual": residual[:rows]}
@@ -132,6 +140,42 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
             )
 
         yield make_check("plan", f"{experts} experts {cells} cells", "int32", references, planned)
+
+        for rows in (FEW_ROWS, MOST_ROWS):
+            if rows_of(rows, cells, experts, rule) is not None:
+                yield _planned_check(shape, what, rows, cells)
+
+
+def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check:
+    """route and plan as one kernel. what: of the rule."""
+    experts, versions, pairs = shape.experts, len(shape.versions), rows * shape.rule.top_k
+    parts = parts_of(experts, shape.hidden, shape.dtype).count
+
+    def steps():
+        correction = draw(1, (2, experts), "float32") if shape.correction else None
+        logits = draw(0, (6, parts, rows, experts), "float32", 3.0 * parts**-0.5)
+        return logits, jnp.arange(6 * rows).reshape(6, rows) % 5 != 0, correction
+
+    def decided(name, logits, valid, correction):
+        def step(carry, given):
+            (tables, records), (logits, valid) = carry, given
+            ids, weights, *carry, work = route_and_plan(
+                *(logits, valid, correction, jnp.int32(1), tables, jnp.int32(1), records),
+                rule=shape.rule,
+                versions=versions,
+                implementation=name,
+            )
+            ids_kept, bits, counts = jnp.split(carry[1][1], (pairs, 2 * pairs))
+            kept = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            return carry, (ids, weights, work, ids_kept, kept, counts)
+
+        size = record_size(pairs, experts, versions)
+        carry = [empty_tables(experts, cells), jnp.zeros((2, size), jnp.int32)]
+        (tables, _), decided = jax.lax.scan(step, carry, (logits, valid))
+        return tables, decided
+
+    name = f"and plan {what} {parts} parts {cells} cells rows {rows}"
+    return make_check("route", name, "float32", steps, decided)
 
 
 def empty_tables(experts: int, cells: int, layers: int = 2) -> Tables:

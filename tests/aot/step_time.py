@@ -29,6 +29,7 @@ from moejax.step.programs import ProgramKey
 from pallas_kernels.expert_ffn import pallas_triton as expert_kernels
 from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
 from pallas_kernels.linear import pallas_triton as linear_kernels
+from pallas_kernels.route import pallas_triton as route_kernel
 from tests.aot.cards import MODELS, compile_step
 from tests.aot.ptxas import Kernel
 from tests.moejax.models.test_published_configs import PUBLISHED
@@ -59,6 +60,7 @@ STARTS = {
     # Not measured; as long a chain of loads and reductions as route's, and the mask of active
     # experts written and read again.
     "plan": 3.3e-6,
+    "route_plan": 4.2e-6,  # both of the above, less a LAUNCH
 }
 """Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
 bytes take."""
@@ -67,6 +69,8 @@ HITS, FILLED = "expert_gate_up_hits", "expert_gate_up_filled"
 """The products of experts that copy missing ones beside them: gate and up of those, then down."""
 EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down")
 STREAMING = ("linear", *EXPERTS)
+"""Kernels that START is of. Not linear_parts, whose programs load one or two tiles and wait once
+for them, as rms_norm's do: a LAUNCH (not measured)."""
 SPLIT = 256
 """Tokens of KV that a program of decode_attention_split reads."""
 
@@ -220,6 +224,14 @@ def _work(
         outputs, inputs = next(products)
         nbytes = 2 * outputs * inputs + 2 * tokens * (inputs + outputs)
         turns = -(-inputs // linear_kernels.configuration(16, outputs, "bfloat16").depth)
+    elif name == "linear_parts":
+        outputs, inputs = next(products)
+        nbytes = 2 * outputs * inputs + tokens * (2 * inputs + _logit_bytes(config))
+        turns = linear_kernels.parts_of(outputs, inputs, "bfloat16").turns
+    elif name == "route":  # padding's logits too
+        nbytes = launch.programs * route_kernel.configuration().rows * _logit_bytes(config)
+    elif name == "route_plan":
+        nbytes = tokens * _logit_bytes(config)
     elif name in EXPERTS:
         work = _expert_work(config, load, launch)
         counted = 0.0 if kernel is None else _instructions(kernel, work.instructions, False)
@@ -243,7 +255,7 @@ def _work(
         nbytes = 4 * tokens * config.vocab_size  # the greedy choice reads the logits
     counted = 0.0
     if kernel is not None:
-        counted = _instructions(kernel, turns, searches=name == "plan" and load.missing(config) > 0)
+        counted = _instructions(kernel, turns, searches=load.missing(config) > 0)
     return Work(launch, live, nbytes, counted, link)
 
 
@@ -277,12 +289,18 @@ def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
     )
 
 
+def _logit_bytes(config: ModelConfig) -> int:
+    """Of the parts of one token's router logits."""
+    parts = linear_kernels.parts_of(config.num_experts, config.hidden_size, "bfloat16")
+    return 4 * parts.count * config.num_experts
+
+
 def _instructions(kernel: Kernel, turns: float, searches: bool) -> float:
     """Of a warp of a program: the longest loop turns so often, of others that are as long (bodies
     for another place of a record) none. searches: plan's loops over blocks of cells run."""
     loops = kernel.loops()
     straight = _static(kernel) - sum(loops)
-    if kernel.name == "plan":
+    if kernel.name in ("plan", "route_plan"):
         return straight + (PLAN_TURNS * sum(loops) if searches else 0)
     return straight + (turns * loops[0] if loops else 0)
 
@@ -325,10 +343,6 @@ def savings(config: ModelConfig, load: Load, work: Sequence[Work]) -> dict[str, 
         launch = dataclasses.replace(w.launch, grid=(math.ceil(w.live),))
         return dataclasses.replace(w, launch=launch) if w.launch.programs > w.live else w
 
-    def wide_router(w: Work) -> Work:
-        few = w.launch.name == "linear" and w.launch.in_layer and w.live < MULTIPROCESSORS / 4
-        return dataclasses.replace(w, live=MULTIPROCESSORS, instructions=0) if few else w
-
     def short_splits(w: Work) -> Work:
         split = w.launch.name == "decode_attention_split"
         return dataclasses.replace(w, live=4 * w.live) if split else w
@@ -349,7 +363,6 @@ def savings(config: ModelConfig, load: Load, work: Sequence[Work]) -> dict[str, 
     plans = {
         "no launch of XLA's in a layer": without("fusion|wrapped|copy"),
         "grids by context and by active experts": each(no_dead),
-        "router product over all multiprocessors": each(wide_router),
         f"attention in splits of {SPLIT // 4} tokens": each(short_splits),
         f"int4 experts, {INT4_INSTRUCTIONS} instructions a weight": each(int4(INT4_INSTRUCTIONS)),
         "int4 experts, 4 instructions a weight": each(int4(4)),

@@ -61,6 +61,10 @@ CONFIGURATIONS = {
         functools.partial(linear_kernel.configuration, rows, outputs, "bfloat16")
         for rows, outputs in itertools.product((16, 64), (8, 2048, 5120, 151936))
     ],
+    "linear_parts": [
+        functools.partial(linear_kernel.parts_of, outputs, inputs, "bfloat16")
+        for outputs, inputs in itertools.product((8, 64, 128, 151936), (2048, 4096))
+    ],
     "expert_ffn": [
         functools.partial(expert_ffn.configuration, d, i, "bfloat16", rows, versions)
         for d, i, rows, versions in itertools.product(

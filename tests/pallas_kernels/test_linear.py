@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear import api, pallas_triton
+from pallas_kernels.linear import api, pallas_triton, sum_of_parts
 from pallas_kernels.linear.specs import SPECS, Spec
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
@@ -101,6 +101,81 @@ def test_a_row_is_independent_of_the_number_of_rows(implementation, dtype):
         same_bits(run(more, implementation, many, weights, bias)[16:32], want)
 
 
+PARTS_SPECS = (
+    Spec(17, "bfloat16", inputs=512, outputs=48),
+    Spec(64, "bfloat16", inputs=200, row_tile=16, tiles=3),
+    Spec(3, "float16", inputs=7168, outputs=256),
+    Spec(2, "bfloat16", inputs=2048, outputs=128),
+    Spec(128, "bfloat16", inputs=256, row_tile=64),
+    Spec(2, "float32", inputs=256, outputs=16),
+)
+"""Four parts, the last product masked; two, the last of them not whole; four of seven tiles; eight
+of one; prefill's only one; what has no kernel."""
+
+
+def parts(spec, implementation, x, weights):
+    op = compiled(api.linear_parts, implementation=implementation, row_tile=spec.row_tile)
+    tiles = None if spec.tiles is None else np.int32(spec.tiles)
+    return np.asarray(op(x, weights, np.int32(LAYER), tiles=tiles))
+
+
+def check_parts(spec, implementation):
+    """Each part is the product over its own piece of the depth, and the sum has them in order."""
+    x, weights, _ = case(spec, 0)
+    needed = spec.tokens if spec.tiles is None else spec.tiles * spec.row_tile
+    x[needed:] = np.nan
+    got = parts(spec, implementation, x, weights)
+    assert got.dtype == np.float32 and got.shape[1:] == (spec.tokens, spec.outputs)
+    count, depth = 1, spec.inputs
+    if implementation == "pallas" and spec.row_tile != 64:
+        found = pallas_triton.parts_of(spec.outputs, spec.inputs, spec.dtype)
+        count, depth = found.count, found.turns * found.tile.depth
+        assert count > 1
+    assert len(got) == count
+    for s in range(count):
+        piece = slice(s * depth, (s + 1) * depth)
+        want = wide(x[:needed, piece]) @ wide(weights[LAYER][:, piece]).T
+        close("linear", "float32", got[s, :needed], want)
+    total = got[0]
+    for part in got[1:]:
+        total = total + part
+    same_bits(np.asarray(sum_of_parts(got))[:needed], total[:needed])
+
+
+@each(api.IMPLEMENTATIONS, PARTS_SPECS)
+def test_parts_are_products_over_pieces_of_the_depth(spec, implementation):
+    check_parts(spec, implementation)
+
+
+def check_parts_of_a_row(implementation, dtype):
+    """The bits of a row's parts, whatever the number of rows and the other rows."""
+    spec = Spec(16, dtype, inputs=512, outputs=24, row_tile=16)
+    x, weights, _ = case(spec, 0)
+    want = parts(spec, implementation, x, weights)
+    few = dataclasses.replace(spec, tokens=4, row_tile=4)
+    same_bits(parts(few, implementation, x[:4], weights), want[:, :4])
+    more = dataclasses.replace(spec, tokens=32, tiles=2)
+    many = np.full((32, spec.inputs), np.nan, x.dtype)
+    many[16 + 3] = x[3]
+    same_bits(parts(more, implementation, many, weights)[:, 16 + 3], want[:, 3])
+
+
+@each({name: f for name, f in api.IMPLEMENTATIONS.items() if name != "xla"}, dtypes=("bfloat16",))
+def test_parts_of_a_row_are_independent_of_the_others(implementation, dtype):
+    check_parts_of_a_row(implementation, dtype)
+
+
+def test_how_many_parts_there_are():
+    """As many as keep the multiprocessors busy and a row of all parts short."""
+    sizes = {(128, 2048): 8, (64, 2048): 16, (8, 4096): 32, (256, 7168): 4, (512, 2048): 2}
+    for (outputs, inputs), count in sizes.items():
+        found = pallas_triton.parts_of(outputs, inputs, "bfloat16")
+        assert found.count == count
+        assert count * found.turns * found.tile.depth == inputs
+        assert count * max(outputs, 16) <= pallas_triton.PART_VALUES
+    assert pallas_triton.parts_of(5120, 2048, "bfloat16").count == 1
+
+
 def wrong_layer(linear, x, weights, layer, bias, **options):
     return linear(x, weights, layer - 1, bias, **options)
 
@@ -172,3 +247,15 @@ def test_refuses(x, bias, options, message):
     bias = None if bias is None else jnp.zeros(bias)
     with pytest.raises(ValueError, match=message):
         api.linear(jnp.zeros(x), jnp.zeros((2, 6, 4)), 0, bias, **options)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_refuses_parts_of_shapes_that_do_not_fit(implementation):
+    with pytest.raises(ValueError, match="x has 5 columns, the weights have 4"):
+        api.linear_parts(jnp.zeros((3, 5)), jnp.zeros((2, 6, 4)), 0, implementation=implementation)
+    with pytest.raises(ValueError, match="3 rows are not whole tiles of 2"):
+        api.linear_parts(
+            *(jnp.zeros((3, 4)), jnp.zeros((2, 6, 4)), 0),
+            row_tile=2,
+            implementation=implementation,
+        )

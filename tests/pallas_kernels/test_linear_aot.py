@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import linear, linear_parts
 from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
@@ -47,7 +47,8 @@ def test_products_of_a_layer(name, rows):
             attended = jnp.tanh(qkv[:, : weights["o"].shape[-1]])  # arithmetic, not a copy
             x = product(attended, weights["o"], i, tiles, row_tile, residual=x)
             x = jnp.tanh(x)  # into the memory of the carry, as combine does
-            return x, product(x, weights["router"], i, tiles, row_tile, out_dtype=jnp.float32)
+            options = {"row_tile": row_tile, "tiles": tiles, "implementation": "pallas"}
+            return x, linear_parts(x, weights["router"], i, **options)
 
         return jax.lax.scan(layer, x, jnp.arange(model.layers))
 
@@ -55,8 +56,14 @@ def test_products_of_a_layer(name, rows):
     program, kernels = compile_kernels(
         layers, x, weights_of(model, dtype), Array((), jnp.int32), donate_argnums=0
     )
-    assert program.kernels().count("linear") == 3
+    in_parts = row_tile == 16
+    assert program.kernels().count("linear") == 3 - in_parts
+    assert program.kernels().count("linear_parts") == in_parts
     assert program.copies() == []
+    if in_parts:
+        parts = next(kernel for name, kernel in kernels.items() if name.startswith("linear_parts"))
+        assert parts.spill_bytes == 0 and "mma.sync" in parts.ptx
+        assert parts.load_bits()[128] >= 4
     check(kernels, "wgmma.mma_async" if row_tile == 64 else "mma.sync", scalars=3)
 
 
@@ -115,7 +122,7 @@ def test_odd_widths(row_tile):
 
 def check(kernels, instruction, scalars=2):
     """scalars: narrow loads, of the layer, the tiles in use, bias and residual."""
-    kernels = [kernel for name, kernel in kernels.items() if name.startswith("linear")]
+    kernels = [kernel for name, kernel in kernels.items() if re.fullmatch(r"linear(__\d+)?", name)]
     assert kernels
     for kernel in kernels:
         loads = kernel.load_bits()

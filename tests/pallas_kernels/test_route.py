@@ -100,6 +100,27 @@ def test_contract(spec, implementation):
     check(spec, implementation)
 
 
+def check_parts(implementation):
+    """Logits in parts have the routing of their sum in ascending order, to the bit."""
+    rng = np.random.default_rng(0)
+    parts = (100 ** rng.uniform(-1, 1, (5, 17, 60))).astype(np.float32)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    other = parts[::-1].cumsum(axis=0)[-1]
+    assert np.any(other != total)  # so another order would show
+    valid = np.arange(17) != 3
+    rule = RouteRule(4)
+    want = run(rule, implementation, total, valid)
+    for got, wanted in zip(run(rule, implementation, parts, valid), want, strict=True):
+        same_bits(got, wanted)
+
+
+@each(api.IMPLEMENTATIONS)
+def test_logits_come_in_parts(implementation):
+    check_parts(implementation)
+
+
 @each(api.IMPLEMENTATIONS)
 def test_a_row_is_independent_of_the_others(implementation):
     logits = np.random.default_rng(0).standard_normal((17, 128)).astype(np.float32)

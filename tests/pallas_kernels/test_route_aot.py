@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.route import RouteRule, route
+from pallas_kernels.plan.record import record_size
+from pallas_kernels.route import RouteRule, route, route_and_plan
 from pallas_kernels.route.specs import RULES
 from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
+from tests.pallas_kernels.test_plan_aot import nbytes, tables_of
 
 pytestmark = pytest.mark.aot
 
@@ -58,6 +60,47 @@ def test_other_rules(name, experts, corrected):
     program, kernels = compile_route(16, experts, RULES[name], correction)
     assert program.kernels() == ["route"] and program.copies() == []
     check(kernels["route"], 128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "rule", "corrected"),
+    [
+        (4, 128, "top8-normalized", False),
+        (16, 128, "top8-normalized", False),
+        (16, 8, "phi-3.5", False),
+        pytest.param(4, 512, "top8-normalized", False, marks=pytest.mark.nightly),
+        pytest.param(16, 60, "top4", False, marks=pytest.mark.nightly),
+        pytest.param(16, 64, "moonlight", True, marks=pytest.mark.nightly),
+        pytest.param(16, 256, "moonlight", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_route_and_plan_in_one_launch(rows, experts, rule, corrected):
+    """Inside a scan over the layers, as in a step; logits in parts."""
+    layers, rule = 48, RULES[rule]
+
+    def steps(tables, records, logits, valid, correction):
+        def layer(carry, i):
+            operands = logits, valid, correction, i, carry[0], i, carry[1]
+            ids, _, *carry, work = route_and_plan(*operands, rule=rule, implementation="pallas")
+            return tuple(carry), (ids, work.fill_count)
+
+        return jax.lax.scan(layer, (tables, records), jnp.arange(layers))
+
+    tables = tables_of(layers, experts, experts)
+    records = Array((layers, record_size(rows * rule.top_k, experts)), jnp.int32)
+    program, kernels = compile_kernels(
+        steps,
+        *(tables, records, Array((8, rows, experts), jnp.float32), Array((rows,), bool)),
+        Array((layers, experts), jnp.float32) if corrected else None,
+        donate_argnums=(0, 1),
+    )
+    assert program.kernels().count("route_plan") == 1
+    assert not {"route", "plan"} & set(program.kernels())
+    assert program.memory.alias_bytes == nbytes(tables) + 4 * records.size
+    assert program.copies(4 * layers * experts) == []
+    kernel = kernels["route_plan"]
+    assert kernel.spill_bytes == 0
+    assert kernel.registers <= 168 and kernel.shared_bytes <= 16 * 1024
 
 
 def check(kernel, registers):

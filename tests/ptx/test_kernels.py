@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.specs import (
 )
 from pallas_kernels.plan.specs import SPECS as PLAN
 from pallas_kernels.rms_norm.specs import SPECS as RMS_NORM
+from pallas_kernels.route.specs import PLANNED_SPECS
 from pallas_kernels.route.specs import SPECS as ROUTE
 from pallas_kernels.stage.specs import SPECS as STAGE
 from tests.aot.aot_h200 import CARDS
@@ -46,6 +47,7 @@ from tests.pallas_kernels import (
     test_prefill_attention,
     test_rms_norm,
     test_route,
+    test_route_and_plan,
     test_stage,
 )
 from tests.ptx.program import patched
@@ -55,9 +57,11 @@ pytestmark = pytest.mark.aot
 DECODE = {
     "fill": (test_fill, test_fill.check, FILL),
     "route": (test_route, test_route.check, ROUTE),
+    "route_and_plan": (test_route_and_plan, test_route_and_plan.check, PLANNED_SPECS),
     "combine": (test_combine, test_combine.check, COMBINE),
     "combine_and_count": (test_combine, test_combine.check_count, test_combine.COUNTED),
     "linear": (test_linear, test_linear.check, LINEAR),
+    "linear_parts": (test_linear, test_linear.check_parts, test_linear.PARTS_SPECS),
     "rms_norm": (test_rms_norm, test_rms_norm.check, RMS_NORM),
     "layer_norm": (test_layer_norm, test_layer_norm.check, LAYER_NORM),
     "residual": (test_linear, test_linear.check_residual, test_linear.RESIDUAL_SPECS[:-1]),
@@ -82,9 +86,11 @@ PREFILL = {
 QUICK = {
     "fill": (0, 3),
     "route": (0, 1),
+    "route_and_plan": (0,),
     "combine": (0,),
     "combine_and_count": (1,),
     "linear": (0, 17),
+    "linear_parts": (1,),
     "residual": (0,),
     "rms_norm": (0,),
     "kv_write": (3,),
@@ -125,6 +131,14 @@ def test_attention_has_equal_bits_with_programs_for_longer_contexts():
     bits = test_decode_attention.test_bits_are_independent_of_the_width_of_the_block_table
     with patched(test_decode_attention, card="h200"):
         bits("pallas", "bfloat16")
+
+
+@pytest.mark.nightly
+def test_parts_of_logits_and_of_a_row():
+    with patched(test_linear, card="h200"):
+        test_linear.check_parts_of_a_row("pallas", "bfloat16")
+    with patched(test_route, card="h200"):
+        test_route.check_parts("pallas")
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ from pallas_kernels.fill_ffn.specs import SPECS as FILL_FFN
 from pallas_kernels.linear.specs import Spec as LinearSpec
 from pallas_kernels.plan.specs import Spec as PlanSpec
 from pallas_kernels.rms_norm.specs import Spec as NormSpec
+from pallas_kernels.route.specs import PlannedSpec
 from tests.pallas_kernels import (
     test_combine,
     test_fill,
@@ -18,6 +19,7 @@ from tests.pallas_kernels import (
     test_linear,
     test_plan,
     test_rms_norm,
+    test_route_and_plan,
 )
 from tests.ptx import program
 from tests.ptx.parse import Fault
@@ -55,6 +57,10 @@ CHECKS: dict[str, tuple] = {
     "plan routed": (
         test_plan,
         lambda: test_plan.check_routed(PlanSpec(2, 5, 8), "pallas", HISTORY),
+    ),
+    "route_plan": (
+        test_route_and_plan,
+        lambda: test_route_and_plan.check(PlannedSpec(4, 60, 9, "top4-normalized"), "pallas"),
     ),
 }
 """Op → the module of its contract, and the contract for one spec."""
@@ -171,6 +177,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
         *("plan routed", replaced(BARRIER, NONE, 1), "race"),
     ),
     "its ones written beside its zeros": ("plan routed", replaced(BARRIER, NONE), "race"),
+    "a row's reduction read before it is whole": ("route_plan", replaced(BARRIER, NONE), "race"),
     "the layer counted while threads read it": (
         *("combine", lambda ptx: re.sub(BARRIER, NONE, ptx), "writes what another thread reads"),
     ),

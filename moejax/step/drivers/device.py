@@ -19,6 +19,7 @@ from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
     add_experts_and_count,
     compute_materialized,
+    compute_planned,
     expert_rows,
     materialize,
     nothing_computed,
@@ -109,12 +110,11 @@ def device_step(
         memory = memory._replace(arena=arena)
         if not stack.is_moe:
             return carry._replace(x=stack.feed_forward(i, x, tokens), memory=memory), None
-        x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
-        seen = layer_arrays(stack, i, normed, tokens, context.arrays)
-        y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
-        y, memory, records, counts = _experts(
-            y, normed, (ids, weights), memory, moe_layer, records, context
+        x, routed, y, memory, records, counts = _sparse(
+            stack, i, x, tokens, forced, memory, shared, records, context
         )
+        normed, ids, weights = routed
+        seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
         x, index = add_experts_and_count(x, y, weights, index, context.ops)
         if stages is not None:
@@ -161,6 +161,38 @@ def _with_shared(carry: _Carry, k: int, context: StepContext) -> _Carry:
     size = record_size(pairs, experts, len(context.stores))
     records = jnp.zeros((layers, size), jnp.int32)
     return carry._replace(y=nothing_computed(pairs, carry.x.shape[1]), records=records)
+
+
+def _sparse(
+    stack: LayerStack,
+    i: jax.Array,
+    x: jax.Array,
+    tokens: Tokens,
+    forced: Routing | None,
+    memory: DeviceMemory,
+    shared: jax.Array | None,
+    records: jax.Array | None,
+    context: StepContext,
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array, DeviceMemory, Any, Any]:
+    """A layer's routing and experts: (x, (normed, ids, weights), and as _experts). shared, records:
+    of the carry."""
+    layer = stack.first_moe_layer + i
+    kernels = context.ops.route == context.ops.plan == "pallas"
+    # A forced routing would come between router and plan; a window has no plan.
+    between = forced is not None or context.window or context.in_place
+    if kernels and shared is not None and records is not None and not between:
+        versions = len(context.stores)
+        x, normed, ids, weights, tables, records, work = stack.route_and_plan(
+            i, x, tokens, memory.tables, records, versions
+        )
+        memory = memory._replace(tables=tables)
+        y, memory = compute_planned(shared, normed, ids, memory, layer, work, context)
+        return x, (normed, ids, weights), y, memory, records, None
+    x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
+    y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
+    routing = ids, weights
+    y, memory, records, counts = _experts(y, normed, routing, memory, layer, records, context)
+    return x, (normed, ids, weights), y, memory, records, counts
 
 
 def _experts(
