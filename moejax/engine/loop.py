@@ -378,7 +378,7 @@ class Engine:
         table = self._device_block_table()
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
-            program = ProgramKey(kind)
+            program = runner.prefill_key(kind, len(work.chunks))
             output = runner.prefill(
                 prefill_batch(work, runner.shapes),
                 table,

@@ -157,7 +157,7 @@ def step_record(
     if work.rows:
         rows, waves = output.logits.shape[0], 1
     else:
-        rows, waves = shapes.prefill_chunks * shapes.chunk, shapes.waves
+        rows, waves = ids.shape[1], shapes.waves
     arrays = {}
     for name, given in output.arrays._asdict().items():
         if given is not None:

@@ -16,7 +16,7 @@ from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.cpu.arena import OwnedArena
-from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.expert_ffn import expert_ffn, sorted_pairs
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.fill_ffn import fill_ffn
@@ -70,7 +70,12 @@ def page_and_compute(
     moejax.step.results.Results).
     """
     stores, waves = context.stores, context.waves
-    active = active_experts(ids, jnp.ones(memory.tables.address.shape[1], bool))
+    experts, implementation = memory.tables.address.shape[1], context.ops.expert_ffn
+    pairs = sorted_pairs(ids, experts, row_tile=context.row_tile, implementation=implementation)
+    if pairs is None:
+        active = active_experts(ids, jnp.ones(experts, bool))
+    else:
+        active = pairs.first[1:] > pairs.first[:-1]
     planned = plan_wave
     if elsewhere is not None:
         planned = functools.partial(plan_elsewhere, elsewhere=elsewhere)
@@ -81,7 +86,8 @@ def page_and_compute(
         if not context.in_place:
             arena = fill_planned(arena, layer, work, context)
         residents = arena, tables.address, tables.version
-        y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
+        listed = work.active, work.active_count
+        y = compute(y, x, ids, residents, layer, *listed, context, pairs)
         if context.in_place:
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
@@ -89,7 +95,7 @@ def page_and_compute(
             counts += plan_counts(work, missing, tables, layer, len(stores))
         return y, DeviceMemory(arena, tables), counts
 
-    counts = jnp.zeros(counts_size(active.shape[0], len(stores)), jnp.int32)
+    counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
     # A loop, because written out one after the other XLA sees that a wave's fill does not depend
     # on what the wave before it read, and copies the arena (seen on CPU).
     y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
@@ -277,9 +283,11 @@ def compute(
     active: jax.Array,
     count: jax.Array,
     context: ExpertContext,
+    pairs: Any = None,
 ) -> jax.Array:
     """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, as
-    of DeviceMemory, and where each expert is in it and in which version, as of expert_ffn."""
+    of DeviceMemory, and where each expert is in it and in which version, as of expert_ffn. pairs:
+    as of expert_ffn."""
     with jax.named_scope("expert_ffn"):
         return expert_ffn(
             y,
@@ -297,6 +305,7 @@ def compute(
             implementation=context.ops.expert_ffn,
             shared_kib=context.ops.shared_kib,
             threads=context.threads,
+            pairs=pairs,
         )
 
 

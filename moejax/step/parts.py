@@ -71,6 +71,8 @@ class StepShapes:
     """Passes over a layer's experts in prefill."""
     buckets: tuple[int, ...] = ()
     """Row counts that decode is compiled for, ascending, the last one R; empty: R alone."""
+    prefills: tuple[int, ...] = ()
+    """Chunk counts that prefill is compiled for, ascending, the last one N; empty: N alone."""
     contexts: tuple[int, ...] = ()
     """Pages of the longest sequence of a step that decode is compiled for, ascending, the last one
     B; empty: B alone."""
@@ -78,6 +80,10 @@ class StepShapes:
     def bucket(self, rows: int) -> int:
         """The smallest row count that decode is compiled for and that holds so many rows."""
         return next((b for b in self.buckets if b >= rows), self.rows)
+
+    def prefill(self, chunks: int) -> int:
+        """The fewest chunks that prefill is compiled for and that hold so many."""
+        return next((b for b in self.prefills if b >= chunks), self.prefill_chunks)
 
     def context(self, pages: int) -> int:
         """The fewest pages that decode is compiled for and that hold so many of each sequence."""
@@ -190,6 +196,11 @@ class PrefillBatch(NamedTuple):
     prefill step."""
     targets: Leaf
     """[N, C]: tokens whose log-probability scoring asks for; unused otherwise."""
+
+    def of_chunks(self, chunks: int) -> PrefillBatch:
+        """The first chunks, in which all tokens are."""
+        names = ("tokens", "row", "start", "skip", "length", "targets")
+        return self._replace(**{name: getattr(self, name)[:chunks] for name in names})
 
 
 def empty_prefill(shapes: StepShapes) -> PrefillBatch:

@@ -81,7 +81,7 @@ Kind = (
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
 
-_BY_ROWS = ("decode", "greedy", "sample", "add_bias", "adjust", "logprobs")
+_BY_ROWS = ("decode", "prefill", "greedy", "sample", "add_bias", "adjust", "logprobs")
 
 
 class ProgramKey(NamedTuple):
@@ -90,7 +90,7 @@ class ProgramKey(NamedTuple):
     kind: Kind
     rows: int | None = None
     """The bucket of decode and of what takes its logits: for the first rows only, though adjusted
-    logits are of all rows. None: all rows."""
+    logits are of all rows. Of prefill its chunks. None: all there are."""
     traced: bool = False
     """A step that gives out the trace arrays."""
     forced: bool = False
@@ -164,6 +164,8 @@ class Programs:
             raise ValueError(f"no program {str(key)!r}: decode steps search expert maps")
         if key.context is not None and key.kind != "decode":
             raise ValueError(f"no program {str(key)!r}: only decode steps have a context")
+        if key.kind == "prefill" and key.rows not in (None, *self.steps.shapes.prefills[:-1]):
+            raise ValueError(f"no program {str(key)!r}: no prefill step has so many chunks")
         if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
             if key.kind in STEPS:
                 return self._step(key)
@@ -230,17 +232,21 @@ class Programs:
         """How many tokens the step computes, padding included."""
         if key.kind == "decode":
             return key.rows or self.steps.shapes.rows
-        return self.steps.shapes.prefill_chunks * self.steps.shapes.chunk
+        return (key.rows or self.steps.shapes.prefill_chunks) * self.steps.shapes.chunk
 
     def batch(self, key: ProgramKey) -> tuple:
         """What a step is given beside model and memory, forced routing and stage list: of decode
-        all rows, so that the caller's arrays are the same for every bucket."""
+        all rows, so that the caller's arrays are the same for every bucket; of prefill
+        its chunks."""
         rows = self.array(self.steps.shapes.rows)
         block_table = self.array(self.steps.shapes.rows, self.steps.shapes.blocks)
         if key.kind == "decode":
             return rows, rows, block_table
-        prefill = (self.array(*values.shape) for values in empty_prefill(self.steps.shapes))
-        return PrefillBatch._make(prefill), block_table, rows
+        prefill = empty_prefill(self.steps.shapes)
+        if key.rows is not None:
+            prefill = prefill.of_chunks(key.rows)
+        arrays = (self.array(*values.shape) for values in prefill)
+        return PrefillBatch._make(arrays), block_table, rows
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
         """What the step computes of a batch: the first rows and their first pages, all chunks;

@@ -206,12 +206,13 @@ class Runner:
         """Begins to compile what the first requests need, then what later ones may, while those
         run. runs: of equal layers, how many and whether they have experts."""
         first = self._bucket(1)
-        steps = self._decodes()[0], ProgramKey("prefill")
+        steps = self._decodes()[0], self._prefills()[0]
         self.need(*(key for step in steps for key in self._calls(step)), ProgramKey("regrant"))
         if self.queue:
             self.need(ProgramKey("drain"))
         later = [ProgramKey("sample"), ProgramKey("sample", first)]
-        for key in (*later, *(key for step in self._decodes() for key in self._calls(step))):
+        steps = *self._prefills(), *self._decodes()
+        for key in (*later, *(key for step in steps for key in self._calls(step))):
             self._executable(key)
 
     def moved_bytes(self) -> dict[str, np.ndarray] | None:
@@ -249,6 +250,20 @@ class Runner:
         context = self.shapes.context(pages)
         known = None if context == self.shapes.blocks else context
         return ProgramKey("decode", self._bucket(rows), context=known)
+
+    def _prefills(self) -> list[ProgramKey]:
+        """A prefill step of every number of chunks, the fewest first."""
+        buckets = self.shapes.prefills or (self.shapes.prefill_chunks,)
+        return list(dict.fromkeys(self.prefill_key("prefill", chunks) for chunks in buckets))
+
+    def prefill_key(self, kind: PrefillKind, chunks: int) -> ProgramKey:
+        """The smallest prefill step that holds so many chunks. What scores targets has one alone,
+        as it is given many at once, and so have steps that walk through layers."""
+        bucket = self.shapes.prefill(chunks)
+        smaller = bucket < self.shapes.prefill_chunks
+        if kind != "prefill" or self.driver != "device" or not smaller:
+            return ProgramKey(kind)
+        return ProgramKey(kind, bucket)
 
     def decode_key(self, positions: np.ndarray) -> ProgramKey:
         """The smallest decode step that holds these positions int32[R], −1: an empty row."""
@@ -373,7 +388,10 @@ class Runner:
 
     def prepare_stages(self) -> None:
         """As prepare, of what steps with stage lists need."""
-        self.need(*self._calls(ProgramKey("prefill", staged=True)))
+        for i, step in enumerate(self._prefills()):
+            needed = self._executable if i else self.need
+            for key in self._calls(step):
+                needed(key._replace(staged=True))
         self._need_decodes(staged=True)
 
     def executables(self) -> tuple[ProgramKey, ...]:
@@ -453,10 +471,13 @@ class Runner:
         stages: Entries | None = None,
         hooks: Hooks | None = None,
     ) -> StepOutput:
-        """Dispatches a prefill step. kind: prefill; score or prompt_logprobs, which also give the
-        scores of the output. Others as of decode."""
+        """Dispatches a prefill step, of as few chunks as there is a program for. kind: prefill;
+        score or prompt_logprobs, which also give the scores of the output. Others as of decode."""
+        key = self.prefill_key(kind, int(prefill.count)) if forced is None else ProgramKey(kind)
+        if key.rows is not None:
+            prefill = prefill.of_chunks(key.rows)
         args = prefill, block_table, self.tokens
-        return self._made(self._step(ProgramKey(kind), args, forced, stages, hooks))
+        return self._made(self._step(key, args, forced, stages, hooks))
 
     def sample(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
         """Samples the rows under `update` bool[R], those that the latest step gave logits, and

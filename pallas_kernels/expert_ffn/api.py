@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
+from pallas_kernels.expert_ffn import many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.absent import AbsentRecords
@@ -30,6 +33,7 @@ def expert_ffn(
     implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
     threads: int = 0,
+    pairs: many_tokens.Pairs | None = None,
 ) -> Float[Array, "TK D"]:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
 
@@ -42,7 +46,8 @@ def expert_ffn(
     bits. formats: of the versions, see VersionFormats; None: one version, dense. Whatever its
     version, an expert's weights are computed with as they decode, in x's dtype. shared_kib: the
     device's `cards.shared_class`, for the kernels. threads: of XLA's pool, the most that
-    the native op takes, so that another one can run beside; 0: all. No bit depends on it.
+    the native op takes, so that another one can run beside; 0: all. No bit depends on it. pairs:
+    what sorted_pairs made of the same ids for this implementation, where several calls share it.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
@@ -64,7 +69,9 @@ def expert_ffn(
         store.stand_in(arena, implementation) if isinstance(store, AbsentRecords) else store
         for store in stores
     )
-    part = {"threads": threads} if implementation == "cpu" else {}
+    part: dict[str, Any] = {"threads": threads} if implementation == "cpu" else {}
+    if pairs is not None:
+        part["pairs"] = pairs
     return fn(
         y,
         x,
@@ -81,3 +88,13 @@ def expert_ffn(
         row_tile=row_tile,
         **part,
     )
+
+
+def sorted_pairs(
+    ids: Int[Array, "T K"], experts: int, *, row_tile: int, implementation: str
+) -> many_tokens.Pairs | None:
+    """What the implementation makes of ids alone, which is the same in all waves over a layer's
+    experts: in a loop over them XLA would make it anew in each. None: nothing."""
+    if implementation != "pallas" or row_tile < many_tokens.ROWS:
+        return None
+    return many_tokens.sort_pairs(ids, experts)

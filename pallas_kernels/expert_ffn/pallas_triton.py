@@ -91,10 +91,12 @@ def expert_ffn(
     activation,
     row_tile,
     shared_kib: int = CLASSES[-1],
+    pairs: many_tokens.Pairs | None = None,
 ):
     config = configuration_of(x, formats, row_tile, shared_kib)
     memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
     kernels = few_tokens if config.rows == few_tokens.ROWS else many_tokens
+    sorted_once = {} if pairs is None else {"pairs": pairs}
     return kernels.expert_ffn(
         y,
         x,
@@ -106,6 +108,7 @@ def expert_ffn(
         activation=in_kernels(activation),
         gate_up=config.gate_up,
         down=config.down,
+        **sorted_once,
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_ffn import api, pallas_triton
+from pallas_kernels.expert_ffn import api, many_tokens, pallas_triton
 from pallas_kernels.expert_ffn.pallas_triton import Config
 from pallas_kernels.expert_ffn.specs import SPECS, Spec
 from pallas_kernels.expert_ffn.tile import Tile, fit
@@ -91,7 +91,7 @@ def memory(spec, c, resident, spare_rows=0):
     return arena, store, address
 
 
-def run(spec, implementation, c, memory, active=None, y=None, activation="silu"):
+def run(spec, implementation, c, memory, active=None, y=None, activation="silu", pairs=None):
     arena, store, address = memory
     active = c.active if active is None else active
     version = np.full((spec.layers, spec.experts), 7, np.int32)
@@ -115,6 +115,7 @@ def run(spec, implementation, c, memory, active=None, y=None, activation="silu")
         version,
         listed,
         np.int32(len(active)),
+        pairs=pairs,
     )
 
 
@@ -195,6 +196,34 @@ def test_bits_are_independent_of_waves(implementation, dtype, row_tile):
     for part in (c.active[:1], c.active[1:1], c.active[1:5], c.active[5:]):
         y = run(spec, implementation, c, placed, active=part, y=y)
     same_bits(y, want)
+
+
+def test_waves_share_the_sort_of_their_pairs():
+    spec = Spec(17, "bfloat16", "padded", row_tile=many_tokens.ROWS)
+    c = case(spec, 0)
+    placed = memory(spec, c, {1, 2, 6})
+    pairs = api.sorted_pairs(c.ids, spec.experts, row_tile=spec.row_tile, implementation="pallas")
+    y = c.y
+    for part in (c.active[:2], c.active[2:]):
+        y = run(spec, "pallas", c, placed, active=part, y=y, pairs=pairs)
+    same_bits(y, run(spec, "pallas", c, placed))
+    for row_tile, implementation in ((16, "pallas"), (64, "xla"), (1, "cpu")):
+        options = {"row_tile": row_tile, "implementation": implementation}
+        assert api.sorted_pairs(c.ids, spec.experts, **options) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts"), [(1, 1, 1), (40, 6, 64), (128, 2, 8), (200, 8, 128)]
+)
+def test_pairs_are_sorted_as_by_a_stable_sort(tokens, k, experts):
+    rng = np.random.default_rng(tokens)
+    ids = np.stack([np.sort(rng.permutation(experts)[:k]) for _ in range(tokens)]).astype(np.int32)
+    ids[rng.random(tokens) < 0.3] = experts
+    for some in (ids, np.full_like(ids, experts), np.full_like(ids, experts - 1)):
+        flat = some.reshape(-1)
+        order, first = many_tokens.sort_pairs(jnp.asarray(some), experts)
+        np.testing.assert_array_equal(order, np.argsort(flat, kind="stable"))
+        np.testing.assert_array_equal(first, np.searchsorted(np.sort(flat), range(experts + 1)))
 
 
 @on_bits

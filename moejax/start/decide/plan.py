@@ -111,8 +111,8 @@ class Plan:
             "ops": ", ".join(f"{op} {name}" for op, name in ops.items()),
             "steps": f"driver {steps.driver}, decode rows {', '.join(map(str, shapes.buckets))}, "
             f"contexts up to {', '.join(str(n * block) for n in shapes.contexts)}, "
-            f"prefill {shapes.prefill_chunks} chunks of {shapes.chunk} tokens in {shapes.waves} "
-            "waves",
+            f"prefill {', '.join(map(str, shapes.prefills))} chunks of {shapes.chunk} tokens in "
+            f"{shapes.waves} waves",
             "sequences": f"{self.max_num_seqs} at once of {self.max_model_len} tokens; a prefill "
             f"step waits for {self.admission}",
             "arena": f"{budget.slots} slots of {size} bytes, {format_bytes(budget.slots * size)}"

@@ -32,6 +32,12 @@ FEW_ROWS = 4
 """Rows of the smallest decode step. With so few, programs of attention for the other rows cost
 nothing (docs/kernels.md); products have the tiles of 16 rows."""
 
+LEAST_PREFILL = 8
+"""Chunks of the smallest prefill step, of those that are compiled for fewer than all."""
+
+PREFILLS_APART = 4
+"""How many times more chunks each prefill step has."""
+
 CONTEXTS_APART = 4
 """How many times longer each context is that decode is compiled for."""
 
@@ -47,8 +53,8 @@ def step_shapes(
 ) -> StepShapes:
     """The start-up shapes for these limits. Attention reads whole spans, so the block table is
     whole spans wide; a prefill step is at least one chunk and no more than all prompts can fill.
-    bucketed: decode is also compiled for fewer rows and for shorter contexts, since a kernel's grid
-    is static."""
+    bucketed: decode is also compiled for fewer rows and for shorter contexts, and prefill for fewer
+    chunks, since a kernel's grid is static."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
     if rows > DECODE_TILE or bucketed:
@@ -61,11 +67,15 @@ def step_shapes(
     contexts = [spans]
     while bucketed and contexts[0] * SPAN >= CONTEXTS_APART * LEAST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // CONTEXTS_APART))
+    prefills = [max(chunks, 1)]
+    while bucketed and prefills[0] >= PREFILLS_APART * LEAST_PREFILL:
+        prefills.insert(0, -(-prefills[0] // PREFILLS_APART))
     return StepShapes(
         rows=rows,
         buckets=tuple(buckets),
         chunk=PREFILL_CHUNK,
-        prefill_chunks=max(chunks, 1),
+        prefill_chunks=prefills[-1],
+        prefills=tuple(prefills),
         blocks=spans * (SPAN // layout.page.block_size),
         contexts=tuple(n * (SPAN // layout.page.block_size) for n in contexts),
         waves=waves,

@@ -23,11 +23,15 @@ JOBS = three_jobs(vocabulary=4096)
 
 @pytest.fixture(scope="module")
 def llm():
-    """Decode is compiled for contexts of 64 tokens too: one job's is longer."""
+    """Decode is compiled for contexts of 64 tokens too: one job's is longer. Prefill is compiled
+    for one chunk too: one job has two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "LEAST_CONTEXT", 32)
+        patch.setattr(shapes, "LEAST_PREFILL", 1)
+        patch.setattr(shapes, "PREFILLS_APART", 3)
         with interpreted_llm("demo", **LIMITS) as llm:
             assert llm.engine.runner.shapes.contexts == (4, 8)
+            assert llm.engine.runner.shapes.prefills == (1, 3)
             yield llm
 
 
@@ -51,6 +55,7 @@ def test_budgets_and_company_change_no_bit(llm):
         together = run(llm, [*others, *JOBS])[len(others) :]
         assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
     steps = {"decode_pages4@4", "decode_pages4", "decode@4", "decode@16", "decode"}
+    steps |= {"prefill@1", "prefill"}
     assert steps <= {*map(str, llm.engine.runner.executables())}
 
 

@@ -11,6 +11,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.kernels import kernel_shapes
+from moejax.step.parts import empty_prefill
 from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
@@ -37,9 +38,9 @@ def test_decode_has_fewer_rows_only_where_every_product_is_a_kernel(architecture
     assert decodes_in_buckets(config, gpu_ops(config, ops)) is expected
 
 
-def shapes_of(rows, max_model_len, bucketed=True):
+def shapes_of(rows, max_model_len, bucketed=True, batched=512):
     config = parse_config(config_of("MixtralForCausalLM"))
-    limits = dict(rows=rows, max_model_len=max_model_len, max_num_batched_tokens=512, waves=1)
+    limits = dict(rows=rows, max_model_len=max_model_len, max_num_batched_tokens=batched, waves=1)
     return step_shapes(config.slot_layout(2), **limits, bucketed=bucketed)
 
 
@@ -76,6 +77,36 @@ def test_a_step_takes_the_least_program_of_contexts_and_rows():
     assert len(every) == 12 and every[0] == "decode_pages128@4" and every[-1] == "decode"
     with pytest.raises(ValueError, match="no program 'prefill_pages8': only decode steps have"):
         object.__new__(Programs).program(ProgramKey("prefill", context=8))
+
+
+def test_a_prefill_step_takes_the_fewest_chunks_that_hold_its_own():
+    runner = object.__new__(Runner)
+    runner.shapes = shapes_of(40, 4096, batched=8192)
+    assert runner.shapes.prefills == (8, 32, 128) and runner.shapes.prefill_chunks == 128
+    steps = [str(runner.prefill_key("prefill", n)) for n in (1, 8, 9, 32, 33, 128)]
+    assert steps == ["prefill@8"] * 2 + ["prefill@32"] * 2 + ["prefill"] * 2
+    assert [*map(str, runner._prefills())] == ["prefill@8", "prefill@32", "prefill"]
+    # What scores targets, and drivers that walk through layers, have all chunks.
+    assert str(runner.prefill_key("score", 1)) == "score"
+    runner.driver = "host"
+    assert [*map(str, runner._prefills())] == ["prefill"]
+
+    def chunks(tokens, bucketed=True):
+        return shapes_of(40, 4096, bucketed, tokens).prefills
+
+    assert chunks(31 * 64) == (31,) and chunks(32 * 64) == (8, 32) and chunks(100 * 64) == (25, 100)
+    assert chunks(8192, bucketed=False) == (128,) and chunks(8) == (1,)
+
+
+def test_chunks_of_a_smaller_step_are_the_first_ones():
+    shapes = shapes_of(2, 4096, batched=8192)
+    whole = empty_prefill(shapes)
+    for values in whole[:5] + whole[6:]:  # the count is a number
+        values[...] = np.arange(values.size).reshape(values.shape)
+    first = whole.of_chunks(8)
+    for name in ("tokens", "row", "start", "skip", "length", "targets"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(whole, name)[:8])
+    assert first.last is whole.last and first.count is whole.count
 
 
 @pytest.mark.parametrize(

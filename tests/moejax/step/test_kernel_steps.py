@@ -7,6 +7,7 @@ they are asserted again in the program that runs, with the list of launches and 
 from __future__ import annotations
 
 import collections
+import re
 
 import pytest
 
@@ -15,6 +16,7 @@ from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
+from tests.aot.aot_h200 import compile_for
 from tests.aot.ptxas import compile_kernels
 from tests.aot.step_time import launches as launch_list
 from tests.moejax.step.test_constant_memory import (
@@ -61,7 +63,7 @@ KERNELS = {
 MANY, FEW = {"route": 1, "plan": 1}, {"route_plan": 1}
 """Beside those, in a decode step with more than 16 rows, and with as many."""
 
-XLA_LAUNCHES = {"decode": 18, "prefill": 38}
+XLA_LAUNCHES = {"decode": 18, "prefill": 36}
 """Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
@@ -69,6 +71,11 @@ LAYER = 15
 """Launches of a decode layer with more than 16 rows, one less with as many: our 14 and the loop's
 condition. (Published OLMoE has five more, with norms of q and k and the parts of qkv:
 docs/results/step_time.md.)"""
+
+WAVE = 11
+"""Launches of one of a prefill layer's waves over its experts: plan, fill, gate_up and down, five
+of XLA's that cut what is due into tiles, the loop's index and its condition. The pairs are sorted
+before, once a layer."""
 
 SHORT = ProgramKey("decode", 16, context=64)
 """Of 1024 tokens, where there may be 4096."""
@@ -143,10 +150,43 @@ def test_step_of_kernels(model, key):
         # as without them: three or, of more than 16 rows, four tiles of 36 KiB.
         rows = programs.tokens(key)
         assert hits.shared_bytes == filled.shared_bytes == (3 if rows <= 16 else 4) * 36 * 1024
+    else:
+        # Within the loop over layers one more step to the right: what each wave launches.
+        wave = re.findall(r"^ {8}\d+: k\w+ .*?\] (\S+) grid:", compiled.thunks, re.M)
+        assert {"plan", "fill", "expert_down_sorted"} < set(wave) and len(wave) == WAVE
+        # A counting sort, whose only scatter is beside no other in the layer.
+        names = [launch.name for launch in launch_list(compiled.thunks)]
+        assert not any("sort" in name.replace("_sorted", "") for name in names)
+        assert sum("scatter" in name for name in names) == 1
+        assert not any("scatter" in name for name in wave)
     for kernel in kernels.values():
         assert kernel.spill_bytes == 0, kernel.name
         if kernel.name.partition(".")[0] in STREAMING:
             assert kernel.load_bits()[128] > 0, kernel.name
+
+
+SAMPLED = 57
+"""Launches from logits to sampled tokens: two searches of 24, of which XLA makes three a pass; the
+likeliest token, the distribution, its mass and the draw."""
+
+
+@pytest.mark.slow
+# The other bucket differs in the rows that are padded.
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.nightly), 64])
+def test_sampling_is_few_launches(rows):
+    limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
+    ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
+    programs = abstract_programs(shape(MODELS[0]), 40 * GiB, ops=ops, waves=8, **limits)
+    key = ProgramKey("sample", rows)
+    program = programs.program(key)
+    compiled = compile_for(
+        "h200", program.function, *program.args, compiler_options=compiler_options("gpu", key)
+    )
+    launches = launch_list(compiled.thunks)
+    assert not any(launch.in_layer for launch in launches)  # no loop
+    assert len(launches) <= SAMPLED + 2  # the tokens of other rows, the results
+    # Nothing is larger than the arrays of logits, draws and what is kept of them.
+    assert compiled.memory.temp_bytes < 6 * 64 * 151936 * 4
 
 
 def test_only_decode_steps_are_one_graph_and_the_user_may_say_otherwise(monkeypatch):

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import jax
 import numpy as np
 import pytest
@@ -10,10 +12,19 @@ from moejax.step import sampler
 OPTIONS = {"xla_allow_excess_precision": False}
 greedy = jax.jit(sampler.greedy, compiler_options=OPTIONS)
 sample = jax.jit(sampler.sample, compiler_options=OPTIONS)
-kept = jax.jit(
-    lambda logits, temperature, *rest: sampler.kept(sampler.scale(logits, temperature), *rest),
-    compiler_options=OPTIONS,
-)
+
+
+def _kept(logits, temperature, *rest):
+    return sampler.kept(sampler.scale(logits, temperature), *rest)
+
+
+kept = jax.jit(_kept, compiler_options=OPTIONS)
+SEARCHES = {
+    name: jax.jit(getattr(sampler, name), compiler_options=OPTIONS)
+    for name in ("by_halves", "by_sixteenths")
+}
+"""That of CPUs, which `kept` takes here, and that of GPUs."""
+kept_on_gpu = jax.jit(lambda *args: _kept(*args), compiler_options=OPTIONS)
 logprobs = jax.jit(sampler.logprobs, static_argnums=2, compiler_options=OPTIONS)
 adjust = jax.jit(sampler.adjust, compiler_options=OPTIONS)
 tally = jax.jit(sampler.tally, compiler_options=OPTIONS)
@@ -69,11 +80,53 @@ def test_truncation_equals_the_sorted_definition(data):
     min_p = rng.choice([0.0, 0.0123, 0.345, 1.0], rows).astype(np.float32)
 
     result = np.asarray(kept(logits, temperature, top_k.astype(np.int32), top_p, min_p))
+    with mock.patch.object(sampler, "farthest", sampler.by_sixteenths):
+        on_gpu = kept_on_gpu(logits, temperature, top_k.astype(np.int32), top_p, min_p)
     for row in range(rows):
         keep, margin = _reference(logits[row], temperature[row], top_k[row], top_p[row], min_p[row])
         if margin > 1e-5:
             np.testing.assert_array_equal(result[row], keep)
+            np.testing.assert_array_equal(on_gpu[row], keep)
         assert result[row, np.argmax(logits[row])]
+
+
+def _distances(rng, rows, vocabulary):
+    """(their bits, mass) of logits with equal values, infinities and one row of nothing else."""
+    logits = np.round(rng.normal(0, 4, (rows, vocabulary)), 2).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[:, 0] = 9  # the likeliest
+    logits[-1, 1:] = -np.inf
+    scaled = logits - logits.max(axis=1, keepdims=True)
+    return np.abs(scaled).view(np.int32), np.exp(scaled)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 96, 5000])
+def test_both_searches_find_the_same_threshold(vocabulary):
+    rng, rows = np.random.default_rng(vocabulary), 16
+    distance, mass = _distances(rng, rows, vocabulary)
+    halves, sixteenths = SEARCHES.values()
+    keep = mass >= 0.01 * rng.random((rows, 1))
+    # Of every size, and more than there are.
+    counts = rng.integers(0, vocabulary + 2, rows).astype(np.int32)
+    counts[:2] = 1, vocabulary
+    found = np.asarray(halves(distance, keep, counts))
+    np.testing.assert_array_equal(sixteenths(distance, keep, counts), found)
+    for row in range(rows):
+        near = np.sort(distance[row][keep[row]])
+        if 0 < counts[row] <= len(near):
+            assert found[row, 0] == near[counts[row] - 1]
+
+    # Sums of these are exact, in whatever order.
+    exact = np.floor(mass * 1024) / np.float32(1024)
+    target = (rng.random(rows) * 1.1 * exact.sum(axis=1)).astype(np.float32)
+    target[0] = exact[0].sum()
+    found = np.asarray(halves(distance, exact, target))
+    np.testing.assert_array_equal(sixteenths(distance, exact, target), found)
+    for row in range(rows):
+        if 0 < target[row] <= exact[row].sum():
+            near = distance[row] <= found[row]
+            assert exact[row][near].sum() >= target[row]
+            assert exact[row][distance[row] < found[row]].sum() < target[row]
 
 
 def test_top_k_keeps_everything_equal_to_the_last():
