@@ -35,6 +35,7 @@ from moejax.step.parts import (
     StepOutput,
     TraceArrays,
     embedding_array,
+    favour_residents,
     layer_arrays,
     route_layer,
     step_output,
@@ -109,7 +110,8 @@ def device_step(
         memory = memory._replace(arena=arena)
         if not stack.is_moe:
             return carry._replace(x=stack.feed_forward(i, x, tokens), memory=memory), None
-        x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
+        favour = favour_residents(memory.tables.address, moe_layer, context)
+        x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour)
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
         y, memory, records, counts = _experts(
