@@ -17,17 +17,18 @@ from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, read_trace
 from host_offload.traces.schema import TraceError
-from moejax import LLM, UserError
+from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import shape
 from moejax.commands.main import main
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.results_file import read_lines
 from moejax.serve.cluster.fleet import Scale, worker_options
 from moejax.serve.cluster.worker import Generator
-from moejax.start.routing import check_router
 from moejax.step.layer_programs import layer_program
+from moejax.step.parts import favour_residents
 from moejax.step.programs import STAGES, ProgramKey
-from tests.moejax.engine_runs import Recorded, mixed_jobs, run
+from tests.moejax.engine_runs import Job, Recorded, mixed_jobs, run
+from tests.moejax.models.families import write_checkpoint
 from tests.moejax.step.test_constant_memory import abstract_programs, with_steps
 from tests.pallas_kernels.contract import NATIVE
 
@@ -35,6 +36,11 @@ LIMITS: dict[str, Any] = {
     **dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256),
     **dict(progress=False, enable_prefix_caching=False),
 }
+SMALL: dict[str, Any] = {
+    **dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64),
+    **dict(progress=False, enable_prefix_caching=False),
+}
+"""Of models of random weights."""
 HALF = 2.0**-11
 """Relative error of a float16, as traces have scores."""
 
@@ -197,19 +203,42 @@ def test_what_it_does_not_go_with_is_refused(options, message):
         LLM("demo", **{**LIMITS, "cache_aware_routing": 0.1, **options}).close()
 
 
-def test_a_router_that_takes_no_correction_is_refused():
-    config = shape("demo")
-    rule = dataclasses.replace(
-        config.route_rule, scoring="sparsemixer", top_k=2, normalize=False, jitter=0.01
-    )
-
-    class Phi:
-        route_rule = rule
-
+def test_a_router_that_takes_no_correction_is_refused(tmp_path):
+    directory = write_checkpoint(tmp_path, "PhimoeForCausalLM")
     with pytest.raises(UserError, match=r"this model's router \(sparsemixer\) chooses by logits"):
-        check_router(0.1, Phi())  # pyright: ignore
-    check_router(None, Phi())  # pyright: ignore
-    check_router(0.1, config)
+        LLM(directory, **SMALL, cache_aware_routing=0.1).close()
+
+
+@NATIVE
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"])
+def test_routers_with_a_correction_of_their_own_and_layers_between(tmp_path, architecture):
+    """GLM-4.5 adds a learned one and chooses groups first; the Qwen3 model has a layer without
+    experts between others."""
+    directory = write_checkpoint(tmp_path, architecture)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    rng, found = np.random.default_rng(5), {}
+    prompts = [tuple(rng.integers(1, 40, n).tolist()) for n in (5, 9, 14)]
+    jobs = [Job(prompt, params, arrival=i) for i, prompt in enumerate(prompts)]
+    for driver in ("device", "host"):
+        for delta in (None, 0.0, 0.2):
+            options = {"expert_budget": "100%" if delta is None else "50%", "driver": driver}
+            with LLM(directory, **SMALL, **options, cache_aware_routing=delta) as llm:
+                found[driver, delta] = run(llm, jobs)
+    assert same(found["device", None], found["device", 0.0])
+    assert not same(found["device", 0.0], found["device", 0.2])
+    for delta in (None, 0.0, 0.2):
+        assert same(found["device", delta], found["host", delta])
+
+
+def test_missing_ones_lose_and_residents_keep_their_score_to_the_bit():
+    address = np.array([[5, -1, 0], [0, 1, 2]])
+    programs = abstract_programs(
+        shape("demo", layers=2), 32 << 20, rows=4, max_model_len=256, max_num_batched_tokens=64
+    )
+    context = with_steps(programs, cache_aware=0.25).context(ProgramKey("decode"))
+    found = [favour_residents(address, layer, context) for layer in (0, 1)]
+    assert np.array_equal(found, [[0, -0.25, 0], [0, 0, 0]])
+    assert favour_residents(address, 0, programs.context(ProgramKey("decode"))) is None
 
 
 def test_whoever_promises_the_same_outputs_refuses_it(tmp_path, capsys):
