@@ -54,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deltas = [_number(text) for text in args.deltas.split(",")]
     rows = []
     for count in args.rows.split(","):
-        options = dict(max_num_seqs=int(count), max_model_len=-(-args.tokens // 64) * 64)
-        options |= dict(max_num_batched_tokens=256, enable_prefix_caching=False, progress=False)
+        options: dict[str, Any] = {
+            **dict(max_num_seqs=int(count), max_model_len=-(-args.tokens // 64) * 64),
+            **dict(max_num_batched_tokens=256, enable_prefix_caching=False, progress=False),
+        }
         with LLM(args.model, **options) as llm:
             sequences = sequences_of(llm, args.text, args.sequences, args.tokens)
             base = decoded(llm, sequences, args.prompt)
@@ -95,9 +97,11 @@ def _number(text: str) -> float:
 
 def sequences_of(llm: LLM, texts: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
     """The first sequences of so many tokens of each text. Raises UserError for a short text."""
-    found = []
+    tokenizer, found = llm.get_tokenizer(), []
+    if tokenizer is None:
+        raise UserError(f"{llm.model} has no tokenizer, without which text has no tokens")
     for path in texts:
-        ids = llm.get_tokenizer().encode(path.read_text(), add_special_tokens=False)
+        ids = tokenizer.encode(path.read_text(), add_special_tokens=False)
         if len(ids) < count * tokens:
             raise UserError(f"{path} has {len(ids)} tokens, less than {count} times {tokens}")
         found += [ids[i * tokens : (i + 1) * tokens] for i in range(count)]
