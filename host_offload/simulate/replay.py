@@ -66,6 +66,7 @@ def replay(
         budgets=trace.budgets(),
         listener=check.event,
         watcher=check.step,
+        as_run=True,
     )
     check.finish()
     return simulation

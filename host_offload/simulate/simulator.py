@@ -94,6 +94,7 @@ def simulate(
     watcher: Callable[[SimulatedStep], None] | None = None,
     clock: Callable[[int], float] | None = None,
     fast: bool = True,
+    as_run: bool = False,
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
 
@@ -106,7 +107,8 @@ def simulate(
     Trace.budgets says of the run. costs: what policies are told of them; None: the spec's.
     listener: called with each event of the Controller. watcher: called with each step, when it was
     dispatched. clock: seconds from the start to the reading of a step, by its number; None: the
-    trace's. fast: weights alone take weighted_pager, steps have no `moves`.
+    trace's. fast: weights alone take weighted_pager, steps have no `moves`. as_run: all this is as
+    in the run that wrote the trace, so routing that favoured residents is what it would be.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
     now; without times each is read when the next one was dispatched. Without `budgets` cells that a
@@ -117,11 +119,7 @@ def simulate(
     PolicyError or ValueError for policies that cannot run and for cells that do not fit the model.
     """
     header = trace.header
-    if config_digest not in (None, header.config_digest):
-        raise TraceError(
-            f"{trace.directory} is of another model: its configuration is "
-            f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
-        )
+    _check_trace(trace, config_digest, as_run)
     named = with_placement(placement, with_prefetch(prefetch, policies))
     _, policies = with_eviction(eviction, named)
     driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
@@ -156,6 +154,23 @@ def simulate(
     else:
         steps = SimulatedEngine(trace, device, controller, budgets, clock).run(trace.step_traces())
     return _collected(trace, steps, controller, watcher)
+
+
+def _check_trace(trace: Trace, config_digest: str | None, as_run: bool) -> None:
+    """Raises TraceError for a trace of another model, and for one that other policies or cells than
+    the run's would have made another."""
+    header = trace.header
+    if config_digest not in (None, header.config_digest):
+        raise TraceError(
+            f"{trace.directory} is of another model: its configuration is "
+            f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
+        )
+    if (delta := header.spec.get("cache_aware_routing")) and not as_run:
+        raise TraceError(
+            f"{trace.directory}: cache_aware_routing was {delta:g}, so what was routed depends on "
+            "who was resident, and with other policies or cells it would be another; replay it, or "
+            "simulate a trace without"
+        )
 
 
 def spec_of(header: TraceHeader) -> Spec:

@@ -194,8 +194,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         _refuse_given(args, _STEPS, "of --every-step; add that")
     options = engine_options(args)
     job = _perplexity(args) if args.task == "perplexity" else _tasks(args)
-    # What is about memory changes no figure, so a run may go on with another budget.
-    memory = {name for name, said in descriptions().items() if said.group in ("memory", "trace")}
+    # What is about memory changes no figure, so a run may go on with another budget; but where
+    # routers favour residents.
+    free = ("memory", "trace") if options.get("cache_aware_routing") is None else ("trace",)
+    memory = {name for name, said in descriptions().items() if said.group in free}
     kept = {name: str(value) for name, value in options.items() if name not in memory}
     job = dataclasses.replace(job, asked={**job.asked, "options": kept})
     if args.every_step:

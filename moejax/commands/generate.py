@@ -24,7 +24,7 @@ from moejax.commands.model import (
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from moejax.start.options import Description, of_fields
+from moejax.start.options import Description, of_fields, refuse_cache_aware
 
 if TYPE_CHECKING:
     from moejax.serve.batch.job import OpenJob
@@ -236,6 +236,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
             "--kv-overflow recompute makes results depend on what else runs, so a job could not be "
             "resumed to the same ones; use swap, with more --swap-space if it is too small"
         )
+    refuse_cache_aware(args.cache_aware_routing, "a job could not be resumed to the same results")
     job = Job(
         input=args.input[0],
         output=args.output,
@@ -370,6 +371,8 @@ def format_summary(stats: Mapping[str, Any]) -> str:
         ),
         "ops": ", ".join(f"{op} {name}" for op, name in stats["ops"].items()),
     }
+    if (delta := stats["cache_aware_routing"]) is not None:
+        lines["routing"] = f"cache-aware, {delta:g}: outputs are NOT those of full residency"
     if (placed := stats["placement"]) is not None:
         lines["beside"] = _placement(placed, experts["activations"] - experts["hits"])
     text = [f"{name:<8} {line}" for name, line in lines.items()]

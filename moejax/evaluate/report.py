@@ -31,6 +31,7 @@ def model_report(llm: LLM) -> dict[str, Any]:
         "versions": {name: installed_version(name) for name in _VERSIONS},
         "device": stats["device"],
         "ops": stats["ops"],
+        "cache_aware_routing": stats["cache_aware_routing"],
         "prefill_tokens": scheduler.prefill_chunks * scheduler.chunk,
     }
 

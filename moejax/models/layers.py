@@ -245,17 +245,22 @@ class LayerStack(nnx.Module):
         return out.reshape(out.shape[0], -1), arena
 
     def route(
-        self, i: jax.Array, x: jax.Array, tokens: Tokens
+        self, i: jax.Array, x: jax.Array, tokens: Tokens, favour: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """x [T, D] -> (x plus its shared expert where there is one, normalised x, ids [T, K]
-        ascending, weights [T, K])."""
+        ascending, weights [T, K]). favour float32[E]: added to the scores for the choice, not for
+        the weights, beside the model's own correction; None: nothing is."""
         with jax.named_scope("route"):
             x, normed, logits = self._scored(i, x, tokens)
+            correction, row = self._correction(), i
+            if favour is not None:
+                own = 0.0 if correction is None else correction[i].astype(jnp.float32)
+                correction, row = (own + favour)[None], 0
             ids, weights = route(
                 logits,
                 tokens.valid,
-                self._correction(),
-                i,
+                correction,
+                row,
                 rule=self.config.route_rule,
                 implementation=self.ops.route,
             )

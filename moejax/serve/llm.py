@@ -106,6 +106,7 @@ class LLM:
         prefetch: str | None = None,
         placement: str | None = None,
         placement_test: str | None = None,
+        cache_aware_routing: float | None = None,
         policies: Sequence[Policy] = (),
         precision: str | Precision | None = None,
         hi: str | None = None,
@@ -389,6 +390,7 @@ class LLM:
                     settings.placement,
                     runner.steps.second,
                 ),
+                "cache_aware_routing": runner.steps.cache_aware,
                 "stream": stream_stats(
                     runner.window,
                     engine.statistics,

@@ -309,6 +309,7 @@ def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
         "prefetch": options.prefetch,
         "placement": _placement(plan),
         "placement_same_bits": plan.steps.second is None or plan.steps.second.same_bits,
+        "cache_aware_routing": plan.steps.cache_aware,
         "precision": precision,
         "budgets": settings.budgets.stats(),
     }

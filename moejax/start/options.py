@@ -217,6 +217,14 @@ class Options:
         "memory",
         metavar="KEY=VALUE…",
     )
+    cache_aware_routing: float | None = _option(
+        "routers favour experts that are resident: a missing one loses DELTA of its score (0 to 1 "
+        "where scores are a softmax or sigmoid) when a layer chooses, not in the weights; fewer "
+        "misses, and OTHER OUTPUTS, which depend on budget, policies and what else runs "
+        "(docs/prescope.md; default: outputs are those of full residency)",
+        "engine",
+        metavar="DELTA",
+    )
     policies: Sequence[Policy] = _option(
         "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
         "the place of eviction",
@@ -454,3 +462,12 @@ def _why_not(description: Description, value: Any) -> str:
     elif description.type is bool and not isinstance(value, bool):
         return "true or false"
     return ""
+
+
+def refuse_cache_aware(delta: float | None, why: str) -> None:
+    """Raises UserError where outputs must not depend on who is resident. why: what follows "and"
+    in the message."""
+    if delta is not None:
+        raise UserError(
+            f"cache_aware_routing makes outputs depend on who is resident, and {why}; leave it out"
+        )

@@ -20,6 +20,7 @@ from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Options
+from moejax.start.routing import check_routing
 from moejax.start.second import check_places, placement_of
 from moejax.start.tiers import PACKED_AS, Tiers, tiers_of_options
 from moejax.traces.tracer import check_trace
@@ -141,6 +142,7 @@ def settings_of(options: Options) -> Settings:
         check_policies(policies, options.driver)
         check_search(policies, options.driver, len(precision.versions))
     check_places(options, policies, precision)
+    check_routing(options, policies)
     with user_errors():
         ops = parse_ops(options.ops)
     arrays = check_trace(options.trace, options.trace_arrays)

@@ -56,3 +56,5 @@ class StepContext(ExpertContext):
     """A queue fills the arena, which is owned, so that steps say how many writes they made."""
     arrays: frozenset[str] = frozenset()
     """The TRACE_ARRAYS that the step gives out."""
+    cache_aware: float | None = None
+    """As of StepSpec, where some experts may be missing; None: no router knows who is resident."""

@@ -33,6 +33,7 @@ from moejax.step.parts import (
     StepSpec,
     TraceArrays,
     embedding_array,
+    favour_residents,
     layer_arrays,
     route_layer,
     step_output,
@@ -127,6 +128,7 @@ class _Parts:
         index, layers = programs.array(), programs.tables.clock.shape[0]
         routing, layer = programs.routing(key), (params, x, batch, index)
         forced = (programs.routing(key, layers),) if key.forced else ()
+        residents = (programs.tables.address,) if programs.steps.favours_residents else ()
         memory = programs.stores, programs.arena, programs.tables
         counts = programs.array(counts_size(config.num_experts, len(programs.stores)))
         widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
@@ -184,7 +186,7 @@ class _Parts:
             "embed": ((params, batch), ()),
             "embedding": ((x,), ()),
             "attend": ((params, programs.arena, x, batch, index), (1, 2)),
-            "route": ((*layer, *forced), (1,)),
+            "route": ((*layer, *residents, *forced), (1,)),
             "observe": (layer, ()),
             "feed_forward": (layer, (1,)),
             "experts": ((*memory, x, x, *routing, index), (1, 2) if kernel else (1, 2, 3)),
@@ -201,8 +203,14 @@ class _Parts:
         stack, tokens = self._stack(params), self._tokens(batch)[1]
         return stack.attend(i, x, arena, tokens, self.programs.page)
 
-    def route(self, params, x, batch, i, forced=None):
-        return route_layer(self._stack(params), i, x, self._tokens(batch)[1], forced)
+    def route(self, params, x, batch, i, *more):
+        """more: addresses [L, E] where routers favour residents, then a forced routing."""
+        stack, more, favour = self._stack(params), list(more), None
+        if self.programs.steps.favours_residents:
+            context = self.programs.context(self.key)
+            favour = favour_residents(more.pop(0), stack.first_moe_layer + i, context)
+        forced = more.pop() if self.key.forced else None
+        return route_layer(stack, i, x, self._tokens(batch)[1], forced, favour)
 
     def observe(self, params, normed, batch, i):
         wanted = self.programs.steps.trace_arrays

@@ -143,6 +143,14 @@ class StepSpec:
 
     second: SecondProcessor | None = None
     """What computes missed experts beside the device; None: nothing does."""
+    cache_aware: float | None = None
+    """How much of its score a missing expert loses where routers choose (`cache_aware_routing`), so
+    that outputs depend on who is resident; None: routers do not know it."""
+
+    @property
+    def favours_residents(self) -> bool:
+        """Whether routers look at the tables. Where everybody is resident nobody is favoured."""
+        return self.cache_aware is not None and not self.in_place
 
     @property
     def packed(self) -> RecordFormat | None:
@@ -378,11 +386,33 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
     )
 
 
+def favour_residents(
+    address: jax.Array, layer: jax.Array, context: StepContext
+) -> jax.Array | None:
+    """float32[E], what is added to the scores by which a layer's experts are chosen: 0 for those
+    that have a cell when the layer is routed, −cache_aware for the others; None: nothing is.
+    address int32[L, E]: of the tables.
+
+    Missing ones lose, rather than residents gain, so that the scores are those of full residency to
+    the bit where nobody is missing. An expert gives its place up only to one whose score is at most
+    cache_aware lower (where routers do not choose among groups too).
+    """
+    if context.cache_aware is None:
+        return None
+    return jnp.where(address[layer] < 0, jnp.float32(-context.cache_aware), jnp.float32(0))
+
+
 def route_layer(
-    stack: LayerStack, i: jax.Array, x: jax.Array, tokens: Tokens, forced: Routing | None
+    stack: LayerStack,
+    i: jax.Array,
+    x: jax.Array,
+    tokens: Tokens,
+    forced: Routing | None,
+    favour: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """LayerStack.route, or the forced routing of that layer where the router has no padding."""
-    x, normed, ids, weights = stack.route(i, x, tokens)
+    """LayerStack.route, or the forced routing of that layer where the router has no padding.
+    favour: of favour_residents."""
+    x, normed, ids, weights = stack.route(i, x, tokens, favour)
     if forced is not None:
         layer = stack.first_moe_layer + i
         ids, weights = _forced(forced, layer, ids, stack.config.num_experts)

@@ -275,6 +275,7 @@ class Programs:
             packed=self.steps.packed,
             queued=self.steps.queue is not None,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
+            cache_aware=self.steps.cache_aware if self.steps.favours_residents else None,
         )
 
     # ---- steps

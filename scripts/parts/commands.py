@@ -34,7 +34,7 @@ COMMANDS = {
         "beside",
         "maps",
     ),
-    "precision": ("shifts", "speed", "plot"),
+    "precision": ("shifts", "speed", "plot", "favoured"),
     "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
     "disk": ("store", "peer"),
     "transfers": (

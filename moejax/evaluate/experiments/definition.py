@@ -24,7 +24,7 @@ from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.decide.plan import Plan
-from moejax.start.options import Options
+from moejax.start.options import Options, refuse_cache_aware
 from moejax.start.report.dry_run import dry_run
 from pallas_kernels.records import RecordFormat
 
@@ -658,6 +658,11 @@ def _number(budget: str) -> int | str:
 def _options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise UserError(f"options must be a mapping such as dtype: float32, not {shown(value)}")
+    refuse_cache_aware(
+        value.get("cache_aware_routing"),
+        "a grid's cells compare what equal outputs cost; `python -m scripts.precision favoured` "
+        "has hits beside quality",
+    )
     for name in value:
         if name not in OPTIONS:
             raise UserError(

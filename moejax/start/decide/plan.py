@@ -42,6 +42,7 @@ from moejax.start.precision import (
     paged_cells,
     resident_versions,
 )
+from moejax.start.routing import check_router, routing_notes
 from moejax.start.second import check_second, second_notes, second_of
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS
@@ -172,7 +173,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         queue=queue_of(settings),
         second=second_of(options, settings.policies, ops, model.dtype, device.platform),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
+        cache_aware=options.cache_aware_routing,
     )
+    check_router(steps.cache_aware, config)
     check_stream(settings, steps, device.platform)
     check_file_steps(settings, steps, device.platform)
     check_queue(settings, steps, device.platform)
@@ -343,6 +346,7 @@ def decide(
         mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
     window = _window(settings, model, device, steps, device.memory)
     notes = [*budget.notes, *link_notes(steps.queue), *second_notes(steps.second)]
+    notes += routing_notes(steps.cache_aware)
     dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)

@@ -36,6 +36,7 @@ from moejax.step.parts import (
     StepOutput,
     TraceArrays,
     embedding_array,
+    favour_residents,
     layer_arrays,
     route_layer,
     step_output,
@@ -178,8 +179,10 @@ def _sparse(
     of the carry."""
     layer = stack.first_moe_layer + i
     kernels = context.ops.route == context.ops.plan == "pallas"
-    # A forced routing would come between router and plan; a window has no plan.
-    between = forced is not None or context.window or context.in_place
+    favour = favour_residents(memory.tables.address, layer, context)
+    # A forced routing would come between router and plan; a window has no plan. That kernel takes
+    # the model's own correction of scores only.
+    between = forced is not None or favour is not None or context.window or context.in_place
     if kernels and shared is not None and records is not None and not between:
         versions = len(context.stores)
         x, normed, ids, weights, tables, records, work = stack.route_and_plan(
@@ -188,7 +191,7 @@ def _sparse(
         memory = memory._replace(tables=tables)
         y, memory = compute_planned(shared, normed, ids, memory, layer, work, context)
         return x, (normed, ids, weights), y, memory, records, None
-    x, normed, ids, weights = route_layer(stack, i, x, tokens, forced)
+    x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour)
     y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
     routing = ids, weights
     y, memory, records, counts = _experts(y, normed, routing, memory, layer, records, context)

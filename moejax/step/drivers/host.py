@@ -146,7 +146,10 @@ class HostRunner(Runner):
                 continue
             if hooks is not None:
                 self._carry_out(hooks.before_routing(layer), layer)
-            x, normed, ids, weights = parts["route", run](params, x, batch, index, *extra)
+            residents = (self.tables.address,) if self.steps.favours_residents else ()
+            x, normed, ids, weights = parts["route", run](
+                *(params, x, batch, index), *residents, *extra
+            )
             if ("observe", run) in parts:
                 self.layer_arrays = parts["observe", run](params, normed, batch, index)
             if hooks is not None:

@@ -52,6 +52,7 @@ STATS = {
     },
     "steps": {"decode": 127, "prefill": 1},
     "placement": None,
+    "cache_aware_routing": None,
     "notes": ["expert budget 25% = 16 of 64 experts (1.5 MiB)"],
 }
 
