@@ -89,7 +89,11 @@ def fill_ffn(
     version,
     active,
     active_count,
-    *moves,
+    fill_expert,
+    fill_row,
+    fill_version,
+    fill_count,
+    *,
     formats,
     activation,
     row_tile,
@@ -97,7 +101,7 @@ def fill_ffn(
 ):
     config = configuration(x, formats, row_tile, shared_kib)
     memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
-    moves = Moves(*moves[:-1], scalar(moves[-1]))
+    moves = Moves(fill_expert, fill_row, fill_version, scalar(fill_count))
     active_count = scalar(active_count)
     operands = active, active_count, ids, x, moves
     launch = functools.partial(
@@ -283,7 +287,7 @@ def _with_arena(memory: Memory, arena: Any, dense: bool) -> Memory:
     return memory._replace(dense=arena) if dense else memory._replace(coded=arena)
 
 
-def _turns(items: jax.Array, first: jax.Array, programs: int) -> jax.Array:
+def _turns(items: jax.Array, first: jax.Array, programs: int | jax.Array) -> jax.Array:
     """How many of the items first, first + programs, … there are."""
     return lax.div(items - first + programs - 1, programs)
 

@@ -94,6 +94,8 @@ class Check:
     neither."""
     rows: int = 0
     """The fewest rows of a decode step that runs this kernel; 0: it is not of a bucket of rows."""
+    beside: tuple[str, ...] = ()
+    """Other ops that are part of this kernel: it runs where theirs run as kernels too."""
 
     def error(self, device: jax.Device) -> float:
         """Largest deviation of the kernel from the reference, as `tolerance` measures it; infinite
@@ -245,6 +247,7 @@ def make_check(
     stores: Stores | None = None,
     wide: bool | None = None,
     rows: int = 0,
+    beside: tuple[str, ...] = (),
 ) -> Check:
     """out: the result's dtype, if it is not dtype; the rest as in Check."""
     # Twice the table's: kernel and reference round each for itself. A float32 result only differs
@@ -253,4 +256,4 @@ def make_check(
     if "float32" in (out, dtype):
         tolerance = 2e-5
     key = f"{op} {what} {dtype}"
-    return Check(op, key, operands, run, tolerance, arena, seen, stores, wide, rows)
+    return Check(op, key, operands, run, tolerance, arena, seen, stores, wide, rows, beside)

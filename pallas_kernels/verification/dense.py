@@ -175,7 +175,7 @@ def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check
         return tables, decided
 
     name = f"and plan {what} {parts} parts {cells} cells rows {rows}"
-    return make_check("route", name, "float32", steps, decided)
+    return make_check("route", name, "float32", steps, decided, beside=("plan",))
 
 
 def empty_tables(experts: int, cells: int, layers: int = 2) -> Tables:

@@ -240,7 +240,10 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
         moved = jnp.arange(count, 2 * count, dtype=jnp.int32)
         row = records.cell_row[place * count : (place + 1) * count]
         cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
-        nobody = jnp.full(experts - count, -1, jnp.int32)
+
+        def padded(listed):
+            return jnp.append(listed, jnp.full(experts - count, -1, jnp.int32))
+
         return fill_ffn(
             jnp.zeros((ids.size, d), jnp.float32),
             x,
@@ -252,7 +255,9 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
             jnp.zeros((layers, experts), jnp.int32).at[layer].set(records.version_of),
             jnp.arange(experts, dtype=jnp.int32),
             jnp.int32(experts),
-            *(jnp.append(list_, nobody) for list_ in (moved, row, records.version_of[moved])),
+            padded(moved),
+            padded(row),
+            padded(records.version_of[moved]),
             jnp.int32(count),
             activation=shape.activation,
             row_tile=row_tile,

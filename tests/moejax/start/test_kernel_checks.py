@@ -39,14 +39,16 @@ def names(checks):
 def test_a_start_needs_what_it_runs():
     """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it."""
     needed, rest = start_checks(steps(), 24 * GiB)
-    assert len(needed) + len(rest) == 33
-    assert len(needed) == 23 and not any(check.wide for check in rest)
+    assert len(needed) + len(rest) == 43
+    assert len(needed) == 30 and not any(check.wide for check in rest)
     assert {check.op for check in rest} == {
-        *("fill", "stage", "move", "expert_ffn", "kv_write", "paged_attention")
+        *("fill", "stage", "move", "expert_ffn", "fill_ffn", "kv_write", "paged_attention")
     }
     # A smaller arena: what reads both is checked at either width, what reads pages at one.
     needed, rest = start_checks(steps(), 2 * GiB)
-    assert {check.op for check in needed if check.wide} == {"fill", "stage", "expert_ffn"}
+    assert {check.op for check in needed if check.wide} == {
+        *("fill", "stage", "expert_ffn", "fill_ffn")
+    }
     assert {check.op for check in rest} == {"kv_write", "paged_attention", "move"}
     assert all(check.wide for check in rest)
 
@@ -96,6 +98,15 @@ NORMS = dict.fromkeys(("rms_norm", "route"), "pallas")
 def of_norms(name="demo"):
     ops = dict.fromkeys(steps().ops.chosen(), "xla") | NORMS
     return steps(name, **ops)
+
+
+def test_a_kernel_of_two_ops_is_checked_where_both_are_kernels():
+    def of_route(**ops):
+        needed, _ = start_checks(steps(**dict.fromkeys(steps().ops.chosen(), "xla") | ops), GiB)
+        return {check.beside for check in needed if check.op == "route"}
+
+    assert of_route(route="pallas") == {()}
+    assert of_route(route="pallas", plan="pallas") == {(), ("plan",)}
 
 
 @pytest.mark.slow
