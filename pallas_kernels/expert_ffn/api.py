@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
@@ -51,20 +53,9 @@ def expert_ffn(
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
-    tokens, k = ids.shape
-    if x.shape[0] != tokens or y.shape != (tokens * k, x.shape[1]):
-        raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
-    if arena.shape[1] != x.shape[1]:
-        raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    check_operands(y, x, ids, arena, activation)
     fn = pick("expert_ffn", IMPLEMENTATIONS, implementation, shared_kib)
-    check_formats(formats, stores, address.shape[0], x.dtype)
-    if formats is None:
-        (store,) = stores
-        width = store.shape[2] * 2 // (3 * x.dtype.itemsize)
-        dense = RecordFormat("dense", store.shape[3], width, x.dtype.name)
-        formats = (VersionFormats(dense, dense),)
+    formats = formats_of(formats, stores, address.shape[0], x.dtype)
     stores = tuple(
         store.stand_in(arena, implementation) if isinstance(store, AbsentRecords) else store
         for store in stores
@@ -88,6 +79,36 @@ def expert_ffn(
         row_tile=row_tile,
         **part,
     )
+
+
+def check_operands(
+    y: jax.Array, x: jax.Array, ids: jax.Array, arena: jax.Array, activation: str
+) -> None:
+    """Raises ValueError for shapes of expert_ffn that do not fit, or an unknown activation."""
+    tokens, k = ids.shape
+    if x.shape[0] != tokens or y.shape != (tokens * k, x.shape[1]):
+        raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
+    if arena.shape[1] != x.shape[1]:
+        raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+
+
+def formats_of(
+    formats: Formats | None,
+    stores: tuple[UInt16[Array, "L E _ D"], ...],
+    layers: int,
+    dtype: jnp.dtype,
+) -> Formats:
+    """The formats given, or those of one version, dense. layers: L of the tables; dtype: of x.
+    Raises ValueError where they are not those of the stores."""
+    check_formats(formats, stores, layers, dtype)
+    if formats is not None:
+        return formats
+    (store,) = stores
+    width = store.shape[2] * 2 // (3 * dtype.itemsize)
+    dense = RecordFormat("dense", store.shape[3], width, dtype.name)
+    return (VersionFormats(dense, dense),)
 
 
 def sorted_pairs(

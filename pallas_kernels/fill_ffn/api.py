@@ -3,10 +3,9 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.expert_ffn.api import check_operands, formats_of
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.records.format import RecordFormat
-from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
+from pallas_kernels.records.versions import Formats
 
 IMPLEMENTATIONS = implementations("fill_ffn", ("xla", "pallas"))
 
@@ -45,23 +44,12 @@ def fill_ffn(
     Raises ValueError for shapes that do not fit, an unknown activation or implementation, and from
     kernels for versions that they do not take (why_not_pallas) and products of many rows.
     """
-    tokens, k = ids.shape
-    if x.shape[0] != tokens or y.shape != (tokens * k, x.shape[1]):
-        raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
-    if arena.shape[1] != x.shape[1]:
-        raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    check_operands(y, x, ids, arena, activation)
     for store in stores:
         if store.ndim != 4 or store.shape[-1] != arena.shape[-1]:
             raise ValueError(f"a store is [L, E, rows, {arena.shape[-1]}], not {store.shape}")
     fn = pick("fill_ffn", IMPLEMENTATIONS, implementation, shared_kib)
-    check_formats(formats, stores, address.shape[0], x.dtype)
-    if formats is None:
-        (store,) = stores
-        width = store.shape[2] * 2 // (3 * x.dtype.itemsize)
-        dense = RecordFormat("dense", store.shape[3], width, x.dtype.name)
-        formats = (VersionFormats(dense, dense),)
+    formats = formats_of(formats, stores, address.shape[0], x.dtype)
     return fn(
         y,
         x,

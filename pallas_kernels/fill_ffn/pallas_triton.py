@@ -211,12 +211,7 @@ def _early(
     expert, so nobody reads what another program writes.
     """
     block, program = pl.program_id(0), pl.program_id(1)
-    if copies:
-
-        @pl.when(program < copies)
-        def _copies():
-            number = program * sizes.blocks + block
-            _copy(number, copies * sizes.blocks, memory, moves, arena, chunks)
+    _copy((block, program), copies, sizes, memory, moves, arena, chunks)
 
     @pl.when(program >= copies)
     def _computes():
@@ -258,12 +253,7 @@ def _late(
     dense have nothing left to copy.
     """
     block, program = pl.program_id(0), pl.program_id(1)
-    if copies:
-
-        @pl.when(program < copies)
-        def _copies():
-            number = program * sizes.blocks + block
-            _copy(number, copies * sizes.blocks, memory, moves, arena, chunks)
+    _copy((block, program), copies, sizes, memory, moves, arena, chunks)
 
     @pl.when(program >= copies)
     def _computes():
@@ -308,6 +298,26 @@ def _slot(expert: jax.Array, active: Any, count: Any) -> jax.Array:
 
 
 def _copy(
+    at: tuple[jax.Array, jax.Array],
+    copies: int,
+    sizes: few_tokens.Sizes,
+    memory: Memory,
+    moves: Moves,
+    arena: Any,
+    chunks: _Chunks,
+) -> None:
+    """What programs below `copies` of each block do. at: the program's (block, number)."""
+    if not copies:
+        return
+    block, program = at
+
+    @pl.when(program < copies)
+    def _copies():
+        number = program * sizes.blocks + block
+        _copy_chunks(number, copies * sizes.blocks, memory, moves, arena, chunks)
+
+
+def _copy_chunks(
     program: jax.Array, programs: int, memory: Memory, moves: Moves, arena: Any, chunks: _Chunks
 ) -> None:
     """Chunks program, program + programs, … of all entries' chunks, entry after entry."""
