@@ -21,7 +21,7 @@ has the prefetches and residents of --forest FILE (of `moejax train-predictor --
 prescope without a part:
 no-hot-table (residents by last use), no-llapor (gates predict; needs --learned), no-async
 (equation (2), nothing ahead, and the second processor begins when the loads are there). greedy is
-no PreSched.
+no PreSched; buffers-2 and buffers-4 are prescope with buffers=2 and 4 (their table is their own).
 
 --cells and --group: batch, lengths, link, store and arms (those of --arms too) are a group's of a
 definition file, scripts/policies/placed/cells.yaml. --runs: each run is appended to the file as a
@@ -70,8 +70,13 @@ LESS = {
     "no-hot-table": "prescope",
     "no-llapor": "prescope",
     "no-async": "no-prediction",
+    "buffers-2": "prescope",
+    "buffers-4": "prescope",
 }
 """Arm → its placement, where that has another name."""
+
+BUFFERS = {"buffers-2": 2, "buffers-4": 4}
+"""Arm → N of buffers=N."""
 
 ARMS = (*SCHEDULERS, *LESS)
 
@@ -246,6 +251,8 @@ def _named(args: argparse.Namespace, arm: str) -> str:
         parts.append(f"attention={args.attention}")
     if arm == "no-llapor" or (args.predict and arm not in ALONE):
         parts.append("predict=gates")
+    if arm in BUFFERS:
+        parts.append(f"buffers={BUFFERS[arm]}")
     return ",".join(parts)
 
 
@@ -263,8 +270,8 @@ def _policies(args: argparse.Namespace, arm: str) -> Sequence[Policy]:
     networks: Sequence[Policy] = ()
     if args.learned and LESS.get(arm, arm) in AHEAD and arm not in ALONE:
         networks = with_prefetch(f"learned={args.learned}", ())
-    table = eviction_policy("lru" if arm == "no-hot-table" else "lfu")
-    return [table, *with_placement(placement_of(options), networks)]
+    tables = [] if arm in BUFFERS else [eviction_policy("lru" if arm == "no-hot-table" else "lfu")]
+    return [*tables, *with_placement(placement_of(options), networks)]
 
 
 def _prompts(

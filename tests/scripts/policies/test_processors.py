@@ -29,7 +29,7 @@ def test_arms_differ_by_their_rule_alone(tmp_path, capsys):
     router = routers_of("demo", trace.header.config_digest)
     quick = Training(trees=2, leaves=16)
     fit(trace, router, training=quick).fitted.write(forests)
-    arms = "prescope,no-hot-table,no-async,fiddler,load-all,expertflow"
+    arms = "prescope,no-hot-table,no-async,buffers-2,fiddler,load-all,expertflow"
     command = [*GIVEN, "--arms", arms, "--predict", "gates", "--text", str(text)]
     command += ["--forest", str(forests)]
     assert main([*command, "--json"]) == 0
@@ -45,6 +45,8 @@ def test_arms_differ_by_their_rule_alone(tmp_path, capsys):
     assert found["expertflow"]["beside"] == 0
     record_ms = 1e3 * 3 * 128 * 128 * 2 / 100e6
     assert found["load-all"]["load_ms"] > 0.98 * record_ms  # the stated rate at the least
+    # Cells that wait for who comes ahead hold nobody hot.
+    assert found["buffers-2"]["missed"] != found["prescope"]["missed"]
     # What computes after the loads is done later by all that it takes.
     assert found["no-async"]["gap_ms"] > 0.25
     assert len(COLUMNS) == 13
