@@ -41,8 +41,8 @@ class Ops:
 
 MADE_OF = {"fill_ffn": ("fill", "expert_ffn")}
 """Op that does at once what others do one after the other → those. Its "xla" stands for them, each
-by its own implementation; a name that is given for all ops is its own only where its kernel can run
-the model."""
+by its own implementation; a name that is given for all ops is not its own, as its kernel may not
+run the model where theirs do."""
 
 OPS: dict[str, tuple[str, ...]] = {
     field.name: tuple(import_module(f"pallas_kernels.{field.name}.api").IMPLEMENTATIONS)
@@ -66,7 +66,7 @@ def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
     if isinstance(ops, Mapping):
         chosen = dict(ops)
     else:
-        have = [op for op, names in OPS.items() if ops in names]
+        have = [op for op, names in OPS.items() if ops in names and op not in MADE_OF]
         chosen = dict.fromkeys(have or OPS, ops)
     unknown = sorted(set(chosen) - set(OPS))
     if unknown:
@@ -106,10 +106,9 @@ def resolve_ops(
     wide = dtype not in KERNEL_DTYPES
     no_kernel = no_kernel or {}
     native = platform == "cpu" and dtype in DTYPES and not why_not_cpu()
-    for_all = isinstance(ops, str) and "=" not in ops
     resolved = {}
     for op, name in wanted.items():
-        if op in MADE_OF and (for_all or name == "auto"):
+        if op in MADE_OF and name == "auto":
             parts = {resolved[part] for part in MADE_OF[op]}
             name = "pallas" if parts == {"pallas"} and op not in no_kernel else "xla"
         if name == "auto":

@@ -41,6 +41,7 @@ from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.models.config import ModelConfig
+from moejax.requests.request import PrefillKind
 from moejax.step.parts import Routing, StepOutput, StepShapes, StepSpec
 from moejax.step.programs import ProgramKey
 from moejax.step.results import ResultShape
@@ -180,6 +181,9 @@ class FakeRunner:
             scores=None,
             staged=None,
         )
+
+    def prefill_key(self, kind: PrefillKind, chunks: int) -> ProgramKey:
+        return ProgramKey(kind)
 
     def decode_key(self, positions: np.ndarray) -> ProgramKey:
         return ProgramKey("decode")

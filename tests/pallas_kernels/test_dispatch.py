@@ -106,7 +106,7 @@ def test_an_op_made_of_others_is_a_kernel_where_those_are():
     assert resolve_ops("fill_ffn=xla,plan=xla", **options).fill_ffn == "xla"
     options |= {"no_kernel": {"fill_ffn": "cells of two kinds"}}
     # A name for all ops is each op's own only where its kernel can run the model.
-    for all_ops in ("auto", "pallas"):
+    for all_ops in ("auto", "pallas", parse_ops("pallas")):
         resolved = resolve_ops(all_ops, **options)
         assert (resolved.fill, resolved.expert_ffn, resolved.fill_ffn) == (
             "pallas",
