@@ -19,7 +19,7 @@ from pallas_kernels.head_linear import head_linear
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear, linear_parts, sum_of_parts
+from pallas_kernels.linear import linear, linear_parts, norm_linear, sum_of_parts
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route, route_and_plan, route_scores
@@ -109,6 +109,24 @@ class LayerStack(nnx.Module):
         eps = self.config.rms_norm_eps if eps is None else eps
         return norm(x, self._weight(name), self._optional(f"{name}_bias"), i, eps, self.ops)
 
+    def _norm_linear(self, x, norm_name, name, i, tokens):
+        """The product of x behind its norm, where nothing else reads what is normalised."""
+        if f"{norm_name}_bias" in self.weights:  # a LayerNorm
+            return self._linear(self._norm(x, norm_name, i), name, i, tokens)
+        return norm_linear(
+            x,
+            self._weight(norm_name),
+            self.config.rms_norm_eps,
+            self._weight(name),
+            i,
+            self._optional(f"{name}_bias"),
+            row_tile=tokens.row_tile,
+            tiles=tokens.tiles,
+            implementation=self.ops.linear,
+            norm_implementation=self.ops.rms_norm,
+            shared_kib=self.ops.shared_kib,
+        )
+
     def _added(self, y):
         """What a layer adds to its input; of routed experts the weights have the factor."""
         return scaled(y, self.config.residual_multiplier)
@@ -121,17 +139,16 @@ class LayerStack(nnx.Module):
         Returns (x, arena).
         """
         with jax.named_scope("attend"):
-            normed = self._norm(x, "input_norm", i)
             read = self._read_heads if self.config.mla is None else self._read_latent
-            attended, arena = read(i, normed, arena, tokens, page)
+            attended, arena = read(i, x, arena, tokens, page)
             x = self._plus(x, attended, "o", i, tokens)
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
             return lax.optimization_barrier(x), arena
 
-    def _read_heads(self, i, normed, arena, tokens, page):
-        """Grouped-query attention: normed [T, D] -> ([T, H·hd], arena)."""
+    def _read_heads(self, i, x, arena, tokens, page):
+        """Grouped-query attention: x [T, D] -> ([T, H·hd], arena)."""
         config = self.config
-        qkv = self._linear(normed, "qkv", i, tokens)
+        qkv = self._norm_linear(x, "input_norm", "qkv", i, tokens)
         norms = self._optional("q_norm"), self._optional("k_norm")
         # kv_write normalises heads itself, but clipping and another order come between the norms
         # and the rotation.
@@ -188,10 +205,11 @@ class LayerStack(nnx.Module):
         qk = jnp.concatenate(parts, axis=2).reshape(qk.shape)
         return jnp.concatenate([qk, v], axis=1)
 
-    def _read_latent(self, i, normed, arena, tokens, page):
+    def _read_latent(self, i, x, arena, tokens, page):
         """Multi-head latent attention (DeepSeek-V2, section 2.1) with the products of queries and
         outputs with kv_b's halves moved out of the sum over keys ("absorbed"), so that pages hold
-        the latent: normed [T, D] -> ([T, H·v_head_dim], arena)."""
+        the latent: x [T, D] -> ([T, H·v_head_dim], arena)."""
+        normed = self._norm(x, "input_norm", i)
         config, mla = self.config, self.config.mla
         assert mla is not None
         heads, nope = config.num_attention_heads, mla.qk_nope_head_dim

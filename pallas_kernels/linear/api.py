@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.linear import pallas_triton
+from pallas_kernels.rms_norm import rms_norm
 
 IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
 
@@ -38,6 +39,32 @@ def linear(
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
+    return _linear(
+        *(x, weights, layer, bias),
+        row_tile=row_tile,
+        tiles=tiles,
+        out_dtype=out_dtype,
+        residual=residual,
+        implementation=implementation,
+        shared_kib=shared_kib,
+    )
+
+
+def _linear(
+    x,
+    weights,
+    layer,
+    bias,
+    *,
+    row_tile,
+    tiles,
+    implementation,
+    shared_kib,
+    out_dtype=None,
+    residual=None,
+    norm=None,
+):
+    """linear with its arguments; norm: of the kernel."""
     row_tile = x.shape[0] if row_tile is None else row_tile
     _check_rows(x, weights, row_tile)
     if bias is not None and bias.shape != weights.shape[:2]:
@@ -54,8 +81,46 @@ def linear(
     options = {"row_tile": row_tile, "tiles": tiles, "out_dtype": out_dtype}
     if residual is None or implementation == "pallas":
         fused = {} if residual is None else {"residual": residual}
+        fused |= {} if norm is None else {"norm": norm}
         return fn(x, weights, layer, bias, **options, **fused)
     return residual + fn(x, weights, layer, bias, **options)
+
+
+def norm_linear(
+    x: Float[Array, "T K"],
+    norm_weights: Float[Array, "L K"],
+    eps: float,
+    weights: Float[Array, "L N K"],
+    layer: Int[Array, ""] | int,
+    bias: Float[Array, "L N"] | None = None,
+    *,
+    row_tile: int | None = None,
+    tiles: Int[Array, ""] | int | None = None,
+    implementation: str = "xla",
+    norm_implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
+) -> Float[Array, "T N"]:
+    """linear(rms_norm(x, norm_weights, layer, eps), weights, layer, bias), each by its
+    implementation, in their bits.
+
+    Where both are kernels and the rows are few (`pallas_triton.NORMED_ROWS`) it is one launch,
+    whose programs normalise the rows that they read. Arguments and errors: as of both.
+    """
+    if norm_weights.shape[-1] != x.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the norm has {norm_weights.shape[-1]}")
+    few = x.shape[0] <= pallas_triton.NORMED_ROWS
+    if few and implementation == norm_implementation == "pallas":
+        norm = norm_weights, eps
+    else:
+        x, norm = rms_norm(x, norm_weights, layer, eps, implementation=norm_implementation), None
+    return _linear(
+        *(x, weights, layer, bias),
+        row_tile=row_tile,
+        tiles=tiles,
+        norm=norm,
+        implementation=implementation,
+        shared_kib=shared_kib,
+    )
 
 
 def linear_parts(

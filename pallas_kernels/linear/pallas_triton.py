@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
+from pallas_kernels.rms_norm.pallas_triton import CHUNK, sum_of_row
 from pallas_kernels.triton import (
     KERNEL_DTYPES,
     edge_mask,
@@ -34,6 +35,13 @@ PREFILL_STAGES = {99: 4, 163: 4, 227: 4}
 PROGRAMS = 128
 """Column tiles, of all heads, below which a GPU of 132 multiprocessors would stand idle."""
 
+NORMED_ROWS = 16
+"""The most rows that are normalised within a product: one tile, which all of its programs sum up.
+More tiles would be more work than the launch that is saved."""
+
+NORMED_STAGES = 3
+"""The most with the deepest tile, whose normalised x takes shared memory too: 16 KiB, which four
+stages of 32 do not leave on a GPU of 99 KiB."""
 
 LEAST_DEPTH = 128
 """The shortest part, in which each thread loads weights twice."""
@@ -113,19 +121,26 @@ def linear(
     tiles,
     out_dtype,
     residual=None,
+    norm: tuple[jax.Array, float] | None = None,
     shared_kib: int = CLASSES[-1],
 ):
+    """norm: weights [L, K] and eps of the rms_norm that x goes through first."""
     tokens, outputs = x.shape[0], weights.shape[1]
-    dtype = jnp.promote_types(x.dtype, weights.dtype)
+    dtype, eps = jnp.promote_types(x.dtype, weights.dtype), None
+    if norm is not None:
+        dtype, eps = jnp.promote_types(dtype, norm[0].dtype), norm[1]
     config = configuration(row_tile, outputs, dtype, shared_kib)
+    stages = config.num_stages
+    if norm is not None and config.depth == max(depth for _, depth in DECODE_TILES):
+        stages = min(stages, NORMED_STAGES)
     return triton_call(
-        functools.partial(_kernel, config=config, row_tile=row_tile),
-        name="linear",
+        functools.partial(_kernel, config=config, row_tile=row_tile, eps=eps),
+        name="linear" if norm is None else "norm_linear",
         # Row tiles run first: those that share weights read them from HBM once.
         grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns)),
         out_shape=jax.ShapeDtypeStruct((tokens, outputs), out_dtype),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=stages,
     )(
         scalar(layer),
         scalar(tiles),
@@ -133,12 +148,14 @@ def linear(
         weights,
         () if bias is None else (bias,),
         () if residual is None else (residual,),
+        () if norm is None else norm[:1],
     )
 
 
-def _kernel(layer, tiles, x, weights, bias, residual, out, *, config, row_tile):
+def _kernel(layer, tiles, x, weights, bias, residual, norm, out, *, config, row_tile, eps):
     """Program (i, j) computes row tile i and column tile j of the product; K ascends. bias,
-    residual: of one array or none.
+    residual, norm: of one array or none. With a norm each program reads its rows twice, first for
+    their scales.
 
     Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
     nothing if the tile lies behind the rows in use.
@@ -151,9 +168,14 @@ def _kernel(layer, tiles, x, weights, bias, residual, out, *, config, row_tile):
 
     @pl.when(first_row < tiles[0] * row_tile)
     def _():
+        scales = [_scales(x, first_row, config.rows, eps) for _ in norm]
+
         def add(k, total, depth_mask):
             depth = pl.ds(k * config.depth, config.depth)
             part = load_tile(x.at[rows, depth], row_mask, depth_mask)
+            for scale, of in zip(scales, norm, strict=True):  # as rms_norm rounds
+                factors = load_tile(of.at[pl.ds(layer[0], 1), depth], None, depth_mask)
+                part = factors * (part.astype(jnp.float32) * scale).astype(x.dtype)
             weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(part, weight, trans_b=True)
 
@@ -169,6 +191,32 @@ def _kernel(layer, tiles, x, weights, bias, residual, out, *, config, row_tile):
         for part in added:  # the product is rounded before the sum is
             result = (part.astype(jnp.float32) + result.astype(jnp.float32)).astype(out.dtype)
         plgpu.store(out.at[rows, columns], result, mask=mask)
+
+
+def _scales(x, first_row, rows, eps):
+    """[rows, 1]: what the rows from first_row on are multiplied by, in the bits of rms_norm. Rows
+    behind the last one are 0, whatever their factor, so few rows have no more sums than needed."""
+    tokens, width = x.shape
+    few = min(rows, pl.next_power_of_2(tokens))
+    columns = pl.next_power_of_2(width)
+    row_mask = edge_mask(first_row, few, tokens)
+
+    def squares(first, size):
+        """The squares of so many columns, halves added to each other until they are a chunk. None
+        behind the last column."""
+        if first >= width:
+            return None
+        if size > CHUNK:
+            low, high = squares(first, size // 2), squares(first + size // 2, size // 2)
+            return low if high is None else low + high
+        mask = edge_mask(first, size, width) if first + size > width else None
+        # A dynamic index, since a static slice must not reach beyond its array.
+        part = pl.ds(0 * first_row + first, size)
+        wide = load_tile(x.at[pl.ds(first_row, few), part], row_mask, mask).astype(jnp.float32)
+        return wide * wide
+
+    scale = lax.rsqrt(sum_of_row(squares(0, columns)) / width + eps)
+    return jnp.broadcast_to(scale[None], (rows // few, few)).reshape(rows, 1)
 
 
 def linear_parts(x, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]):

@@ -14,6 +14,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton import KERNEL_DTYPES, scalar, triton_call
 
+CHUNK = 512
+"""Columns that who normalises many rows holds at once; it decides the bits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -61,5 +64,18 @@ def _kernel(layer, x, weights, out, *, eps, config):
     other = None if mask is None else 0
     wide = plgpu.load(x.at[t, columns], mask=mask, other=other).astype(jnp.float32)
     weight = plgpu.load(weights.at[layer[0], columns], mask=mask, other=other)
-    scale = lax.rsqrt(jnp.sum(wide * wide) / width + eps)
+    scale = lax.rsqrt(sum_of_row(wide * wide) / width + eps)
     plgpu.store(out.at[t, columns], weight * (wide * scale).astype(out.dtype), mask=mask)
+
+
+def sum_of_row(values: jax.Array) -> jax.Array:
+    """The sum over the last axis, a power of two: halves are added to each other down to CHUNK
+    values, then neighbours. Only ever two at once, so the order is one, whatever threads hold the
+    values, and all kernels that normalise a row have its bits."""
+    while (size := values.shape[-1]) > 1:
+        rest = values.shape[:-1]
+        if size > CHUNK:
+            values = jnp.sum(values.reshape(*rest, 2, size // 2), axis=-2)
+        else:
+            values = jnp.sum(values.reshape(*rest, size // 2, 2), axis=-1)
+    return jnp.sum(values, axis=-1)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear, linear_parts, sum_of_parts
-from pallas_kernels.linear.pallas_triton import parts_of
+from pallas_kernels.linear import linear, linear_parts, norm_linear, sum_of_parts
+from pallas_kernels.linear.pallas_triton import NORMED_ROWS, parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
@@ -61,6 +62,11 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
             what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
             yield make_check("linear", what, dtype, inputs_of, product, out)
 
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        of_qkv = (outputs, inputs, out) == (qkv, d, dtype) and not shape.latent
+        if of_qkv and shape.norm == "rms_norm":
+            yield _normed_check(shape, outputs, bias, shared_kib)
+
     for op, width in ((shape.norm, d), *(("rms_norm", n) for n in shape.other_norms)):
 
         def rows(width=width):
@@ -85,6 +91,35 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         return combine(x, y, weights, implementation=name), counted
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
+
+
+def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) -> Check:
+    """A product of few rows that it normalises: values, and the bits of rms_norm and linear, which
+    steps with more rows and prefill have in its place."""
+    d, dtype = shape.hidden, shape.dtype
+
+    def operands():
+        norm = draw(2, (1, d), dtype)
+        weights = draw(1, (1, outputs, d), dtype, d**-0.5)
+        return draw(0, (NORMED_ROWS, d), dtype), norm, weights, draw(3, (1, outputs), dtype)
+
+    def run(name, x, norm, weights, biases):
+        added, layer = biases if bias else None, jnp.int32(0)
+
+        def of(rows):
+            few = x[:rows]
+            options = {"row_tile": rows, "shared_kib": shared_kib, "implementation": name}
+            both = few, norm, 1e-6, weights, layer, added
+            got = norm_linear(*both, norm_implementation=name, **options)
+            normed = rms_norm(few, norm, layer, 1e-6, implementation=name)
+            alone = linear(normed, weights, layer, added, **options)
+            bits, wanted = (lax.bitcast_convert_type(y, jnp.uint16) for y in (got, alone))
+            return got, (bits == wanted).astype(jnp.int32)
+
+        return of(FEW_ROWS), of(NORMED_ROWS)
+
+    what = f"normed {outputs}x{d} bias {bias} {shared_kib} KiB"
+    return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
 
 
 def table_checks(shape: ModelShape) -> Iterator[Check]:

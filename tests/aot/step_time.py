@@ -61,6 +61,8 @@ STARTS = {
     # experts written and read again.
     "plan": 3.3e-6,
     "route_plan": 4.2e-6,  # both of the above, less a LAUNCH
+    # Not measured: START, and before it the rows, which come from L2, and a chain of sums.
+    "norm_linear": 4.0e-6,
 }
 """Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
 bytes take."""
@@ -68,7 +70,7 @@ bytes take."""
 HITS, FILLED = "expert_gate_up_hits", "expert_gate_up_filled"
 """The products of experts that copy missing ones beside them: gate and up of those, then down."""
 EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down")
-STREAMING = ("linear", *EXPERTS)
+STREAMING = ("linear", "norm_linear", *EXPERTS)
 """Kernels that START is of. Not linear_parts, whose programs load one or two tiles and wait once
 for them, as rms_norm's do: a LAUNCH (not measured)."""
 SPLIT = 256
@@ -220,7 +222,7 @@ def _work(
     filled, record = load.filled(config), 6 * hidden * width
     name, live, link = launch.name, float(launch.programs), 0.0
     nbytes, turns = 0.0, 1.0
-    if name == "linear":
+    if name in ("linear", "norm_linear"):
         outputs, inputs = next(products)
         nbytes = 2 * outputs * inputs + 2 * tokens * (inputs + outputs)
         turns = -(-inputs // linear_kernels.configuration(16, outputs, "bfloat16").depth)

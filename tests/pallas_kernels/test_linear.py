@@ -3,15 +3,17 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.linear import api, pallas_triton, sum_of_parts
 from pallas_kernels.linear.specs import SPECS, Spec
+from pallas_kernels.rms_norm import rms_norm
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
-LAYER = 1
+LAYER, EPS = 1, 1e-5
 
 
 def case(spec, seed):
@@ -99,6 +101,64 @@ def test_a_row_is_independent_of_the_number_of_rows(implementation, dtype):
         many = np.full((tokens, spec.inputs), np.nan, x.dtype)
         many[16:32] = x
         same_bits(run(more, implementation, many, weights, bias)[16:32], want)
+
+
+NORM_SPECS = (
+    Spec(3, "bfloat16", row_tile=3),
+    Spec(1, "bfloat16", inputs=2048, outputs=48),
+    Spec(4, "float16", inputs=1100, outputs=4100, bias=True),
+    Spec(16, "bfloat16", inputs=2048, row_tile=16, tiles=1),
+    Spec(9, "bfloat16", inputs=2880, outputs=55),
+    Spec(32, "bfloat16", inputs=200, row_tile=16, tiles=1),
+    Spec(3, "float32", inputs=200, bias=True),
+)
+"""A row within a chunk, of four chunks, of three of which the last is not whole; a whole tile of
+rows; six chunks, the last two pairs not whole; more rows than are normalised in a product."""
+
+
+def normed(spec, implementation, x, factors, weights, bias):
+    """(norm_linear, linear of rms_norm)."""
+    options, layer = {"row_tile": spec.row_tile}, np.int32(LAYER)
+    tiles = None if spec.tiles is None else np.int32(spec.tiles)
+    names = {"implementation": implementation, "norm_implementation": implementation}
+    op = compiled(api.norm_linear, eps=EPS, **names, **options)
+    got = op(x, factors, weights=weights, layer=layer, bias=bias, tiles=tiles)
+    norm = compiled(rms_norm, eps=EPS, implementation=implementation)
+    rows = np.asarray(norm(x, factors, layer))
+    want = compiled(api.linear, implementation=implementation, **options)(
+        rows, weights, layer, bias, tiles=tiles
+    )
+    return np.asarray(got), np.asarray(want)
+
+
+def check_normed(spec, implementation):
+    """The bits of both ops; rows of different sizes, small ones of which show eps."""
+    x, weights, bias = case(spec, 0)
+    rng = np.random.default_rng(1)
+    x = (wide(x) * 10.0 ** rng.uniform(-4, 1, (spec.tokens, 1))).astype(x.dtype)
+    factors = np.full((spec.layers, spec.inputs), np.nan, x.dtype)
+    factors[LAYER] = draw(rng, spec.inputs, spec.dtype)
+    needed = spec.tokens if spec.tiles is None else spec.tiles * spec.row_tile
+    x[needed:] = np.nan
+    got, want = normed(spec, implementation, x, factors, weights, bias)
+    assert got.dtype == want.dtype == spec.dtype
+    same_bits(got[:needed], want[:needed])
+
+
+@each(api.IMPLEMENTATIONS, NORM_SPECS)
+def test_a_product_of_normalised_rows_has_the_bits_of_both_ops(spec, implementation):
+    check_normed(spec, implementation)
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(1, 1), (16, 1), (17, 2)])
+def test_few_rows_are_normalised_within_the_product(rows, launches):
+    array = functools.partial(jnp.zeros, dtype="bfloat16")
+    op = functools.partial(
+        *(api.norm_linear, array((rows, 64)), array((1, 64)), 1e-6, array((1, 48, 64)), 0),
+        implementation="pallas",
+        norm_implementation="pallas",
+    )
+    assert str(jax.make_jaxpr(op)()).count("pallas_call") == launches
 
 
 PARTS_SPECS = (
@@ -259,3 +319,13 @@ def test_refuses_parts_of_shapes_that_do_not_fit(implementation):
             row_tile=2,
             implementation=implementation,
         )
+
+
+def test_refuses_a_norm_that_does_not_fit():
+    operands = jnp.zeros((3, 4)), jnp.zeros((2, 5)), EPS, jnp.zeros((2, 6, 4)), 0
+    with pytest.raises(ValueError, match="x has 4 columns, the norm has 5"):
+        api.norm_linear(*operands)
+    x, weights = jnp.zeros((3, 4), "bfloat16"), jnp.zeros((2, 6, 4), "bfloat16")
+    names = dict.fromkeys(("implementation", "norm_implementation"), "pallas")
+    with pytest.raises(ValueError, match="not float32; 'xla' takes it"):
+        api.norm_linear(x, jnp.zeros((2, 4)), EPS, weights, 0, **names)

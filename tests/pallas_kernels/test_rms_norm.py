@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rms_norm import api
+from pallas_kernels.rms_norm.pallas_triton import CHUNK, sum_of_row
 from pallas_kernels.rms_norm.specs import SPECS, Spec
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
@@ -98,3 +99,14 @@ def test_contract_catches(mutant, implementation, monkeypatch):
 def test_refuses(columns, options, message):
     with pytest.raises(ValueError, match=message):
         api.rms_norm(jnp.zeros((3, columns)), jnp.zeros((2, 4)), 0, EPS, **options)
+
+
+def test_a_row_is_summed_in_one_order():
+    """Halves down to a chunk, then neighbours: norm_linear adds chunks to each other first."""
+    rows = np.random.default_rng(0).uniform(size=(3, 4 * CHUNK)).astype(np.float32)
+    a, b, c, d = np.split(rows, 4, axis=1)
+    chunk = want = (a + c) + (b + d)
+    while want.shape[1] > 1:
+        want = want[:, 0::2] + want[:, 1::2]
+    same_bits(np.asarray(sum_of_row(jnp.asarray(rows))), want[:, 0])
+    same_bits(np.asarray(sum_of_row(jnp.asarray(chunk))), want[:, 0])

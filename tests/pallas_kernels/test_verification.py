@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import OPS, resolve_ops
+from pallas_kernels.linear import pallas_triton as linear_kernels
 from pallas_kernels.rms_norm import api, reference
 from pallas_kernels.route import RouteRule
 from pallas_kernels.route.specs import RULES
@@ -185,6 +186,26 @@ def test_keys_without_norms_are_another_kernel():
     assert all(check.key != other.key for other in small_checks(kv_write="pallas"))
     device = jax.devices()[0]
     assert check.error(device) <= check.tolerance
+
+
+def test_a_product_that_normalises_is_checked_where_both_are_kernels(monkeypatch):
+    def normed(shape=SMALL, **ops):
+        return [check for check in small_checks(shape, **ops) if "normed" in check.key]
+
+    both = {"linear": "pallas", "rms_norm": "pallas"}
+    (check,) = normed(**both)
+    assert check.key == "linear normed 256x64 bias True 227 KiB bfloat16"
+    assert check.error(jax.devices()[0]) <= check.tolerance
+    assert not normed(linear="pallas") and not normed(rms_norm="pallas")
+    # Neither a LayerNorm nor latent attention has it.
+    assert not normed(dataclasses.replace(SMALL, norm="layer_norm"), layer_norm="pallas", **both)
+    assert not normed(LATENT, **both)
+    # Bits are compared: rows normalised by one unit in the last place too much are refused.
+    scales = linear_kernels._scales
+    monkeypatch.setattr(
+        linear_kernels, "_scales", lambda *args: scales(*args) * jnp.float32(1 + 2**-7)
+    )
+    assert check.error(jax.devices()[0]) >= 0.5
 
 
 LATENT = dataclasses.replace(

@@ -276,7 +276,7 @@ def _refuse(ins: Instruction):
 
 def _multiply(ins: Instruction) -> Step:
     """mul.lo, .hi, .wide of integers; of floats as the others."""
-    if ins.parts[-1] in ("f16", "bf16", "f32", "f64", "f32x2"):
+    if ins.parts[-1] in ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2"):
         return _plain(ins)
     mode, last = ins.parts[1], ins.parts[-1]
     dtype = kind(ins, last)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.ptx import machine
+from tests.ptx.arithmetic import bf16_to_f32, f32_to_bf16
 from tests.ptx.machine import Launch
 from tests.ptx.memory import Buffer
 from tests.ptx.parse import Fault, parse
@@ -60,6 +61,15 @@ def test_pairs(name):
     function = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]
     np.testing.assert_array_equal(got[:, 0], function(A, C))
     np.testing.assert_array_equal(got[:, 1], function(B, D))
+
+
+def test_a_product_of_pairs_of_16_bits():
+    got = run("mul.rn.bf16x2 %r2, %r2, %r3; mul.rn.f16x2 %r3, %r4, %r5;").view(np.uint16)
+    bits = GIVEN.view(np.uint16).reshape(32, 4, 2)
+    a, b = (bf16_to_f32(bits[:, i]) for i in (0, 1))
+    np.testing.assert_array_equal(got.reshape(32, 4, 2)[:, 0], f32_to_bf16(a * b))
+    c, d = (bits[:, i].view(np.float16) for i in (2, 3))
+    np.testing.assert_array_equal(got.reshape(32, 4, 2)[:, 1].view(np.float16), c * d)
 
 
 def test_the_first_operand_of_16_bits():
