@@ -179,7 +179,7 @@ def _predictors(args: argparse.Namespace, trace: Trace) -> Predictors:
     if args.model is not None:
         router = routers_of(args.model, header.config_digest)
     found = Predictors(networks, forests, router)
-    if found != Predictors(None, None, None):
+    if any(each is not None for each in found):
         lacks = [] if header.gate_input else ["gate inputs"]
         lacks += ["weights"] if "token.weights" in header.absent else []
         if lacks:
@@ -195,8 +195,8 @@ def _said(
 ) -> Iterator[tuple[str, int, int, np.ndarray]]:
     """(predictor, layer, layers ahead, float32[N, E]): what each says of rows int[N] of a trace."""
     networks, forests, router = predictors
-    if predictors == Predictors(None, None, None):
-        return
+    if all(each is None for each in predictors):
+        return  # a trace need not have what to predict from
     header, ids = trace.header, trace.array("token.ids")[rows]
     for layer in range(header.layers - 1):
         some = samples(trace, layer, 1).of(rows)

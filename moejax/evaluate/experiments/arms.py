@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -253,6 +254,9 @@ def _policy(
             return MOVERS[name](**settings), {}
     if name == f"oracle={RUN}" or name in (f"{each}={TRAIN}" for each in LEARNERS):
         later = Later(name.partition("=")[0], settings)
+        if later.name in LEARNERS:
+            with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
+                inspect.signature(LEARNERS[later.name]).bind_partial(**settings)
         if later.needs_router:  # before a model is loaded and a trace recorded
             with user_errors(where=f"policy {whole!r}: "):
                 forests.check_trainer()
