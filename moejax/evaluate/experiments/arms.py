@@ -105,11 +105,10 @@ class Later:
     def made(self, trace: Trace, router: np.ndarray | None) -> Policy:
         """The policy. router: float32[L, D, E], None where there is no model. Forests, which take
         minutes, are kept beside the trace, named by what they were learned from, and read again.
-        Raises what its fit does, and ValueError where it needs a router and there is none."""
+        Raises what its fit does."""
         if not self.needs_router:
             return LEARNERS[self.name](trace, **self.settings)
-        if router is None:
-            raise ValueError("drawn or recorded routing has no routers; give model and texts")
+        assert router is not None  # definitions without a model are refused: no gate inputs
         trained = {name: value for name, value in self.settings.items() if name != "pool"}
         told = hashlib.sha256(repr(sorted(trained.items())).encode())
         for array in (trace.array("token.ids"), router):

@@ -137,6 +137,10 @@ def test_several_policies_are_one_arm(home):
             {"routing": ["zipf"], "modes": ["simulated"], "policies": ["fate"]},
             "policy 'fate' needs gate_input, which routing without a model lacks",
         ),
+        (
+            {"routing": ["zipf"], "modes": ["simulated"], "policies": ["expertflow=train"]},
+            "policy 'expertflow=train' needs gate_input, which routing without a model lacks",
+        ),
         ({"budgets": []}, 'budgets are missing; write budgets: ["25%", "50%"]'),
         ({"budgets": [25]}, 'did you mean "25%"?'),
         ({"budgets": ["1KiB"]}, "budget 1KiB holds no expert: one takes 98304 bytes (96 KiB)"),

@@ -271,12 +271,6 @@ def test_a_trace_is_routing_too(drawn, tmp_path):
         moejax.ablate(taught, tmp_path / "other", progress=False)
 
 
-def test_forests_need_a_models_routers(tmp_path):
-    given = DRAWN | {"policies": ["lru", "expertflow=train"], "budgets": ["50%"], "batch": 1}
-    with pytest.raises(UserError, match="routing has no routers; give model and texts"):
-        moejax.ablate(given, tmp_path / "out", progress=False)
-
-
 def test_cells_move_between_layers_in_a_simulation(repository, tmp_path):
     path = repository / "scripts" / "experiments" / "static_layers.py"
     given = DRAWN | {"policies": ["lru", f"{path}:StaticLayers"], "budgets": ["50%"], "batch": 1}
