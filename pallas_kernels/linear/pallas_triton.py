@@ -202,13 +202,11 @@ def _scales(x, first_row, rows, eps):
     row_mask = edge_mask(first_row, few, tokens)
 
     def squares(first, size):
-        """The squares of so many columns, halves added to each other until they are a chunk. None
-        behind the last column."""
-        if first >= width:
-            return None
+        """The squares of so many columns, halves added to each other until they are a chunk."""
         if size > CHUNK:
-            low, high = squares(first, size // 2), squares(first + size // 2, size // 2)
-            return low if high is None else low + high
+            half = size // 2
+            low = squares(first, half)
+            return low if first + half >= width else low + squares(first + half, half)
         mask = edge_mask(first, size, width) if first + size > width else None
         # A dynamic index, since a static slice must not reach beyond its array.
         part = pl.ds(0 * first_row + first, size)

@@ -39,6 +39,9 @@ DRAWS = 10
 PREDICTORS = ("learned", "gate", "right")
 """The best that there is of the first two is what the ablations have."""
 
+FOREST = "forest"
+"""ExpertFlow's own predictor, which nobody else has; it looks as far ahead as it was trained."""
+
 
 class Work(NamedTuple):
     """What is played: steps of one batch size."""
@@ -127,12 +130,15 @@ def played(
 
 
 def all_played(work: Work, costs: PlacementCosts) -> Iterator[dict[str, Any]]:
-    """A line for each arm and each predictor that it can have, then the ablations."""
+    """A line for each arm and each predictor that it can have, ExpertFlow by its forests where
+    there are any, then the ablations."""
     there = [name for name in PREDICTORS if name in work.predicted]
     for predictor in there:
         for name, arm in ARMS.items():
             if arm.reach and work.predicted[predictor].shape[2] >= arm.reach:
                 yield played(name, predictor, work, costs)
+    if FOREST in work.predicted:
+        yield played("expertflow", FOREST, work, costs)
     for name, arm in ARMS.items():
         if not arm.reach:
             yield played(name, "", work, costs)

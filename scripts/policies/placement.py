@@ -1,7 +1,8 @@
 """What placing missed experts on two processors takes, by rule and predictor, simulated (PreScope).
 
-python -m scripts.policies placement TRACE [TRACE...] [--predictor FILE] [--model MODEL]
-    [--resident 0.25[,0.5]] [--costs 1,0,16,1,8] [--loads 4,16,64] [--steps 43] [--json]
+python -m scripts.policies placement TRACE [TRACE...] [--predictor FILE] [--forest FILE]
+    [--model MODEL] [--resident 0.25[,0.5]] [--costs 1,0,16,1,8] [--loads 4,16,64] [--steps 43]
+    [--json]
 
 Decode steps of the last fifth of a trace's requests are played on an accelerator, a CPU beside the
 weights and a link (`simulate_placement`); the hot table is of the first three fifths. All arms have
@@ -9,7 +10,8 @@ the same residents to begin with, but the one without a hot table, which has as 
 (mean of 10 draws). --costs: microseconds of a row on the CPU, of starting an expert there, of a
 load, of an expert on the accelerator, of attention. The default is no machine: a load is worth 16
 rows on the CPU. --predictor: of `moejax train-predictor`; --model: the trace's model, whose gates
-are reused; without them arms that need them are left out. No clock is read, so figures are of the
+are reused; --forest: of `moejax train-predictor --predictor forest`, for ExpertFlow, with --model;
+without them arms that need them are left out. No clock is read, so figures are of the
 simulator.
 
 One trace, share and load: a line an arm. Columns: mean of a step; time of a token over the first
@@ -32,8 +34,12 @@ import numpy as np
 from host_offload.control.interface import routed_counts
 from host_offload.policies.placement.correlation import successors
 from host_offload.policies.placement.presched import PlacementCosts, hot_table
+from host_offload.policies.prefetch.expertflow.evaluation import predicted_rows
+from host_offload.policies.prefetch.expertflow.policy import ExpertFlow
+from host_offload.policies.prefetch.expertflow.policy import read as forests_of
+from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.policies.prefetch.llapor.network import of_layer, scores
-from host_offload.policies.prefetch.llapor.policy import read
+from host_offload.policies.prefetch.llapor.policy import Learned, read
 from host_offload.policies.prefetch.llapor.training import samples, split
 from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.simulate.placement import right_predictions
@@ -43,7 +49,7 @@ from moejax.commands.train_predictor import routers_of
 from moejax.errors import UserError
 from scripts.parts.commands import new_parser, refuse
 from scripts.parts.text_table import aligned
-from scripts.policies.placed_arms import REACH, Work, all_played
+from scripts.policies.placed_arms import FOREST, REACH, Work, all_played
 
 COLUMNS = [
     ("arm", "{arm}"),
@@ -123,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("trace", metavar="TRACE", nargs="+", help="with gate inputs, to predict")
     parser.add_argument("--predictor", metavar="FILE", help="of moejax train-predictor, stride 1")
+    parser.add_argument("--forest", metavar="FILE", help="of moejax train-predictor … forest")
     parser.add_argument("--model", metavar="MODEL", help="the traces', to reuse its gates")
     parser.add_argument("--resident", default="0.25", help="of all experts (%(default)s)")
     parser.add_argument("--costs", default="1,0,16,1,8", help="in µs (%(default)s)")
@@ -145,6 +152,66 @@ def _work(routed: Routed, share: float) -> Work:
     return routed.work._replace(resident=hot_table(routed.frequency, capacity))
 
 
+class Predictors(NamedTuple):
+    """Who predicts, of those that were given."""
+
+    networks: Learned | None
+    forests: ExpertFlow | None
+    router: np.ndarray | None
+    """float32[L, D, E]"""
+
+
+def _predictors(args: argparse.Namespace, trace: Trace) -> Predictors:
+    """Those of the arguments. Raises UserError or ValueError for files of another model, and for a
+    trace without what they predict from."""
+    header = trace.header
+    networks = forests = router = None
+    if args.predictor is not None:
+        networks = read(args.predictor)
+        check_fitted([networks], header.config_digest)
+        if networks.fitted.setting("stride") != 1:
+            raise UserError(f"{args.predictor}: its stride is not 1; train it with --stride 1")
+    if args.forest is not None:
+        if args.model is None:
+            raise UserError("forests set right what the model's gates say: name it with --model")
+        forests = forests_of(args.forest)
+        check_fitted([forests], header.config_digest)
+    if args.model is not None:
+        router = routers_of(args.model, header.config_digest)
+    found = Predictors(networks, forests, router)
+    if any(each is not None for each in found):
+        lacks = [] if header.gate_input else ["gate inputs"]
+        lacks += ["weights"] if "token.weights" in header.absent else []
+        if lacks:
+            raise UserError(
+                f"{trace.directory} has no {' and no '.join(lacks)} to predict from; record one "
+                "with --trace-arrays gate_input, or leave out --predictor, --forest and --model"
+            )
+    return found
+
+
+def _said(
+    predictors: Predictors, trace: Trace, rows: np.ndarray
+) -> Iterator[tuple[str, int, int, np.ndarray]]:
+    """(predictor, layer, layers ahead, float32[N, E]): what each says of rows int[N] of a trace."""
+    networks, forests, router = predictors
+    if all(each is None for each in predictors):
+        return  # a trace need not have what to predict from
+    header, ids = trace.header, trace.array("token.ids")[rows]
+    for layer in range(header.layers - 1):
+        some = samples(trace, layer, 1).of(rows)
+        if networks is not None:
+            own = of_layer(networks.fitted.arrays, layer)
+            yield "learned", layer, 1, scores(own, some.gate_input, some.ids, some.weights)
+        last = header.layers - 1 - layer
+        if router is not None:
+            for d in range(1, min(REACH, last) + 1):
+                yield "gate", layer, d, gate_scores(some.gate_input, router[layer + d])
+        if forests is not None and router is not None:
+            for d in range(1, min(forests.fitted.setting("reach"), last) + 1):
+                yield FOREST, layer, d, predicted_rows(forests, some, ids, layer, d, router)
+
+
 def _routed(args: argparse.Namespace, trace: Trace) -> Routed:
     """Decode steps of the trace's last fifth of requests."""
     header = trace.header
@@ -163,33 +230,15 @@ def _routed(args: argparse.Namespace, trace: Trace) -> Routed:
         rows, steps = rows[keep], steps[keep]
     tokens = np.stack([routed_counts(ids[rows][steps == p], header.experts) for p in places])
     predicted = {"right": right_predictions(tokens, REACH)}
-    if args.predictor is not None:
-        policy = read(args.predictor)
-        if (
-            policy.fitted.config_digest != header.config_digest
-            or policy.fitted.setting("stride") != 1
-        ):
-            raise UserError(f"{args.predictor} is of another model, or its stride is not 1")
-        predicted["learned"] = np.zeros_like(predicted["right"][:, :, :1])
-    router = None if args.model is None else routers_of(args.model, header.config_digest)
-    if router is not None:
-        predicted["gate"] = np.zeros_like(predicted["right"])
-    if len(predicted) > 1 and not header.gate_input:
-        raise UserError(f"{args.trace} has no gate inputs to predict from")
-    for layer in range(header.layers - 1) if len(predicted) > 1 else ():
-        some = samples(trace, layer, 1).of(rows)
-        found = {}
-        if args.predictor is not None:
-            own = of_layer(policy.fitted.arrays, layer)
-            found["learned", 1] = scores(own, some.gate_input, some.ids, some.weights)
-        if router is not None:
-            for d in range(1, min(REACH, header.layers - 1 - layer) + 1):
-                found["gate", d] = gate_scores(some.gate_input, router[layer + d])
-        for (name, d), of_rows in found.items():
-            best = np.argsort(-of_rows, axis=1, kind="stable")[:, None, : header.top_k]
-            for i, place in enumerate(places):
-                counts = routed_counts(best[steps == place], header.experts)
-                predicted[name][i, layer, d - 1] = counts[0]
+    given = _predictors(args, trace)
+    reach = {"learned": 1, "gate": REACH}
+    if given.forests is not None:
+        reach[FOREST] = given.forests.fitted.setting("reach")
+    for name, layer, d, of_rows in _said(given, trace, rows):
+        shape = (*tokens.shape[:2], reach[name], header.experts)
+        best = np.argsort(-of_rows, axis=1, kind="stable")[:, None, : header.top_k]
+        counts = [routed_counts(best[steps == place], header.experts)[0] for place in places]
+        predicted.setdefault(name, np.zeros(shape, tokens.dtype))[:, layer, d - 1] = counts
     after = successors(ids[learned], header.experts, header.top_k)
     nobody = np.zeros(tokens.shape[1:], bool)
     work = Work(tokens, nobody, predicted, after, header.top_k)

@@ -6,11 +6,14 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from host_offload.control.interface import Moment, Policy, Spec
 from host_offload.control.rules import (
@@ -24,6 +27,7 @@ from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.eviction import static
 from host_offload.policies.eviction.names import POLICIES, with_eviction
+from host_offload.policies.prefetch.expertflow import training as forests
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.llapor import training
 from host_offload.policies.prefetch.names import FIT, FROM_PATH, PREFETCH, prefetch_policy
@@ -41,10 +45,12 @@ TRAIN, RUN = "train", "run"
 
 LEARNERS: Mapping[str, Callable[..., Policy]] = {
     **FIT,
+    "expertflow": forests.kept_policy,
     "learned": training.fit,
     "static": static.fit,
 }
-"""Name → what makes the policy of NAME=train from a trace of the texts' training part."""
+"""Name → what makes the policy of NAME=train from a trace of the texts' training part; ExpertFlow's
+takes the model's routers too."""
 
 
 def _mv_wsa(
@@ -77,6 +83,7 @@ MOVERS: Mapping[str, Callable[..., Policy]] = {
 _LEARNED_FROM = {
     "expert_map": {"probs", "embedding"},
     "expert_map_in_step": {"probs", "embedding"},
+    "expertflow": {"gate_input"},
     "learned": {"gate_input"},
     "promoe": {"gate_input"},
 }
@@ -90,9 +97,24 @@ class Later:
     name: str
     settings: Mapping[str, Any]
 
-    def made(self, trace: Trace) -> Policy:
-        """The policy. Raises what its fit does."""
-        return LEARNERS[self.name](trace, **self.settings)
+    @property
+    def needs_router(self) -> bool:
+        """It learns what the model's routers get wrong."""
+        return self.name == forests.NAME
+
+    def made(self, trace: Trace, router: np.ndarray | None) -> Policy:
+        """The policy. router: float32[L, D, E], None where there is no model. Forests, which take
+        minutes, are kept beside the trace, named by what they were learned from, and read again.
+        Raises what its fit does."""
+        if not self.needs_router:
+            return LEARNERS[self.name](trace, **self.settings)
+        assert router is not None  # definitions without a model are refused: no gate inputs
+        trained = {name: value for name, value in self.settings.items() if name != "pool"}
+        told = hashlib.sha256(repr(sorted(trained.items())).encode())
+        for array in (trace.array("token.ids"), router):
+            told.update(np.ascontiguousarray(array).tobytes())
+        kept = f"{trace.directory.name}-{self.name}-{told.hexdigest()[:16]}.safetensors"
+        return forests.kept_policy(trace.directory.with_name(kept), trace, router, **self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +143,20 @@ class Arm:
         """What a trace must have to teach it, beside the routing."""
         return frozenset().union(*(_LEARNED_FROM.get(name, ()) for name in self.learns))
 
-    def taught(self, trace: Trace) -> Arm:
-        """This arm with what `trace` teaches. Raises UserError for a trace of no use."""
+    @property
+    def learns_by_router(self) -> bool:
+        """What teaches it has to know the model's routers."""
+        return any(isinstance(each, Later) and each.needs_router for each in self.given)
+
+    def taught(self, trace: Trace, router: np.ndarray | None = None) -> Arm:
+        """This arm with what `trace` teaches. router: float32[L, D, E] of its model, None where
+        there is none. Raises UserError for a trace of no use."""
         if not self.learns:
             return self
         with user_errors(where=f"policy {self.name!r}: "):
-            given = [each.made(trace) if isinstance(each, Later) else each for each in self.given]
+            given = [
+                each.made(trace, router) if isinstance(each, Later) else each for each in self.given
+            ]
         return _ready(dataclasses.replace(self, given=tuple(given)))
 
     def policies_in(self, trace: Trace | None) -> tuple[Policy, ...]:
@@ -222,7 +252,14 @@ def _policy(
         with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
             return MOVERS[name](**settings), {}
     if name == f"oracle={RUN}" or name in (f"{each}={TRAIN}" for each in LEARNERS):
-        return Later(name.partition("=")[0], settings), {}
+        later = Later(name.partition("=")[0], settings)
+        if later.name in LEARNERS:
+            with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
+                inspect.signature(LEARNERS[later.name]).bind_partial(**settings)
+        if later.needs_router:  # before a model is loaded and a trace recorded
+            with user_errors(where=f"policy {whole!r}: "):
+                forests.check_trainer()
+        return later, {}
     place, colon, found = name.rpartition(":")
     if colon and place.endswith(".py"):
         path = (home / place).resolve()

@@ -13,6 +13,22 @@ from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.traces.reader import Trace
 
 
+def predicted_rows(
+    policy: ExpertFlow,
+    some: Samples,
+    ids: np.ndarray,
+    layer: int,
+    ahead: int,
+    router: np.ndarray,
+) -> np.ndarray:
+    """float32[N, E]: what the policy, at the routing of `layer`, says of the layer `ahead` on, for
+    rows of a trace. some: those rows of `layer`. ids: int[N, L, k] of the same rows, of which the
+    layers before are told. router: float32[L, D, E]. Raises KeyError where there is no forest, that
+    is beyond `policy.fitted.setting("reach")` or the last layer."""
+    said = gate_scores(some.gate_input, router[layer + ahead])
+    return scores(policy.fitted.arrays, layer, ahead, seen_of(some, ids, layer), said)
+
+
 def evaluated(
     policy: ExpertFlow, trace: Trace, rows: np.ndarray, router: np.ndarray
 ) -> list[LayerReport]:
@@ -33,8 +49,7 @@ def evaluated(
             def call(
                 some: Samples, token: np.ndarray, layer: int = layer, ahead: int = ahead
             ) -> np.ndarray:
-                said = gate_scores(some.gate_input, router[layer + ahead])
-                return scores(arrays, layer, ahead, seen_of(some, ids[token], layer), said)
+                return predicted_rows(policy, some, ids[token], layer, ahead, router)
 
             report = layer_report(trace, rows, layer, ahead, call, router)
             size = sum(array.nbytes for array in forest_of(arrays, layer, ahead))

@@ -59,8 +59,8 @@ class ExpertFlow:
     Residents are on two lists over one pool of cells of all layers: the high one has those that
     their layer's last rows used and those that a layer within S is predicted to need. The least
     recently used of the low one goes, and of the high one only where the low one is empty. Needs
-    driver="host". No output bit depends on it: its cache-aware routing is not here. What is ours:
-    docs/prescope.md.
+    driver="host". No output bit depends on it: routers that favour residents are an option of
+    their own, --cache-aware-routing. What is ours: docs/prescope.md.
     """
 
     fitted: Fitted

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,12 @@ from host_offload.policies.prefetch.expertflow.forest import (
     features,
     pre_gate,
 )
-from host_offload.policies.prefetch.expertflow.policy import NAME, ExpertFlow
-from host_offload.policies.prefetch.fitted import check_gate_inputs, fitted
+from host_offload.policies.prefetch.expertflow.policy import NAME, ExpertFlow, read
+from host_offload.policies.prefetch.fitted import (
+    check_fitted,
+    check_gate_inputs,
+    fitted,
+)
 from host_offload.policies.prefetch.llapor.network import routing
 from host_offload.policies.prefetch.llapor.training import Samples, principal, samples
 from host_offload.policies.prefetch.next_layers import gate_scores
@@ -47,6 +53,12 @@ class Training:
 
 
 AS_OURS = Training()
+
+
+def check_trainer() -> None:
+    """Raises NoTrainer without scikit-learn, which nothing imports before it trains."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise NoTrainer("forests are trained by scikit-learn: pip install 'moejax[train]'")
 
 
 def fit(
@@ -96,6 +108,29 @@ def fit(
     return ExpertFlow(fitted(NAME, header, arrays, settings))
 
 
+def kept_policy(
+    path: Path,
+    trace: Trace,
+    router: np.ndarray,
+    *,
+    reach: int = AS_OURS.reach,
+    trees: int = AS_OURS.trees,
+    leaves: int = AS_OURS.leaves,
+    pool: bool = True,
+) -> ExpertFlow:
+    """ExpertFlow with the forests of a file, which `fit` trains with these settings, and with its
+    own for the rest, where there is none. pool: that of ExpertFlow. Raises what fit raises, and
+    ValueError for a file of another kind or model."""
+    if path.exists():
+        found = read(str(path))
+        check_fitted([found], trace.header.config_digest)
+    else:
+        training = dataclasses.replace(AS_OURS, reach=reach, trees=trees, leaves=leaves)
+        found = fit(trace, router, training=training)
+        found.fitted.write(path)
+    return dataclasses.replace(found, pool=pool)
+
+
 def seen_of(some: Samples, ids: np.ndarray, layer: int) -> Seen:
     """What rows of a trace say of a layer. ids: int[N, L, k] of the same rows."""
     past = [ids[:, layer - back] for back in range(1, min(HISTORY, layer) + 1)]
@@ -104,12 +139,9 @@ def seen_of(some: Samples, ids: np.ndarray, layer: int) -> Seen:
 
 def _grown(x: np.ndarray, y: np.ndarray, training: Training) -> Forest:
     """The forest that learned y float32[N, E] from x float32[N, F]."""
-    try:
-        from sklearn.ensemble import RandomForestRegressor
-    except ImportError as error:
-        raise NoTrainer(
-            "forests are trained by scikit-learn: pip install 'moejax[train]'"
-        ) from error
+    check_trainer()
+    from sklearn.ensemble import RandomForestRegressor
+
     model = RandomForestRegressor(
         training.trees,
         max_leaf_nodes=training.leaves,

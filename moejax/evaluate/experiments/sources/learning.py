@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from host_offload.traces.reader import Trace, read_trace
 from moejax.evaluate.experiments.bench import Group, bench_of, loaded_model
 from moejax.evaluate.experiments.definition import Cell, Experiment, check_experiment
@@ -14,6 +16,7 @@ from moejax.evaluate.experiments.sources.corpus import PARTS, TEST, TRAIN, Part,
 from moejax.evaluate.experiments.workload import Workload
 from moejax.models.directory import model_directory
 from moejax.requests.tokenizer import load_tokenizer
+from moejax.start.build import router_weights
 
 WARM_UP_TOKENS = 16
 
@@ -84,25 +87,30 @@ def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experimen
         return experiment
     learners = *experiment.arms.values(), *experiment.mixes.values()
     arrays = frozenset().union(*(each.train_arrays for each in learners))
-    trace = _train_trace(experiment, prompts.training(), traces, arrays)
+    by_router = any(arm.learns_by_router for arm in experiment.arms.values())
+    trace, router = _lesson(experiment, prompts, traces, arrays, by_router)
     model, options = model_directory(experiment.model), experiment.options
-    arms = {name: arm.taught(trace) for name, arm in experiment.arms.items()}
+    arms = {name: arm.taught(trace, router) for name, arm in experiment.arms.items()}
     mixes = {name: mix.taught(trace, model, options) for name, mix in experiment.mixes.items()}
     found = dataclasses.replace(experiment, arms=arms, mixes=mixes)
     check_experiment(found)
     return found
 
 
-def _train_trace(
-    experiment: Experiment, workload: Workload, traces: Path, arrays: frozenset[str]
-) -> Trace:
+def _lesson(
+    experiment: Experiment, prompts: Prompts, traces: Path, arrays: frozenset[str], by_router: bool
+) -> tuple[Trace, np.ndarray | None]:
+    """The trace to learn from, and the model's routers if they are asked for."""
     path = traces / "-".join(["train", *sorted(arrays)])
-    if path.exists() and (trace := read_trace(path)).complete:
-        return trace
+    trace = read_trace(path) if path.exists() else None
+    if trace is not None and trace.complete and not by_router:
+        return trace, None
     precision = next((p for p in experiment.precision if not experiment.mixed(p)), "dense")
-    group = Group("device", precision, experiment.link_rate[0], workload.batch, arrays)
-    with (
-        loaded_model(experiment, precision) as (loaded, _),
-        bench_of(experiment, group, loaded) as bench,
-    ):
-        return recorded(bench, workload, path)
+    with loaded_model(experiment, precision) as (loaded, _):
+        router = router_weights(loaded) if by_router else None
+        if trace is not None and trace.complete:
+            return trace, router
+        workload = prompts.training()
+        group = Group("device", precision, experiment.link_rate[0], workload.batch, arrays)
+        with bench_of(experiment, group, loaded) as bench:
+            return recorded(bench, workload, path), router

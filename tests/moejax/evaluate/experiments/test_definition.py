@@ -1,5 +1,7 @@
 """What a definition may say, and that each mistake in it is refused with what to write."""
 
+import sys
+
 import pytest
 
 from moejax.errors import UserError
@@ -81,6 +83,12 @@ def test_a_policy_between_layers_brings_the_host_driver_for_the_baseline_too():
     }
 
 
+def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(UserError, match=r"expertflow=train.*pip install 'moejax\[train\]'"):
+        read_experiment(SMALL | {"policies": ["lru", "expertflow=train"]})
+
+
 def test_several_policies_are_one_arm(home):
     arm = arm_of("lfu + random(count=2)", home)
     assert [type(policy).__name__ for policy in arm.policies] == ["LFU", "RandomPrefetch"]
@@ -118,6 +126,8 @@ def test_several_policies_are_one_arm(home):
         ({"link_rate": ["2GB"]}, "'2GB' is not a rate"),
         ({"link_rate": ["none", "none"]}, "link_rate is a list such as [none, 2GB/s]"),
         ({"policies": ["fate=train"]}, "unknown policy 'fate'; write one of"),
+        ({"policies": ["promoe=train(nope=1)"]}, "promoe=train does not take {'nope': 1}"),
+        ({"policies": ["expertflow=train(tree=1)"]}, "expertflow=train does not take {'tree': 1}"),
         ({"routing": ["none"], "modes": "simulated"}, "routing 'none' is none of qwen3-like,"),
         ({"routing": ["zipf(shape=1)"]}, "routing 'zipf(shape=1)' has no setting 'shape'"),
         ({"routing": ["zipf(2)"]}, "settings are written as NAME(key=value)"),
@@ -126,6 +136,10 @@ def test_several_policies_are_one_arm(home):
         (
             {"routing": ["zipf"], "modes": ["simulated"], "policies": ["fate"]},
             "policy 'fate' needs gate_input, which routing without a model lacks",
+        ),
+        (
+            {"routing": ["zipf"], "modes": ["simulated"], "policies": ["expertflow=train"]},
+            "policy 'expertflow=train' needs gate_input, which routing without a model lacks",
         ),
         ({"budgets": []}, 'budgets are missing; write budgets: ["25%", "50%"]'),
         ({"budgets": [25]}, 'did you mean "25%"?'),

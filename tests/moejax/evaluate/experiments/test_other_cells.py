@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import moejax
+from host_offload.policies.prefetch.expertflow import training as forests
+from host_offload.policies.prefetch.names import prefetch_policy
 from host_offload.traces.reader import read_trace
 from moejax import LLM
+from moejax.commands.train_predictor import routers_of
 from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
@@ -20,12 +23,14 @@ from moejax.evaluate.experiments.report.markdown import definition
 from moejax.evaluate.experiments.report.page import write_report
 from moejax.evaluate.experiments.report.places import beside_baseline
 from moejax.evaluate.experiments.report.quality import quality_rows
+from moejax.evaluate.experiments.sources import learning
 from moejax.evaluate.experiments.sources.learning import Prompts
 from moejax.evaluate.token_ids import TokenIds
 from moejax.models.json_values import parse_yaml
 from tests.moejax.engine.budget_workload import COSTS
 
-LEARNED = ["static=train", "coactivation=train", "promoe=train", "oracle=run"]
+FORESTS = "expertflow=train(trees=2, leaves=8, reach=1, pool=False)"
+LEARNED = ["static=train", "coactivation=train", "promoe=train", FORESTS, "oracle=run"]
 
 pytestmark = pytest.mark.slow  # engines of their own; test_grid.py shows the common kind
 
@@ -114,15 +119,28 @@ def learned(tmp_path_factory):
 
 def test_what_learned_within_a_grid_counts_what_the_simulator_counts(learned):
     assert not learned.failures
-    assert learned.agreement() == (6, 6)  # the baseline with both drivers
-    trained = [path.name for path in (learned.directory / "traces").glob("train*")]
+    assert learned.agreement() == (7, 7)  # the baseline with both drivers
+    traces = learned.directory / "traces"
+    trained = [path.name for path in traces.glob("train*") if path.is_dir()]
     assert trained == ["train-gate_input"]  # one trace for all of them
     paid = {r["policy"]: r["learned_bytes"] for r in learned.of_mode("simulated")}
-    assert paid["promoe=train"] > 0
+    assert paid["promoe=train"] > 0 and paid[FORESTS] > 0
     assert paid["oracle=run"] == paid["lru"] == 0
     ahead = {r["policy"]: r["ahead_used"] for r in learned.of_mode("simulated")}
     assert all(ahead[name] > 0 for name in LEARNED)
     assert not any("less than MIN" in note for note in learned.notes())
+
+
+def test_forests_are_those_of_the_training_part(learned):
+    """What a fit of the trace of the training prompts, which the grid does not measure, gives with
+    the model's routers, as it was kept."""
+    (kept,) = (learned.directory / "traces").glob("train-gate_input-expertflow-*.safetensors")
+    trace = read_trace(learned.directory / "traces" / "train-gate_input")
+    router = routers_of("demo", trace.header.config_digest)
+    training = forests.Training(trees=2, leaves=8, reach=1)
+    again = forests.fit(trace, router, training=training)
+    assert prefetch_policy(f"expertflow={kept}") == again
+    assert len(np.unique(trace.array("token.request"))) == 3  # train_prompts; the grid has 4
 
 
 def test_prompts_run_batch_by_batch(learned):
@@ -145,10 +163,9 @@ def test_prompts_are_the_same_at_any_batch():
 
 
 def test_what_was_learned_is_found_again(learned, monkeypatch):
-    """A grid that goes on does not start an engine to learn."""
-    from moejax.evaluate.experiments.sources import learning
-
-    monkeypatch.setattr(learning, "loaded_model", lambda *_: pytest.fail("it started"))
+    """A grid that goes on does not start an engine to learn, nor grow forests again."""
+    monkeypatch.setattr(learning, "bench_of", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr(forests, "fit", lambda *_, **__: pytest.fail("it learned"))
     given = {name: value for name, value in learned.asked.items() if name != "files"}
     again = moejax.ablate(given, learned.directory, progress=False)
     assert again.rows == learned.rows

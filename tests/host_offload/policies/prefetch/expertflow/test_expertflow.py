@@ -134,7 +134,7 @@ def test_what_cannot_be_learned_from(trace, router, tmp_path, monkeypatch):
             fit(trace, router, training=dataclasses.replace(QUICK, **changes))
     with pytest.raises(ValueError, match="at most 16383 leaves"):
         fit(trace, router, training=dataclasses.replace(QUICK, leaves=20000))
-    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(NoTrainer, match=r"pip install 'moejax\[train\]'"):
         fit(trace, router, training=QUICK)
 
