@@ -13,19 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Moment, routed_counts
+from host_offload.control.interface import Moment, Policy, Spec, routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.eviction.names import with_eviction
+from host_offload.policies.placement.names import with_placement
+from host_offload.policies.placement.policy import Placement, costs_of
+from host_offload.policies.placement.presched import PlacementCosts
 from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.simulate.bounds import stall_bound
 from host_offload.simulate.simulated_engine import SimulatedStep
-from host_offload.simulate.simulator import Simulation, simulate
+from host_offload.simulate.simulator import Simulation, simulate, spec_of
 from host_offload.simulate.step_timeline import Looks, StepLoad, StepTimeline
 from host_offload.simulate.timeline import Event, Link
 from host_offload.sizing import version_costs
 from host_offload.sizing.cost_model import CostError, CostModel, Work
-from host_offload.traces.reader import Trace
+from host_offload.traces.reader import Trace, TraceHeader
 from host_offload.traces.schema import KINDS
 from pallas_kernels.paged_attention import SPAN
 
@@ -99,26 +102,28 @@ def predict(
 
     model: the costs of the run's version; where it mixes several, or to say which one is meant,
     those of each (version → costs, see version_costs). The trace's routing may be that of a run in
-    another version. link: of an engine with a queue, whose transfers run beside computing; None: of
-    one that moves experts within its steps. draw: keep the events. options: as of
-    simulator.simulate (eviction, prefetch, policies, cells, driver, spec, …), from a cold start
-    likewise. Steps are dispatched and read in the trace's order, which is the engine's own whatever
-    steps take; without times one step is dispatched before the one before it is read. What policies
-    see of time (`seconds`, and with it intervals) is the model's, so when transfers are issued and
-    published does not depend on the times in the trace. Policies that are asked something add
-    CostModel.control to each step, and between layers CostModel.look at each moment that sees the
-    tables copied, CostModel.glance at the others and CostModel.hand for each list of theirs, but
-    what they compute costs nothing, as do searches that a step makes itself; their `costs` are
-    those of version 0. Waiting for requests is not a part of any step. The same arguments give the
-    same result.
+    another version. With a placement a second processor computes beside the device, β·m + C seconds
+    for each expert that it is given; t_g is the least that the device takes for an expert, t_attn
+    the least from a layer's experts to the next routing. link: of an engine with a queue, whose
+    transfers run beside computing; None: of one that moves experts within its steps. draw: keep the
+    events. options: as of simulator.simulate (eviction, prefetch, policies, cells, driver, spec,
+    …), from a cold start likewise. Steps are dispatched and read in the trace's order, which is the
+    engine's own whatever steps take; without times one step is dispatched before the one before it
+    is read. What policies see of time (`seconds`, and with it intervals) is the model's, so when
+    transfers are issued and published does not depend on the times in the trace. Policies that are
+    asked something add CostModel.control to each step, and between layers CostModel.look at each
+    moment that sees the tables copied, CostModel.glance at the others and CostModel.hand for each
+    list of theirs, but what they compute costs nothing, as do searches that a step makes itself;
+    their `costs` are those of version 0. Waiting for requests is not a part of any step. The same
+    arguments give the same result.
 
     A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
     steps of as many rows as tokens, each with one span of context.
 
     Raises CostError for a trace of another shape than the model's, of more rows than were measured,
-    for versions without costs of their own, and for transitions that block, which move experts
-    outside of any step; QueueError for a link that leaves no time to compute; the rest as simulate
-    does.
+    for versions without costs of their own, for experts of a second processor whose costs nothing
+    says (placement=recorded=...), and for transitions that block, which move experts outside of any
+    step; QueueError for a link that leaves no time to compute; the rest as simulate does.
     """
     header, spec = trace.header, options.get("spec")
     sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
@@ -140,11 +145,12 @@ def predict(
             "predict a run without blocking"
         )
     named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
+    named = with_placement(options.get("placement"), named)
     _, policies = with_eviction(options.get("eviction"), named)
     if link is not None:
         options["fast"] = False  # steps say what moves where
         link = dataclasses.replace(link, beside=max(each.beside_per_byte for each in models))
-    steps = StepTimeline(models, link, record=draw)
+    steps = StepTimeline(models, link, second=_second(policies, header, spec, models), record=draw)
     clock = _Clock(trace, models, steps, frozenset().union(*(p.moments for p in policies)))
     timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.ends.__getitem__}
     simulation = simulate(trace, **timed, **options)
@@ -164,6 +170,22 @@ def predict(
         link_per_byte=min(each.link_per_byte for each in models) if link is None else 1 / link.rate,
         events=tuple(steps.timeline.events),
     )
+
+
+def _second(
+    policies: Sequence[Policy],
+    header: TraceHeader,
+    spec: Spec | None,
+    models: Sequence[CostModel],
+) -> PlacementCosts | None:
+    """What the placement among the policies goes by; None: there is none. spec: None: of the
+    trace."""
+    placements = [policy for policy in policies if isinstance(policy, Placement)]
+    if not placements:
+        return None
+    spec = spec_of(header) if spec is None else spec
+    record = max(int(sizes.max()) for sizes in spec.link_bytes.values())
+    return costs_of(placements[0], dataclasses.replace(spec, costs=models[0].costs()), record)
 
 
 class _Clock:

@@ -161,12 +161,12 @@ class PagerDevice:
         cell, and none of their bytes crosses the link."""
         (layer, wanted), tables = assigned, self.pager.tables
         beside = wanted & active[0] & (tables.address[layer] < 0)
+        self._placed[layer] = beside
         fill_version = tables.fill_version[layer].copy()
         tables.fill_version[layer][beside] = -1
         self._assigned = None
         self.compute(active, waves, layer)
         tables.fill_version[layer] = fill_version
-        self._placed[layer] = beside
         self._versions.read_through[layer, 0] -= np.count_nonzero(beside)
 
     def stage(
@@ -215,10 +215,10 @@ class PagerDevice:
         return SimulatedStep(number, kind, *counts, self._versions, tuple(self._moves))
 
     def _tell(self, active: np.ndarray, missing: np.ndarray, first: int) -> None:
-        """What the layers from `first` on were computed with just now."""
+        """What the device computed the layers from `first` on with just now."""
         tables = self.pager.tables
         for i, row in enumerate(active):
-            layer, expert = first + i, np.flatnonzero(row)
+            layer, expert = first + i, np.flatnonzero(row & ~self._placed[first + i])
             where, version = tables.address[layer, expert], tables.version[layer, expert]
             said = LayerExperts(layer, expert, missing[i, expert], where, version)
             self._moves.append(said)

@@ -4,6 +4,8 @@ Without a link the experts of a layer move within its step, as an engine without
 the device does nothing else meanwhile. With a link they are queued as an engine with a queue does
 it: what a layer misses are demands from its router on, what was staged are prefetches, and the
 device waits for just the part of an expert that it is about to compute with (docs/transfers.md).
+A second processor computes what a placement gives it from the router on, one expert after the
+other, and the layer ends when both are done (docs/prescope.md).
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.policies.placement.presched import PlacementCosts, queue_of
 from host_offload.queue.transfer import DEMAND, Transfer
 from host_offload.simulate.simulated_engine import LayerExperts, SimulatedStep, Staged
 from host_offload.simulate.timeline import LayerCost, Link, Need, Timeline
 from host_offload.sizing import version_costs
-from host_offload.sizing.cost_model import MOVES, CostModel, Work
+from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
 
 LINK = "link"
+CPU = "cpu"
+"""The second processor."""
 PREFETCH = "prefetch"
 BUFFERS = 2
 """Through which experts without a cell are read."""
@@ -72,12 +77,24 @@ class _Fixed(NamedTuple):
 
 class StepTimeline:
     """One step after the other from time 0 on. models: by version number. link: of the engine's
-    queue; None: it has none. record: whether the timeline keeps its events.
+    queue; None: it has none. second: what a placement goes by, whose β and C are the second
+    processor's, t_g and t_attn the least that the device takes; None: there is no such processor.
+    record: whether the timeline keeps its events.
 
     Raises QueueError for a link that cannot be.
     """
 
-    def __init__(self, models: Sequence[CostModel], link: Link | None, *, record: bool):
+    def __init__(
+        self,
+        models: Sequence[CostModel],
+        link: Link | None,
+        *,
+        second: PlacementCosts | None = None,
+        record: bool,
+    ):
+        self._second = second
+        self._ended: float | None = None
+        """When the experts of the layer before were done; None: it is the step's first."""
         self.timeline = Timeline({} if link is None else {LINK: link}, record=record)
         self._models, self._queued = models, link is not None
         self._flying: dict[int, int] = {}
@@ -99,20 +116,24 @@ class StepTimeline:
             self._queued_layers(load, simulated, fixed)
         else:
             moves = version_costs.moves_s(self._models, counts, prefill=prefill)
-            products = self._products(load, counts.version)
+            products = self._products(load, simulated)
             looks = load.looks
             self._look(looks.embedded, 0)
+            self._ended = None
             for layer, (gate_up, down) in enumerate(products.sum(axis=1)):
                 unseen = bool(layer) or not looks.embedded
                 self._look(looks.begin, layer, unseen)
-                timeline.compute(f"layer {layer}", fixed.before, layer)
+                self._attend(layer, fixed)
                 self._look(looks.routed, layer, unseen and not looks.begin)
                 if not listed and counts.staged[layer].any():
                     self._list(layer)
+                beside = self._beside(layer, load, simulated)
                 for kind, seconds in zip(MOVES, moves[:, layer].tolist(), strict=True):
                     if kind != "stage":
                         timeline.compute(f"layer {layer} {kind}", seconds, layer)
-                timeline.experts(layer, LayerCost(0.0, gate_up, down, fixed.after), LINK, ())
+                timeline.experts(layer, LayerCost(0.0, gate_up, down), LINK, ())
+                self._end(beside)
+                timeline.compute(f"layer {layer} after", fixed.after, layer)
                 staged = moves[MOVES.index("stage"), layer]
                 timeline.compute(f"layer {layer} stage", float(staged), layer)
         timeline.compute("end", fixed.end)
@@ -132,14 +153,42 @@ class StepTimeline:
         inside = cost.seconds(load.work) - outside - after * layers
         return _Fixed(outside / 2, inside / layers, after, outside / 2)
 
-    def _products(self, load: StepLoad, version: np.ndarray) -> np.ndarray:
-        """float64[L, E, 2]: seconds with gate and up, and with down, of each expert."""
+    def _beside(self, layer: int, load: StepLoad, simulated: SimulatedStep) -> float:
+        """The second processor begins its experts of a layer; returns when it is done."""
+        rows = np.where(simulated.placed[layer], load.routed[layer], 0)
+        if not rows.any():
+            return self.timeline.now
+        if self._second is None:
+            raise CostError(
+                "a second processor computes experts, and nothing says what it takes: name the "
+                "placement with its costs (placement=...)"
+            )
+        works = queue_of(layer, rows, np.zeros(len(rows), bool))
+        return self.timeline.give(CPU, f"layer {layer}", self._second.on_cpu(works))
+
+    def _end(self, beside: float) -> None:
+        """A layer's experts are done when both processors are."""
+        self.timeline.wait_until(beside)
+        self._ended = self.timeline.now
+
+    def _attend(self, layer: int, fixed: _Fixed) -> None:
+        """What comes before a layer's routing."""
+        self.timeline.compute(f"layer {layer}", fixed.before, layer)
+        if self._second is not None and self._ended is not None:
+            self.timeline.wait_until(self._ended + self._second.attention)
+
+    def _products(self, load: StepLoad, simulated: SimulatedStep) -> np.ndarray:
+        """float64[L, E, 2]: the device's seconds with gate and up, and with down, of each
+        expert."""
+        version = simulated.versions.version
         found = np.zeros((*load.routed.shape, 2))
         for number, model in enumerate(self._models):
-            mine = (load.routed > 0) & (version == number)
+            mine = (load.routed > 0) & (version == number) & ~simulated.placed
             tile = model.chunk if load.rows is None else model.row_tile
             cost = model.step_cost(load.rows)
             seconds = cost.expert + cost.tile * (-(-load.routed[mine] // tile) - 1)
+            if self._second is not None:
+                seconds = np.maximum(seconds, self._second.accelerator)
             gate_up = seconds * model.shares.gate_up
             found[mine] = np.stack([gate_up, seconds - gate_up], axis=1)
         return found
@@ -148,20 +197,23 @@ class StepTimeline:
 
     def _queued_layers(self, load: StepLoad, simulated: SimulatedStep, fixed: _Fixed) -> None:
         timeline = self.timeline
-        products = self._products(load, simulated.versions.version)
+        products = self._products(load, simulated)
         moves, looks = _by_layer(simulated.moves), load.looks
         self._look(looks.embedded, 0)
+        self._ended = None
         for layer in range(len(products)):
             before, routed, waves, after = moves.get(layer, ((), (), (), ()))
             unseen = bool(layer) or not looks.embedded
             self._look(looks.begin, layer, unseen)
             self._hand(before, looks)
-            timeline.compute(f"layer {layer}", fixed.before, layer)
+            self._attend(layer, fixed)
             # A list changes the tables.
             self._look(looks.routed, layer, bool(before) or (unseen and not looks.begin))
             self._hand(routed, looks)
+            beside = self._beside(layer, load, simulated)
             for wave in waves:
                 self._wave(wave, products[layer])
+            self._end(beside)
             self._prefetch(after)
             timeline.compute(f"layer {layer} after", fixed.after, layer)
         settled = [row for row, ticket in self._flying.items() if timeline.there(LINK, ticket)]

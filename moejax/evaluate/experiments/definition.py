@@ -447,8 +447,9 @@ def _check_placement(value: Any, where: str) -> None:
     for one in value if isinstance(value, list | tuple) else [value]:
         if one not in PLACEMENTS:
             raise UserError(
-                f"{where}: placement {shown(one)} cannot be compared yet: missed experts are "
-                "computed on the device only; leave it out, or write placement: gpu"
+                f"{where}: placement {shown(one)} is not compared in grids, whose missed experts "
+                "the device computes; leave it out, or write placement: gpu (`python -m "
+                "scripts.policies processors` measures placements)"
             )
 
 

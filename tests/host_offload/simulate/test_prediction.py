@@ -515,3 +515,54 @@ def test_what_has_no_price_is_refused(tmp_path):
     blocking = paged_trace(tmp_path / "b", resident=resident)
     with pytest.raises(CostError, match="transitions that block"):
         predict(blocking, BOTH)
+
+
+FIDDLER = "fiddler,per_token=30.0,startup=80.0,load=10.0,accelerator={},attention={}"
+"""What is missed and has no cell to be filled is computed beside: 110 s for one row."""
+
+
+@pytest.mark.parametrize("link", [None, Link(rate=1e9, chunk_bytes=100)])
+def test_a_second_processor_computes_beside_the_device(tmp_path, link):
+    """An expert takes the device 100 s, and a layer what the later of both takes."""
+    options = {"cells": 2, "driver": "host", "link": link, "draw": True}
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    found = predict(trace, MODEL, placement=FIDDLER.format(0, 0), **options)
+    assert found.simulation.fills.tolist() == [[2, 2], [0, 0], [0, 0], [0, 0]]
+    assert found.simulation.placed.tolist() == [[0, 0], [0, 1], [0, 2], [2, 2]]
+    assert found.bytes == 4 * 100
+    fixed = BASE - 400 + MODEL.control
+    beside = [max(200, 0) + max(100, 110), 200 + 220, 220 + 220]
+    assert found.seconds[1:].tolist() == pytest.approx([fixed + s for s in beside])
+    drawn = [event for event in found.events if event.track == "cpu"]
+    assert [round(each.end - each.begin) for each in drawn] == [110, 220, 220, 220]
+    if link is not None:  # what is computed beside does not cross it
+        crossed = {each.name.split(" part")[0] for each in found.events if each.track == "link"}
+        assert crossed == {"demand 0.0", "demand 0.1", "demand 1.0", "demand 1.1"}
+    # t_g is the least of an expert, t_attn of what is between two layers.
+    slow = predict(trace, MODEL, placement=FIDDLER.format(150, 0), **options)
+    late = [300 + max(150, 110), 300 + 220, 220 + 220]
+    assert slow.seconds[1:].tolist() == pytest.approx([fixed + s for s in late])
+    apart = predict(trace, MODEL, placement=FIDDLER.format(0, 5000), **options)
+    assert (apart.seconds > found.seconds + 4000).all() and (apart.seconds < 7000).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Away:
+    """A placement of a test, which says no costs."""
+
+    moments, needs = frozenset({Moment.EXPERTS_BEGIN}), frozenset({"counts", "version"})
+    writes = frozenset({"execute", "load_order"})
+
+    def init(self, spec):
+        return None
+
+    def decide(self, state, seen):
+        active = np.flatnonzero(seen.counts[seen.layer])
+        beside = (seen.version[seen.layer, active] < 0).astype(np.int8)
+        return state, Decision(execute=beside, load_order=np.zeros(len(active), np.int16))
+
+
+def test_a_second_processor_without_costs_is_refused(tmp_path):
+    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
+    with pytest.raises(CostError, match="name the placement with its costs"):
+        predict(trace, MODEL, cells=2, driver="host", policies=[Away()])

@@ -121,7 +121,7 @@ def test_several_policies_are_one_arm(home):
         ({"policies": ["expert_map_in_step + coactivation"]}, "no policy beside it that looks"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
-        ({"placement": ["gpu", "cpu"]}, "placement 'cpu' cannot be compared yet"),
+        ({"placement": ["gpu", "cpu"]}, "placement 'cpu' is not compared in grids"),
         ({"prompts": 1, "batch": 2}, "prompts: 1 are fewer than a batch of 2"),
         ({"link_rate": ["2GB"]}, "'2GB' is not a rate"),
         ({"link_rate": ["none", "none"]}, "link_rate is a list such as [none, 2GB/s]"),
