@@ -88,12 +88,14 @@ def test_ctrl_c_at_any_moment_leaves_a_working_engine(llm, expected):
     previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         for _ in range(40):
-            signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.001, 0.04)))
             try:
-                llm.generate([[7, 8, 9]] * 3, GREEDY)
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.001, 0.04)))
+                try:
+                    llm.generate([[7, 8, 9]] * 3, GREEDY)
+                finally:  # whoever is interrupted behind the requests is so within the outer try
+                    signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
             assert all_free(llm)
     finally:
         signal.signal(signal.SIGALRM, previous)
