@@ -67,9 +67,11 @@ def test_a_product_of_pairs_of_16_bits():
     got = run("mul.rn.bf16x2 %r2, %r2, %r3; mul.rn.f16x2 %r3, %r4, %r5;").view(np.uint16)
     bits = GIVEN.view(np.uint16).reshape(32, 4, 2)
     a, b = (bf16_to_f32(bits[:, i]) for i in (0, 1))
-    np.testing.assert_array_equal(got.reshape(32, 4, 2)[:, 0], f32_to_bf16(a * b))
     c, d = (bits[:, i].view(np.float16) for i in (2, 3))
-    np.testing.assert_array_equal(got.reshape(32, 4, 2)[:, 1].view(np.float16), c * d)
+    with np.errstate(all="ignore"):  # any bits: numpy says of some processors that they overflow
+        first, second = f32_to_bf16(a * b), c * d
+    np.testing.assert_array_equal(got.reshape(32, 4, 2)[:, 0], first)
+    np.testing.assert_array_equal(got.reshape(32, 4, 2)[:, 1].view(np.float16), second)
 
 
 def test_the_first_operand_of_16_bits():
