@@ -164,14 +164,15 @@ def _gate_up(
             (start, end, gate), (_, _, up) = planes
             a, b = totals
             x = read_rows(x_ref, rows, start, depth, end)
-            a += plgpu.dot(x, gate().T)
-            b += plgpu.dot(x, up().T)
-            return a, b
+            if record.lossy:
+                return a + plgpu.dot(gate(), x.T), b + plgpu.dot(up(), x.T)
+            return a + plgpu.dot(x, gate().T), b + plgpu.dot(x, up().T)
 
-        zero = jnp.zeros((ROWS, tile.columns), jnp.float32)
+        shape = (tile.columns, ROWS) if record.lossy else (ROWS, tile.columns)
+        zero = jnp.zeros(shape, jnp.float32)
         a, b = record.sum((GATE, UP), column, tile, add, (zero, zero))
         h = (activation(a) * b).astype(h_ref.dtype)
-        write_rows(h_ref, span(n * ROWS, ROWS), column, h)
+        write_rows(h_ref, span(n * ROWS, ROWS), column, h.T if record.lossy else h)
 
     _for_tile(compute, memory, formats, groups, width, tile.columns)
 

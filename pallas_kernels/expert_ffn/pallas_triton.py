@@ -50,8 +50,9 @@ def configuration(
     often, with 8 warps, since the two sums fill the registers of 4; down: three programs fit an SM.
 
     versions: what records are beside dense. Their tiles, of codes, x of several planes and decoded
-    weights, leave room for fewer in flight (not measured); tiles stay, so that a dense expert and a
-    lossless one have the bits that they have alone.
+    weights, leave room for fewer in flight (not measured); the depth of tiles stays, so that a
+    dense expert and a lossless one have the bits that they have alone. With int versions a program
+    of down has twice the columns, which share what a tile costs besides its weights.
 
     Raises ValueError for a dtype of other than 16 bits.
     """
@@ -63,10 +64,11 @@ def configuration(
     kind = "lossless" if "lossless12" in versions else "int" if versions else "dense"
     few_gate_up, few_down, gate_up, down = STAGES[shared_kib][kind]
     if row_tile < many_tokens.ROWS:
+        columns = fit(hidden, 128 if kind == "int" else 64)
         return Config(
             few_tokens.ROWS,
             Tile(fit(width, 64), fit(hidden, 128), num_warps=4, num_stages=few_gate_up),
-            Tile(fit(hidden, 64), fit(width, 128), num_warps=4, num_stages=few_down),
+            Tile(columns, fit(width, 128), num_warps=4, num_stages=few_down),
         )
     return Config(
         many_tokens.ROWS,

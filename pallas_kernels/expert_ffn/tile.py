@@ -84,6 +84,12 @@ def write_rows(
     plgpu.store(ref.at[rows[:, None], columns[None, :]], values, mask=mask)
 
 
+def code_depth(fmt: RecordFormat, matrix: int, depth: int) -> int:
+    """Elements of codes along the summed axis that are one load, where a dense tile has `depth`: P
+    planes of them, and P of x, are at hand at once. More than 64 of int8 spill with 64 rows."""
+    return fit(plane_size(fmt, matrix), min(depth, 64, 256 // fmt.planes))
+
+
 At = Callable[[Any, Any], Any]
 """at(rows, columns): a ref to elements of a record, rows and columns slices or arrays."""
 
@@ -94,6 +100,12 @@ class Record:
 
     def __init__(self, at: At, fmt: RecordFormat):
         self._at, self._fmt = at, fmt
+
+    @property
+    def lossy(self) -> bool:
+        """Whether weights are unpacked from codes, in registers: wgmma takes them from there as its
+        left operand only, the right one lies in shared memory."""
+        return self._fmt.lossy
 
     def sum(
         self,
@@ -113,8 +125,7 @@ class Record:
         axis, depth = fmt.width if down else fmt.hidden, tile.depth
         if fmt.lossy:
             axis = plane_size(fmt, matrices[0])
-            # P planes of weights and of x are at hand at once.
-            depth = fit(axis, min(depth, 256 // fmt.planes))
+            depth = code_depth(fmt, matrices[0], depth)
 
         def planes(matrix: int, at: jax.Array) -> list[Plane]:
             if fmt.lossy:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
+from pallas_kernels.records.unpack import unpack
 
 Read = Callable[[Any, Any, "jax.Array | None"], jax.Array]
 """read(rows, columns, mask): uint16 elements of a record at these arena rows and columns, int32
@@ -66,20 +67,21 @@ def read_planes(
         *_code_place(fmt, f"{name}_codes", matrix, fmt.planes, summed, result),
         _mask(shape, given, summed < size if size % depth else None),
     )
-    zero = 1.5 if fmt.bits == 2 else 2.0 ** (fmt.bits - 1)
 
     def weights(j: int) -> jax.Array:
         if even and depth <= group:
-            scale_shape = (1, columns) if down else (columns, 1)
-            mask = _mask(scale_shape, given)
-            scales = _scales(read, fmt, matrix, start + j * size, result, mask)
+            # One-dimensional: as [1, n] or [n, 1] a thread would load each of its scales for every
+            # weight that it holds along the other axis.
+            each = span(across, columns)
+            mask = each < results if results % columns else None
+            scales = _scales(read, fmt, matrix, start + j * size, each, mask)
+            scales = scales[None, :] if down else scales[:, None]
         else:
             index = summed + j * size
             inside = None if even else (summed < size) & (index < axis)
             scales = _scales(read, fmt, matrix, index, result, _mask(shape, given, inside))
-        code = (codes >> (fmt.bits * j)) & ((1 << fmt.bits) - 1)
         # A scale of 0 makes a weight of 0 where nothing lies.
-        return ((code.astype(jnp.float32) - zero) * scales).astype(fmt.dtype)
+        return unpack(codes, scales, fmt, j)
 
     return [
         Plane(
@@ -225,7 +227,13 @@ def _scales(read, fmt, matrix, index, result, mask):
         bits = read(fmt.parts[name][0] + group, result, mask)
     else:
         group = lax.div(jnp.asarray(index, jnp.int32), fmt.group_in)
-        bits = _flat(read, fmt, name, result * fmt.groups_in + group, mask)
+        if fmt.hidden % fmt.group_in:
+            bits = _flat(read, fmt, name, result * fmt.groups_in + group, mask)
+        else:
+            # The same element; an arena row holds the scales of group_in results, so its place is
+            # one that does not change along the sum, plus the group.
+            row = fmt.parts[name][0] + lax.div(result, fmt.group_in)
+            bits = read(row, lax.rem(result, fmt.group_in) * fmt.groups_in + group, mask)
     return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 

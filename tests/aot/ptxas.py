@@ -71,10 +71,13 @@ class Kernel:
         blocks = re.split(r"^(\$L__BB\w+):", self.ptx, flags=re.MULTILINE)
         turns = []
         for label, body in zip(blocks[1::2], blocks[2::2], strict=True):
-            lines = (line.strip() for line in body.splitlines())
-            code = [line for line in lines if line and not line.startswith(("//", ".", "{", "}"))]
-            if re.search(rf"\bbra(\.uni)?\s+{re.escape(label)};", body):
-                turns.append(len(code))
+            # The block's text goes on behind the last branch back, to the next label.
+            back = list(re.finditer(rf"\bbra(\.uni)?\s+{re.escape(label)};", body))
+            if back:
+                turn = re.sub(
+                    r"//[^\n]*|^\s*\.[^\n]*", "", body[: back[-1].end()], flags=re.MULTILINE
+                )
+                turns.append(turn.count(";"))
         return sorted(turns, reverse=True)
 
 

@@ -9,8 +9,8 @@ import pytest
 from pallas_kernels.cards import shared_class
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.expert_ffn.pallas_triton import configuration
-from pallas_kernels.expert_ffn.tile import fit
-from pallas_kernels.records.tile import DOWN, GATE, UP, plane_size
+from pallas_kernels.expert_ffn.tile import code_depth
+from pallas_kernels.records.tile import DOWN, GATE, UP
 from tests.aot.aot_h200 import device_of
 from tests.aot.models import MODELS
 from tests.aot.ptxas import compile_kernels
@@ -93,7 +93,7 @@ def check(versions, rows, row_tile, spill_bytes=0):
         assert ("mma.sync" in kernel.ptx) is few
 
 
-INSTRUCTIONS = {"dense": 3, "int8": 7, "int4": 8, "int2": 9, "lossless12": 33}
+INSTRUCTIONS = {"dense": 2.2, "int8": 4, "int4": 4, "int2": 4.5, "lossless12": 33}
 """Most PTX instructions a weight, of a loop over the weights of few tokens: loads of x, addresses
 and products included."""
 
@@ -101,11 +101,12 @@ and products included."""
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("version", INSTRUCTIONS)
-def test_instructions_a_weight(version, capsys):
+@pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])  # one of each class
+def test_instructions_a_weight(version, card, capsys):
     (of_version,) = formats((version,), MODEL.hidden, MODEL.width, "bfloat16")
     encoded = {version} - {"dense"}
     config = configuration(MODEL.hidden, MODEL.width, "bfloat16", 16, encoded)
-    _, kernels = compile_layers((version,), 16, 16)
+    _, kernels = compile_layers((version,), 16, 16, card=card)
     found = {}
     for name, tile, matrices in (
         ("expert_gate_up", config.gate_up, (GATE, UP)),
@@ -114,12 +115,14 @@ def test_instructions_a_weight(version, capsys):
         planes = of_version.cell.planes if of_version.cell.lossy else 1
         depth = tile.depth
         if planes > 1:
-            depth = fit(plane_size(of_version.cell, matrices[0]), min(depth, 256 // planes))
+            depth = code_depth(of_version.cell, matrices[0], depth)
         weights = tile.columns * depth * planes * len(matrices) / (32 * tile.num_warps)
         found[name] = kernels[name].loops()[0] / weights
+        if of_version.cell.lossy:
+            assert not kernels[name].spill_bytes
     with capsys.disabled():
         size = of_version.store.nbytes / (3 * MODEL.width * MODEL.hidden)
-        print(f"\n{version}: {size:.3f} bytes a weight, PTX instructions {found}")
+        print(f"\n{card}, {version}: {size:.3f} bytes a weight, PTX instructions {found}")
     assert max(found.values()) <= INSTRUCTIONS[version]
 
 
@@ -142,5 +145,6 @@ def test_tiers_in_one_call():
     ids=str,
 )
 def test_versions(versions, rows, row_tile):
-    # A few values that do not fit the registers: the speed of these kernels is a later issue.
-    check(versions, rows, row_tile, spill_bytes=512)
+    # Where bodies for records of different kinds share a kernel, a few values do not fit.
+    mixed = len(versions) > 1 or "lossless12" in versions
+    check(versions, rows, row_tile, spill_bytes=512 if mixed else 0)

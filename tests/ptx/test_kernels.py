@@ -98,6 +98,7 @@ QUICK = {
     "kv_write": (3,),
     "attention": (4, -2),
     "expert_ffn": (4, 21),
+    "versions": (6,),
     "fill_ffn": (0, 4),
     "fill_ffn bits": (7,),
     "head_linear": (2,),

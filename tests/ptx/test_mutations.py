@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pallas_kernels.expert_ffn.specs import Spec as ExpertSpec
 from pallas_kernels.fill.specs import Spec as FillSpec
 from pallas_kernels.fill_ffn import pallas_triton as fill_ffn
 from pallas_kernels.fill_ffn.specs import SPECS as FILL_FFN
@@ -14,6 +15,7 @@ from pallas_kernels.rms_norm.specs import Spec as NormSpec
 from pallas_kernels.route.specs import PlannedSpec
 from tests.pallas_kernels import (
     test_combine,
+    test_expert_ffn_versions,
     test_fill,
     test_fill_ffn,
     test_linear,
@@ -33,6 +35,8 @@ LINEAR = LinearSpec(3, "bfloat16", inputs=2048, outputs=72)
 SQUARE = LinearSpec(3, "bfloat16", inputs=64, outputs=64)
 
 COUNTED = test_combine.COUNTED[1]
+
+CODED = ExpertSpec(3, "bfloat16", hidden=64, width=32, versions=("int8", "int4"))
 
 HISTORY = (
     [0, 0, 1, 0, 0],
@@ -61,6 +65,10 @@ CHECKS: dict[str, tuple] = {
     "route_plan": (
         test_route_and_plan,
         lambda: test_route_and_plan.check(PlannedSpec(4, 60, 9, "top4-normalized"), "pallas"),
+    ),
+    "expert_gate_up codes": (
+        test_expert_ffn_versions,
+        lambda: test_expert_ffn_versions.check(CODED, "pallas"),
     ),
 }
 """Op → the module of its contract, and the contract for one spec."""
@@ -99,7 +107,36 @@ def test_the_kernels_themselves_pass(op, copies):
 
 BARRIER, NONE = r"bar\.sync\s+0;", ""
 
+
+def all_replaced(pattern: str, by: str) -> Callable[[str], str]:
+    """An edit of all matches, in every copy of a loop: the spec may run one of them."""
+
+    def edit(ptx: str) -> str:
+        edited, count = re.subn(pattern, by, ptx)
+        if not count:
+            raise LookupError(f"no {pattern}")
+        return edited
+
+    return edit
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "the next byte of int8 codes": (
+        *("expert_gate_up codes", all_replaced("0x47000000, 0x7404;", "0x47000000, 0x7414;")),
+        "wrong values",
+    ),
+    "the codes of the register's other half": (
+        *("expert_gate_up codes", all_replaced("0x47000000, 0x7424;", "0x47000000, 0x7404;")),
+        "wrong values",
+    ),
+    "the other four bits of int4 codes": (
+        *("expert_gate_up codes", all_replaced("0xf0f0f0f;", "0xf0f0f0f0;")),
+        "wrong values",
+    ),
+    "an exponent less above int4 codes": (
+        *("expert_gate_up codes", all_replaced("0x45000000,", "0x44800000,")),
+        "wrong values",
+    ),
     "no barrier before a tile is read": (
         *("linear", replaced(BARRIER, NONE, 2), "reads what another thread wrote"),
     ),

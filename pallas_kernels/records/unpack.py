@@ -1,0 +1,72 @@
+"""Codes to weights inside Triton-lowered kernels, two to a register, as PTX.
+
+LLVM would take each code out of its register by itself, by 16-bit arithmetic and two conversions.
+Here a byte of codes is put below an exponent, which makes a float32 of it without a conversion. One
+fused multiply and add takes off what the exponent and the zero point add and scales, exactly; one
+conversion rounds two weights. That is 2.5 instructions a weight, and with fewer than 8 bits
+another 1/P for the masks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.records.format import RecordFormat
+
+_MANTISSA = 23
+"""Bits of a float32's, below its exponent."""
+
+_WEIGHTS = """{{
+\t.reg .b32 %low, %high;
+\tprmt.b32 %low, $1, {exponent:#x}, {low:#x};
+\tprmt.b32 %high, $1, {exponent:#x}, {high:#x};
+\tfma.rn.f32 %low, %low, $2, $4;
+\tfma.rn.f32 %high, %high, $3, $5;
+\tcvt.rn.{dtype}x2.f32 $0, %high, %low;
+\t}}"""
+
+_PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def unpack(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane: int) -> jax.Array:
+    """The weights of a plane of an int version, fmt.dtype [n, m]: (code − zero)·scale, exact in
+    float32, rounded once.
+
+    codes: uint16[n, m], of which bits N·plane … N·plane + N − 1 are a weight's. scales: float32, of
+    float16's values, that broadcast to [n, m].
+    """
+    byte, first = divmod(fmt.bits * plane, 8)
+    # Where a field of N bits from bit `first` on goes: byte 2, or where it would touch the exponent
+    # byte 1. With an exponent under which its lowest bit counts as 1, that makes 2^p + code, and
+    # (2^p + zero)·scale has no more than float32's 24 bits.
+    to = 2 if first + fmt.bits <= 7 else 1
+    p = _MANTISSA - 8 * to - first
+    offsets = scales * -(2.0**p + fmt.zero)
+    if fmt.bits < 8:
+        codes = _elementwise(
+            f"and.b32 $0, $1, {((1 << fmt.bits) - 1 << first) * 0x01010101:#x};",
+            "=r,r",
+            jnp.int16,
+            codes,
+        )
+    # prmt's bytes: 0 to 3 of the codes, 4 to 7 of the exponent, whose lower ones are 0.
+    places = 0x7444 & ~(0xF << 4 * to)
+    asm = _WEIGHTS.format(
+        exponent=(127 + p) << _MANTISSA,
+        low=places | byte << 4 * to,
+        high=places | byte + 2 << 4 * to,
+        dtype=_PTX_TYPES[fmt.dtype],
+    )
+    operands = (jnp.broadcast_to(part, codes.shape) for part in (scales, offsets))
+    return _elementwise(asm, "=r,r,r,r,r,r", jnp.dtype(fmt.dtype), codes, *operands)
+
+
+def _elementwise(asm: str, constraints: str, dtype: jnp.dtype, *operands: jax.Array) -> jax.Array:
+    """asm for every two elements: their 16-bit operands in one register, of float32 in two."""
+    shape = jax.ShapeDtypeStruct(operands[0].shape, dtype)
+    (result,) = plgpu.elementwise_inline_asm(
+        asm, args=operands, constraints=constraints, pack=2, result_shape_dtypes=[shape]
+    )
+    return result
