@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_experts_that_are_there(options):
     with open_llm(**options) as llm:
         queue = llm.engine.runner.queue
         found = []
-        for delay in (0.0, 1e-3):
+        for delay in (1e-3, 0.0):  # some move experts in the first run only
             delayed = 0.1 if options.get("chunk_bytes") == 1000 else 1.0
             queue.inject(Faults(seed=1, delay=delay, delayed=delayed))
             found.append(run(llm, mixed_jobs(), check=False))
