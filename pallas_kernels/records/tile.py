@@ -110,7 +110,7 @@ def read_lossless(
     first, depth, axis = (row, shape[0], fmt.width) if down else (column, shape[1], fmt.hidden)
     summed, result = (rows, columns) if down else (columns, rows)
 
-    def unpack(part: str, bits: int) -> jax.Array:
+    def fields(part: str, bits: int) -> jax.Array:
         size = pl.cdiv(axis * bits, 16)
         # A tile within one plane is as contiguous as a dense one.
         plane = lax.div(summed if size % depth else jnp.asarray(first, jnp.int32), size)
@@ -120,7 +120,7 @@ def read_lossless(
         return (packed >> (plane * bits).astype(jnp.uint16)) & ((1 << bits) - 1)
 
     real = rows < fmt.width if fmt.width % shape[0] else None
-    value = _exact(read, fmt, matrix, rows, real, unpack("bytes", 8), unpack("codes", 4), mask)
+    value = _exact(read, fmt, matrix, rows, real, fields("bytes", 8), fields("codes", 4), mask)
     value = value if mask is None else jnp.where(mask, value, 0)
     return lax.bitcast_convert_type(value, jnp.bfloat16)
 

@@ -11,7 +11,6 @@ import pytest
 from pallas_kernels.linear import api, pallas_triton, sum_of_parts
 from pallas_kernels.linear.specs import SPECS, Spec
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.tolerances import TOLERANCES
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
 LAYER, EPS = 1, 1e-5
@@ -197,10 +196,7 @@ def check_parts(spec, implementation):
         piece = slice(s * depth, (s + 1) * depth)
         want = wide(x[:needed, piece]) @ wide(weights[LAYER][:, piece]).T
         # Rounding grows with the root of the depth; the table's tolerance is of some 2048.
-        tolerance = TOLERANCES["linear"]["float32"] * max(1, depth / 2048) ** 0.5
-        np.testing.assert_allclose(
-            got[s, :needed], want, rtol=tolerance, atol=tolerance, equal_nan=False
-        )
+        close("linear", "float32", got[s, :needed], want, max(1, depth / 2048) ** 0.5)
     total = got[0]
     for part in got[1:]:
         total = total + part
