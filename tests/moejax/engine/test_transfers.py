@@ -21,6 +21,10 @@ pytestmark = NATIVE
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
 
+ALL_RESIDENT = "dynaexq,margin=0"
+"""Every expert has its low version from the start, so that a step may find all it asks for: whether
+a promotion of the step before is still in flight is chance."""
+
 
 def open_llm(**options) -> LLM:
     return LLM("demo", progress=False, **{**LIMITS, **LINK, **options})
@@ -51,7 +55,7 @@ def slow(**options):
         slow(expert_budget="40%", prefill_waves=3, eviction="lfu", link_rate=None),
         slow(expert_budget="40%", precision="int8", transfer_threads=4),
         slow(precision="dynaexq,paged=true", memory=4 << 20),
-        slow(precision="dynaexq,margin=0", memory=4 << 20),
+        slow(precision=ALL_RESIDENT, memory=4 << 20),
     ],
     ids=str,
 )
@@ -67,7 +71,9 @@ def test_the_bits_are_those_of_experts_that_are_there(options):
             found.append(run(llm, mixed_jobs(), check=False))
             assert not llm.engine.runner.faults()
         stats = llm.stats()["transfers"]
-        assert stats["bytes"]["demand"] > 0 and stats["waits"] > 0 and stats["failed"] == 0
+        assert stats["bytes"]["demand"] > 0 and stats["failed"] == 0
+        if options.get("precision") != ALL_RESIDENT:
+            assert stats["waits"] > 0
         assert stats["busy_s"] > 0 and stats["in_flight"]["transfers"] == 0
         if options.get("prefetch"):
             assert sum(stats["prefetches"].values()) > 0
