@@ -22,7 +22,7 @@ from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import linear, linear_parts, norm_linear, sum_of_parts
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route, route_and_plan, route_scores
+from pallas_kernels.route import route, route_and_list, route_and_plan, route_scores
 
 MLA_EPS = 1e-6
 """Epsilon of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
@@ -302,6 +302,21 @@ class LayerStack(nnx.Module):
                 *(tables, self.first_moe_layer + i, records),
                 rule=self.config.route_rule,
                 versions=versions,
+                implementation=self.ops.route,
+            )
+            return x, normed, *routed
+
+    def route_and_list(
+        self, i: jax.Array, x: jax.Array, tokens: Tokens, records: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(x, normed, ids, weights) as of route, then the records, the list of experts and how many
+        of it count, as of the op."""
+        with jax.named_scope("route"):
+            x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens))
+            routed = route_and_list(
+                *(logits, tokens.valid, self._correction(), i),
+                *(records, self.first_moe_layer + i),
+                rule=self.config.route_rule,
                 implementation=self.ops.route,
             )
             return x, normed, *routed

@@ -52,6 +52,8 @@ class StepContext(ExpertContext):
     page: KVPage
     window: bool = False
     """Experts stream through a window of two layers: all of a layer's are there before it runs."""
+    resident: bool = False
+    """Every expert has a cell and is in it, which who dispatches the step knows."""
     queued: bool = False
     """A queue fills the arena, which is owned, so that steps say how many writes they made."""
     arrays: frozenset[str] = frozenset()

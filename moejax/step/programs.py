@@ -76,7 +76,7 @@ Kind = (
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
     | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget", "compare"]
-    | Literal["seat", "write_maps"]
+    | Literal["seat", "write_maps", "least_address"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
@@ -103,6 +103,8 @@ class ProgramKey(NamedTuple):
     context: int | None = None
     """Most pages of a sequence in a decode step, which decide how many programs attention has;
     None: the most there are."""
+    resident: bool = False
+    """A decode step where every expert is in its cell, so that none is planned."""
     part: str | None = None
     """Which part of a step, see layer_programs; None: all of it."""
     run: int | None = None
@@ -110,6 +112,7 @@ class ProgramKey(NamedTuple):
 
     def __str__(self) -> str:
         given = {"traced": self.traced, "forced": self.forced, "staged": self.staged}
+        given["resident"] = self.resident
         flags = [flag for flag, on in given.items() if on]
         if self.maps is not None:
             flags.append(f"maps{self.maps.capacity}x{self.maps.distance}")
@@ -159,11 +162,13 @@ class Programs:
 
     def program(self, key: ProgramKey) -> Program:
         """Raises ValueError for a key that no whole program has."""
-        of_step = key.traced or key.forced or key.staged
+        of_step, resident_steps = key.traced or key.forced or key.staged, self.steps.resident_steps
         if (key.maps is not None) > (key.kind in ("decode", "write_maps")):
             raise ValueError(f"no program {str(key)!r}: decode steps search expert maps")
         if key.context is not None and key.kind != "decode":
             raise ValueError(f"no program {str(key)!r}: only decode steps have a context")
+        if key.resident and (of_step or key.maps or key.kind != "decode" or not resident_steps):
+            raise ValueError(f"no program {str(key)!r}: these steps may miss experts")
         if key.kind == "prefill" and key.rows not in (None, *self.steps.shapes.prefills[:-1]):
             raise ValueError(f"no program {str(key)!r}: no prefill step has so many chunks")
         if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
@@ -272,6 +277,7 @@ class Programs:
             in_place=self.steps.in_place,
             page=self.page,
             window=self.steps.window,
+            resident=key.resident,
             packed=self.steps.packed,
             queued=self.steps.queue is not None,
             arrays=self.steps.trace_arrays if key.traced else frozenset(),
@@ -406,6 +412,7 @@ class Programs:
             "transfer": Program(transfer, (arena, tables, stores, self.entries()), (0, 1)),
             "move": Program(moved, (arena, tables, moves), (0, 1)),
             "snapshot": Program(snapshot, (tables,), ()),
+            "least_address": Program(lambda tables: jnp.min(tables.address), (tables,), ()),
             "integrity": Program(faults, (arena, tables, stores), ()),
             "drain": Program(_drain, (arena, tables), (0, 1)),
             "load": Program(load, (arena, tables, stores), (0,)),

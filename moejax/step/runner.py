@@ -55,6 +55,7 @@ from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.map_search import WRITTEN, MapArrays
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, Program, ProgramKey, Programs
+from moejax.step.residency import Completeness
 from moejax.step.results import Results
 from pallas_kernels.cpu.arena import ArenaMemory, TransferFailure
 from pallas_kernels.move import Moves
@@ -146,6 +147,10 @@ class Runner:
         self.link_bytes = record_bytes(layout, formats, moved=True)
         self.version_bytes = version_bytes(layout, formats, layers)
         self.tables: Tables = jax.device_put(tables, self._sharding)
+        self._completeness = Completeness()
+        places = slots * layout.cells_per_slot[0]
+        self._all_fit = steps.resident_steps and places >= layers * experts
+        """Every expert could be in a cell, and there are steps for when it is."""
         self.queue = self._queue(layers) if steps.queue and steps.owned else None
         """What brings records into cells beside compute, of an owned arena."""
         self.pooled = False
@@ -434,14 +439,32 @@ class Runner:
             staged=stages is not None,
         )
         extras = [value for value in (forced, stages) if value is not None]
+        transfers = stages is not None or self.search is not None
+        if not (extras or transfers) and self._is_resident(key):
+            key = key._replace(resident=True)
         if self.search is not None and key.kind == "decode":
             key = key._replace(maps=self.search)
             assert self.maps is not None
             extras = [*extras, self.maps]
+        before = self.tables
         self.arena, self.tables, output = self._call(
             key, self._params, self.stores, self.arena, self.tables, *args, *extras
         )
+        if not transfers:
+            self._completeness.stepped(before, self.tables)
         return output
+
+    def _is_resident(self, key: ProgramKey) -> bool:
+        """Whether a decode step may take every expert to be in its cell: the host knows that they
+        are, and the executable, which compiles in the background, is there."""
+        if not self._all_fit or key.kind != "decode":
+            return False
+        known = self._completeness
+        if known.is_complete(self.tables):
+            return self._executable(key._replace(resident=True)).done()
+        if known.due(self.tables) and self._executable(ProgramKey("least_address")).done():
+            known.look(self._call(ProgramKey("least_address"), self.tables), self.tables)
+        return False
 
     def decode(
         self,

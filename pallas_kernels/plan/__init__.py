@@ -1,6 +1,7 @@
 """Maps a layer's active experts to hits, fills and read-throughs, and picks victims."""
 
 from pallas_kernels.plan.api import Plan, Tables, plan, plan_counts, plan_routed, routed_to
+from pallas_kernels.plan.resident import plan_resident
 from pallas_kernels.plan.victim import LOG2_UNIT, log2_fixed, victim_key
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "log2_fixed",
     "plan",
     "plan_counts",
+    "plan_resident",
     "plan_routed",
     "routed_to",
     "victim_key",

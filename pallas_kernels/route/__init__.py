@@ -1,6 +1,19 @@
 """Router: scores of experts, the choice of each token's experts, their weights."""
 
-from pallas_kernels.route.api import RouteRule, route, route_and_plan, why_not_pallas
+from pallas_kernels.route.api import (
+    RouteRule,
+    route,
+    route_and_list,
+    route_and_plan,
+    why_not_pallas,
+)
 from pallas_kernels.route.scores import route_scores
 
-__all__ = ["RouteRule", "route", "route_and_plan", "route_scores", "why_not_pallas"]
+__all__ = [
+    "RouteRule",
+    "route",
+    "route_and_list",
+    "route_and_plan",
+    "route_scores",
+    "why_not_pallas",
+]

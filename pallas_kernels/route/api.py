@@ -1,21 +1,35 @@
 from __future__ import annotations
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.linear import sum_of_parts
 from pallas_kernels.plan import Plan, Tables, plan_routed
 from pallas_kernels.plan.api import check_records
+from pallas_kernels.plan.record import active_experts, record
+from pallas_kernels.route.listed import route_listed
 from pallas_kernels.route.pallas_triton import why_not_pallas
 from pallas_kernels.route.planned import route_planned, rows_of
 from pallas_kernels.route.rule import RouteRule
 
-__all__ = ["IMPLEMENTATIONS", "RouteRule", "route", "route_and_plan", "why_not_pallas"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "RouteRule",
+    "route",
+    "route_and_list",
+    "route_and_plan",
+    "why_not_pallas",
+]
 
 IMPLEMENTATIONS = implementations("route", ("xla", "pallas", "cpu"))
 
 AS_ONE = {"pallas": route_planned}
 """Implementations that do all of route_and_plan at once; of others it is the two, one by one."""
+
+LISTED = {"pallas": route_listed}
+"""Implementations that do all of route_and_list at once."""
 
 
 def route(
@@ -82,6 +96,50 @@ def route_and_plan(
     operands = tables, layer, ids, weights, records
     options = {"versions": versions, "implementation": implementation}
     return (ids, weights, *plan_routed(*operands, **options))
+
+
+def route_and_list(
+    logits: Float[Array, "*S T E"],
+    valid: Bool[Array, " T"],
+    correction: Float[Array, "L E"] | None,
+    i: Int[Array, ""] | int,
+    records: Int[Array, "M W"],
+    layer: Int[Array, ""] | int,
+    *,
+    rule: RouteRule,
+    implementation: str = "xla",
+) -> tuple[
+    Int[Array, "T K"],
+    Float[Array, "T K"],
+    Int[Array, "M W"],
+    Int[Array, " E"],
+    Int[Array, ""],
+]:
+    """route, and what a layer needs of it where every expert is resident, so that nothing is to be
+    planned: (ids, weights, records, active, count).
+
+    records: a layer's row has the ids and then the bits of the weights, W = 2·T·K; written in place
+    when donated. i: the layer that `correction` is indexed by; layer: the one of records. active:
+    the first `count` are different experts, ascending, all that some row chose among them; kernels
+    list all E where more than a program would have to find out who is active.
+
+    Raises as route, and ValueError for records of another width.
+    """
+    pairs = logits.shape[-2] * rule.top_k
+    if records.ndim != 2 or records.shape[1] != 2 * pairs:
+        raise ValueError(
+            f"records are {records.shape}, those of {pairs} pairs are [M, {2 * pairs}]"
+        )
+    if implementation in LISTED:
+        _check(logits, correction, rule)
+        operands = logits, valid, correction, i, records, layer
+        return LISTED[implementation](*operands, rule=rule)
+    ids, weights = route(logits, valid, correction, i, rule=rule, implementation=implementation)
+    row = record(ids, weights, jnp.zeros(0, jnp.int32))
+    records = lax.dynamic_update_index_in_dim(records, row, layer, 0)
+    active = active_experts(ids, jnp.ones(logits.shape[-1], bool))
+    first = jnp.argsort(~active, stable=True).astype(jnp.int32)
+    return ids, weights, records, first, jnp.sum(active, dtype=jnp.int32)
 
 
 def _check(logits, correction, rule):

@@ -15,7 +15,7 @@ from pallas_kernels.linear.pallas_triton import NORMED_ROWS, parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route, route_and_plan
+from pallas_kernels.route import route, route_and_list, route_and_plan
 from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
 
@@ -142,6 +142,9 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
     what += " corrected" if shape.correction else ""
     yield make_check("route", what, "float32", scores, routed)
 
+    for rows in (FEW_ROWS, MOST_ROWS, 2 * MOST_ROWS):
+        yield _listed_check(shape, what, rows)
+
     versions, pairs = len(shape.versions), 33 * rule.top_k
 
     def references():
@@ -179,6 +182,35 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
         for rows in (FEW_ROWS, MOST_ROWS):
             if rows_of(rows, cells, experts, rule) is not None:
                 yield _planned_check(shape, what, rows, cells)
+
+
+def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
+    """route with the layer's record and the list of experts. what: of the rule."""
+    experts = shape.experts
+    parts = parts_of(experts, shape.hidden, shape.dtype).count
+
+    def scores():
+        correction = draw(1, (2, experts), "float32") if shape.correction else None
+        logits = draw(0, (parts, rows, experts), "float32", 3.0 * parts**-0.5)
+        return logits, jnp.arange(rows) % 5 != 0, correction
+
+    def listed(name, logits, valid, correction):
+        records, i = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32), jnp.int32(1)
+        ids, weights, records, active, count = route_and_list(
+            *(logits, valid, correction, i, records, i),
+            rule=shape.rule,
+            implementation=name,
+        )
+        kept, bits = jnp.split(records, 2, axis=1)
+        # Kernels may list experts that no row chose: what counts is that all others are there.
+        named = jnp.zeros(experts + 1, bool).at[active].set(jnp.arange(experts) < count)
+        missed = jnp.any((ids < experts) & ~named[ids])
+        kept = kept, lax.bitcast_convert_type(bits, jnp.float32)
+        return ids, weights, kept, missed.astype(jnp.int32)
+
+    name = f"and list {what} {parts} parts rows {rows}"
+    # Only steps of kernels for both have it.
+    return make_check("route", name, "float32", scores, listed, beside=("plan",))
 
 
 def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check:

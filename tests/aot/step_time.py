@@ -61,6 +61,8 @@ STARTS = {
     # experts written and read again.
     "plan": 3.3e-6,
     "route_plan": 4.2e-6,  # both of the above, less a LAUNCH
+    "route_record": 2.7e-6,  # as route, whose chain it has
+    "route_list": 3.2e-6,  # not measured: route's, and a sum along the experts
     # Not measured: START, and before it the rows, which come from L2, and a chain of sums.
     "norm_linear": 4.0e-6,
 }
@@ -93,6 +95,8 @@ class Launch:
     """Once a layer: in the loop over layers or its condition; otherwise once a step."""
     code: str
     """Name of the kernel with XLA's number."""
+    layers: int = 1
+    """For how many layers it is launched once: a loop's condition for all of a turn."""
 
     @property
     def programs(self) -> int:
@@ -106,11 +110,17 @@ class Launch:
 
 
 def launches(thunks: str) -> list[Launch]:
-    """XLA's list, in order. thunks: of Compiled."""
-    found = []
-    for line in map(_LINE.match, thunks.splitlines()):
+    """XLA's list, in order, of one layer where a turn of the loop has several. thunks: of
+    Compiled."""
+    found, condition = [], False
+    conditions: set[int] = set()
+    for text in thunks.splitlines():
+        line = _LINE.match(text)
         if line is None:
+            condition = text.strip() == "condition:" or (condition and text.strip() != "body:")
             continue
+        if condition:
+            conditions.add(len(found))
         inside = len(line["indent"]) > 0
         if line["kind"] == "kCopy":
             found.append(Launch("copy", (1,), 32, 0, inside, "copy"))
@@ -119,7 +129,21 @@ def launches(thunks: str) -> list[Launch]:
             name = re.sub(r"__?\d+$", "", kernel[1])
             shared = int(kernel[4])
             found.append(Launch(name, grid, math.prod(threads), shared, inside, kernel[1]))
-    return found
+    return _one_layer(found, conditions)
+
+
+def _one_layer(found: list[Launch], conditions: set[int]) -> list[Launch]:
+    """The launches without those of the other layers of a turn, each of which ends with one of
+    combine. conditions: places of those of the loop's condition."""
+    body = [i for i, launch in enumerate(found) if launch.in_layer and i not in conditions]
+    layers = max(1, sum(found[i].name == "combine" for i in body))
+    each, rest = divmod(len(body), layers)
+    names = [found[i].name for i in body]
+    if rest or names != names[:each] * layers:
+        raise ValueError(f"the layers of a turn differ: {names}")
+    kept = [launch for i, launch in enumerate(found) if i not in body[each:]]
+    at = {id(found[i]) for i in conditions}
+    return [dataclasses.replace(w, layers=layers) if id(w) in at else w for w in kept]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +228,13 @@ def step_work(
             (config.vocab_size, config.hidden_size),
         ]
     )
-    return [_work(config, load, launch, kernels.get(launch.code), products) for launch in step]
+    work = [_work(config, load, launch, kernels.get(launch.code), products) for launch in step]
+    if any(launch.name == "route_record" for launch in step):  # experts are not listed by it
+        work = [
+            dataclasses.replace(w, live_first=False) if w.launch.name in EXPERTS else w
+            for w in work
+        ]
+    return work
 
 
 def _work(
@@ -230,9 +260,9 @@ def _work(
         outputs, inputs = next(products)
         nbytes = 2 * outputs * inputs + tokens * (2 * inputs + _logit_bytes(config))
         turns = linear_kernels.parts_of(outputs, inputs, "bfloat16").turns
-    elif name == "route":  # padding's logits too
+    elif name in ("route", "route_record"):  # padding's logits too
         nbytes = launch.programs * route_kernel.configuration().rows * _logit_bytes(config)
-    elif name == "route_plan":
+    elif name in ("route_plan", "route_list"):
         nbytes = tokens * _logit_bytes(config)
     elif name in EXPERTS:
         work = _expert_work(config, load, launch)
@@ -319,14 +349,17 @@ def _static(kernel: Kernel) -> int:
 def step_seconds(config: ModelConfig, work: Sequence[Work]) -> float:
     """Of the whole step on the device, gaps included; the host's dispatch (65 µs, 260 µs with
     reading the ids back, probe1) is not in it."""
-    layers = sum(config.moe_layers)
-    return sum((w.seconds + GAP) * (layers if w.launch.in_layer else 1) for w in work)
+    return sum((w.seconds + GAP) * _times(config, w) for w in work)
+
+
+def _times(config: ModelConfig, work: Work) -> float:
+    """How often a step launches it."""
+    return sum(config.moe_layers) / work.launch.layers if work.launch.in_layer else 1
 
 
 def floor_seconds(config: ModelConfig, work: Sequence[Work]) -> tuple[float, float]:
     """Seconds that the step's bytes of memory and of the link take at least."""
-    layers = sum(config.moe_layers)
-    times = [(layers if w.launch.in_layer else 1) for w in work]
+    times = [_times(config, w) for w in work]
     memory = sum(n * w.nbytes for n, w in zip(times, work, strict=True)) / MEMORY
     return memory, sum(n * w.link_bytes for n, w in zip(times, work, strict=True)) / LINK
 
@@ -378,7 +411,6 @@ def kernel_table(config: ModelConfig, work: Sequence[Work]) -> list[str]:
         "| kernel | programs | live | waves | MB | PTX instructions a warp | µs | ms a step |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    layers = sum(config.moe_layers)
     for (name, inside), group in itertools.groupby(
         sorted(work, key=lambda w: (not w.launch.in_layer, w.launch.name)),
         key=lambda w: (w.launch.name, w.launch.in_layer),
@@ -389,7 +421,7 @@ def kernel_table(config: ModelConfig, work: Sequence[Work]) -> list[str]:
             lines.append(
                 f"| {where} | {w.launch.programs} | {w.live:.0f} | {w.waves:.2f} | "
                 f"{w.nbytes / 1e6:.2f} | {w.instructions:.0f} | {each * 1e6:.1f} | "
-                f"{each * 1e3 * (layers if inside else 1):.3f} |"
+                f"{each * 1e3 * _times(config, w):.3f} |"
             )
     return lines
 
@@ -422,7 +454,8 @@ def context_table(model: str) -> list[str]:
     @functools.cache
     def compiled(rows: int, context: int) -> tuple[list[Launch], dict[str, Kernel]]:
         pages = None if context == LONG else context // BLOCK
-        step, kernels = compile_step("h200", model, ProgramKey("decode", rows, context=pages), LONG)
+        key = ProgramKey("decode", rows, context=pages, resident=True)
+        step, kernels = compile_step("h200", model, key, LONG)
         return launches(step.thunks), kernels
 
     for (tokens, rows), context in itertools.product(ROWS.items(), LONG_CONTEXTS):
@@ -444,16 +477,16 @@ def page(models: Sequence[str]) -> str:
     for model in models:
         config = parse_config(PUBLISHED[model].raw)
         steps = {}
-        for rows in sorted(set(ROWS.values())):
-            key = ProgramKey("decode", rows, context=CONTEXT // BLOCK)
+        for rows, resident in itertools.product(sorted(set(ROWS.values())), (False, True)):
+            key = ProgramKey("decode", rows, context=CONTEXT // BLOCK, resident=resident)
             compiled, kernels = compile_step("h200", model, key)
-            steps[rows] = launches(compiled.thunks), kernels
+            steps[rows, resident] = launches(compiled.thunks), kernels
         for tokens, rows in ROWS.items():
             for cells in (None, *(c for c in PAGED if c < config.num_experts)):
-                work = step_work(config, Load(tokens, CONTEXT, cells), *steps[rows])
+                step = steps[rows, cells is None]
+                work = step_work(config, Load(tokens, CONTEXT, cells), *step)
                 total, (memory, link) = step_seconds(config, work), floor_seconds(config, work)
-                layers = sum(config.moe_layers)
-                worst = max(work, key=lambda w: w.seconds * (layers if w.launch.in_layer else 1))
+                worst = max(work, key=lambda w, c=config: w.seconds * _times(c, w))
                 a_layer = [w for w in work if w.launch.in_layer]
                 summary.append(
                     f"| {model} | {tokens} | {'all' if cells is None else cells} | "

@@ -41,6 +41,23 @@ shared_memory: 16 bytes
 """
 
 
+def test_the_layers_of_a_turn_count_as_one():
+    two = "".join(
+        f"    00{i}: kCustomKernel [source] {name} grid: [1, 1, 1] threads: [32, 1, 1]  "
+        "shared_memory: 0 bytes\n"
+        for i, name in enumerate(("linear", "combine", "linear__2", "combine__1"), 4)
+    )
+    loop, _, rest = LAYER.partition("    004:")
+    after = rest[rest.index("007:") :]
+    condition, *layer = [launch for launch in launches(loop + two + after) if launch.in_layer]
+    assert condition.name == "loop_compare_fusion" and condition.layers == 2
+    assert [(launch.name, launch.layers) for launch in layer] == [("linear", 1), ("combine", 1)]
+    seconds = step_seconds(QWEN, [Work(condition, 1, 0)])
+    assert seconds == pytest.approx(24 * (LAUNCH + GAP))
+    with pytest.raises(ValueError, match="the layers of a turn differ"):
+        launches(loop + two.replace("linear__2", "rms_norm") + after)
+
+
 def step(*named, threads=128, shared=73728):
     """Launches of a layer of these names and grids."""
     return [Launch(name, grid, threads, shared, True, name) for name, grid in named]

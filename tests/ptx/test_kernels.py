@@ -47,6 +47,7 @@ from tests.pallas_kernels import (
     test_prefill_attention,
     test_rms_norm,
     test_route,
+    test_route_and_list,
     test_route_and_plan,
     test_stage,
 )
@@ -58,6 +59,7 @@ DECODE = {
     "fill": (test_fill, test_fill.check, FILL),
     "route": (test_route, test_route.check, ROUTE),
     "route_and_plan": (test_route_and_plan, test_route_and_plan.check, PLANNED_SPECS),
+    "route_and_list": (test_route_and_list, test_route_and_list.check, PLANNED_SPECS),
     "combine": (test_combine, test_combine.check, COMBINE),
     "combine_and_count": (test_combine, test_combine.check_count, test_combine.COUNTED),
     "linear": (test_linear, test_linear.check, LINEAR),
@@ -88,6 +90,7 @@ QUICK = {
     "fill": (0, 3),
     "route": (0, 1),
     "route_and_plan": (0,),
+    "route_and_list": (0, 4),
     "combine": (0,),
     "combine_and_count": (1,),
     "linear": (0, 17),

@@ -21,6 +21,7 @@ from tests.pallas_kernels import (
     test_linear,
     test_plan,
     test_rms_norm,
+    test_route_and_list,
     test_route_and_plan,
 )
 from tests.ptx import program
@@ -65,6 +66,10 @@ CHECKS: dict[str, tuple] = {
     "route_plan": (
         test_route_and_plan,
         lambda: test_route_and_plan.check(PlannedSpec(4, 60, 9, "top4-normalized"), "pallas"),
+    ),
+    "route_list": (
+        test_route_and_list,
+        lambda: test_route_and_list.check(PlannedSpec(4, 60, 9, "top4-normalized"), "pallas"),
     ),
     "expert_gate_up codes": (
         test_expert_ffn_versions,
@@ -205,6 +210,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
     ),
     "its ones written beside its zeros": ("plan routed", replaced(BARRIER, NONE), "race"),
     "a row's reduction read before it is whole": ("route_plan", replaced(BARRIER, NONE), "race"),
+    "the list made of rows that are not whole": (*("route_list", replaced(BARRIER, NONE), "race"),),
     "the layer counted while threads read it": (
         *("combine", lambda ptx: re.sub(BARRIER, NONE, ptx), "writes what another thread reads"),
     ),

@@ -122,7 +122,10 @@ def interpreted(name: str, step: Step, card: str, **launch: Any) -> tuple:
     )
     results, issued = compiled.run(*step.arguments, launch=launch)
     names = {re.sub(r"__\d+$", "", name) for name in issued}
-    assert KERNELS[step.key.kind] <= names and ("route_plan" in names or "route" in names)
+    if step.key.resident:
+        assert {"expert_gate_up", "expert_down"} <= names and {"route_list", "route_record"} & names
+    else:
+        assert KERNELS[step.key.kind] <= names and {"route_plan", "route"} & names
     return results
 
 
@@ -142,9 +145,14 @@ def check(name: str, directory, kind: str, card: str, copies: str = "late") -> N
         found.append(output.logits)
         assert np.array_equal(output.logits, found[0]), f"cells {cells}"
     if kind == "decode":
-        key = runs[0].key._replace(context=SHORT)
-        _, _, output = interpreted(name, dataclasses.replace(runs[0], key=key), card, copies=copies)
-        assert np.array_equal(output.logits, found[0])
+        short = runs[0].key._replace(context=SHORT)
+        assert np.min(runs[0].arguments[3].address) >= 0  # nobody is absent
+        for key in (short, short._replace(resident=True)):
+            step = dataclasses.replace(runs[0], key=key)
+            _, tables, output = interpreted(name, step, card, copies=copies)
+            assert np.array_equal(output.logits, found[0])
+            for field, mine, other in zip(tables._fields, tables, runs[0].results[1], strict=True):
+                assert np.array_equal(mine, other), f"{key}: {field}"
 
 
 QUICK = ("Qwen3MoeForCausalLM", "decode"), ("DeepseekV3ForCausalLM", "prefill")

@@ -18,6 +18,7 @@ from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
     add_experts_and_count,
+    compute,
     compute_materialized,
     compute_planned,
     expert_rows,
@@ -43,8 +44,14 @@ from moejax.step.parts import (
     step_tokens,
 )
 from moejax.step.results import ResultShape
+from pallas_kernels.plan import plan_resident
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.stage import Entries
+
+LAYERS_A_TURN = 4
+"""Most layers in one turn of a loop whose layers count themselves: the condition is a launch a
+turn, and more layers in a turn take longer to compile (4: a quarter, 12: two and a half times as
+long as one; each kernel is compiled once)."""
 
 
 class _Carry(NamedTuple):
@@ -132,7 +139,7 @@ def device_step(
     counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)
     (x, memory, _, records, *_), (trace, done, ahead) = _over_layers(model, layer, carry, counts)
     if records is not None:
-        trace = LayerTrace.unpacked(records, trace, x.shape[0], k)
+        memory, trace = _unpacked(records, trace, (x.shape[0], k), memory, context)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     writes = (memory.arena.token,) if context.queued else ()
@@ -141,6 +148,22 @@ def device_step(
     if first is not None:
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
     return memory, output
+
+
+def _unpacked(
+    records: jax.Array,
+    arrays: TraceArrays,
+    shape: tuple[int, int],
+    memory: DeviceMemory,
+    context: StepContext,
+) -> tuple[DeviceMemory, LayerTrace]:
+    """(memory, what the layers left in int32[L, W] `records`), with the counts and in tables that
+    are as of plans where there were none. shape: (T, K)."""
+    trace = LayerTrace.unpacked(records, arrays, *shape)
+    if not context.resident:
+        return memory, trace
+    tables, counts = plan_resident(memory.tables, records[:, : shape[0] * shape[1]])
+    return memory._replace(tables=tables), trace._replace(counts=counts)
 
 
 def _probabilities(
@@ -159,7 +182,8 @@ def _with_shared(carry: _Carry, k: int, context: StepContext) -> _Carry:
     records apart would copy megabytes. Traces too are one array, written in place. k: experts a
     token."""
     pairs, (layers, experts) = carry.x.shape[0] * k, carry.memory.tables.address.shape
-    size = record_size(pairs, experts, len(context.stores))
+    counted = not context.resident  # otherwise behind the last layer
+    size = record_size(pairs, experts, len(context.stores)) if counted else 2 * pairs
     records = jnp.zeros((layers, size), jnp.int32)
     return carry._replace(y=nothing_computed(pairs, carry.x.shape[1]), records=records)
 
@@ -179,6 +203,11 @@ def _sparse(
     of the carry."""
     layer = stack.first_moe_layer + i
     kernels = context.ops.route == context.ops.plan == "pallas"
+    if context.resident and shared is not None and records is not None:
+        x, normed, ids, weights, records, *listed = stack.route_and_list(i, x, tokens, records)
+        residents = memory.arena, memory.tables.address, memory.tables.version
+        y = compute(shared, normed, ids, residents, layer, *listed, context)
+        return x, (normed, ids, weights), lax.optimization_barrier(y), memory, records, None
     favour = favour_residents(memory.tables.address, layer, context)
     # A forced routing would come between router and plan; a window has no plan. That kernel takes
     # the model's own correction of scores only.
@@ -251,16 +280,22 @@ def _counting_itself(
     stack: LayerStack, layer: Callable[[LayerStack, jax.Array, _Carry], Any], carry: _Carry
 ) -> _Carry:
     """What the stack's last layer leaves; each layer's last kernel moves the index on."""
+    layers = max(n for n in range(1, LAYERS_A_TURN + 1) if stack.size % n == 0)
 
     def index(carry: _Carry) -> jax.Array:
         assert carry.index is not None
         return carry.index[0]
 
+    def turn(carry: _Carry) -> _Carry:
+        for _ in range(layers):
+            carry = layer(stack, index(carry), carry)[0]
+        return carry
+
     # The comparison is not the layer's as well: XLA's graph of a loop whose condition launches
     # nothing reads it without waiting for the layer.
     after = lax.while_loop(
         lambda carry: index(carry) < stack.size,
-        lambda carry: layer(stack, index(carry), carry)[0],
+        turn,
         carry._replace(index=jnp.zeros(1, jnp.int32)),
     )
     return after._replace(index=None)

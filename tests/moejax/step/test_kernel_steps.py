@@ -12,6 +12,7 @@ import re
 import pytest
 
 from moejax.checkpoints.random_model import shape
+from moejax.step.drivers.device import LAYERS_A_TURN
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
@@ -79,6 +80,9 @@ WAVE = 11
 of XLA's that cut what is due into tiles, the loop's index and its condition. The pairs are sorted
 before, once a layer."""
 
+PLANNED = {"route_plan", "route", "plan", "expert_gate_up_hits", "expert_gate_up_filled"}
+"""What plans and copies: no launch of a step where every expert is in its cell."""
+
 SHORT = ProgramKey("decode", 16, context=64)
 """Of 1024 tokens, where there may be 4096."""
 
@@ -98,7 +102,13 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 )
 @pytest.mark.parametrize(
     "key",
-    [SHORT, pytest.param(DECODE, marks=pytest.mark.nightly), PREFILL],
+    [
+        SHORT,
+        SHORT._replace(resident=True),
+        pytest.param(DECODE, marks=pytest.mark.nightly),
+        pytest.param(DECODE._replace(resident=True), marks=pytest.mark.nightly),
+        PREFILL,
+    ],
     ids=str,
 )
 def test_step_of_kernels(model, key):
@@ -124,16 +134,24 @@ def test_step_of_kernels(model, key):
     assert memory.host_temp_bytes == memory.host_output_bytes == 0
     assert memory.temp_bytes < TEMP[kind]
 
-    launches = collections.Counter(compiled.kernels())
+    listed = launch_list(compiled.thunks)
+    launches = collections.Counter(launch.name for launch in listed)
     wanted = KERNELS[kind]
+    few = programs.tokens(key) <= 16
     if kind == "decode":
-        wanted = wanted | (FEW if programs.tokens(key) <= 16 else MANY)
+        wanted = wanted | (FEW if few else MANY)
+    if key.resident:
+        wanted = {name: n for name, n in wanted.items() if name not in PLANNED}
+        wanted |= {"expert_gate_up": 1, "route_list" if few else "route_record": 1}
     own = {kernel: n for kernel, n in launches.items() if kernel in wanted}
-    assert own == wanted
-    assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind]
+    assert own == wanted and not (key.resident and PLANNED & launches.keys())
+    assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind] + 2 * key.resident
     if kind == "decode":
-        layer = [launch for launch in launch_list(compiled.thunks) if launch.in_layer]
-        assert len(layer) == LAYER - 2 * (programs.tokens(key) <= 16)
+        layer = [launch for launch in listed if launch.in_layer]
+        # Of what plans and copies, filled gate_up goes, and with many rows plan.
+        assert len(layer) == LAYER - 2 * few - key.resident * (2 - few)
+        turn = [launch for launch in listed if launch.layers > 1]
+        assert [launch.layers for launch in turn] == [LAYERS_A_TURN]
         (split,) = (launch for launch in layer if launch.name == "decode_attention_split")
         tokens = (key.context or programs.steps.shapes.blocks) * programs.page.block_size
         assert split.grid == (programs.tokens(key), config.kv_heads, -(-tokens // 256))
@@ -145,22 +163,28 @@ def test_step_of_kernels(model, key):
         assert "dynamic-slice(" not in compiled.hlo
         # Experts are the last axis: a device starts those that are there first.
         slots = min(config.num_experts, programs.tokens(key) * config.num_experts_per_tok)
-        hits, filled, down = (launch for launch in layer if launch.name.startswith("expert_"))
+        *gate_up, down = (launch for launch in layer if launch.name.startswith("expert_"))
         assert down.grid[2] == slots
+        if key.resident:
+            (alone,) = gate_up
+            assert alone.grid[2] == slots
+            gate_up = []
         tiles = -(-config.moe_intermediate_size // 64)
         copies = COPIES[ops.shared_kib]
-        assert hits.grid == (1, copies + slots * tiles, 1)
-        assert filled.grid == (1, copies + LATE, 1)
+        items = slots * tiles, LATE
+        assert [launch.grid for launch in gate_up] == [
+            (1, copies + n, 1) for n in items[: len(gate_up)]
+        ]
         # Programs that copy take the place of one that computes, whose shared memory is as much
         # as without them: three or, of more than 16 rows, four tiles of 36 KiB.
-        rows = programs.tokens(key)
-        assert hits.shared_bytes == filled.shared_bytes == (3 if rows <= 16 else 4) * 36 * 1024
+        for launch in gate_up:
+            assert launch.shared_bytes == (3 if few else 4) * 36 * 1024
     else:
         # Within the loop over layers one more step to the right: what each wave launches.
         wave = re.findall(r"^ {8}\d+: k\w+ .*?\] (\S+) grid:", compiled.thunks, re.M)
         assert {"plan", "fill", "expert_down_sorted"} < set(wave) and len(wave) == WAVE
         # A counting sort, whose only scatter is beside no other in the layer.
-        names = [launch.name for launch in launch_list(compiled.thunks)]
+        names = [launch.name for launch in listed]
         assert not any("sort" in name.replace("_sorted", "") for name in names)
         assert sum("scatter" in name for name in names) == 1
         assert not any("scatter" in name for name in wave)
