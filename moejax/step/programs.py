@@ -162,12 +162,13 @@ class Programs:
 
     def program(self, key: ProgramKey) -> Program:
         """Raises ValueError for a key that no whole program has."""
-        of_step, resident_steps = key.traced or key.forced or key.staged, self.steps.resident_steps
+        of_step = key.traced or key.forced or key.staged
+        unlike = of_step or key.maps is not None or key.kind != "decode"
         if (key.maps is not None) > (key.kind in ("decode", "write_maps")):
             raise ValueError(f"no program {str(key)!r}: decode steps search expert maps")
         if key.context is not None and key.kind != "decode":
             raise ValueError(f"no program {str(key)!r}: only decode steps have a context")
-        if key.resident and (of_step or key.maps or key.kind != "decode" or not resident_steps):
+        if key.resident and (unlike or not self.steps.resident_steps):
             raise ValueError(f"no program {str(key)!r}: these steps may miss experts")
         if key.kind == "prefill" and key.rows not in (None, *self.steps.shapes.prefills[:-1]):
             raise ValueError(f"no program {str(key)!r}: no prefill step has so many chunks")

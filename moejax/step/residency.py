@@ -42,7 +42,7 @@ class Completeness:
             least, last = self.looked
             if last is not tables:
                 self.looked = None
-            elif least.is_ready():
+            elif least.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
                 self.looked, self.complete = None, tables if int(least) >= 0 else None
         return tables is self.complete
 

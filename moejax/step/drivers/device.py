@@ -204,9 +204,10 @@ def _sparse(
     layer = stack.first_moe_layer + i
     kernels = context.ops.route == context.ops.plan == "pallas"
     if context.resident and shared is not None and records is not None:
-        x, normed, ids, weights, records, *listed = stack.route_and_list(i, x, tokens, records)
+        routed = stack.route_and_list(i, x, tokens, records)
+        x, normed, ids, weights, records, active, count = routed
         residents = memory.arena, memory.tables.address, memory.tables.version
-        y = compute(shared, normed, ids, residents, layer, *listed, context)
+        y = compute(shared, normed, ids, residents, layer, active, count, context)
         return x, (normed, ids, weights), lax.optimization_barrier(y), memory, records, None
     favour = favour_residents(memory.tables.address, layer, context)
     # A forced routing would come between router and plan; a window has no plan. That kernel takes
