@@ -35,13 +35,16 @@ PREFILL_STAGES = {99: 4, 163: 4, 227: 4}
 PROGRAMS = 128
 """Column tiles, of all heads, below which a GPU of 132 multiprocessors would stand idle."""
 
-NORMED_ROWS = 16
-"""The most rows that are normalised within a product: one tile, which all of its programs sum up.
-More tiles would be more work than the launch that is saved."""
+NORMED_ROWS = 32
+"""The most rows that are normalised within a product: two tiles, each of which all programs of its
+own sum up. With more the programs are several waves, and each sums up its rows anew, which is more
+work than the launch that is saved."""
 
 NORMED_STAGES = 3
 """The most with the deepest tile, whose normalised x takes shared memory too: 16 KiB, which four
-stages of 32 do not leave on a GPU of 99 KiB."""
+stages of 32 do not leave on a GPU of 99 KiB; and with two tiles of rows, so that three programs of
+q, k and v are on a multiprocessor of 227 KiB, as without a norm: all 320 of Qwen3-30B-A3B's at
+once."""
 
 NORMED_PARTS_WARPS = 8
 """Of a program that makes a part of normalised rows: each warp holds squares of the rows, then all
@@ -141,7 +144,7 @@ def linear(
         grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns)),
         out_shape=jax.ShapeDtypeStruct((tokens, outputs), out_dtype),
         num_warps=config.num_warps,
-        num_stages=config.num_stages if norm is None else _normed_stages(config),
+        num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
     )(
         scalar(layer),
         scalar(tiles),
@@ -193,9 +196,10 @@ def _kernel(layer, tiles, x, weights, bias, residual, norm, out, *, config, row_
         plgpu.store(out.at[rows, columns], result, mask=mask)
 
 
-def _normed_stages(config: Config) -> int:
+def _normed_stages(config: Config, tokens: int) -> int:
     deepest = config.depth == max(depth for _, depth in DECODE_TILES)
-    return min(config.num_stages, NORMED_STAGES) if deepest else config.num_stages
+    fewer = deepest or tokens > config.rows
+    return min(config.num_stages, NORMED_STAGES) if fewer else config.num_stages
 
 
 def _normed(values, scale, norm, layer, depth, depth_mask):
@@ -272,7 +276,7 @@ def _in_parts(x, weights, layer, norm, *, parts, row_tile, tiles):
         grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count),
         out_shape=out if norm is None else (normed, out),
         num_warps=config.num_warps if norm is None else NORMED_PARTS_WARPS,
-        num_stages=config.num_stages if norm is None else _normed_stages(config),
+        num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
     )(scalar(layer), scalar(tiles), x, weights, () if norm is None else norm[:1])
 
 

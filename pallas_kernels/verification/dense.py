@@ -25,6 +25,9 @@ from pallas_kernels.route import route, route_and_plan
 from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
 
+DECODE_ROWS = 16
+"""Rows of a product of decode steps with as many or more."""
+
 
 def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     d, dtype = shape.hidden, shape.dtype
@@ -116,8 +119,8 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
         added, layer = biases if bias else None, jnp.int32(0)
 
         def of(rows):
-            few = x[:rows]
-            options = {"row_tile": rows, "shared_kib": shared_kib, "implementation": name}
+            few, tile = x[:rows], min(rows, DECODE_ROWS)
+            options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
             both = few, norm, 1e-6, weights, layer, added
             got = norm_linear(*both, norm_implementation=name, **options)
             normed = rms_norm(few, norm, layer, 1e-6, implementation=name)
@@ -125,7 +128,7 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
             bits, wanted = (lax.bitcast_convert_type(y, jnp.uint16) for y in (got, alone))
             return got, (bits == wanted).astype(jnp.int32)
 
-        return of(FEW_ROWS), of(NORMED_ROWS)
+        return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
 
     what = f"normed {outputs}x{d} bias {bias} {shared_kib} KiB"
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
@@ -142,8 +145,8 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
 
     def run(name, x, norm, weights):
         def of(rows):
-            few, layer = x[:rows], jnp.int32(0)
-            options = {"row_tile": rows, "shared_kib": shared_kib, "implementation": name}
+            few, layer, tile = x[:rows], jnp.int32(0), min(rows, DECODE_ROWS)
+            options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
             both = few, norm, 1e-6, weights, layer
             normed, parts = norm_linear_parts(*both, norm_implementation=name, **options)
             alone = rms_norm(few, norm, layer, 1e-6, implementation=name)
@@ -153,7 +156,7 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
             same = (bits == wanted).astype(jnp.int32), jnp.equal(*of_parts).all(0).astype(jnp.int32)
             return normed, sum_of_parts(parts), same
 
-        return of(FEW_ROWS), of(NORMED_ROWS)
+        return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
 
     what = f"normed parts {shape.experts}x{d} {shared_kib} KiB"
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))

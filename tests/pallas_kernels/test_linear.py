@@ -110,10 +110,13 @@ NORM_SPECS = (
     Spec(16, "bfloat16", inputs=2048, row_tile=16, tiles=1),
     Spec(9, "bfloat16", inputs=2880, outputs=55),
     Spec(32, "bfloat16", inputs=200, row_tile=16, tiles=1),
+    Spec(32, "bfloat16", inputs=600, row_tile=16),
+    Spec(48, "bfloat16", inputs=200, row_tile=16, tiles=2),
     Spec(3, "float32", inputs=200, bias=True),
 )
 """A row within a chunk, of four chunks, of three of which the last is not whole; a whole tile of
-rows; six chunks, the last two pairs not whole; more rows than are normalised in a product."""
+rows; six chunks, the last two pairs not whole; two tiles of rows, the second one not needed, and
+both; more rows than are normalised in a product."""
 
 
 def norm_case(spec):
@@ -209,12 +212,14 @@ NORM_PARTS_SPECS = (
     Spec(1, "float16", inputs=1800, outputs=256),
     Spec(9, "bfloat16", inputs=2500, outputs=55),
     Spec(4, "bfloat16", inputs=512, outputs=1100),
+    Spec(32, "bfloat16", inputs=512, row_tile=16),
+    Spec(32, "bfloat16", inputs=256, row_tile=16, tiles=1),
     Spec(64, "bfloat16", inputs=512, row_tile=16, tiles=3),
     Spec(3, "float32", inputs=256, outputs=16),
 )
 """Three tiles of columns, of which one writes what is normalised; a whole tile of rows; a part of
-several turns, the last of them not whole; parts and columns not whole; one part; more rows than are
-normalised in a product; what has no kernel."""
+several turns, the last of them not whole; parts and columns not whole; one part; two tiles of rows,
+and the second one not needed; more rows than are normalised in a product; what has no kernel."""
 
 
 def check_normed_parts(spec, implementation):
@@ -253,7 +258,7 @@ def test_the_contract_of_normalised_parts_catches_another_rows_scale(monkeypatch
 
 
 @pytest.mark.parametrize("op", [api.norm_linear, api.norm_linear_parts])
-@pytest.mark.parametrize(("rows", "launches"), [(1, 1), (16, 1), (17, 2)])
+@pytest.mark.parametrize(("rows", "launches"), [(1, 1), (16, 1), (32, 1), (33, 2)])
 def test_few_rows_are_normalised_within_the_product(op, rows, launches):
     array = functools.partial(jnp.zeros, dtype="bfloat16")
     op = functools.partial(

@@ -96,7 +96,7 @@ QUICK = {
     "linear": (0, 17),
     "linear_parts": (1,),
     "norm_linear": (1, 2),
-    "norm_linear_parts": (0, 2),
+    "norm_linear_parts": (0, 2, 5),
     "residual": (0,),
     "rms_norm": (0,),
     "kv_write": (3,),

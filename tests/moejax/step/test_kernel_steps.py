@@ -16,6 +16,7 @@ from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
+from pallas_kernels.linear.pallas_triton import NORMED_ROWS
 from tests.aot.aot_h200 import compile_for
 from tests.aot.ptxas import compile_kernels
 from tests.aot.step_time import launches as launch_list
@@ -59,20 +60,22 @@ KERNELS = {
 }
 """Our kernels in each program; all but the logits' two are once a layer."""
 
-MANY = {"route": 1, "plan": 1, "linear": 3, "rms_norm": 3, "linear_parts": 1}
-FEW = {"route_plan": 1, "norm_linear": 1, "norm_linear_parts": 1}
-"""Beside those, in a decode step with more than 16 rows, and with as many: before attention and
-before experts x is normalised by rms_norm, or within the products of q, k and v and of the
-router."""
+NORMED = {"norm_linear": 1, "norm_linear_parts": 1}
+APART = {"linear": 3, "rms_norm": 3, "linear_parts": 1}
+"""Beside those, in a decode step of up to NORMED_ROWS, and of more: before attention and before
+experts x is normalised within the products of q, k and v and of the router, or by rms_norm."""
+
+PLANNED, ROUTED = {"route_plan": 1}, {"route": 1, "plan": 1}
+"""As well, with up to 16 rows, and with more."""
 
 XLA_LAUNCHES = {"decode": 18, "prefill": 36}
 """Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
 LAYER = 15
-"""Launches of a decode layer with more than 16 rows, three less with as many: our 12 and the loop's
-condition. (Published OLMoE has five more, with norms of q and k and the parts of qkv:
-docs/results/step_time.md.)"""
+"""Launches of a decode layer with more than 32 rows, two less with as many, three less with 16: our
+14 and the loop's condition. (Published OLMoE has five more, with norms of q and k and the parts of
+qkv: docs/results/step_time.md.)"""
 
 WAVE = 11
 """Launches of one of a prefill layer's waves over its experts: plan, fill, gate_up and down, five
@@ -80,6 +83,7 @@ of XLA's that cut what is due into tiles, the loop's index and its condition. Th
 before, once a layer."""
 
 SHORT = ProgramKey("decode", 16, context=64)
+TWO_TILES = ProgramKey("decode", 32, context=64)
 """Of 1024 tokens, where there may be 4096."""
 
 STREAMING = (
@@ -98,7 +102,11 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
 )
 @pytest.mark.parametrize(
     "key",
-    [SHORT, pytest.param(DECODE, marks=pytest.mark.nightly), PREFILL],
+    [
+        SHORT,
+        *(pytest.param(key, marks=pytest.mark.nightly) for key in (TWO_TILES, DECODE)),
+        PREFILL,
+    ],
     ids=str,
 )
 def test_step_of_kernels(model, key):
@@ -127,13 +135,17 @@ def test_step_of_kernels(model, key):
     launches = collections.Counter(compiled.kernels())
     wanted = KERNELS[kind]
     if kind == "decode":
-        wanted = wanted | (FEW if programs.tokens(key) <= 16 else MANY)
+        rows = programs.tokens(key)
+        wanted = wanted | (PLANNED if rows <= 16 else ROUTED)
+        wanted = wanted | (NORMED if rows <= NORMED_ROWS else APART)
     own = {kernel: n for kernel, n in launches.items() if kernel in wanted}
     assert own == wanted
     assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind]
     if kind == "decode":
         layer = [launch for launch in launch_list(compiled.thunks) if launch.in_layer]
-        assert len(layer) == LAYER - 3 * (programs.tokens(key) <= 16)
+        assert len(layer) == LAYER - (rows <= 16) - 2 * (rows <= NORMED_ROWS)
+        normed = [launch for launch in layer if launch.name in NORMED]
+        assert rows > NORMED_ROWS or all(n.programs <= n.resident for n in normed)  # one wave
         (split,) = (launch for launch in layer if launch.name == "decode_attention_split")
         tokens = (key.context or programs.steps.shapes.blocks) * programs.page.block_size
         assert split.grid == (programs.tokens(key), config.kv_heads, -(-tokens // 256))
@@ -152,9 +164,9 @@ def test_step_of_kernels(model, key):
         assert hits.grid == (1, copies + slots * tiles, 1)
         assert filled.grid == (1, copies + LATE, 1)
         # Programs that copy take the place of one that computes, whose shared memory is as much
-        # as without them: three or, of more than 16 rows, four tiles of 36 KiB.
-        rows = programs.tokens(key)
-        assert hits.shared_bytes == filled.shared_bytes == (3 if rows <= 16 else 4) * 36 * 1024
+        # as without them: three tiles of weights, 32 KiB, and of x.
+        tiles = 3 * (32 + max(rows, 16) // 4) * 1024
+        assert hits.shared_bytes == filled.shared_bytes == tiles
     else:
         # Within the loop over layers one more step to the right: what each wave launches.
         wave = re.findall(r"^ {8}\d+: k\w+ .*?\] (\S+) grid:", compiled.thunks, re.M)
