@@ -352,7 +352,7 @@ def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Chec
         activation=experts.activation,
         dtype=experts.dtype,
     )
-    return [check for check in checks(shape, ops) if check.op in OPS_USED]
+    return [c for c in checks(shape, ops) if {c.op, *c.beside} <= set(OPS_USED)]
 
 
 def _dtype_name(dtype: str) -> str:

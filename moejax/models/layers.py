@@ -19,7 +19,13 @@ from pallas_kernels.head_linear import head_linear
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear, linear_parts, norm_linear, sum_of_parts
+from pallas_kernels.linear import (
+    linear,
+    linear_parts,
+    norm_linear,
+    norm_linear_parts,
+    sum_of_parts,
+)
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route, route_and_list, route_and_plan, route_scores
@@ -323,8 +329,22 @@ class LayerStack(nnx.Module):
 
     def _scored(self, i, x, tokens):
         """(x plus its shared expert where there is one, normalised x, router logits in parts)."""
-        normed = self._norm(x, "post_norm", i)
-        logits = self._router_logits(i, normed, tokens)
+        if "post_norm_bias" in self.weights:  # a LayerNorm
+            normed = self._norm(x, "post_norm", i)
+            logits = self._router_logits(i, normed, tokens)
+        else:
+            normed, logits = norm_linear_parts(
+                x,
+                self._weight("post_norm"),
+                self.config.rms_norm_eps,
+                self._weight("router"),
+                i,
+                row_tile=tokens.row_tile,
+                tiles=tokens.tiles,
+                implementation=self.ops.linear,
+                norm_implementation=self.ops.rms_norm,
+                shared_kib=self.ops.shared_kib,
+            )
         if "shared_down" in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits

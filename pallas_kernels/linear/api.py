@@ -106,10 +106,7 @@ def norm_linear(
     Where both are kernels and the rows are few (`pallas_triton.NORMED_ROWS`) it is one launch,
     whose programs normalise the rows that they read. Arguments and errors: as of both.
     """
-    if norm_weights.shape[-1] != x.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} columns, the norm has {norm_weights.shape[-1]}")
-    few = x.shape[0] <= pallas_triton.NORMED_ROWS
-    if few and implementation == norm_implementation == "pallas":
+    if _normed_within(x, norm_weights, implementation, norm_implementation):
         norm = norm_weights, eps
     else:
         x, norm = rms_norm(x, norm_weights, layer, eps, implementation=norm_implementation), None
@@ -155,6 +152,47 @@ def linear_parts(
     tiles = x.shape[0] // row_tile if tiles is None else tiles
     options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
     return IN_PARTS[implementation](x, weights, layer, **options)
+
+
+def norm_linear_parts(
+    x: Float[Array, "T K"],
+    norm_weights: Float[Array, "L K"],
+    eps: float,
+    weights: Float[Array, "L N K"],
+    layer: Int[Array, ""] | int,
+    *,
+    row_tile: int | None = None,
+    tiles: Int[Array, ""] | int | None = None,
+    implementation: str = "xla",
+    norm_implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
+) -> tuple[Float[Array, "T K"], Float[Array, "S T N"]]:
+    """(normed, linear_parts(normed, weights, layer)) where normed is rms_norm(x, norm_weights,
+    layer, eps), each by its implementation, in their bits.
+
+    For a norm that others than the product read too. Where both are kernels and the rows are few
+    (`pallas_triton.NORMED_ROWS`) it is one launch, which writes normed beside the parts. Rows of
+    normed behind the tiles that are needed mean nothing. Arguments and errors: as of both.
+    """
+    options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
+    if _normed_within(x, norm_weights, implementation, norm_implementation):
+        row_tile = x.shape[0] if row_tile is None else row_tile
+        _check_rows(x, weights, row_tile)
+        tiles = x.shape[0] // row_tile if tiles is None else tiles
+        options |= {"row_tile": row_tile, "tiles": tiles}
+        norm = norm_weights, eps
+        return pallas_triton.norm_linear_parts(x, norm, weights, layer, **options)
+    normed = rms_norm(x, norm_weights, layer, eps, implementation=norm_implementation)
+    parts = linear_parts(normed, weights, layer, implementation=implementation, **options)
+    return normed, parts
+
+
+def _normed_within(x, norm_weights, implementation, norm_implementation) -> bool:
+    """Whether a product's kernel normalises the rows that it reads."""
+    if norm_weights.shape[-1] != x.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the norm has {norm_weights.shape[-1]}")
+    few = x.shape[0] <= pallas_triton.NORMED_ROWS
+    return few and implementation == norm_implementation == "pallas"
 
 
 def _check_rows(x, weights, row_tile):

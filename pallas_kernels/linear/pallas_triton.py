@@ -1,5 +1,5 @@
 """linear as one Triton-lowered kernel that indexes the stacked weights by layer, and the same in
-parts of the depth."""
+parts of the depth; both also of rows that they normalise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.rms_norm.pallas_triton import CHUNK, sum_of_row
+from pallas_kernels.rms_norm.pallas_triton import CHUNK, rms_norm, sum_of_row
 from pallas_kernels.triton import (
     KERNEL_DTYPES,
     edge_mask,
@@ -35,13 +35,20 @@ PREFILL_STAGES = {99: 4, 163: 4, 227: 4}
 PROGRAMS = 128
 """Column tiles, of all heads, below which a GPU of 132 multiprocessors would stand idle."""
 
-NORMED_ROWS = 16
-"""The most rows that are normalised within a product: one tile, which all of its programs sum up.
-More tiles would be more work than the launch that is saved."""
+NORMED_ROWS = 32
+"""The most rows that are normalised within a product: two tiles, each of which all programs of its
+own sum up. With more the programs are several waves, and each sums up its rows anew, which is more
+work than the launch that is saved."""
 
 NORMED_STAGES = 3
 """The most with the deepest tile, whose normalised x takes shared memory too: 16 KiB, which four
-stages of 32 do not leave on a GPU of 99 KiB."""
+stages of 32 do not leave on a GPU of 99 KiB; and with two tiles of rows, so that three programs of
+q, k and v are on a multiprocessor of 227 KiB, as without a norm: all 320 of Qwen3-30B-A3B's at
+once."""
+
+NORMED_PARTS_WARPS = 8
+"""Of a program that makes a part of normalised rows: each warp holds squares of the rows, then all
+of a tile of x as an operand, which spilled registers with four. No bit depends on it."""
 
 LEAST_DEPTH = 128
 """The shortest part, in which each thread loads weights twice."""
@@ -130,9 +137,6 @@ def linear(
     if norm is not None:
         dtype, eps = jnp.promote_types(dtype, norm[0].dtype), norm[1]
     config = configuration(row_tile, outputs, dtype, shared_kib)
-    stages = config.num_stages
-    if norm is not None and config.depth == max(depth for _, depth in DECODE_TILES):
-        stages = min(stages, NORMED_STAGES)
     return triton_call(
         functools.partial(_kernel, config=config, row_tile=row_tile, eps=eps),
         name="linear" if norm is None else "norm_linear",
@@ -140,7 +144,7 @@ def linear(
         grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns)),
         out_shape=jax.ShapeDtypeStruct((tokens, outputs), out_dtype),
         num_warps=config.num_warps,
-        num_stages=stages,
+        num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
     )(
         scalar(layer),
         scalar(tiles),
@@ -173,9 +177,8 @@ def _kernel(layer, tiles, x, weights, bias, residual, norm, out, *, config, row_
         def add(k, total, depth_mask):
             depth = pl.ds(k * config.depth, config.depth)
             part = load_tile(x.at[rows, depth], row_mask, depth_mask)
-            for scale, of in zip(scales, norm, strict=True):  # as rms_norm rounds
-                factors = load_tile(of.at[pl.ds(layer[0], 1), depth], None, depth_mask)
-                part = factors * (part.astype(jnp.float32) * scale).astype(x.dtype)
+            for scale, of in zip(scales, norm, strict=True):
+                part = _normed(part, scale, of, layer[0], depth, depth_mask)
             weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(part, weight, trans_b=True)
 
@@ -191,6 +194,18 @@ def _kernel(layer, tiles, x, weights, bias, residual, norm, out, *, config, row_
         for part in added:  # the product is rounded before the sum is
             result = (part.astype(jnp.float32) + result.astype(jnp.float32)).astype(out.dtype)
         plgpu.store(out.at[rows, columns], result, mask=mask)
+
+
+def _normed_stages(config: Config, tokens: int) -> int:
+    deepest = config.depth == max(depth for _, depth in DECODE_TILES)
+    fewer = deepest or tokens > config.rows
+    return min(config.num_stages, NORMED_STAGES) if fewer else config.num_stages
+
+
+def _normed(values, scale, norm, layer, depth, depth_mask):
+    """A tile of x behind rms_norm, rounded as it rounds. scale: of _scales."""
+    factors = load_tile(norm.at[pl.ds(layer, 1), depth], None, depth_mask)
+    return factors * (values.astype(jnp.float32) * scale).astype(values.dtype)
 
 
 def _scales(x, first_row, rows, eps):
@@ -218,34 +233,64 @@ def _scales(x, first_row, rows, eps):
 
 
 def linear_parts(x, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]):
-    (tokens, inputs), outputs = x.shape, weights.shape[1]
     dtype = jnp.promote_types(x.dtype, weights.dtype)
-    if row_tile < 64:
-        parts = parts_of(outputs, inputs, dtype, shared_kib)
-    if row_tile >= 64 or parts.count == 1:
+    parts = _several_parts(row_tile, weights.shape, dtype, shared_kib)
+    if parts is None:
         options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
         return linear(x, weights, layer, None, out_dtype=jnp.float32, **options)[None]
-    config = parts.tile
-    grid = pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count
+    return _in_parts(x, weights, layer, None, parts=parts, row_tile=row_tile, tiles=tiles)
+
+
+def norm_linear_parts(
+    x, norm, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]
+) -> tuple[jax.Array, jax.Array]:
+    """(rms_norm of x, its linear_parts) as one launch, or as two where there is one part. norm:
+    weights [L, K] and eps."""
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, weights.dtype), norm[0].dtype)
+    parts = _several_parts(row_tile, weights.shape, dtype, shared_kib)
+    if parts is None:
+        normed = rms_norm(x, norm[0], layer, norm[1])
+        options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
+        return normed, linear_parts(normed, weights, layer, **options)
+    return _in_parts(x, weights, layer, norm, parts=parts, row_tile=row_tile, tiles=tiles)
+
+
+def _several_parts(row_tile, weights_shape, dtype, shared_kib) -> Parts | None:
+    """The parts of a product with weights [L, N, K]; None: it has one, as `linear` makes it."""
+    if row_tile >= 64:
+        return None
+    _, outputs, inputs = weights_shape
+    parts = parts_of(outputs, inputs, dtype, shared_kib)
+    return None if parts.count == 1 else parts
+
+
+def _in_parts(x, weights, layer, norm, *, parts, row_tile, tiles):
+    """norm: weights [L, K] and eps of the rms_norm that x goes through first, or None."""
+    (tokens, _), outputs, config = x.shape, weights.shape[1], parts.tile
+    out = jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32)
+    normed = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    eps = None if norm is None else norm[1]
     return triton_call(
-        functools.partial(_parts_kernel, parts=parts, row_tile=row_tile),
-        name="linear_parts",
-        grid=grid,
-        out_shape=jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )(scalar(layer), scalar(tiles), x, weights)
+        functools.partial(_parts_kernel, parts=parts, row_tile=row_tile, eps=eps),
+        name="linear_parts" if norm is None else "norm_linear_parts",
+        grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count),
+        out_shape=out if norm is None else (normed, out),
+        num_warps=config.num_warps if norm is None else NORMED_PARTS_WARPS,
+        num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
+    )(scalar(layer), scalar(tiles), x, weights, () if norm is None else norm[:1])
 
 
-def _parts_kernel(layer, tiles, x, weights, out, *, parts, row_tile):
+def _parts_kernel(layer, tiles, x, weights, norm, *outs, parts, row_tile, eps):
     """Program (i, j, s) computes row tile i and column tile j of part s, over the turns of tiles
-    from depth s · turns · depth on; the depth ascends.
+    from depth s · turns · depth on; the depth ascends. norm: of one array, with which outs are
+    normalised x and the parts, or none: the parts alone.
 
     Writes: program (i, j, s) alone writes out[s, i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
-    nothing if the tile lies behind the rows in use.
+    program (i, 0, s) alone the part's depth of normalised x in the rows of i; none of them anything
+    if the tile lies behind the rows in use.
     """
     (tokens, inputs), outputs, config = x.shape, weights.shape[1], parts.tile
-    part = pl.program_id(2)
+    (*normed, out), part = outs, pl.program_id(2)
     first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(1) * config.columns
     rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
     row_mask = edge_mask(first_row, config.rows, tokens)
@@ -253,10 +298,21 @@ def _parts_kernel(layer, tiles, x, weights, out, *, parts, row_tile):
 
     @pl.when(first_row < tiles[0] * row_tile)
     def _():
+        scales = [_scales(x, first_row, config.rows, eps) for _ in norm]
+        writes = first_column == 0
+
         def add(turn, total):
             first = (part * parts.turns + turn) * config.depth
             depth, depth_mask = pl.ds(first, config.depth), edge_mask(first, config.depth, inputs)
             values = load_tile(x.at[rows, depth], row_mask, depth_mask)
+            for scale, of, to in zip(scales, norm, normed, strict=True):
+                values = _normed(values, scale, of, layer[0], depth, depth_mask)
+                # A mask, not a branch, which would keep the loop's loads from running ahead.
+                inside = tile_mask(row_mask, depth_mask, values.shape)
+                mask = jnp.broadcast_to(writes, values.shape)
+                plgpu.store(
+                    to.at[rows, depth], values, mask=mask if inside is None else mask & inside
+                )
             weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(values, weight, trans_b=True)
 

@@ -10,7 +10,13 @@ from jax import lax
 
 from pallas_kernels.combine import combine, combine_and_count
 from pallas_kernels.layer_norm import layer_norm
-from pallas_kernels.linear import linear, linear_parts, norm_linear, sum_of_parts
+from pallas_kernels.linear import (
+    linear,
+    linear_parts,
+    norm_linear,
+    norm_linear_parts,
+    sum_of_parts,
+)
 from pallas_kernels.linear.pallas_triton import NORMED_ROWS, parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
@@ -18,6 +24,9 @@ from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import route, route_and_list, route_and_plan
 from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
+
+DECODE_ROWS = 16
+"""Rows of a product of decode steps with as many or more."""
 
 
 def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
@@ -66,6 +75,9 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         of_qkv = (outputs, inputs, out) == (qkv, d, dtype) and not shape.latent
         if of_qkv and shape.norm == "rms_norm":
             yield _normed_check(shape, outputs, bias, shared_kib)
+        of_router = (outputs, inputs, out, bias) == (shape.experts, d, "float32", False)
+        if of_router and shape.norm == "rms_norm":
+            yield _normed_parts_check(shape, shared_kib)
 
     for op, width in ((shape.norm, d), *(("rms_norm", n) for n in shape.other_norms)):
 
@@ -107,8 +119,8 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
         added, layer = biases if bias else None, jnp.int32(0)
 
         def of(rows):
-            few = x[:rows]
-            options = {"row_tile": rows, "shared_kib": shared_kib, "implementation": name}
+            few, tile = x[:rows], min(rows, DECODE_ROWS)
+            options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
             both = few, norm, 1e-6, weights, layer, added
             got = norm_linear(*both, norm_implementation=name, **options)
             normed = rms_norm(few, norm, layer, 1e-6, implementation=name)
@@ -116,9 +128,37 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
             bits, wanted = (lax.bitcast_convert_type(y, jnp.uint16) for y in (got, alone))
             return got, (bits == wanted).astype(jnp.int32)
 
-        return of(FEW_ROWS), of(NORMED_ROWS)
+        return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
 
     what = f"normed {outputs}x{d} bias {bias} {shared_kib} KiB"
+    return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
+
+
+def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
+    """The router's product of few rows that it normalises and writes: both, and their bits, which
+    are those of rms_norm and linear_parts."""
+    d, dtype = shape.hidden, shape.dtype
+
+    def operands():
+        weights = draw(1, (1, shape.experts, d), dtype, d**-0.5)
+        return draw(0, (NORMED_ROWS, d), dtype), draw(2, (1, d), dtype), weights
+
+    def run(name, x, norm, weights):
+        def of(rows):
+            few, layer, tile = x[:rows], jnp.int32(0), min(rows, DECODE_ROWS)
+            options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
+            both = few, norm, 1e-6, weights, layer
+            normed, parts = norm_linear_parts(*both, norm_implementation=name, **options)
+            alone = rms_norm(few, norm, layer, 1e-6, implementation=name)
+            parts_alone = linear_parts(alone, weights, layer, **options)
+            bits, wanted = (lax.bitcast_convert_type(y, jnp.uint16) for y in (normed, alone))
+            of_parts = (lax.bitcast_convert_type(y, jnp.uint32) for y in (parts, parts_alone))
+            same = (bits == wanted).astype(jnp.int32), jnp.equal(*of_parts).all(0).astype(jnp.int32)
+            return normed, sum_of_parts(parts), same
+
+        return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
+
+    what = f"normed parts {shape.experts}x{d} {shared_kib} KiB"
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
 
 

@@ -57,8 +57,8 @@ RECORD_ROWS = ((16, 16), (64, 16), (8192, 64))
 """Tokens and rows of a product that expert_ffn is compiled for."""
 
 OURS = re.compile(
-    r"linear|head_linear|rms_norm|layer_norm|kv_write|latent_write|decode_|prefill_|route|plan|fill"
-    r"|stage|move|expert_|combine"
+    r"linear|norm_linear|head_linear|rms_norm|layer_norm|kv_write|latent_write|decode_|prefill_"
+    r"|route|plan|fill|stage|move|expert_|combine"
 )
 """How the names of our kernels begin; all others are XLA's."""
 

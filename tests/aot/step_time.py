@@ -65,6 +65,7 @@ STARTS = {
     "route_list": 3.2e-6,  # not measured: route's, and a sum along the experts
     # Not measured: START, and before it the rows, which come from L2, and a chain of sums.
     "norm_linear": 4.0e-6,
+    "norm_linear_parts": LAUNCH + 1.0e-6,  # likewise, before what linear_parts does
 }
 """Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
 bytes take."""
@@ -73,8 +74,8 @@ HITS, FILLED = "expert_gate_up_hits", "expert_gate_up_filled"
 """The products of experts that copy missing ones beside them: gate and up of those, then down."""
 EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down")
 STREAMING = ("linear", "norm_linear", *EXPERTS)
-"""Kernels that START is of. Not linear_parts, whose programs load one or two tiles and wait once
-for them, as rms_norm's do: a LAUNCH (not measured)."""
+"""Kernels that START is of. Not linear_parts, alone or with a norm, whose programs load one or two
+tiles and wait once for them, as rms_norm's do: a LAUNCH (not measured)."""
 SPLIT = 256
 """Tokens of KV that a program of decode_attention_split reads."""
 
@@ -256,9 +257,10 @@ def _work(
         outputs, inputs = next(products)
         nbytes = 2 * outputs * inputs + 2 * tokens * (inputs + outputs)
         turns = -(-inputs // linear_kernels.configuration(16, outputs, "bfloat16").depth)
-    elif name == "linear_parts":
+    elif name in ("linear_parts", "norm_linear_parts"):
         outputs, inputs = next(products)
-        nbytes = 2 * outputs * inputs + tokens * (2 * inputs + _logit_bytes(config))
+        rows = 2 if name == "norm_linear_parts" else 1  # x, and what is normalised
+        nbytes = 2 * outputs * inputs + tokens * (2 * rows * inputs + _logit_bytes(config))
         turns = linear_kernels.parts_of(outputs, inputs, "bfloat16").turns
     elif name in ("route", "route_record"):  # padding's logits too
         nbytes = launch.programs * route_kernel.configuration().rows * _logit_bytes(config)

@@ -107,6 +107,18 @@ def test_the_kernels_of_a_layer_that_probe9_measured_take_its_time():
     assert sum(w.seconds + GAP for w in work) == pytest.approx(75e-6, rel=0.1)
 
 
+def test_a_norm_within_the_routers_product_saves_most_of_its_launch():
+    """At few tokens: a launch and a gap less, and the rows read once more."""
+    others = ("linear", (1, 160, 1)), ("linear", (1, 128, 1))
+    grid = (1, 8, 8)
+    apart = step(*others, ("rms_norm", (4, 1, 1)), ("linear_parts", grid), shared=32768)
+    within = step(*others, ("norm_linear_parts", grid), shared=32768)
+    before, after = (step_work(QWEN, Load(1, 1024), launches, {}) for launches in (apart, within))
+    assert after[-1].nbytes - before[-1].nbytes == 2 * 2048  # what is normalised is written
+    less = sum(w.seconds + GAP for w in before) - sum(w.seconds + GAP for w in after)
+    assert less == pytest.approx(LAUNCH + GAP - 1e-6, abs=0.01e-6)
+
+
 def test_dead_programs_cost_least_behind_the_live():
     (first,) = step_work(QWEN, Load(1, 1024), step(("expert_gate_up", (1, 12, 128))), {})
     (mixed,) = step_work(QWEN, Load(1, 1024), step(("expert_gate_up", (1, 128, 12))), {})

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.linear import linear, linear_parts
+from pallas_kernels.linear import linear, linear_parts, norm_linear_parts
 from tests.aot.models import DECODE_ROWS, MODELS, NAMES, PREFILL_ROWS
 from tests.aot.ptxas import compile_kernels
 
 pytestmark = pytest.mark.aot
 
 Array = jax.ShapeDtypeStruct
+EPS = 1e-6
 
 
 def product(x, weights, layer, tiles, row_tile, **options):
@@ -65,6 +66,27 @@ def test_products_of_a_layer(name, rows):
         assert parts.spill_bytes == 0 and "mma.sync" in parts.ptx
         assert parts.load_bits()[128] >= 4
     check(kernels, "wgmma.mma_async" if row_tile == 64 else "mma.sync", scalars=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [4, 16, 32])
+def test_a_routers_product_of_rows_that_it_normalises(name, rows):
+    """One kernel; four rows make another one than a tile."""
+    model, dtype = MODELS[name], jnp.bfloat16
+    names = dict.fromkeys(("implementation", "norm_implementation"), "pallas")
+    program, kernels = compile_kernels(
+        lambda x, norm, weights, i, tiles: norm_linear_parts(
+            x, norm, EPS, weights, i, row_tile=min(rows, 16), tiles=tiles, **names
+        ),
+        Array((rows, model.hidden), dtype),
+        Array((model.layers, model.hidden), dtype),
+        weights_of(model, dtype)["router"],
+        *[Array((), jnp.int32)] * 2,
+    )
+    assert program.kernels() == ["norm_linear_parts"] and program.copies() == []
+    kernel = kernels["norm_linear_parts"]
+    assert kernel.spill_bytes == 0 and "mma.sync" in kernel.ptx
+    assert kernel.shared_bytes <= 99 * 1024 and kernel.load_bits()[128] >= 4
 
 
 @pytest.mark.nightly

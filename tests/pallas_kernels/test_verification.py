@@ -188,24 +188,29 @@ def test_keys_without_norms_are_another_kernel():
     assert check.error(device) <= check.tolerance
 
 
-def test_a_product_that_normalises_is_checked_where_both_are_kernels(monkeypatch):
+def test_products_that_normalise_are_checked_where_both_are_kernels(monkeypatch):
     def normed(shape=SMALL, **ops):
         return [check for check in small_checks(shape, **ops) if "normed" in check.key]
 
     both = {"linear": "pallas", "rms_norm": "pallas"}
-    (check,) = normed(**both)
-    assert check.key == "linear normed 256x64 bias True 227 KiB bfloat16"
-    assert check.error(jax.devices()[0]) <= check.tolerance
+    found = normed(**both)
+    assert [check.key for check in found] == [
+        "linear normed 256x64 bias True 227 KiB bfloat16",
+        "linear normed parts 8x64 227 KiB bfloat16",
+    ]
+    assert all(check.error(jax.devices()[0]) <= check.tolerance for check in found)
     assert not normed(linear="pallas") and not normed(rms_norm="pallas")
-    # Neither a LayerNorm nor latent attention has it.
+    # No LayerNorm is within a product; of latent attention that of the router is.
     assert not normed(dataclasses.replace(SMALL, norm="layer_norm"), layer_norm="pallas", **both)
-    assert not normed(LATENT, **both)
+    assert [check.key for check in normed(LATENT, **both)] == [found[1].key]
     # Bits are compared: rows normalised by one unit in the last place too much are refused.
+    wide = dataclasses.replace(SMALL, hidden=256, products=((8, 256, False, "float32"),))
+    found[1:] = normed(wide, **both)  # in several parts
     scales = linear_kernels._scales
     monkeypatch.setattr(
         linear_kernels, "_scales", lambda *args: scales(*args) * jnp.float32(1 + 2**-7)
     )
-    assert check.error(jax.devices()[0]) >= 0.5
+    assert len(found) == 2 and all(check.error(jax.devices()[0]) >= 0.5 for check in found)
 
 
 LATENT = dataclasses.replace(

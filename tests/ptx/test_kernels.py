@@ -67,6 +67,9 @@ DECODE = {
     "rms_norm": (test_rms_norm, test_rms_norm.check, RMS_NORM),
     "layer_norm": (test_layer_norm, test_layer_norm.check, LAYER_NORM),
     "norm_linear": (test_linear, test_linear.check_normed, test_linear.NORM_SPECS),
+    "norm_linear_parts": (
+        *(test_linear, test_linear.check_normed_parts, test_linear.NORM_PARTS_SPECS),
+    ),
     "residual": (test_linear, test_linear.check_residual, test_linear.RESIDUAL_SPECS[:-1]),
     "kv_write": (test_kv_write, test_kv_write.check, KV_WRITE),
     "latent_write": (test_latent_write, test_latent_write.check, LATENT_WRITE),
@@ -96,6 +99,7 @@ QUICK = {
     "linear": (0, 17),
     "linear_parts": (1,),
     "norm_linear": (1, 2),
+    "norm_linear_parts": (0, 2, 5),
     "residual": (0,),
     "rms_norm": (0,),
     "kv_write": (3,),

@@ -35,6 +35,8 @@ LINEAR = LinearSpec(3, "bfloat16", inputs=2048, outputs=72)
 
 SQUARE = LinearSpec(3, "bfloat16", inputs=64, outputs=64)
 
+NORMED = test_linear.NORM_PARTS_SPECS[0]
+
 COUNTED = test_combine.COUNTED[1]
 
 CODED = ExpertSpec(3, "bfloat16", hidden=64, width=32, versions=("int8", "int4"))
@@ -55,6 +57,10 @@ HISTORY = (
 CHECKS: dict[str, tuple] = {
     "linear": (test_linear, lambda: test_linear.check(LINEAR, "pallas")),
     "linear square": (test_linear, lambda: test_linear.check(SQUARE, "pallas")),
+    "norm_linear_parts": (
+        test_linear,
+        lambda: test_linear.check_normed_parts(NORMED, "pallas"),
+    ),
     "rms_norm": (test_rms_norm, lambda: test_rms_norm.check(NormSpec((3,), "bfloat16"), "pallas")),
     "fill": (test_fill, lambda: test_fill.check(FillSpec((12, 4)), "pallas")),
     "combine": (test_combine, lambda: test_combine.check_count(COUNTED, "pallas")),
@@ -189,6 +195,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
     "a program that reads what another writes": (
         # The result in place of x, of which every program reads all columns.
         *("linear square", replaced(r"\[linear_param_2\]", "[linear_param_4]"), "another.*race"),
+    ),
+    "every tile of columns writes what is normalised": (
+        *("norm_linear_parts", lambda ptx: re.sub(r"@%p\d+ (st\.global)", r"\1", ptx)),
+        "several programs write it|race|out of bounds",
     ),
     "shared memory that nobody wrote": (
         *("linear", replaced(r"cp\.async\.cg[^;]*;", NONE), "that nobody wrote"),

@@ -17,6 +17,7 @@ from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
+from pallas_kernels.linear.pallas_triton import NORMED_ROWS
 from tests.aot.aot_h200 import compile_for
 from tests.aot.ptxas import compile_kernels
 from tests.aot.step_time import launches as launch_list
@@ -36,8 +37,7 @@ MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "olmoe")
 KERNELS = {
     "decode": {
         "linear": 2,  # output; logits
-        "linear_parts": 1,  # router
-        "rms_norm": 2,  # before experts; before logits
+        "rms_norm": 1,  # before logits
         "kv_write": 1,
         "decode_attention_split": 1,
         "decode_attention_merge": 1,
@@ -61,33 +61,37 @@ KERNELS = {
 }
 """Our kernels in each program; all but the logits' two are once a layer."""
 
-MANY = {"route": 1, "plan": 1, "linear": 3, "rms_norm": 3}
-FEW = {"route_plan": 1, "norm_linear": 1}
-"""Beside those, in a decode step with more than 16 rows, and with as many: before attention x is
-normalised by rms_norm, or within the product of q, k and v."""
+NORMED = {"norm_linear": 1, "norm_linear_parts": 1}
+APART = {"linear": 3, "rms_norm": 3, "linear_parts": 1}
+"""Beside those, in a decode step of up to NORMED_ROWS, and of more: before attention and before
+experts x is normalised within the products of q, k and v and of the router, or by rms_norm."""
+
+PLANNED, ROUTED = {"route_plan": 1}, {"route": 1, "plan": 1}
+"""As well, with up to 16 rows, and with more."""
 
 XLA_LAUNCHES = {"decode": 18, "prefill": 36}
 """Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
 LAYER = 15
-"""Launches of a decode layer with more than 16 rows, two less with as many: our 12 and the loop's
-condition. (Published OLMoE has five more, with norms of q and k and the parts of qkv:
-docs/results/step_time.md.)"""
+"""Launches of a decode layer with more than 32 rows, two less with as many, three less with 16: our
+14 and the loop's condition. (Published OLMoE has five more, with norms of q and k and the parts of
+qkv: docs/results/step_time.md.)"""
 
 WAVE = 11
 """Launches of one of a prefill layer's waves over its experts: plan, fill, gate_up and down, five
 of XLA's that cut what is due into tiles, the loop's index and its condition. The pairs are sorted
 before, once a layer."""
 
-PLANNED = {"route_plan", "route", "plan", "expert_gate_up_hits", "expert_gate_up_filled"}
+PAGING = {"route_plan", "route", "plan", "expert_gate_up_hits", "expert_gate_up_filled"}
 """What plans and copies: no launch of a step where every expert is in its cell."""
 
 SHORT = ProgramKey("decode", 16, context=64)
+TWO_TILES = ProgramKey("decode", 32, context=64)
 """Of 1024 tokens, where there may be 4096."""
 
 STREAMING = (
-    *("linear", "norm_linear", "fill"),
+    *("linear", "norm_linear", "norm_linear_parts", "fill"),
     *("expert_gate_up_hits", "expert_gate_up_filled", "expert_down"),
 )
 """Kernels that read weights."""
@@ -105,6 +109,7 @@ float32 outputs [8192, k, D] (512 MiB for top-8 of 2048) and hidden rows."""
     [
         SHORT,
         SHORT._replace(resident=True),
+        pytest.param(TWO_TILES, marks=pytest.mark.nightly),
         pytest.param(DECODE, marks=pytest.mark.nightly),
         pytest.param(DECODE._replace(resident=True), marks=pytest.mark.nightly),
         PREFILL,
@@ -137,21 +142,26 @@ def test_step_of_kernels(model, key):
     listed = launch_list(compiled.thunks)
     launches = collections.Counter(launch.name for launch in listed)
     wanted = KERNELS[kind]
-    few = programs.tokens(key) <= 16
+    rows = programs.tokens(key)
+    few = rows <= 16
     if kind == "decode":
-        wanted = wanted | (FEW if few else MANY)
+        wanted = wanted | (PLANNED if few else ROUTED)
+        wanted = wanted | (NORMED if rows <= NORMED_ROWS else APART)
     if key.resident:
-        wanted = {name: n for name, n in wanted.items() if name not in PLANNED}
+        wanted = {name: n for name, n in wanted.items() if name not in PAGING}
         wanted |= {"expert_gate_up": 1, "route_list" if few else "route_record": 1}
     own = {kernel: n for kernel, n in launches.items() if kernel in wanted}
-    assert own == wanted and not (key.resident and PLANNED & launches.keys())
+    assert own == wanted and not (key.resident and PAGING & launches.keys())
     assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind] + 2 * key.resident
     if kind == "decode":
         layer = [launch for launch in listed if launch.in_layer]
         # Of what plans and copies, filled gate_up goes, and with many rows plan.
-        assert len(layer) == LAYER - 2 * few - key.resident * (2 - few)
+        fewer = few + 2 * (rows <= NORMED_ROWS) + key.resident * (2 - few)
+        assert len(layer) == LAYER - fewer
         turn = [launch for launch in listed if launch.layers > 1]
         assert [launch.layers for launch in turn] == [LAYERS_A_TURN]
+        normed = [launch for launch in layer if launch.name in NORMED]
+        assert rows > NORMED_ROWS or all(n.programs <= n.resident for n in normed)  # one wave
         (split,) = (launch for launch in layer if launch.name == "decode_attention_split")
         tokens = (key.context or programs.steps.shapes.blocks) * programs.page.block_size
         assert split.grid == (programs.tokens(key), config.kv_heads, -(-tokens // 256))
@@ -176,9 +186,9 @@ def test_step_of_kernels(model, key):
             (1, copies + n, 1) for n in items[: len(gate_up)]
         ]
         # Programs that copy take the place of one that computes, whose shared memory is as much
-        # as without them: three or, of more than 16 rows, four tiles of 36 KiB.
-        for launch in gate_up:
-            assert launch.shared_bytes == (3 if few else 4) * 36 * 1024
+        # as without them: three tiles of weights, 32 KiB, and of x.
+        tiles = 3 * (32 + max(rows, 16) // 4) * 1024
+        assert all(launch.shared_bytes == tiles for launch in gate_up)
     else:
         # Within the loop over layers one more step to the right: what each wave launches.
         wave = re.findall(r"^ {8}\d+: k\w+ .*?\] (\S+) grid:", compiled.thunks, re.M)
