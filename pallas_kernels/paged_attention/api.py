@@ -4,7 +4,8 @@ from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.kv_write import KVPage
+from pallas_kernels.kv_write import KVPage, kv_write
+from pallas_kernels.paged_attention import writing
 from pallas_kernels.paged_attention.span import SPAN
 
 IMPLEMENTATIONS = ("xla", "pallas", "cpu")
@@ -49,6 +50,46 @@ def decode_attention(
     fn = pick("paged_attention", DECODE, implementation, shared_kib)
     options = dict(page=page, window=window, scale=_scale(page, scale), q_rope=q_rope)
     return fn(q, arena, block_table, lengths, layer, **options)
+
+
+def write_and_attend(
+    qkv: Float[Array, "T N"],
+    q_norm: Float[Array, "L hd"] | None,
+    k_norm: Float[Array, "L hd"] | None,
+    stack_layer: Int[Array, ""] | int,
+    positions: Int[Array, " T"],
+    inverse_frequencies: Float[Array, " half"],
+    arena: UInt16[Array, "rows D"],
+    pages: Int[Array, " T"],
+    layer: Int[Array, ""] | int,
+    *,
+    block_table: Int[Array, "T B"],
+    page: KVPage,
+    attention_factor: float,
+    eps: float,
+    window: int | None = None,
+    scale: float | None = None,
+    implementations: tuple[str, str] = ("xla", "xla"),
+    shared_kib: int = CLASSES[-1],
+) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"]]:
+    """kv_write, then decode_attention of the queries that it gives, with their arguments and their
+    bits. implementations: of the two; where both are kernels they are one.
+
+    positions: of each row's new token, −1 of an empty row, whose page is −1 too and its result 0.
+    No two rows may write to one page. Returns (attended, arena); the arena is updated in place when
+    donated.
+    """
+    inputs = qkv, q_norm, k_norm, stack_layer, positions, inverse_frequencies, arena, pages, layer
+    options = dict(page=page, attention_factor=attention_factor, eps=eps)
+    if implementations == ("pallas", "pallas"):
+        options |= dict(block_table=block_table, window=window, scale=_scale(page, scale))
+        return writing.write_and_attend(*inputs, **options, shared_kib=shared_kib)
+    write, read = implementations
+    q, arena = kv_write(*inputs, **options, implementation=write)
+    options = dict(page=page, window=window, scale=scale, shared_kib=shared_kib)
+    lengths = positions + 1
+    out = decode_attention(q, arena, block_table, lengths, layer, **options, implementation=read)
+    return out, arena
 
 
 def prefill_attention(
