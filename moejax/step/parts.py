@@ -345,7 +345,7 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
     valid, row_tile = positions >= 0, context.row_tile
     last = _rows_in_use(valid)
     ops = context.ops
-    options: dict = dict(block_table=block_table, shared_kib=ops.shared_kib)
+    options: dict = dict(block_table=block_table, lengths=positions + 1, shared_kib=ops.shared_kib)
     return Tokens(
         positions=positions,
         valid=valid,
@@ -354,7 +354,6 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
         row_tile=row_tile,
         attention=functools.partial(
             decode_attention,
-            lengths=positions + 1,
             page=context.page,
             implementation=ops.paged_attention,
             **options,

@@ -116,8 +116,7 @@ def _kernel(qkv, *refs, page, attention_factor, eps, config):
         if norms:
             scale = head_scale(low, high, head_dim, eps)
             low, high = (
-                normed(x, load_weight(first), scale, dtype)
-                for x, first in ((low, 0), (high, half))
+                normed(x, load_weight(first), scale, dtype) for x, first in ((low, 0), (high, half))
             )
         frequency = plgpu.load(inverse_frequencies.at[column], mask=real, other=0)
         angles = cosine_and_sine(positions[t], frequency, attention_factor, dtype)

@@ -64,6 +64,7 @@ def write_and_attend(
     layer: Int[Array, ""] | int,
     *,
     block_table: Int[Array, "T B"],
+    lengths: Int[Array, " T"],
     page: KVPage,
     attention_factor: float,
     eps: float,
@@ -76,18 +77,19 @@ def write_and_attend(
     bits. implementations: of the two; where both are kernels they are one.
 
     positions: of each row's new token, −1 of an empty row, whose page is −1 too and its result 0.
+    lengths: positions + 1 (an argument, since in a loop over layers it would be a launch).
     No two rows may write to one page. Returns (attended, arena); the arena is updated in place when
     donated.
     """
     inputs = qkv, q_norm, k_norm, stack_layer, positions, inverse_frequencies, arena, pages, layer
-    options = dict(page=page, attention_factor=attention_factor, eps=eps)
+    options: dict = dict(page=page, attention_factor=attention_factor, eps=eps)
     if implementations == ("pallas", "pallas"):
-        options |= dict(block_table=block_table, window=window, scale=_scale(page, scale))
+        options |= dict(block_table=block_table, lengths=lengths, window=window)
+        options |= dict(scale=_scale(page, scale))
         return writing.write_and_attend(*inputs, **options, shared_kib=shared_kib)
     write, read = implementations
     q, arena = kv_write(*inputs, **options, implementation=write)
     options = dict(page=page, window=window, scale=scale, shared_kib=shared_kib)
-    lengths = positions + 1
     out = decode_attention(q, arena, block_table, lengths, layer, **options, implementation=read)
     return out, arena
 

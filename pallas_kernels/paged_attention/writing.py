@@ -31,6 +31,7 @@ def write_and_attend(
     layer,
     *,
     block_table,
+    lengths,
     page,
     attention_factor,
     eps,
@@ -45,7 +46,7 @@ def write_and_attend(
     config = decode_configuration(groups, head_dim, qkv.dtype, shared_kib)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
     norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
-    # As bits: what else lies in the arena are no values, and Pallas's interpreter would change NaNs.
+    # As bits: the rest of the arena are no values, and Pallas's interpreter would change NaNs.
     view = arena.reshape(-1, head_dim)
     kernel = functools.partial(
         _kernel,
@@ -69,7 +70,7 @@ def write_and_attend(
         num_stages=config.num_stages,
         aliases={6 + len(norms): 3},
     )(by_head, *norms, positions, inverse_frequencies, pages, scalar(layer), block_table, view)
-    attended = merged(positions + 1, parts, qkv.dtype, window=window, split=config.split)
+    attended = merged(lengths, parts, qkv.dtype, window=window, split=config.split)
     return attended, view.reshape(arena.shape)
 
 
@@ -151,8 +152,8 @@ def _turned(qkv, t, positions, frequencies, head_dim, factor, eps, heads, real, 
     if norm is not None:
         weights, layer = norm
         narrow = jnp.arange(pl.next_power_of_2(half))
-        halves = (load(start + narrow, narrow < half) for start in (0, half))
-        scale = head_scale(*halves, head_dim, eps)
+        low, high = (load(start + narrow, narrow < half) for start in (0, half))
+        scale = head_scale(low, high, head_dim, eps)
 
         def weighted(x, columns):
             weight = plgpu.load(weights.at[layer[0], columns], mask=inside, other=0)

@@ -1,12 +1,12 @@
 """write_and_attend has the bits of kv_write followed by decode_attention, and writes no more."""
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import api, writing
 from pallas_kernels.paged_attention.specs import EDGES, LONG, DecodeSpec
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, same_bits
@@ -24,7 +24,7 @@ WRITING_SPECS = (
 )
 
 
-def case(spec, seed, norms):
+def case(spec, seed, norms) -> dict:
     """Arguments of the op: pages hold all tokens but each row's last one."""
     rng = np.random.default_rng(seed)
     columns = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
@@ -50,6 +50,7 @@ def case(spec, seed, norms):
         pages=pages,
         layer=np.int32(LAYER),
         block_table=kv.block_table,
+        lengths=np.int32(spec.lengths),
     )
 
 
@@ -88,11 +89,11 @@ def check_bits(spec, implementation, norms=True):
 
 
 def two_kernels(spec, inputs):
-    options = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
-    written = {k: v for k, v in inputs.items() if k != "block_table"}
-    q, arena = compiled(api.kv_write, **options, implementation="pallas")(**written)
+    options: dict = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
+    written: dict = {k: v for k, v in inputs.items() if k not in ("block_table", "lengths")}
+    q, arena = compiled(kv_write, **options, implementation="pallas")(**written)
     options = dict(page=spec.page, window=spec.window, scale=spec.scale, implementation="pallas")
-    numbers = inputs["block_table"], inputs["positions"] + 1, inputs["layer"]
+    numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
     read = compiled(api.decode_attention, **options)
     return [np.asarray(read(q, arena, *numbers)), np.asarray(arena)]
 
@@ -107,3 +108,47 @@ def test_contract(place, norms):
 @pytest.mark.parametrize("place", range(len(WRITING_SPECS)))
 def test_bits_of_two_kernels(place, norms):
     check_bits(WRITING_SPECS[place], "pallas", norms)
+
+
+def every_split(_owns, newest, _old, sums):
+    return newest(sums)
+
+
+def no_split(_owns, _newest, old, sums):
+    return old(sums)
+
+
+MUTANTS = {"the new token is attended everywhere": every_split, "nowhere": no_split}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MUTANTS)
+def test_contract_catches(name, monkeypatch):
+    monkeypatch.setattr(writing.lax, "cond", MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check(DecodeSpec((300, 20), "bfloat16", heads=2, kv_heads=1, max_length=300), "pallas")
+
+
+def of_the_next_head(*args, turned=writing._turned):
+    *rest, heads, real, norm = args
+    return turned(*rest, heads + (heads.size == 1), real, norm)
+
+
+@pytest.mark.nightly
+def test_contract_catches_another_heads_key(monkeypatch):
+    monkeypatch.setattr(writing, "_turned", of_the_next_head)
+    with pytest.raises(AssertionError):
+        check(WRITING_SPECS[1], "pallas")
+
+
+def test_other_implementations_are_the_two_ops():
+    spec = dataclasses.replace(WRITING_SPECS[1], dtype="float32")
+    inputs = case(spec, 0, norms=True)
+    written: dict = {k: v for k, v in inputs.items() if k not in ("block_table", "lengths")}
+    q, arena = kv_write(**written, page=spec.page, attention_factor=1.25, eps=1e-6)
+    numbers = jnp.asarray(inputs["block_table"]), inputs["lengths"], inputs["layer"]
+    options: dict = dict(page=spec.page, window=spec.window, scale=spec.scale)
+    want = api.decode_attention(q, arena, *numbers, **options)
+    got, changed = run(spec, ("xla", "xla"), inputs)
+    same_bits(changed, np.asarray(arena))
+    close("paged_attention", "float32", got, np.asarray(want, np.float64))
