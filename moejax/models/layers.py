@@ -163,8 +163,9 @@ class LayerStack(nnx.Module):
         if config.reorders_heads:
             qkv = self._pair_by_halves(qkv, page)
         layer = self.first_layer + i
-        inputs = qkv, *norms, i, tokens.positions, self.inverse_frequencies[...]
-        inputs = *inputs, arena, tokens.pages, layer
+        frequencies = self.inverse_frequencies[...]
+        where = tokens.positions, frequencies, arena, tokens.pages, layer
+        inputs = qkv, *norms, i, *where
         write: dict = dict(
             page=page, attention_factor=self.attention_factor, eps=config.rms_norm_eps
         )

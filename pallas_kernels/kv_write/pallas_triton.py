@@ -150,7 +150,7 @@ def normed(x, weight, scale, dtype):
 
 
 def cosine_and_sine(position, frequency, factor, dtype):
-    """Of a token's angles, rounded to the dtype, in float32."""
+    """Both of a token's angles, rounded to the dtype, in float32."""
     angle = position.astype(jnp.float32) * frequency
     return _rounded(jnp.cos(angle) * factor, dtype), _rounded(jnp.sin(angle) * factor, dtype)
 
@@ -163,7 +163,7 @@ def turned(x, partner, sign, angles, dtype):
 
 
 def _rounded(x, dtype):
-    """To the dtype, where the reference's arithmetic in that dtype rounds."""
+    """The values in the dtype, where the reference's arithmetic in that dtype rounds."""
     return x.astype(dtype).astype(jnp.float32)
 
 
