@@ -165,7 +165,7 @@ class LayerStack(nnx.Module):
         layer = self.first_layer + i
         frequencies = self.inverse_frequencies[...]
         where = tokens.positions, frequencies, arena, tokens.pages, layer
-        inputs = qkv, *norms, i, *where
+        inputs = qkv, norms[0], norms[1], i, *where
         write: dict = dict(
             page=page, attention_factor=self.attention_factor, eps=config.rms_norm_eps
         )
