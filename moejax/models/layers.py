@@ -51,6 +51,8 @@ class Tokens(NamedTuple):
     """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, window=, scale=) ->
     [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
     [T, H·latent]."""
+    write_and_attend: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    """Decode's kv_write and attention in one, with the arguments of both; None: one by one."""
 
 
 class LayerStack(nnx.Module):
@@ -166,22 +168,18 @@ class LayerStack(nnx.Module):
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
         if config.reorders_heads:
             qkv = self._pair_by_halves(qkv, page)
-        q, arena = kv_write(
-            qkv,
-            *norms,
-            i,
-            tokens.positions,
-            self.inverse_frequencies[...],
-            arena,
-            tokens.pages,
-            self.first_layer + i,
-            page=page,
-            attention_factor=self.attention_factor,
-            eps=config.rms_norm_eps,
-            implementation=self.ops.kv_write,
+        layer = self.first_layer + i
+        frequencies = self.inverse_frequencies[...]
+        where = tokens.positions, frequencies, arena, tokens.pages, layer
+        inputs = qkv, norms[0], norms[1], i, *where
+        write: dict = dict(
+            page=page, attention_factor=self.attention_factor, eps=config.rms_norm_eps
         )
-        layer, scale = self.first_layer + i, config.attention_scale
-        return tokens.attention(q, arena, layer=layer, window=self.window, scale=scale), arena
+        read: dict = dict(window=self.window, scale=config.attention_scale)
+        if tokens.write_and_attend is not None:
+            return tokens.write_and_attend(*inputs, **write, **read)
+        q, arena = kv_write(*inputs, **write, implementation=self.ops.kv_write)
+        return tokens.attention(q, arena, layer=layer, **read), arena
 
     def _norm_projections(self, i, qkv, page):
         """qkv with q and k normalised, over as many values at once as the norms have: all heads

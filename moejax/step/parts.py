@@ -25,7 +25,11 @@ from moejax.step.experts import Paging, missed_bits
 from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
-from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.paged_attention import (
+    decode_attention,
+    prefill_attention,
+    write_and_attend,
+)
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
 
@@ -349,6 +353,8 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
     """The tokens of a decode step, see device_step."""
     valid, row_tile = positions >= 0, context.row_tile
     last = _rows_in_use(valid)
+    ops = context.ops
+    options: dict = dict(block_table=block_table, lengths=positions + 1, shared_kib=ops.shared_kib)
     return Tokens(
         positions=positions,
         valid=valid,
@@ -357,11 +363,12 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
         row_tile=row_tile,
         attention=functools.partial(
             decode_attention,
-            block_table=block_table,
-            lengths=positions + 1,
             page=context.page,
-            implementation=context.ops.paged_attention,
-            shared_kib=context.ops.shared_kib,
+            implementation=ops.paged_attention,
+            **options,
+        ),
+        write_and_attend=functools.partial(
+            write_and_attend, implementations=(ops.kv_write, ops.paged_attention), **options
         ),
     )
 

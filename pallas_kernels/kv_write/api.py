@@ -68,15 +68,7 @@ def kv_write(
     Raises ValueError for shapes that do not fit, a latent page, one norm without the other, or an
     unknown implementation.
     """
-    if page.latent:
-        raise ValueError("kv_write writes keys and values; latent_write writes latent pages")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm are both given or both None")
-    heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
-    if heads < 1 or qkv.shape[1] % page.head_dim:
-        raise ValueError(f"qkv has {qkv.shape[1]} columns for {page.kv_heads} KV heads")
-    if inverse_frequencies.shape != (page.head_dim // 2,):
-        raise ValueError(f"{inverse_frequencies.shape[0]} frequencies for head_dim {page.head_dim}")
+    check_operands(qkv, q_norm, k_norm, inverse_frequencies, page)
     return pick("kv_write", IMPLEMENTATIONS, implementation)(
         qkv,
         q_norm,
@@ -91,3 +83,16 @@ def kv_write(
         attention_factor=attention_factor,
         eps=eps,
     )
+
+
+def check_operands(qkv, q_norm, k_norm, inverse_frequencies, page: KVPage) -> None:
+    """Raises ValueError as kv_write does, for shapes."""
+    if page.latent:
+        raise ValueError("kv_write writes keys and values; latent_write writes latent pages")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm are both given or both None")
+    heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
+    if heads < 1 or qkv.shape[1] % page.head_dim:
+        raise ValueError(f"qkv has {qkv.shape[1]} columns for {page.kv_heads} KV heads")
+    if inverse_frequencies.shape != (page.head_dim // 2,):
+        raise ValueError(f"{inverse_frequencies.shape[0]} frequencies for head_dim {page.head_dim}")

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.rms_norm.pallas_triton import sum_of_row
 from pallas_kernels.triton import power_of_two_divisor, scalar, triton_call
 
 
@@ -108,27 +109,18 @@ def _kernel(qkv, *refs, page, attention_factor, eps, config):
         k_weight = plgpu.load(k_norm.at[at], mask=real, other=0)
         return jnp.where(is_q, q_weight, k_weight).astype(jnp.float32)
 
-    def rounded(x):  # to the dtype, where the reference's arithmetic in that dtype rounds
-        return x.astype(dtype).astype(jnp.float32)
-
     @pl.when(is_q | (pages[t] >= 0))
     def _():
         bits = [load_tile(0), load_tile(half)]
         low, high = (x.astype(jnp.float32) for x in bits)
         if norms:
-            mean = (jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)) / head_dim
-            scale = lax.rsqrt(mean + eps)[:, None]
-            low = rounded(load_weight(0) * rounded(low * scale))
-            high = rounded(load_weight(half) * rounded(high * scale))
-
+            scale = head_scale(low, high, head_dim, eps)
+            low, high = (
+                normed(x, load_weight(first), scale, dtype) for x, first in ((low, 0), (high, half))
+            )
         frequency = plgpu.load(inverse_frequencies.at[column], mask=real, other=0)
-        angle = positions[t].astype(jnp.float32) * frequency
-        cos = rounded(jnp.cos(angle) * attention_factor)
-        sin = rounded(jnp.sin(angle) * attention_factor)
-        rotated = (
-            (rounded(low * cos) - rounded(high * sin)).astype(dtype),
-            (rounded(high * cos) + rounded(low * sin)).astype(dtype),
-        )
+        angles = cosine_and_sine(positions[t], frequency, attention_factor, dtype)
+        rotated = turned(low, high, -1.0, angles, dtype), turned(high, low, 1.0, angles, dtype)
 
         @pl.when(is_q)
         def _():
@@ -143,6 +135,36 @@ def _kernel(qkv, *refs, page, attention_factor, eps, config):
             for first, x, v in zip((0, half), rotated, bits, strict=True):
                 x = jnp.where(is_v, _as_uint16(v), _as_uint16(x))  # v as it is, NaN bits too
                 plgpu.store(kv_out.at[place + row, first + column[None]], x, mask=real_tile)
+
+
+def head_scale(low, high, head_dim, eps):
+    """What a norm multiplies heads by, [R, 1], from their halves in float32. Squares of 16-bit
+    values are exact, so only the order of sums has bits: that of `sum_of_row` in all kernels."""
+    mean = (sum_of_row(low * low) + sum_of_row(high * high)) / head_dim
+    return lax.rsqrt(mean + eps)[:, None]
+
+
+def normed(x, weight, scale, dtype):
+    """float32 values times scale and weight, rounded where rms_norm rounds."""
+    return _rounded(weight * _rounded(x * scale, dtype), dtype)
+
+
+def cosine_and_sine(position, frequency, factor, dtype):
+    """Both of a token's angles, rounded to the dtype, in float32."""
+    angle = position.astype(jnp.float32) * frequency
+    return _rounded(jnp.cos(angle) * factor, dtype), _rounded(jnp.sin(angle) * factor, dtype)
+
+
+def turned(x, partner, sign, angles, dtype):
+    """Rotated values. partner: those that turn with them, half a head away; sign: −1 in a head's
+    first half, 1 in its second."""
+    cos, sin = angles
+    return (_rounded(x * cos, dtype) + sign * _rounded(partner * sin, dtype)).astype(dtype)
+
+
+def _rounded(x, dtype):
+    """The values in the dtype, where the reference's arithmetic in that dtype rounds."""
+    return x.astype(dtype).astype(jnp.float32)
 
 
 def _as_uint16(x):

@@ -1,6 +1,11 @@
 """Attention over pages: one token of many sequences (decode), one chunk of one (prefill)."""
 
-from pallas_kernels.paged_attention.api import SPAN, decode_attention, prefill_attention
+from pallas_kernels.paged_attention.api import (
+    SPAN,
+    decode_attention,
+    prefill_attention,
+    write_and_attend,
+)
 from pallas_kernels.paged_attention.pallas_triton import why_not_pallas
 
-__all__ = ["SPAN", "decode_attention", "prefill_attention", "why_not_pallas"]
+__all__ = ["SPAN", "decode_attention", "prefill_attention", "why_not_pallas", "write_and_attend"]

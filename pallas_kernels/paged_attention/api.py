@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import jax
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.kv_write import KVPage
+from pallas_kernels.kv_write import KVPage, kv_write
+from pallas_kernels.kv_write.api import check_operands
+from pallas_kernels.paged_attention import writing
 from pallas_kernels.paged_attention.span import SPAN
 
 IMPLEMENTATIONS = ("xla", "pallas", "cpu")
@@ -44,11 +47,58 @@ def decode_attention(
     `why_not_pallas` says of kernels.
     """
     _check(q, q_rope, arena, page)
-    if block_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
-        raise ValueError(f"q {q.shape}, block_table {block_table.shape}, lengths {lengths.shape}")
+    _check_rows(q, block_table, lengths)
     fn = pick("paged_attention", DECODE, implementation, shared_kib)
     options = dict(page=page, window=window, scale=_scale(page, scale), q_rope=q_rope)
     return fn(q, arena, block_table, lengths, layer, **options)
+
+
+def write_and_attend(
+    qkv: Float[Array, "T N"],
+    q_norm: Float[Array, "L hd"] | None,
+    k_norm: Float[Array, "L hd"] | None,
+    stack_layer: Int[Array, ""] | int,
+    positions: Int[Array, " T"],
+    inverse_frequencies: Float[Array, " half"],
+    arena: UInt16[Array, "rows D"],
+    pages: Int[Array, " T"],
+    layer: Int[Array, ""] | int,
+    *,
+    block_table: Int[Array, "T B"],
+    lengths: Int[Array, " T"],
+    page: KVPage,
+    attention_factor: float,
+    eps: float,
+    window: int | None = None,
+    scale: float | None = None,
+    implementations: tuple[str, str] = ("xla", "xla"),
+    shared_kib: int = CLASSES[-1],
+) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"]]:
+    """kv_write, then decode_attention of the queries that it gives, with their arguments and their
+    bits. implementations: of the two; where both are kernels they are one.
+
+    positions: of each row's new token, −1 of an empty row, whose page is −1 too and its result 0.
+    lengths: positions + 1 (an argument, since in a loop over layers it would be a launch).
+    No two rows may write to one page. Returns (attended, arena); the arena is updated in place when
+    donated. Raises ValueError as both do.
+    """
+    inputs = qkv, q_norm, k_norm, stack_layer, positions, inverse_frequencies, arena, pages, layer
+    options: dict = dict(page=page, attention_factor=attention_factor, eps=eps)
+    if implementations == ("pallas", "pallas"):
+        check_operands(qkv, q_norm, k_norm, inverse_frequencies, page)
+        heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
+        q = jax.ShapeDtypeStruct((qkv.shape[0], heads, page.head_dim), qkv.dtype)
+        _check(q, None, arena, page)
+        for of_rows in (lengths, positions, pages):
+            _check_rows(q, block_table, of_rows)
+        options |= dict(block_table=block_table, lengths=lengths, window=window)
+        options |= dict(scale=_scale(page, scale))
+        return writing.write_and_attend(*inputs, **options, shared_kib=shared_kib)
+    write, read = implementations
+    q, arena = kv_write(*inputs, **options, implementation=write)
+    options = dict(page=page, window=window, scale=scale, shared_kib=shared_kib)
+    out = decode_attention(q, arena, block_table, lengths, layer, **options, implementation=read)
+    return out, arena
 
 
 def prefill_attention(
@@ -104,6 +154,11 @@ def _check(q, q_rope, arena, page):
         raise ValueError(f"block_size {page.block_size} does not divide a span of {SPAN} tokens")
     if arena.size % (page.head_dim * q.dtype.itemsize // 2):
         raise ValueError(f"an arena of {arena.shape} is not whole rows of head_dim {page.head_dim}")
+
+
+def _check_rows(q, block_table, lengths):
+    if block_table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
+        raise ValueError(f"q {q.shape}, block_table {block_table.shape}, lengths {lengths.shape}")
 
 
 def _check_latent(q, q_rope, page):

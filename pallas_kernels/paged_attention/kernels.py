@@ -59,18 +59,18 @@ def split(
     @pl.when((begin < length) & (begin + config.split > low))
     def _():
         row = jnp.arange(config.rows)
-        column = jnp.arange(_width(page.head_dim))
+        column = jnp.arange(width(page.head_dim))
         real = (row < groups)[:, None] & (column < page.head_dim)[None]
         head = (kv_head * groups + row)[:, None]
         q = plgpu.load(q_in.at[t, head, column[None]], mask=real, other=0)
 
         def span(s, sums):
-            position, held = _span(s, low, length - 1)
-            keys, values = _load(kv, block_table, t, position, held, layer[0], kv_head, page)
-            return _attend(q, keys, values, held[None], sums, scale)
+            position, held = span_of(s, low, length - 1)
+            keys, values = load(kv, block_table, t, position, held, layer[0], kv_head, page)
+            return attend(q, keys, values, held[None], sums, scale)
 
         first = jnp.maximum(begin, low) // SPAN
-        total, top, mass = lax.fori_loop(first, pl.cdiv(end, SPAN), span, _no_sums(q))
+        total, top, mass = lax.fori_loop(first, pl.cdiv(end, SPAN), span, no_sums(q))
         plgpu.store(totals.at[t, head, split, column[None]], total, mask=real)
         at = t, kv_head * groups + row, split
         plgpu.store(tops.at[at], top, mask=row < groups)
@@ -86,7 +86,7 @@ def merge(lengths, totals, tops, masses, out, *, window, split):
     length = lengths[t]
     first, stop = first_seen(length - 1, window) // split, pl.cdiv(length, split)
     head_dim = out.shape[2]
-    column = jnp.arange(_width(head_dim))
+    column = jnp.arange(width(head_dim))
 
     def group(g, sums):
         parts = []
@@ -143,7 +143,7 @@ def prefill(
         query = first_query + row // config.heads
         head = heads_tile * config.heads + row % config.heads
         kv_head = heads_tile * config.heads // groups
-        column = jnp.arange(_width(page.head_dim))
+        column = jnp.arange(width(page.head_dim))
         real = (query < chunk_rows)[:, None] & (column < page.head_dim)[None]
         at = (chunk * chunk_rows + query)[:, None], head[:, None], column[None]
         q = plgpu.load(q_in.at[at], mask=real, other=0)
@@ -154,20 +154,20 @@ def prefill(
         last = start[chunk] + jnp.minimum(first_query + config.queries, length[chunk]) - 1
 
         def span(s, sums):
-            position, held = _span(s, low, last)
-            keys, values = _load(
+            position, held = span_of(s, low, last)
+            keys, values = load(
                 kv, block_table, sequence[chunk], position, held, layer[0], kv_head, page
             )
             seen = position[None] <= row_position
             if window is not None:
                 seen &= position[None] > row_position - window
-            return _attend(q, keys, values, seen, sums, scale)
+            return attend(q, keys, values, seen, sums, scale)
 
-        total, _, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, _no_sums(q))
+        total, _, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, no_sums(q))
         plgpu.store(out.at[at], (total / mass[:, None]).astype(out.dtype), mask=real)
 
 
-def _width(head_dim):
+def width(head_dim):
     """Columns of a tile, of which head_dim are real: a power of two, at least a product's least."""
     return max(16, pl.next_power_of_2(head_dim))
 
@@ -177,15 +177,15 @@ def first_seen(position, window):
     return 0 if window is None else jnp.maximum(position - (window - 1), 0)
 
 
-def _span(s, low, last):
+def span_of(s, low, last):
     """Positions of a span, and which of them lie from low to last: only they are read."""
     position = s * SPAN + jnp.arange(SPAN)
     return position, (low <= position) & (position <= last)
 
 
-def _load(kv, block_table, sequence, position, held, layer, kv_head, page):
+def load(kv, block_table, sequence, position, held, layer, kv_head, page):
     """Keys and values [SPAN, width] of one KV head; zeros where not held, whatever the page has."""
-    column = jnp.arange(_width(page.head_dim))
+    column = jnp.arange(width(page.head_dim))
     # Past the last token the table holds anything: it is not read, nor is what it points to.
     block = block_table.at[sequence, position // page.block_size]
     row = plgpu.load(block, mask=held, other=0) + layer * page.rows_per_layer
@@ -196,13 +196,13 @@ def _load(kv, block_table, sequence, position, held, layer, kv_head, page):
     return keys, values
 
 
-def _no_sums(q):
+def no_sums(q):
     rows, width = q.shape
     empty = jnp.zeros((rows,), jnp.float32)
     return jnp.zeros((rows, width), jnp.float32), empty - jnp.inf, empty
 
 
-def _attend(q, keys, values, seen, sums, scale):
+def attend(q, keys, values, seen, sums, scale):
     """One more span in (total [M, width], top [M], mass [M]). A row that sees none of it keeps its
     sums: it multiplies them by exactly 1 and adds zeros."""
     total, top, mass = sums

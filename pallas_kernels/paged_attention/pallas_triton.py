@@ -106,24 +106,31 @@ def decode_attention(
     config = decode_configuration(groups, head_dim, q.dtype, shared_kib)
     options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
-    partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
     parts = triton_call(
         functools.partial(kernels.split, **options),
         name="decode_attention_split",
         grid=(tokens, page.kv_heads, splits),
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, heads, splits, head_dim), jnp.float32),
-            partial,
-            partial,
-        ),
+        out_shape=parts_of(tokens, heads, splits, head_dim),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )(q, kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
+    return merged(lengths, parts, q.dtype, window=window, split=config.split)
+
+
+def parts_of(tokens, heads, splits, head_dim):
+    """Shapes of the splits' sums: totals, tops, masses."""
+    partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
+    return jax.ShapeDtypeStruct((*partial.shape, head_dim), jnp.float32), partial, partial
+
+
+def merged(lengths, parts, dtype, *, window, split):
+    """[T, H·hd] of the sums (totals, tops, masses) of splits of so many tokens."""
+    tokens, heads, _, head_dim = parts[0].shape
     return triton_call(
-        functools.partial(kernels.merge, window=window, split=config.split),
+        functools.partial(kernels.merge, window=window, split=split),
         name="decode_attention_merge",
         grid=(tokens, heads),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),
         num_warps=1,
         num_stages=1,
     )(lengths, *parts).reshape(tokens, heads * head_dim)

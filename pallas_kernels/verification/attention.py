@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import KVPage, kv_write
-from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.paged_attention import decode_attention, prefill_attention, write_and_attend
 from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
 
 
@@ -16,6 +16,7 @@ def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator
     """kv_write and attention on an arena of at least so many bytes, the pages at its end."""
     pages = Pages(shape, least)
     yield _kv_write_check(pages)
+    yield _writing_check(pages, shared_kib)
     yield from _attention_checks(pages, shared_kib)
 
 
@@ -57,17 +58,21 @@ class Pages:
         return jax.lax.dynamic_update_slice(whole, bits, (self.unused, 0))
 
 
+def _projected(shape: ModelShape, tokens: int) -> tuple:
+    """qkv, the norms of q and k or None, and frequencies."""
+    columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    inverse = 1e4 ** (-jnp.arange(shape.head_dim // 2) / (shape.head_dim // 2))
+    norms = (None, None)
+    if shape.qk_norm:
+        norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
+    return draw(0, (tokens, columns), shape.dtype), *norms, inverse
+
+
 def _kv_write_check(pages: Pages) -> Check:
     shape = pages.shape
 
     def operands():
-        columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        inverse = 1e4 ** (-jnp.arange(shape.head_dim // 2) / (shape.head_dim // 2))
-        norms = (None, None)
-        if shape.qk_norm:
-            norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
-        qkv = draw(0, (33, columns), shape.dtype)
-        return qkv, *norms, inverse, pages.table()
+        return *_projected(shape, 33), pages.table()
 
     def written(name, arena, qkv, q_norm, k_norm, inverse, table):
         positions, at = pages.written(table)
@@ -91,6 +96,42 @@ def _kv_write_check(pages: Pages) -> Check:
     what = pages.what if shape.qk_norm else f"{pages.what} no norms"
     changed = {"arena": pages.arena, "seen": pages.seen, "wide": pages.wide}
     return make_check("kv_write", what, shape.dtype, operands, written, **changed)
+
+
+def _writing_check(pages: Pages, shared_kib: int) -> Check:
+    """Decode's attention that writes the new token: sequences of which the last one is empty."""
+    shape = pages.shape
+
+    def operands():
+        return *_projected(shape, 4), pages.table()
+
+    def attended(name, arena, qkv, q_norm, k_norm, inverse, table):
+        positions = jnp.asarray([0, 64, 999, -1], jnp.int32)
+        block = jnp.maximum(positions, 0) // shape.block_size
+        at = jnp.where(positions < 0, -1, table[jnp.arange(4), block])
+        numbers = positions, inverse, arena, at, jnp.int32(1)
+        out, result = write_and_attend(
+            qkv,
+            q_norm,
+            k_norm,
+            jnp.int32(1),
+            *numbers,
+            block_table=table,
+            lengths=positions + 1,
+            page=pages.page,
+            attention_factor=1.0,
+            eps=1e-6,
+            window=shape.window,
+            implementations=(name, name),
+            shared_kib=shared_kib,
+        )
+        return result, out
+
+    what = f"decode and write {pages.what} window {shape.window} {shared_kib} KiB"
+    what += "" if shape.qk_norm else " no norms"
+    changed = {"arena": pages.arena, "seen": pages.seen, "wide": pages.wide}
+    options = changed | {"beside": ("kv_write",)}
+    return make_check("paged_attention", what, shape.dtype, operands, attended, **options)
 
 
 def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:

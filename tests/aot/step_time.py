@@ -56,6 +56,8 @@ DEAD = 1.0e-6
 STARTS = {
     "kv_write": 2.1e-6,
     "decode_attention_split": 4.1e-6,
+    # The split's, and an **assumed** 0.5 µs for norm and rotation before it.
+    "decode_attention_write": 4.6e-6,
     "route": 2.7e-6,
     # Not measured; as long a chain of loads and reductions as route's, and the mask of active
     # experts written and read again.
@@ -77,7 +79,9 @@ STREAMING = ("linear", "norm_linear", *EXPERTS)
 """Kernels that START is of. Not linear_parts, alone or with a norm, whose programs load one or two
 tiles and wait once for them, as rms_norm's do: a LAUNCH (not measured)."""
 SPLIT = 256
-"""Tokens of KV that a program of decode_attention_split reads."""
+"""Tokens of KV that a program of decode attention reads."""
+SPLITS = ("decode_attention_split", "decode_attention_write")
+"""Decode attention's kernels over splits: alone, and with kv_write in it."""
 
 _LINE = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)(?P<rest>.*)$")
 _KERNEL = re.compile(r"(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)")
@@ -278,9 +282,12 @@ def _work(
     elif name == "kv_write":
         live = tokens * launch.grid[1]
         nbytes = 4 * tokens * (heads + 2 * kv_heads) * config.head_dim
-    elif name == "decode_attention_split":
+    elif name in SPLITS:
         live = tokens * kv_heads * splits
         nbytes = 4 * tokens * load.context * kv_heads * config.head_dim
+        if name == SPLITS[1]:  # kv_write's too; each split reads its queries
+            columns = splits * heads + 4 * kv_heads
+            nbytes += 2 * tokens * columns * config.head_dim
     elif name == "decode_attention_merge":
         live, nbytes = tokens * heads, 4 * tokens * heads * splits * config.head_dim
     elif name == "combine":
@@ -381,7 +388,7 @@ def savings(config: ModelConfig, load: Load, work: Sequence[Work]) -> dict[str, 
         return dataclasses.replace(w, launch=launch) if w.launch.programs > w.live else w
 
     def short_splits(w: Work) -> Work:
-        split = w.launch.name == "decode_attention_split"
+        split = w.launch.name in SPLITS
         return dataclasses.replace(w, live=4 * w.live) if split else w
 
     def int4(w: Work) -> Work:

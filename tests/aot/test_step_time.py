@@ -119,6 +119,17 @@ def test_a_norm_within_the_routers_product_saves_most_of_its_launch():
     assert less == pytest.approx(LAUNCH + GAP - 1e-6, abs=0.01e-6)
 
 
+def test_attention_that_writes_reads_what_both_kernels_read_and_takes_less():
+    load = Load(1, 1024)
+    ours = [("kv_write", (1, 10, 1)), ("decode_attention_split", (1, 4, 4))]
+    apart = step_work(QWEN, load, step(*ours), {})
+    (fused,) = step_work(QWEN, load, step(("decode_attention_write", (1, 4, 4))), {})
+    assert fused.live == apart[1].live == 16
+    # A split's queries, 32 heads for each of four, and the new token read and written.
+    assert fused.nbytes - apart[1].nbytes == 2 * 128 * (4 * 32 + 4 * 4)
+    assert fused.seconds < sum(w.seconds for w in apart) - 1e-6
+
+
 def test_dead_programs_cost_least_behind_the_live():
     (first,) = step_work(QWEN, Load(1, 1024), step(("expert_gate_up", (1, 12, 128))), {})
     (mixed,) = step_work(QWEN, Load(1, 1024), step(("expert_gate_up", (1, 128, 12))), {})

@@ -177,7 +177,7 @@ def test_contract_catches(name, monkeypatch):
         check(DecodeSpec(EDGES, "bfloat16", window=20), name)
 
 
-def one_key_further(s, low, last, span=kernels._span):
+def one_key_further(s, low, last, span=kernels.span_of):
     return span(s, low, last + 1)
 
 
@@ -187,7 +187,7 @@ def half_of_the_splits(lengths, *refs, window, split, merge=kernels.merge):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("part", "change"), [("_span", one_key_further), ("merge", half_of_the_splits)]
+    ("part", "change"), [("span_of", one_key_further), ("merge", half_of_the_splits)]
 )
 def test_contract_catches_a_change_of_the_kernel(part, change, monkeypatch):
     monkeypatch.setattr(kernels, part, change)

@@ -219,13 +219,13 @@ def test_contract_catches(name, monkeypatch):
         check(PrefillSpec(((48, 16), (128, 5)), 16, "bfloat16", window=20), name)
 
 
-def not_causal(q, keys, values, seen, sums, page, attend=kernels._attend):
+def not_causal(q, keys, values, seen, sums, page, attend=kernels.attend):
     return attend(q, keys, values, seen | True, sums, page)
 
 
 @pytest.mark.nightly
 def test_contract_catches_a_kernel_that_is_not_causal(monkeypatch):
-    monkeypatch.setattr(kernels, "_attend", not_causal)
+    monkeypatch.setattr(kernels, "attend", not_causal)
     monkeypatch.setitem(api.PREFILL, "not causal", pallas_triton.prefill_attention)
     with pytest.raises(AssertionError):
         check(PrefillSpec(((48, 16), (128, 5)), 16, "bfloat16"), "not causal")

@@ -50,6 +50,7 @@ from tests.pallas_kernels import (
     test_route_and_list,
     test_route_and_plan,
     test_stage,
+    test_write_and_attend,
 )
 from tests.ptx.program import patched
 
@@ -75,6 +76,16 @@ DECODE = {
     "latent_write": (test_latent_write, test_latent_write.check, LATENT_WRITE),
     "head_linear": (test_head_linear, test_head_linear.check, HEAD_LINEAR),
     "attention": (test_decode_attention, test_decode_attention.check, DECODE_SPECS),
+    "writing": (
+        test_write_and_attend,
+        test_write_and_attend.check,
+        test_write_and_attend.WRITING_SPECS,
+    ),
+    "writing bits": (
+        test_write_and_attend,
+        test_write_and_attend.check_bits,
+        test_write_and_attend.WRITING_SPECS,
+    ),
     "latent_attention": (test_decode_attention, test_decode_attention.check, LATENT_DECODE_SPECS),
     "expert_ffn": (test_expert_ffn, test_expert_ffn.check, EXPERT_FFN),
     "versions": (test_expert_ffn_versions, test_expert_ffn_versions.check, VERSIONED),
@@ -104,6 +115,8 @@ QUICK = {
     "rms_norm": (0,),
     "kv_write": (3,),
     "attention": (4, -2),
+    "writing": (1,),
+    "writing bits": (3,),
     "expert_ffn": (4, 21),
     "versions": (6,),
     "fill_ffn": (0, 4),

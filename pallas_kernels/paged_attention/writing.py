@@ -1,0 +1,170 @@
+"""Decode's kv_write within its attention: the programs that read a head's keys turn the queries,
+and the one whose split ends with the row's new token writes that token's keys and values."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.cards import CLASSES
+from pallas_kernels.kv_write.pallas_triton import cosine_and_sine, head_scale, normed, turned
+from pallas_kernels.paged_attention import kernels
+from pallas_kernels.paged_attention.pallas_triton import decode_configuration, merged, parts_of
+from pallas_kernels.paged_attention.span import SPAN
+from pallas_kernels.triton import scalar, triton_call
+
+
+def write_and_attend(
+    qkv,
+    q_norm,
+    k_norm,
+    stack_layer,
+    positions,
+    inverse_frequencies,
+    arena,
+    pages,
+    layer,
+    *,
+    block_table,
+    lengths,
+    page,
+    attention_factor,
+    eps,
+    window,
+    scale,
+    shared_kib: int = CLASSES[-1],
+):
+    by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
+    tokens, all_heads, head_dim = by_head.shape
+    heads = all_heads - 2 * page.kv_heads
+    groups = heads // page.kv_heads
+    config = decode_configuration(groups, head_dim, qkv.dtype, shared_kib)
+    splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
+    norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
+    # As bits: the rest of the arena are no values, and Pallas's interpreter would change NaNs.
+    view = arena.reshape(-1, head_dim)
+    kernel = functools.partial(
+        _kernel,
+        page=page,
+        window=window,
+        scale=scale,
+        groups=groups,
+        config=config,
+        attention_factor=attention_factor,
+        eps=eps,
+    )
+    *parts, view = triton_call(
+        kernel,
+        name="decode_attention_write",
+        grid=(tokens, page.kv_heads, splits),
+        out_shape=(
+            *parts_of(tokens, heads, splits, head_dim),
+            jax.ShapeDtypeStruct(view.shape, view.dtype),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        aliases={6 + len(norms): 3},
+    )(by_head, *norms, positions, inverse_frequencies, pages, scalar(layer), block_table, view)
+    attended = merged(lengths, parts, qkv.dtype, window=window, split=config.split)
+    return attended, view.reshape(arena.shape)
+
+
+def _kernel(qkv, *refs, page, window, scale, groups, config, attention_factor, eps):
+    """kernels.split on queries that it turns itself, with the new token's key and value.
+
+    Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
+    tops and masses, where a query sees the split. If the split holds positions[t], it also writes
+    the two KV rows of that token and head, which no program of the launch reads: this one has them
+    in registers, others see earlier tokens or other rows' pages. A row at position −1, or
+    with page −1, writes nothing.
+    """
+    *norms, positions, frequencies, pages, layer, block_table, _, totals, tops, masses, kv = refs
+    t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    last, begin = positions[t], split * config.split
+    low, end = kernels.first_seen(last, window), begin + config.split
+
+    @pl.when((begin <= last) & (end > low))
+    def _():
+        row = jnp.arange(config.rows)
+        column = jnp.arange(kernels.width(page.head_dim))
+        real = (row < groups)[:, None] & (column < page.head_dim)[None]
+        head = kv_head * groups + row
+        heads = page.kv_heads * groups
+        turn = functools.partial(
+            _turned, qkv, t, positions, frequencies, page.head_dim, attention_factor, eps
+        )
+        q_norm, k_norm = ((norms[i], norms[2]) if norms else None for i in (0, 1))
+        q = turn(head, row < groups, q_norm)
+
+        owns = last < end
+        one = jnp.arange(1)
+        key = turn(heads + kv_head + one, one < 1, k_norm)
+        new = (one < 1)[:, None] & (column < page.head_dim)[None] & (owns & (pages[t] >= 0))
+        at = (heads + page.kv_heads + kv_head + one)[:, None], column[None]
+        value = plgpu.load(qkv.at[t, *at], mask=new, other=0)
+        place = pages[t] + layer[0] * page.rows_per_layer
+        place = (place + last % page.block_size * page.rows_per_token + kv_head + one)[:, None]
+        plgpu.store(kv.at[place, column[None]], _as_uint16(key), mask=new)
+        plgpu.store(kv.at[place + page.kv_heads, column[None]], _as_uint16(value), mask=new)
+
+        def span(s, sums, newest=None):
+            position, held = kernels.span_of(s, low, last)
+            there = held if newest is None else held & (position < last)
+            keys, values = kernels.load(
+                kv, block_table, t, position, there, layer[0], kv_head, page
+            )
+            keys, values = (lax.bitcast_convert_type(x, qkv.dtype) for x in (keys, values))
+            if newest is not None:
+                keys, values = (
+                    jnp.where((position == last)[:, None], latest, stored)
+                    for latest, stored in zip(newest, (keys, values), strict=True)
+                )
+            return kernels.attend(q, keys, values, held[None], sums, scale)
+
+        # The select is kept out of the spans before the last, whose loads go past registers.
+        spans = jnp.where(owns, last // SPAN, end // SPAN)
+        sums = lax.fori_loop(jnp.maximum(begin, low) // SPAN, spans, span, kernels.no_sums(q))
+        newest = functools.partial(span, last // SPAN, newest=(key, value))
+        total, top, mass = lax.cond(owns, newest, lambda sums: sums, sums)
+        plgpu.store(totals.at[t, head[:, None], split, column[None]], total, mask=real)
+        plgpu.store(tops.at[t, head, split], top, mask=row < groups)
+        plgpu.store(masses.at[t, head, split], mass, mask=row < groups)
+
+
+def _turned(qkv, t, positions, frequencies, head_dim, factor, eps, heads, real, norm):
+    """[R, width] of a token's heads as kv_write normalises and rotates them, zeros where not real.
+    norm: stacked weights and their index; None: without."""
+    half = head_dim // 2
+    column = jnp.arange(kernels.width(head_dim))
+    first, inside = column < half, column < head_dim
+    partner = jnp.where(first, column + half, column - half)
+
+    def load(columns, mask):
+        at = qkv.at[t, heads[:, None], columns[None]]
+        return plgpu.load(at, mask=real[:, None] & mask[None], other=0).astype(jnp.float32)
+
+    x, other = load(column, inside), load(partner, inside)
+    if norm is not None:
+        weights, layer = norm
+        narrow = jnp.arange(pl.next_power_of_2(half))
+        low, high = (load(start + narrow, narrow < half) for start in (0, half))
+        scale = head_scale(low, high, head_dim, eps)
+
+        def weighted(x, columns):
+            weight = plgpu.load(weights.at[layer[0], columns], mask=inside, other=0)
+            return normed(x, weight.astype(jnp.float32), scale, qkv.dtype)
+
+        x, other = weighted(x, column), weighted(other, partner)
+    angle = jnp.where(first, column, column - half)
+    frequency = plgpu.load(frequencies.at[angle], mask=inside, other=0)
+    angles = cosine_and_sine(positions[t], frequency, factor, qkv.dtype)
+    return turned(x, other, jnp.where(first, -1.0, 1.0), angles, qkv.dtype)
+
+
+def _as_uint16(x):
+    return lax.bitcast_convert_type(x, jnp.uint16)

@@ -1,0 +1,192 @@
+"""write_and_attend has the bits of kv_write followed by decode_attention, and writes no more."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import api, writing
+from pallas_kernels.paged_attention.specs import EDGES, LONG, DecodeSpec
+from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, same_bits
+from tests.pallas_kernels.paged_kv import draw_kv, lay_out
+
+LAYER, STACK_LAYER = 1, 2
+
+WRITING_SPECS = (
+    DecodeSpec(EDGES, "bfloat16", block_size=32),
+    DecodeSpec(EDGES[:9], "bfloat16", window=20, scale=0.4),
+    DecodeSpec(EDGES, "float16", block_size=64, head_dim=24, heads=3, kv_heads=1),
+    DecodeSpec(EDGES[:7], "bfloat16", heads=20, kv_heads=1, head_dim=6),
+    DecodeSpec(LONG, "bfloat16", heads=2, kv_heads=1, max_length=2400),
+    DecodeSpec(LONG[1:], "float16", window=300, heads=2, kv_heads=1, max_length=2100),
+)
+
+
+def case(spec, seed, norms) -> dict:
+    """Arguments of the op: pages hold all tokens but each row's last one."""
+    rng = np.random.default_rng(seed)
+    columns = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    qkv = draw(rng, (len(spec.lengths), columns), spec.dtype)
+    keys, values = draw_kv(rng, spec.lengths, spec.page, spec.dtype)
+    sizes = dict(layers=spec.layers, layer=LAYER, max_length=spec.max_length)
+    for of_row in (*keys, *values):  # what no kernel may read
+        of_row[-1:] = np.nan
+    kv = lay_out(rng, keys, values, spec.page, **sizes)
+    weights = np.full((2, 3, spec.head_dim), np.nan, qkv.dtype)
+    weights[:, STACK_LAYER] = 1 + draw(rng, (2, spec.head_dim), "float32", 0.2)
+    positions = np.int32(spec.lengths) - 1
+    block = np.maximum(positions, 0) // spec.block_size
+    pages = np.where(positions < 0, -1, kv.block_table[np.arange(len(block)), block])
+    return dict(
+        qkv=qkv,
+        q_norm=weights[0] if norms else None,
+        k_norm=weights[1] if norms else None,
+        stack_layer=np.int32(STACK_LAYER),
+        positions=positions,
+        inverse_frequencies=(1e4 ** -np.linspace(0, 1, spec.head_dim // 2)).astype(np.float32),
+        arena=kv.arena,
+        pages=pages,
+        layer=np.int32(LAYER),
+        block_table=kv.block_table,
+        lengths=np.int32(spec.lengths),
+    )
+
+
+def run(spec, implementations, inputs):
+    op = compiled(
+        api.write_and_attend,
+        page=spec.page,
+        attention_factor=1.25,
+        eps=1e-6,
+        window=spec.window,
+        scale=spec.scale,
+        implementations=implementations,
+    )
+    return [np.asarray(x) for x in op(**inputs)]
+
+
+def check(spec, implementation, norms=True):
+    """The bits of the two ops' kernels, and the values of their references."""
+    for seed in SEEDS[:1]:
+        inputs = case(spec, seed, norms)
+        got, arena = run(spec, (implementation, implementation), inputs)
+        want, reference = run(spec, ("xla", "xla"), inputs)
+        close("paged_attention", spec.dtype, got, want.astype(np.float64))
+        changed = reference != inputs["arena"]
+        np.testing.assert_array_equal(arena[~changed], reference[~changed])
+        kv, of = (x[changed].view(spec.dtype).astype(np.float64) for x in (arena, reference))
+        close("kv_write", spec.dtype, kv, of)
+        np.testing.assert_array_equal(got[np.equal(spec.lengths, 0)], 0)
+
+
+def check_bits(spec, implementation, norms=True):
+    inputs = case(spec, 0, norms)
+    got = run(spec, (implementation, implementation), inputs)
+    for x, y in zip(got, two_kernels(spec, inputs), strict=True):
+        same_bits(x, y)
+
+
+def two_kernels(spec, inputs):
+    options: dict = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
+    written: dict = {k: v for k, v in inputs.items() if k not in ("block_table", "lengths")}
+    q, arena = compiled(kv_write, **options, implementation="pallas")(**written)
+    options = dict(page=spec.page, window=spec.window, scale=spec.scale, implementation="pallas")
+    numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
+    read = compiled(api.decode_attention, **options)
+    return [np.asarray(read(q, arena, *numbers)), np.asarray(arena)]
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("place", range(len(WRITING_SPECS)))
+def test_contract(place, norms):
+    check(WRITING_SPECS[place], "pallas", norms)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("place", range(len(WRITING_SPECS)))
+def test_bits_of_two_kernels(place, norms):
+    check_bits(WRITING_SPECS[place], "pallas", norms)
+
+
+def every_split(_owns, newest, _old, sums):
+    return newest(sums)
+
+
+def no_split(_owns, _newest, old, sums):
+    return old(sums)
+
+
+MUTANTS = {"the new token is attended everywhere": every_split, "nowhere": no_split}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MUTANTS)
+def test_contract_catches(name, monkeypatch):
+    monkeypatch.setattr(writing.lax, "cond", MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check(DecodeSpec((300, 20), "bfloat16", heads=2, kv_heads=1, max_length=300), "pallas")
+
+
+def of_the_next_head(*args, turned=writing._turned):
+    *rest, heads, real, norm = args
+    return turned(*rest, heads + (heads.size == 1), real, norm)
+
+
+@pytest.mark.nightly
+def test_contract_catches_another_heads_key(monkeypatch):
+    monkeypatch.setattr(writing, "_turned", of_the_next_head)
+    with pytest.raises(AssertionError):
+        check(WRITING_SPECS[1], "pallas")
+
+
+def test_a_row_without_a_page_writes_nothing():
+    spec = WRITING_SPECS[1]
+    inputs = case(spec, 0, norms=True)
+    paged = inputs["pages"] >= 0
+    one = int(np.flatnonzero(paged)[-1])
+    without = inputs | {"pages": np.where(np.arange(len(paged)) == one, -1, inputs["pages"])}
+    all_rows, fewer = (run(spec, ("pallas", "pallas"), x)[1] for x in (inputs, without))
+    changed, still = (x != inputs["arena"] for x in (all_rows, fewer))
+    assert (still <= changed).all() and 0 < still.sum() < changed.sum()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"qkv": (9, 16)}, "qkv has 16 columns for"),
+        ({"inverse_frequencies": (9,)}, "9 frequencies for head_dim"),
+        ({"k_norm": None}, "q_norm and k_norm are both given or both None"),
+        ({"arena": (3, 5)}, r"arena of \(3, 5\) is not whole rows"),
+        ({"block_table": (8, 2)}, r"block_table \(8, 2\)"),
+        ({"positions": (8,)}, r"lengths \(8,\)"),
+        ({"pages": (10,)}, r"lengths \(10,\)"),
+    ],
+)
+def test_refuses(changed, message):
+    spec = WRITING_SPECS[1]
+    arrays = {name: shape and np.zeros(shape, np.int32) for name, shape in changed.items()}
+    inputs = case(spec, 0, norms=True) | arrays
+    options: dict = dict(page=spec.page, attention_factor=1.0, eps=1e-6)
+    with pytest.raises(ValueError, match=message):
+        api.write_and_attend(**inputs, **options, implementations=("pallas", "pallas"))
+
+
+def test_refuses_float32():
+    spec = dataclasses.replace(WRITING_SPECS[1], dtype="float32")
+    with pytest.raises(ValueError, match="takes 16-bit dtypes, not float32"):
+        run(spec, ("pallas", "pallas"), case(spec, 0, norms=True))
+
+
+def test_other_implementations_are_the_two_ops():
+    spec = dataclasses.replace(WRITING_SPECS[1], dtype="float32")
+    inputs = case(spec, 0, norms=True)
+    written: dict = {k: v for k, v in inputs.items() if k not in ("block_table", "lengths")}
+    options: dict = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
+    q, arena = compiled(kv_write, **options, implementation="xla")(**written)
+    numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
+    options = dict(page=spec.page, window=spec.window, scale=spec.scale, implementation="xla")
+    want = compiled(api.decode_attention, **options)(q, arena, *numbers)
+    got, changed = run(spec, ("xla", "xla"), inputs)
+    same_bits(changed, np.asarray(arena))
+    close("paged_attention", "float32", got, np.asarray(want, np.float64))
