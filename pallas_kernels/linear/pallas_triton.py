@@ -47,8 +47,8 @@ q, k and v are on a multiprocessor of 227 KiB, as without a norm: all 320 of Qwe
 once."""
 
 NORMED_PARTS_WARPS = 8
-"""Warps of a program that makes a part of normalised rows: each warp holds squares of the rows, then all
-of a tile of x as an operand, which spilled registers with four. No bit depends on it."""
+"""What makes a part of normalised rows: each warp holds squares of the rows, then all of a tile of
+x as an operand, which spilled registers with four. No bit depends on it."""
 
 LEAST_DEPTH = 128
 """The shortest part, in which each thread loads weights twice."""
