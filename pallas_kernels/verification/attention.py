@@ -130,8 +130,10 @@ def _writing_check(pages: Pages, shared_kib: int) -> Check:
     what = f"decode and write {pages.what} window {shape.window} {shared_kib} KiB"
     what += "" if shape.qk_norm else " no norms"
     changed = {"arena": pages.arena, "seen": pages.seen, "wide": pages.wide}
-    options = changed | {"beside": ("kv_write",)}
-    return make_check("paged_attention", what, shape.dtype, operands, attended, **options)
+    beside = ("kv_write",)
+    return make_check(
+        "paged_attention", what, shape.dtype, operands, attended, beside=beside, **changed
+    )
 
 
 def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
