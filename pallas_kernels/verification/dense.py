@@ -243,8 +243,8 @@ def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
         )
         kept, bits = jnp.split(records, 2, axis=1)
         # Kernels may list experts that no row chose: what counts is that all others are there.
-        named = jnp.zeros(experts + 1, bool).at[active].set(jnp.arange(experts) < count)
-        missed = jnp.any((ids < experts) & ~named[ids])
+        used = jnp.where(jnp.arange(experts) < count, active, -1)
+        missed = jnp.any((ids < experts) & ~jnp.any(ids[..., None] == used, axis=-1))
         kept = kept, lax.bitcast_convert_type(bits, jnp.float32)
         return ids, weights, kept, missed.astype(jnp.int32)
 
