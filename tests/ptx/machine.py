@@ -413,7 +413,7 @@ def _shape(ins: Instruction) -> tuple[str, int, np.dtype]:
     *modes, last = (part for part in ins.parts[1:] if part not in ORDERS)
     space, count = modes.pop(0).removesuffix("::cta"), 1
     for mode in modes:
-        if mode in ("v2", "v4"):
+        if mode in ("v2", "v4", "v8"):
             count = int(mode[1])
         elif not _HINT.fullmatch(mode):
             raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
@@ -451,7 +451,7 @@ def _load(ins: Instruction) -> Step:
         lanes, addresses = m.lanes(idx), m.address(at, idx)
         if space == "global":
             m.check_waited()
-            raw = m.memory.load(addresses, size, m.stamps_of(lanes))
+            raw = _wide_load(m, lanes, addresses, size)
         elif space == "shared":
             raw = m.load_shared(lanes, addresses, size)
         else:
@@ -464,6 +464,16 @@ def _load(ins: Instruction) -> Step:
             put(m, column, idx)
 
     return step
+
+
+def _wide_load(m, lanes, addresses: np.ndarray, size: int) -> np.ndarray:
+    """From global memory; 32 bytes, of newer cards, in two halves."""
+    if size <= 16:
+        return m.memory.load(addresses, size, m.stamps_of(lanes))
+    if (addresses % np.uint64(size)).any():
+        raise Fault(f"reads {size} bytes misaligned")
+    halves = (addresses, addresses + np.uint64(16))
+    return np.hstack([m.memory.load(half, 16, m.stamps_of(lanes)) for half in halves])
 
 
 def _store(ins: Instruction) -> Step:

@@ -15,13 +15,13 @@ MODULE = """
 .version 9.0
 .target sm_80
 .visible .entry one(
-    .param .u64 .ptr .align 16 one_param_0,
-    .param .u64 .ptr .align 16 one_param_1
+    .param .u64 .ptr .align 32 one_param_0,
+    .param .u64 .ptr .align 32 one_param_1
 )
 .reqntid 32, 1, 1
 {
     .reg .b16 %rs<4>;
-    .reg .b32 %r<8>;
+    .reg .b32 %r<10>;
     .reg .b64 %rd<8>;
     ld.param.b64 %rd1, [one_param_0];
     ld.param.b64 %rd2, [one_param_1];
@@ -99,3 +99,19 @@ def test_a_funnel_shift_by_a_constant_is_one_by_a_register(side, by):
 def test_an_unknown_number_of_operands_is_refused(instruction):
     with pytest.raises(Fault, match="unknown instruction"):
         run(instruction + ";")
+
+
+WIDE = "and.b64 %rd1, %rd1, {}; ld.global.nc.v8.b32 {{%r2, %r3, %r6, %r7, %r4, %r5, %r8, %r9}}, "
+WIDE += "[%rd1];"
+
+
+def test_a_load_of_eight():
+    """Pairs of lanes read both rows: half of the first, then half of the second."""
+    got = run(WIDE.format("0xffffffffffffffe0"))
+    np.testing.assert_array_equal(got[:, :2], np.repeat(GIVEN[::2, :2], 2, axis=0))
+    np.testing.assert_array_equal(got[:, 2:], np.repeat(GIVEN[1::2, :2], 2, axis=0))
+
+
+def test_a_load_of_eight_is_aligned_to_all_of_it():
+    with pytest.raises(Fault, match="reads 32 bytes misaligned"):
+        run(WIDE.format("0xffffffffffffffff"))
