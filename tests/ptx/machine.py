@@ -48,7 +48,8 @@ def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
     unique = list({id(b): b for b in buffers}.values())
     access = min((_access(ins) for ins in kernel.code if _access(ins, "global")), default=16)
     alignment = min(kernel.parameters.values(), default=16) % 256
-    memory = GlobalMemory(unique, min(access, 16), _padded(kernel), alignment)
+    counts = any(ins.parts[0] == "atom" for ins in kernel.code)
+    memory = GlobalMemory(unique, min(access, 16), _padded(kernel), alignment, counts)
     places = [next(i for i, u in enumerate(unique) if u is b) for b in buffers]
     arguments = dict(
         zip(kernel.parameters, (memory.address(place) for place in places), strict=True)
@@ -425,6 +426,8 @@ def _shape(ins: Instruction) -> tuple[str, int, np.dtype]:
 def _access(ins: Instruction, space: str = "") -> int:
     """Bytes that each lane reads or writes at once, in this space; 0: none."""
     name = ins.parts[0]
+    if name == "atom":
+        return 4 if "global".startswith(space) else 0
     if name in ("ld", "st"):
         found, count, dtype = _shape(ins)
         return count * dtype.itemsize if found.startswith(space) else 0
@@ -501,6 +504,25 @@ def _store(ins: Instruction) -> Step:
     return step
 
 
+def _atomic(ins: Instruction) -> Step:
+    """A change of a 32-bit integer that orders what is around it (`GlobalMemory.atomic`)."""
+    does = {"add.u32": np.add, "add.s32": np.add, "or.b32": np.bitwise_or}
+    prefix, name = "atom.global.gpu.acq_rel.", ".".join(ins.parts[-2:])
+    if ins.opcode != prefix + name or name not in does:
+        raise Fault(f"unknown instruction {ins.opcode}: {ins.text}")
+    to, at, of = ins.operands
+    put, value = target(to), source(of, KINDS["u32"])
+    assert isinstance(at, Address)
+
+    def step(m, idx):
+        m.check_waited()
+        lanes = m.lanes(idx)
+        values = np.array(np.broadcast_to(value(m, idx), lanes.shape))
+        put(m, m.memory.atomic(does[name], m.address(at, idx), values, m.stamps_of(lanes)), idx)
+
+    return step
+
+
 def _copy(ins: Instruction) -> Step:
     """cp.async of 4, 8 or 16 bytes, or of zeros; its groups."""
     if ins.opcode == "cp.async.commit_group":
@@ -542,5 +564,6 @@ BINDERS = {
     "trap": _nothing,
     "ld": _load,
     "st": _store,
+    "atom": _atomic,
     "cp": _copy,
 }

@@ -9,7 +9,7 @@ import mmap
 import numpy as np
 
 from tests.ptx.parse import Fault
-from tests.ptx.tracker import Access, Recent, Tracker
+from tests.ptx.tracker import Access, Counting, Recent, Tracker
 
 REGION = 36
 """Each buffer has 2^36 addresses of its own: what runs over its end meets no other."""
@@ -48,13 +48,16 @@ def copy_sparse(to: np.ndarray, of: np.ndarray, part: int = 1 << 16) -> None:
 
 class GlobalMemory:
     """The buffers of one launch; accesses are checked, and races between programs found in those
-    that the kernel may write."""
+    that the kernel may write. counts: whether its programs have atomics."""
 
-    def __init__(self, buffers: list[Buffer], granule: int, threads: int, alignment: int):
+    def __init__(
+        self, buffers: list[Buffer], granule: int, threads: int, alignment: int, counts: bool
+    ):
         self.buffers = buffers
         self.alignment = alignment
+        self.counting = Counting(threads, counts)
         self.trackers = [
-            Tracker(b.data.size // granule + 1, granule, threads, shared=False)
+            Tracker(b.data.size // granule + 1, granule, threads, False, self.counting)
             if b.writable
             else None
             for b in buffers
@@ -111,6 +114,30 @@ class GlobalMemory:
             rows[first // size] = some
             twice = (rows[first // size] != some).any(1)
             self._check(number, first, size, (TWO_VALUES, twice))
+
+    def atomic(
+        self, does: np.ufunc, addresses: np.ndarray, values: np.ndarray, stamps: np.ndarray
+    ) -> np.ndarray:
+        """does(what is there, value), one lane after the other, with acquire and release: what was
+        there before each. values: 32-bit integers. No other access may be at the same place, but
+        those that come before all of these or behind them."""
+        before = np.empty_like(values)
+        for number, lanes, first in self._places(addresses, 4, "changes"):
+            buffer, tracker = self.buffers[number], self.trackers[number]
+            if tracker is None:
+                raise Fault(f"writes {buffer.name}, which is no result of this kernel")
+            words, cells = buffer.data.view(values.dtype), tracker.cells(first, 4)
+            of = np.arange(values.size)[lanes]
+            for lane, place, cell in zip(of, first // 4, cells, strict=True):
+                stamp, key = stamps[lane : lane + 1], (number << REGION) + int(place)
+                if key not in self.counting.log:  # later ones follow another atomic
+                    wrong = tracker.write(cell[None], stamp)
+                    self._check(number, place[None] * 4, 4, wrong)
+                tracker.note_write(cell[None], stamp)
+                self.counting.come(key, int(stamp[0]))
+                before[lane] = words[place]
+                words[place] = does(words[place], values[lane])
+        return before
 
     def _places(self, addresses: np.ndarray, size: int, verb: str):
         """(buffer, lanes, first bytes) for each buffer that these addresses are in."""

@@ -7,9 +7,9 @@ that a start checks on a GPU, against the same reference and with the same toler
     ... --compare --kept FILE       # which of FILE are of PTX that is no more
 
 What has passed is kept in FILE, a line each, and not done again as long as its PTX is what the
-kernels have: where what XLA compiles is the same, nothing is compiled. A configuration whose PTX,
-grids and shared memory are those of one that another card has run is not run again, but kept as the
-same.
+kernels have, but for names of registers and the order of independent arithmetic: where what XLA
+compiles is the same, nothing is compiled. A configuration whose PTX, grids and shared memory are
+those of one that another card has run is not run again, but kept as the same.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ class Outcome:
     """"n of m" of kernels that ran in part, together; "": all ran whole."""
     source: str = ""
     """Of what XLA compiled (program.lowered_digest): where it is the same, the PTX is."""
+    dataflow: str = ""
+    """Of what the PTX computes (program.Program.dataflow); "": not known."""
+    ran: str = ""
+    """The digest of the PTX that ran, if it was another of the same dataflow."""
 
     @property
     def passed(self) -> bool:
@@ -232,7 +236,8 @@ def outcome(
     seconds = round(time.perf_counter() - begin, 1)
     what = (model, card, check.key, check.tolerance, error, fault, issued, seconds)
     today = datetime.date.today().isoformat()
-    return Outcome(*what, compiled.program.digest(), card, today, VERSIONS, programs, source)
+    digest, dataflow = compiled.program.digest(), compiled.program.dataflow()
+    return Outcome(*what, digest, card, today, VERSIONS, programs, source, dataflow)
 
 
 class Kept:
@@ -295,12 +300,16 @@ def run(
                 continue
             compiled = compiled_check(check, card)
             digest = compiled.program.digest()
-            if known and known.digest == digest:
-                kept.add(dataclasses.replace(known, source=source, versions=VERSIONS))
+            dataflow = compiled.program.dataflow()
+            if known and (known.digest == digest or known.dataflow == dataflow):
+                ran = known.ran or ("" if known.digest == digest else known.digest)
+                now = {"digest": digest, "source": source, "dataflow": dataflow, "ran": ran}
+                kept.add(dataclasses.replace(known, versions=VERSIONS, **now))
                 continue
             made = Outcome(model, card, check.key, check.tolerance, None, None, 0, 0.0, digest)
             if (other := kept.same(made, most is None)) is not None:
-                made = dataclasses.replace(other, card=card, check=check.key, source=source)
+                own = {"card": card, "check": check.key, "source": source, "dataflow": dataflow}
+                made = dataclasses.replace(other, **own)
             else:
                 case = case or case_of(check)
                 made = outcome(model, card, check, case, compiled, source, most)
@@ -333,7 +342,8 @@ def _of_today(each: Outcome, check: Check) -> bool:
     """Whether its PTX is what the check's kernels have now; compiled only if it may not be."""
     if (each.source, each.versions) == (source_of(check, each.card), VERSIONS):
         return True
-    return compiled_check(check, each.card).program.digest() == each.digest
+    program = compiled_check(check, each.card).program
+    return program.digest() == each.digest or program.dataflow() == each.dataflow
 
 
 def page(outcomes: Sequence[Outcome], starts: Mapping[tuple[str, str], Sequence[str]]) -> str:
@@ -365,6 +375,9 @@ def page(outcomes: Sequence[Outcome], starts: Mapping[tuple[str, str], Sequence[
     done = {(each.model, each.card, each.check): each for each in outcomes}
     lines += _listed(
         "In part", {key: each.programs + " programs" for key, each in done.items() if each.programs}
+    )
+    lines += _listed(
+        "Ran as PTX of the same dataflow", {key: "" for key, each in done.items() if each.ran}
     )
     others = (key for key, each in done.items() if each not in dense and each.passed)
     lines += _listed("Experts of other versions, passed", dict.fromkeys(others, ""))
@@ -415,9 +428,11 @@ HEAD = """# Kernels of real models, run as PTX
 The configurations that a start of each model checks on each card, interpreted on a CPU by
 [tests/ptx](../../tests/ptx/README.md), all programs of their grids unless
 it is said, against the reference with its tolerance; races and faults do not pass. Decode: what
-steps in tiles of 16 rows run, with arrays below and above 4 GiB. {} to {}, {}; a line for each in
-`tests/ptx/models.jsonl`. The last column stands for the PTX of all of them together. `python -m
-tests.ptx.models --compare --kept tests/ptx/models.jsonl` says what of it is of older kernels.
+steps in tiles of 16 rows run, with arrays below and above 4 GiB. PTX of the same dataflow differs
+in names of registers and in the order of independent arithmetic alone. {} to {}, {}; a line for
+each in `tests/ptx/models.jsonl`. The last column stands for the PTX of all of them together.
+`python -m tests.ptx.models --compare --kept tests/ptx/models.jsonl` says what of it is of older
+kernels.
 
 """
 

@@ -27,6 +27,7 @@ from pallas_kernels.cards import shared_class
 from tests.aot.aot_h200 import compile_for, device_of, lowered_for
 from tests.pallas_kernels import contract
 from tests.ptx import machine
+from tests.ptx.dataflow import dataflow_digest
 from tests.ptx.machine import Launch
 from tests.ptx.memory import Buffer, copy_sparse, zeros
 from tests.ptx.parse import Fault, Kernel, parse
@@ -111,6 +112,13 @@ class Program:
             (major,) = re.findall(r"^\.target sm_(\d+)\d", text, re.M)
             code = re.sub(r"^\.(version|target) .*|//.*", "", text, flags=re.M)
             parts += [name, str(int(major) >= 9), " ".join(code.split())]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+    def dataflow(self) -> str:
+        """As digest, but of what the instructions compute (tests.ptx.dataflow), on this target."""
+        parts = [repr(sorted(self.thunks.items()))]
+        for name, text in sorted(self.ptx.items()):
+            parts += [name, dataflow_digest(parse(text))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
@@ -626,7 +634,8 @@ def patched(module: Any, **options: Any) -> Iterator[None]:
     it compiles, as ever. options: as interpret's."""
 
     def compiled(op: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
-        if static.get("implementation") != "pallas":
+        named = static.get("implementation"), *static.get("implementations", ())
+        if "pallas" not in named:
             return contract.compiled(op, donate, **static)
         return interpret(op, donate, **options, **static)
 

@@ -2,27 +2,38 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.expert_ffn import few_tokens
 from pallas_kernels.expert_ffn.specs import Spec as ExpertSpec
 from pallas_kernels.fill.specs import Spec as FillSpec
 from pallas_kernels.fill_ffn import pallas_triton as fill_ffn
 from pallas_kernels.fill_ffn.specs import SPECS as FILL_FFN
+from pallas_kernels.fill_ffn.specs import Spec as FilledSpec
+from pallas_kernels.linear import pallas_triton as linear_kernels
 from pallas_kernels.linear.specs import Spec as LinearSpec
+from pallas_kernels.paged_attention import writing
 from pallas_kernels.plan.specs import Spec as PlanSpec
 from pallas_kernels.rms_norm.specs import Spec as NormSpec
+from pallas_kernels.route import listed
 from pallas_kernels.route.specs import PlannedSpec
 from tests.pallas_kernels import (
     test_combine,
+    test_combined_experts,
     test_expert_ffn_versions,
     test_fill,
     test_fill_ffn,
     test_linear,
+    test_norm_route_and_list,
     test_plan,
     test_rms_norm,
     test_route_and_list,
     test_route_and_plan,
+    test_write_and_attend,
 )
 from tests.ptx import program
 from tests.ptx.parse import Fault
@@ -35,9 +46,14 @@ LINEAR = LinearSpec(3, "bfloat16", inputs=2048, outputs=72)
 
 SQUARE = LinearSpec(3, "bfloat16", inputs=64, outputs=64)
 
+SQUARED = test_linear.SQUARES_SPECS[1]
+
 NORMED = test_linear.NORM_PARTS_SPECS[0]
 
 COUNTED = test_combine.COUNTED[1]
+
+COMBINED = FilledSpec(3, hits=4, fills=0, experts=12, top_k=3, hidden=72)
+"""Several programs for each token, some without one, two tiles of columns."""
 
 CODED = ExpertSpec(3, "bfloat16", hidden=64, width=32, versions=("int8", "int4"))
 
@@ -64,6 +80,12 @@ CHECKS: dict[str, tuple] = {
     "rms_norm": (test_rms_norm, lambda: test_rms_norm.check(NormSpec((3,), "bfloat16"), "pallas")),
     "fill": (test_fill, lambda: test_fill.check(FillSpec((12, 4)), "pallas")),
     "combine": (test_combine, lambda: test_combine.check_count(COUNTED, "pallas")),
+    "combine squares": (test_combine, lambda: test_combine.check_squares(COUNTED, "pallas")),
+    "linear squares": (test_linear, lambda: test_linear.check_squares(SQUARED, "pallas")),
+    "norm_linear_parts by squares": (
+        test_linear,
+        lambda: test_linear.check_normed_parts(NORMED, "pallas", 16),
+    ),
     "plan": (test_plan, lambda: test_plan.check(PlanSpec(2, 5, 8), "pallas", HISTORY)),
     "plan routed": (
         test_plan,
@@ -76,6 +98,10 @@ CHECKS: dict[str, tuple] = {
     "route_list": (
         test_route_and_list,
         lambda: test_route_and_list.check(PlannedSpec(4, 60, 9, "top4-normalized"), "pallas"),
+    ),
+    "expert_down_combine": (
+        test_combined_experts,
+        lambda: test_combined_experts.check(COMBINED, "pallas"),
     ),
     "expert_gate_up codes": (
         test_expert_ffn_versions,
@@ -120,6 +146,14 @@ def test_the_kernels_themselves_pass(op, copies):
 
 
 BARRIER, NONE = r"bar\.sync\s+0;", ""
+
+
+def without_barriers_before_the_count(ptx: str) -> str:
+    """Behind the stores of y, of all its copies."""
+    done, count, rest = ptx.partition("atom.global.gpu.acq_rel.or")
+    written = done.rindex("st.global")
+    return done[:written] + re.sub(BARRIER, NONE, done[written:]) + count + rest
+
 
 MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
     "the next byte of int8 codes": (
@@ -200,6 +234,20 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
         *("norm_linear_parts", lambda ptx: re.sub(r"@%p\d+ (st\.global)", r"\1", ptx)),
         "several programs write it|race|out of bounds",
     ),
+    "squares of warps added up before they are there": (
+        *("combine squares", lambda ptx: re.sub(BARRIER, NONE, ptx)),
+        "reads what another thread wrote|nobody wrote",
+    ),
+    "squares of another tile of columns": (
+        # All tiles' sums in the first one's place.
+        *("linear squares", replaced(r"%ctaid\.y;", "%ctaid.x;")),
+        "several programs write it|race",
+    ),
+    "rows in place of their squares": (
+        "norm_linear_parts by squares",
+        replaced(r"\[norm_linear_parts_param_5\]", "[norm_linear_parts_param_2]"),
+        "out of bounds|wrong values",
+    ),
     "shared memory that nobody wrote": (
         *("linear", replaced(r"cp\.async\.cg[^;]*;", NONE), "that nobody wrote"),
     ),
@@ -223,6 +271,12 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
     "the list made of rows that are not whole": (*("route_list", replaced(BARRIER, NONE), "race"),),
     "the layer counted while threads read it": (
         *("combine", lambda ptx: re.sub(BARRIER, NONE, ptx), "writes what another thread reads"),
+    ),
+    "rows counted before all threads have written them": (
+        *("expert_down_combine", without_barriers_before_the_count, "race|nobody wrote"),
+    ),
+    "counts that order nothing": (
+        *("expert_down_combine", replaced("acq_rel", "relaxed"), "unknown instruction atom"),
     ),
     "an instruction that is not known": (
         *("fill", replaced(r"add\.s32", "sad.s32"), r"unknown instruction sad\.s32"),
@@ -279,13 +333,96 @@ OVERLAP: dict[str, tuple[str, Callable, str]] = {
 def test_finds_what_overlaps(name, monkeypatch):
     part, mistake, said = OVERLAP[name]
     monkeypatch.setattr(fill_ffn, part, mistake)
+    finds(said, monkeypatch, test_fill_ffn, lambda: test_fill_ffn.check(FILL_FFN[0], "pallas"))
+
+
+def finds(said, monkeypatch, module, contract) -> None:
+    """Asserts that of a contract with a mistake in it so much is said. module: the contract's."""
     monkeypatch.setattr(program, "_compiled", {})
     message = ""
     try:
-        with patched(test_fill_ffn, launch={"most": 20_000}):
-            test_fill_ffn.check(FILL_FFN[0], "pallas")
+        with patched(module, launch={"most": 20_000}):
+            contract()
     except Fault as fault:
         message = str(fault)
     except AssertionError as error:
         message = f"wrong values: {error}"
-    assert re.search(said, message), f"{name}: {message or 'nothing was found'}"
+    assert re.search(said, message), f"{said}: {message or 'nothing was found'}"
+
+
+def at_once(index):
+    index[0] = index[0] + 1
+
+
+class Eager(few_tokens._Layer):
+    """Reads the index where it is made."""
+
+    def __init__(self, index, first_layer):
+        self._layer = index[0] + first_layer
+
+    def __getitem__(self, at):
+        return self._layer
+
+
+def counting(barrier: bool = True, early: int = 0) -> Callable:
+    """are_last without barriers of its own, or as if some bits were set from the beginning."""
+
+    def are_last(flags, at, bits, every, mask):
+        if barrier:
+            plgpu.debug_barrier()
+        found = plgpu.atomic_or(flags, (at,), bits, mask=mask)
+        last = mask & ((found | bits | early) == every)
+        plgpu.store(flags.at[at], jnp.zeros_like(bits), mask=last)
+        if barrier:
+            plgpu.debug_barrier()
+        return last
+
+    return are_last
+
+
+def one_early(is_last: Callable) -> Callable:
+    return lambda counters, at, programs: is_last(counters, at, programs - 1)
+
+
+COUNTING: dict[str, tuple[Any, str, Callable, str]] = {
+    "a token combined before its last expert": (
+        *(few_tokens, "are_last", counting(early=1 << COMBINED.top_k - 1)),
+        "expert_down_combine.*race|wrong values",
+    ),
+    "the index moved on while threads read it": (
+        *(few_tokens, "move_on", at_once),
+        "expert_down_combine.*writes what another thread reads",
+    ),
+    "the index read by programs without rows": (
+        *(few_tokens, "_Layer", Eager),
+        "expert_down_combine.*writes what another thread reads",
+    ),
+    "experts listed before the last rows are routed": (
+        *(listed, "is_last", one_early(listed.is_last)),
+        "route_list_last.*race|nobody wrote|wrong values",
+    ),
+    "rows routed before the last part is there": (
+        *(linear_kernels, "is_last", one_early(linear_kernels.is_last)),
+        "norm_route_list.*race|nobody wrote|wrong values",
+    ),
+    "splits merged before the last one": (
+        *(writing, "is_last", one_early(writing.is_last)),
+        "decode_attention_write_merge.*race|nobody wrote|wrong values",
+    ),
+}
+"""What programs that go on with what all made have to keep apart, as OVERLAP."""
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_finds_what_counts_wrong(name, monkeypatch):
+    module, part, mistake, said = COUNTING[name]
+    monkeypatch.setattr(module, part, mistake)
+    if module is listed:
+        contract, spec = test_route_and_list, PlannedSpec(17, 16, 5, "top4")
+    elif module is linear_kernels:
+        contract, spec = test_norm_route_and_list, test_norm_route_and_list.SPECS[0]
+    elif module is writing:
+        contract, spec = test_write_and_attend, test_write_and_attend.WRITING_SPECS[-1]
+    else:
+        contract, spec = test_combined_experts, COMBINED
+    finds(said, monkeypatch, contract, lambda: contract.check(spec, "pallas"))

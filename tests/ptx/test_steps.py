@@ -22,7 +22,7 @@ from moejax import LLM, SamplingParams
 from moejax.checkpoints.random_model import abstract_params
 from moejax.models.families import FAMILIES
 from moejax.models.layers import Decoder
-from moejax.start.decide.shapes import KERNEL_WAVES
+from moejax.start.decide.shapes import FEW_ROWS, KERNEL_WAVES
 from moejax.step.programs import Program, ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
@@ -56,10 +56,12 @@ and from each other."""
 
 
 KERNELS = {
-    kind: {"linear", "combine", *others}
+    kind: {"linear", *others}
     for kind, others in {
-        "decode": ("expert_gate_up_hits", "expert_gate_up_filled", "expert_down"),
-        "prefill": ("route", "plan", "fill", "expert_gate_up_sorted", "expert_down_sorted"),
+        "decode": ("expert_gate_up_hits", "expert_gate_up_filled", "expert_down_combine"),
+        "prefill": (
+            *("route", "plan", "fill", "expert_gate_up_sorted", "expert_down_sorted", "combine"),
+        ),
     }.items()
 }
 """Launched in a step of any family."""
@@ -77,8 +79,13 @@ class Step:
     programs: Programs
 
 
-def recorded(llm: LLM, cells: Sequence[int]) -> list[Step]:
-    """The steps of two prompts and some tokens, in order. cells: of each layer, taken in turns."""
+PROMPTS = ([*range(3, 40)], [7, 9, 11])
+
+
+def recorded(
+    llm: LLM, cells: Sequence[int], prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[Step]:
+    """The steps of the prompts and some tokens, in order. cells: of each layer, taken in turns."""
     steps: list[Step] = []
     carry_out = Runner._step
 
@@ -94,8 +101,7 @@ def recorded(llm: LLM, cells: Sequence[int]) -> list[Step]:
     kv_slots = llm.engine.scheduler.arena.count(SlotClass.KV)
     set_budget(llm, [cells[i % len(cells)] for i in range(layers)], kv_slots)
     with mock.patch.object(Runner, "_step", record):
-        prompts = [[*range(3, 40)], [7, 9, 11]]
-        llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        llm.generate([*prompts], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     return steps
 
 
@@ -123,7 +129,8 @@ def interpreted(name: str, step: Step, card: str, **launch: Any) -> tuple:
     results, issued = compiled.run(*step.arguments, launch=launch)
     names = {re.sub(r"__\d+$", "", name) for name in issued}
     if step.key.resident:
-        assert {"expert_gate_up", "expert_down"} <= names and {"route_list", "route_record"} & names
+        assert {"expert_gate_up", "expert_down_combine"} <= names
+        assert {"norm_route_list", "route_list", "route_list_last"} & names
     else:
         assert KERNELS[step.key.kind] <= names and {"route_plan", "route"} & names
     return results
@@ -146,13 +153,35 @@ def check(name: str, directory, kind: str, card: str, copies: str = "late") -> N
         assert np.array_equal(output.logits, found[0]), f"cells {cells}"
     if kind == "decode":
         short = runs[0].key._replace(context=SHORT)
-        assert np.min(runs[0].arguments[3].address) >= 0  # nobody is absent
+        before, after = (tables.address for tables in (runs[0].arguments[3], runs[0].results[1]))
+        assert np.array_equal(before, after)  # nobody whom the step chose was absent
         for key in (short, short._replace(resident=True)):
             step = dataclasses.replace(runs[0], key=key)
             _, tables, output = interpreted(name, step, card, copies=copies)
             assert np.array_equal(output.logits, found[0])
             for field, mine, other in zip(tables._fields, tables, runs[0].results[1], strict=True):
                 assert np.array_equal(mine, other), f"{key}: {field}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cells", CELLS)
+@pytest.mark.parametrize("directory", ["Qwen3MoeForCausalLM"], indirect=True)
+def test_rows_have_their_bits_in_every_bucket(directory, cells):
+    """Of a step of 8 sequences, the first 1, 2, 4 and 8 rows alone: as among 16."""
+    options = {"expert_budget": "100%", "eviction": "lru", "ops": "xla", "progress": False}
+    options |= {**OPTIONS, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    prompts = [[*range(3, 5 + 4 * i)] for i in range(8)]
+    with LLM(directory, **options) as llm:
+        step = [s for s in recorded(llm, cells, prompts) if s.key.kind == "decode"][-1]
+    resident = cells == CELLS[0]
+    logits = {}
+    for rows in (16, *FEW_ROWS):
+        one = dataclasses.replace(step, key=step.key._replace(rows=rows, resident=resident))
+        _, _, output = interpreted("8 sequences", one, "h200", copies="random")
+        logits[rows] = output.logits[: min(rows, len(prompts))]
+        assert np.array_equal(logits[rows], logits[16][: len(logits[rows])]), rows
+    assert np.all(np.ptp(logits[16], axis=1) > 1)
+    assert np.all(np.any(logits[16][1:] != logits[16][:-1], axis=1))
 
 
 QUICK = ("Qwen3MoeForCausalLM", "decode"), ("DeepseekV3ForCausalLM", "prefill")
