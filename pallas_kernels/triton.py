@@ -116,6 +116,48 @@ def tile_mask(
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
+def is_last(counters: Any, at: tuple[jax.Array, ...], programs: jax.Array | int) -> jax.Array:
+    """Whether this program is the last of so many to come here; only the last one may read what the
+    others stored before they came. counters: int32, 0 at `at` before the first one, and again
+    behind the last. at: traced numbers, for Pallas's interpreter.
+
+    It counts with acquire and release, so that what one thread of each program has seen at the
+    barrier before is seen by all threads of the last one behind the barrier of the broadcast
+    (PTX ISA, "Memory consistency model"). Which program is the last is chance: what it computes
+    must not depend on that.
+    """
+    if not is_interpreted():  # which runs programs one after the other
+        plgpu.debug_barrier()
+    last = plgpu.atomic_add(counters, at, jnp.int32(1)) == jnp.asarray(programs, jnp.int32) - 1
+
+    @pl.when(last)
+    def _():
+        plgpu.store(counters.at[at], jnp.int32(0))
+
+    return last
+
+
+def are_last(flags: Any, at: jax.Array, bits: jax.Array, every: int, mask: jax.Array) -> jax.Array:
+    """is_last at several places at once: at which of `at`, distinct where the mask is true, this
+    program's bits complete int32 `every`. Each of the others that come there sets bits of its own.
+    flags: int32, 0 there before the first one, and again behind the last. at: where the mask is
+    false a place that nobody's mask is true for, since Pallas's interpreter writes it too.
+
+    Bits, since Pallas lowers additions of vectors of integers as those of floats (jax 0.11.2).
+    """
+    if is_interpreted():  # which knows neither masks nor `or`
+        before = plgpu.load(flags.at[at], mask=mask, other=0)
+        plgpu.store(flags.at[at], before | bits, mask=mask)
+    else:
+        plgpu.debug_barrier()
+        before = plgpu.atomic_or(flags, (at,), bits, mask=mask)
+    last = mask & ((before | bits) == every)
+    plgpu.store(flags.at[at], jnp.zeros_like(bits), mask=last)
+    if not is_interpreted():
+        plgpu.debug_barrier()
+    return last
+
+
 def power_of_two_divisor(number: int, most: int) -> int:
     """The largest power of two that divides number and is at most `most`: a tile without masks."""
     return min(number & -number, most)

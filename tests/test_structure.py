@@ -25,8 +25,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "pallas_kernels": (
         *("implementations", "cards", "triton", "cpu", "dispatch", "__init__", "tolerances"),
         *("records", "plan", "fill", "move", "stage", "rms_norm", "layer_norm", "linear"),
-        *("head_linear", "kv_write", "latent_write", "paged_attention", "route", "expert_ffn"),
-        *("fill_ffn", "combine", "verification"),
+        *("head_linear", "kv_write", "latent_write", "paged_attention", "route", "combine"),
+        *("expert_ffn", "fill_ffn", "verification"),
     ),
     "host_offload": (
         *("__init__", "memory", "versions", "queue", "control", "traces", "sizing"),

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.combine.pallas_triton import SQUARES_TILE
 from pallas_kernels.implementations import implementations, pick
+from pallas_kernels.rms_norm import tile_squares
 
 IMPLEMENTATIONS = implementations("combine", ("xla", "pallas", "cpu"))
 
@@ -40,6 +42,36 @@ def combine_and_count(
     if implementation == "pallas":
         return fn(residual, y, weights, index)
     return fn(residual, y, weights), index + 1
+
+
+def combine_with_squares(
+    residual: Float[Array, "T D"],
+    y: Float[Array, "T K D"],
+    weights: Float[Array, "T K"],
+    index: Int[Array, 1] | None = None,
+    *,
+    implementation: str = "xla",
+) -> tuple[Float[Array, "T D"], Float[Array, "T N"], Int[Array, 1] | None]:
+    """(combine, its squares as of row_squares, index + 1, in place): who normalises the sum next
+    need not read it first. index: None is not counted.
+
+    Raises as combine.
+    """
+    _check(residual, y, weights)
+    fn = pick("combine", IMPLEMENTATIONS, implementation)
+    if implementation == "pallas":
+        out, squares, *after = fn(residual, y, weights, index, with_squares=True)
+        return out, squares, after[0] if after else None
+    out = fn(residual, y, weights)
+    return out, row_squares(out), None if index is None else index + 1
+
+
+def row_squares(x: Float[Array, "T D"], *, implementation: str = "xla") -> Float[Array, "T N"]:
+    """tile_squares of the tiles that combine_with_squares has: of x before the first layer.
+
+    Raises ValueError for an unknown implementation.
+    """
+    return tile_squares(x, SQUARES_TILE, implementation=implementation)
 
 
 def _check(residual, y, weights):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.rms_norm.pallas_triton import sum_of_squares
 from pallas_kernels.triton import KERNEL_DTYPES, triton_call
+
+TILE = 256
+"""Columns of a program."""
+
+SQUARES_TILE = 64
+"""Columns of a tile of squares: what a program of the experts' last product has, which may combine
+in place of this kernel, or a half of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,40 +37,53 @@ def configuration(hidden: int, dtype: jax.typing.DTypeLike) -> Config:
     """
     if jnp.dtype(dtype).name not in KERNEL_DTYPES:
         raise ValueError(f"combine 'pallas' takes {KERNEL_DTYPES}, not {dtype}; 'xla' takes it")
-    return Config(min(256, pl.next_power_of_2(hidden)), num_warps=2, num_stages=1)
+    return Config(min(TILE, pl.next_power_of_2(hidden)), num_warps=2, num_stages=1)
 
 
-def combine(residual, y, weights, index=None):
-    """As of the api; index: of combine_and_count."""
+def combine(residual, y, weights, index=None, with_squares=False):
+    """As of the api; index: of combine_and_count; with_squares: as combine_with_squares, but out
+    alone is no tuple."""
     tokens, hidden = residual.shape
     config = configuration(hidden, residual.dtype)
-    out, counted = jax.ShapeDtypeStruct(residual.shape, residual.dtype), index is not None
+    tiles, counted = pl.cdiv(hidden, SQUARES_TILE), index is not None
+    outs = [jax.ShapeDtypeStruct(residual.shape, residual.dtype)]
+    outs += [jax.ShapeDtypeStruct((tokens, tiles), jnp.float32)] * with_squares
+    outs += [jax.ShapeDtypeStruct((1,), jnp.int32)] * counted
     return triton_call(
         functools.partial(_counting_kernel if counted else _kernel, config=config),
         name="combine",
         grid=(tokens, pl.cdiv(hidden, config.columns)),
-        out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)) if counted else out,
+        out_shape=tuple(outs) if len(outs) > 1 else outs[0],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        aliases={3: 1} if counted else None,
+        aliases={3: len(outs) - 1} if counted else None,
     )(residual, y.reshape(-1, hidden), weights, *((index,) if counted else ()))
 
 
-def _counting_kernel(residual, y, weights, _, out, index, *, config):
-    """As _kernel; program (0, 0) alone reads index and writes it, a barrier between."""
-    _kernel(residual, y, weights, out, config=config)
+def _counting_kernel(residual, y, weights, _, *outs, config):
+    """As _kernel; program (0, 0) alone reads index, the last of outs, and writes it, a barrier
+    between."""
+    *outs, index = outs
+    _kernel(residual, y, weights, *outs, config=config)
 
     @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
     def _():
-        layer = index[0]
-        plgpu.debug_barrier()
-        index[0] = layer + 1
+        move_on(index)
 
 
-def _kernel(residual, y, weights, out, *, config):
+def move_on(index: Any) -> None:
+    """Adds 1 to index[0], by one program."""
+    layer = index[0]
+    plgpu.debug_barrier()
+    index[0] = layer + 1
+
+
+def _kernel(residual, y, weights, out, *out_squares, config):
     """Program (t, j) computes column tile j of token t; k ascends, the residual comes last.
+    out_squares: of one array or none.
 
-    Writes: program (t, j) alone writes out[t, j·columns:(j+1)·columns].
+    Writes: program (t, j) alone writes out[t, j·columns:(j+1)·columns] and the squares of
+    those columns.
     """
     t, first = pl.program_id(0), pl.program_id(1) * config.columns
     columns, hidden, top_k = pl.ds(first, config.columns), out.shape[1], weights.shape[1]
@@ -69,8 +92,29 @@ def _kernel(residual, y, weights, out, *, config):
     def load(rows, row):
         return plgpu.load(rows.at[row, columns], mask=mask, other=None if mask is None else 0)
 
-    total = load(y, t * top_k) * weights[t, 0]  # y is [T · K, D] here
-    for k in range(1, top_k):
-        total = total + load(y, t * top_k + k) * weights[t, k]
-    total = load(residual, t).astype(jnp.float32) + total
-    plgpu.store(out.at[t, columns], total.astype(out.dtype), mask=mask)
+    # y is [T · K, D] here.
+    parts = ((load(y, t * top_k + k), weights[t, k]) for k in range(top_k))
+    result = weighted_sum(parts, lambda: load(residual, t)).astype(out.dtype)
+    plgpu.store(out.at[t, columns], result, mask=mask)
+    for to in out_squares:  # of what is stored; zeros behind the last column
+        at, squares = squares_of(result, first)
+        plgpu.store(to.at[t, at], squares, mask=at < to.shape[1])
+
+
+def squares_of(values: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
+    """(int32[N], float32[…, N]): which tiles of squares these columns, from the first on, are, and
+    their sums."""
+    tile = min(SQUARES_TILE, values.shape[-1])
+    tiles = values.reshape(*values.shape[:-1], -1, tile)
+    return first // SQUARES_TILE + jnp.arange(tiles.shape[-2]), sum_of_squares(tiles)
+
+
+def weighted_sum(
+    parts: Iterable[tuple[jax.Array, jax.Array]], residual: Callable[[], jax.Array]
+) -> jax.Array:
+    """float32: the residual and the parts times their weights, added up in combine's order."""
+    (first, weight), *others = parts
+    total = first * weight
+    for part, weight in others:
+        total = total + part * weight
+    return residual().astype(jnp.float32) + total

@@ -1,5 +1,6 @@
 """Gated feed-forward of the active experts, read by slot address or straight from the store."""
 
 from pallas_kernels.expert_ffn.api import ACTIVATIONS, expert_ffn, sorted_pairs
+from pallas_kernels.expert_ffn.epilogue import Combined, Epilogue, counters_size
 
-__all__ = ["ACTIVATIONS", "expert_ffn", "sorted_pairs"]
+__all__ = ["ACTIVATIONS", "Combined", "Epilogue", "counters_size", "expert_ffn", "sorted_pairs"]

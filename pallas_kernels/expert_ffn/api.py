@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, UInt16
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn import many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.expert_ffn.epilogue import Epilogue, check_epilogue, combine_behind
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.format import RecordFormat
@@ -36,7 +37,8 @@ def expert_ffn(
     shared_kib: int = CLASSES[-1],
     threads: int = 0,
     pairs: many_tokens.Pairs | None = None,
-) -> Float[Array, "TK D"]:
+    epilogue: Epilogue | None = None,
+) -> Any:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
 
     y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
@@ -51,9 +53,14 @@ def expert_ffn(
     the native op takes, so that another one can run beside; 0: all. No bit depends on it. pairs:
     what sorted_pairs made of the same ids for this implementation, where several calls share it.
 
+    epilogue: combine_and_count of y, to the bit, which gives Combined in place of y. All of a
+    token's experts are active then, and padding has weights too. layer: index[0] + first_layer.
+
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
     check_operands(y, x, ids, arena, activation)
+    if epilogue is not None:
+        check_epilogue(y, ids, epilogue)
     fn = pick("expert_ffn", IMPLEMENTATIONS, implementation, shared_kib)
     formats = formats_of(formats, stores, address.shape[0], x.dtype)
     stores = tuple(
@@ -63,7 +70,9 @@ def expert_ffn(
     part: dict[str, Any] = {"threads": threads} if implementation == "cpu" else {}
     if pairs is not None:
         part["pairs"] = pairs
-    return fn(
+    if epilogue is not None and implementation == "pallas":
+        part["epilogue"] = epilogue
+    y = fn(
         y,
         x,
         ids,
@@ -79,6 +88,9 @@ def expert_ffn(
         row_tile=row_tile,
         **part,
     )
+    if epilogue is None or implementation == "pallas":
+        return y
+    return combine_behind(y, epilogue, implementation)
 
 
 def check_operands(

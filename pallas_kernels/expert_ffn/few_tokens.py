@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.combine.pallas_triton import SQUARES_TILE, move_on, squares_of, weighted_sum
+from pallas_kernels.expert_ffn.epilogue import MOST_SLOTS, Combined, Epilogue, combine_behind
 from pallas_kernels.expert_ffn.tile import (
     DOWN,
     GATE,
@@ -31,13 +34,19 @@ from pallas_kernels.expert_ffn.tile import (
 )
 from pallas_kernels.records.tile import Plane
 from pallas_kernels.records.versions import Formats
-from pallas_kernels.triton import triton_call
+from pallas_kernels.triton import are_last, triton_call
 
 ROWS = 16
 """Rows of one product, whatever the number of tokens: a row's bits depend on it."""
 
 BLOCK = 64
 """Tokens of a block: what one program's accumulators hold."""
+
+
+COMBINING = ("dense", "int4")
+"""Versions whose down combines too, where all experts are of one. With int8 it spills at 32 rows
+and fewer programs fit an H200's multiprocessor, with int2 it spills at 64 rows; lossless12 and
+mixtures are not tried."""
 
 
 class Sizes(NamedTuple):
@@ -70,9 +79,22 @@ class Place(NamedTuple):
     slot: Any
 
 
-def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, gate_up, down):
+def expert_ffn(
+    y,
+    x,
+    ids,
+    memory,
+    active,
+    active_count,
+    *,
+    formats,
+    activation,
+    gate_up,
+    down,
+    epilogue: Epilogue | None = None,
+):
     """The reference's function. memory: Memory of arrays; active_count: int32[1]; gate_up, down:
-    Tile.
+    Tile; epilogue: as of the api.
 
     Between the kernels h [min(E, T·K), T rounded up to a block, I] of x's dtype lies in memory:
     12.6 MB for 64 tokens of Qwen3-30B-A3B. More than 64 tokens read an expert once per block.
@@ -88,21 +110,50 @@ def expert_ffn(y, x, ids, memory, active, active_count, *, formats, activation, 
         num_warps=gate_up.num_warps,
         num_stages=gate_up.num_stages,
     )(memory, active, active_count, ids, x)
-    return expert_down(y, h, ids, memory, active, active_count, formats=formats, down=down)
+    operands = y, h, ids, memory, active, active_count, epilogue
+    return expert_down(*operands, formats=formats, down=down)
 
 
-def expert_down(y, h, ids, memory, active, active_count, *, formats, down):
-    """y with the rows of the active experts. h: of all of them, as gate_up leaves it."""
+def expert_down(y, h, ids, memory, active, active_count, epilogue=None, *, formats, down):
+    """y with the rows of the active experts; with an epilogue Combined. h: of all of them, as
+    gate_up leaves it."""
     sizes, hidden = Sizes.of(ids, active.shape[0]), y.shape[1]
-    return triton_call(
-        functools.partial(_down, tile=down, formats=formats, sizes=sizes),
-        name="expert_down",
+    given = {"tile": down, "formats": formats, "sizes": sizes}
+    operands, changed = (memory, active, active_count, ids, h, y), (y,)
+    place = len(jax.tree.leaves(operands)) - 1
+    within = epilogue is not None and _combines(formats, ids.shape[1], down.columns, hidden)
+    if epilogue is not None and within:
+        residual, weights, index, counters, first_layer, with_squares = epilogue
+        if memory.layer.shape[0] == 1:
+            operands = memory._replace(layer=None), *operands[1:]
+        place = len(jax.tree.leaves(operands)) - 1
+        kernel = functools.partial(_down_and_combine, **given, first_layer=first_layer)
+        operands += residual, weights, index, counters
+        changed += residual, index, counters
+        tiles = len(residual), pl.cdiv(hidden, SQUARES_TILE)
+        changed += (jax.ShapeDtypeStruct(tiles, jnp.float32),) * with_squares
+    else:
+        kernel = functools.partial(_down, **given)
+    results = triton_call(
+        kernel,
+        name="expert_down_combine" if within else "expert_down",
         grid=(sizes.blocks, pl.cdiv(hidden, down.columns), sizes.slots),
-        out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        out_shape=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in changed),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
-        aliases={len(jax.tree.leaves(memory)) + 4: 0},
-    )(memory, active, active_count, ids, h, y)
+        aliases={place: 0} | ({place + 3: 2, place + 4: 3} if within else {}),
+    )(*operands)
+    if within:
+        return Combined(*results)
+    (y,) = results
+    return y if epilogue is None else combine_behind(y, epilogue, "pallas")
+
+
+def _combines(formats: Formats, top_k: int, columns: int, hidden: int) -> bool:
+    """Whether down, of so many columns a program, combines where there is an epilogue."""
+    versions = {fmt.version for cell, held, _ in formats for fmt in (cell, held)}
+    taken = len(versions) == 1 and versions <= set(COMBINING) and top_k <= MOST_SLOTS
+    return taken and (columns % SQUARES_TILE == 0 or columns >= hidden)
 
 
 def _gate_up(
@@ -190,6 +241,26 @@ def _down(
     other rows keep what they hold.
     """
     place = _own_place()
+
+    @pl.when(place.slot < count_ref[0])
+    def _active():
+        operands = place, active_ref[place.slot], memory, ids_ref, h_ref, y_ref
+        _down_of(*operands, tile=tile, formats=formats, sizes=sizes)
+
+
+def _down_of(
+    place: Place,
+    expert: jax.Array,
+    memory: Memory,
+    ids_ref: Any,
+    h_ref: Any,
+    y_ref: Any,
+    *,
+    tile: Tile,
+    formats: Formats,
+    sizes: Sizes,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One tile of columns of y, of this expert's rows in the block; returns _routed's."""
     column, first = place.tile * tile.columns, _first_row(place, sizes)
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
@@ -206,10 +277,125 @@ def _down(
         for pairs, total in zip(tiles, totals, strict=True):
             write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
-    @pl.when(place.slot < count_ref[0])
-    def _active():
-        expert = active_ref[place.slot]
-        _for_expert(compute, place, expert, memory, formats, ids_ref, sizes.block)
+    return _for_expert(compute, place, expert, memory, formats, ids_ref, sizes.block)
+
+
+def _down_and_combine(
+    memory: Memory,
+    active_ref,
+    count_ref,
+    ids_ref,
+    h_ref,
+    _y,
+    residual_ref,
+    weights_ref,
+    _index,
+    _counters,
+    y_ref,
+    out_ref,
+    index_ref,
+    counters_ref,
+    *squares_ref,
+    tile: Tile,
+    formats: Formats,
+    sizes: Sizes,
+    first_layer: int,
+) -> None:
+    """_down, and for a token the last of whose experts it is, its columns of the weighted sum.
+
+    Program (b, j, g) writes rows of y as of _down, and sets bit k of counters[t·J + j] for each of
+    them, J tiles of columns. Whoever has set the last of a token's K bits reads columns j of its
+    rows of y and writes out[t] there, and its squares where there is such an array; those of
+    padding, which no expert computes, write programs (b, j, 0). Each counts so many in the last
+    counter, and who completes T·J, when all who read the index have, moves it on.
+    """
+    place, experts = _own_place(), memory.address.shape[1]
+    if memory.layer is None:
+        memory = memory._replace(layer=_Layer(index_ref, first_layer))
+    (tokens, k), tiles = ids_ref.shape, pl.cdiv(y_ref.shape[1], tile.columns)
+
+    def routed():
+        operands = place, active_ref[place.slot], memory, ids_ref, h_ref, y_ref
+        pairs, rank, number = _down_of(*operands, tile=tile, formats=formats, sizes=sizes)
+
+        def completed(i, _):
+            mine = _gather(pairs, rank, i * ROWS, ids_ref)
+            mask = mine < tokens * k
+            at = jnp.where(mask, mine // k * tiles + place.tile, tokens * tiles)
+            last = are_last(counters_ref, at, 1 << mine % k, (1 << k) - 1, mask)
+            combine(mine // k, last)
+
+        lax.fori_loop(0, pl.cdiv(number, ROWS), completed, None)
+
+    def padding(i, _):
+        token = place.block * sizes.block + span(i * ROWS, ROWS)
+        first = plgpu.load(ids_ref.at[token, 0], mask=token < tokens, other=0)
+        combine(token, first >= experts)
+
+    def combine(token: jax.Array, mask: jax.Array) -> None:
+        number = jnp.sum(mask.astype(jnp.int32))
+
+        @pl.when(number > 0)
+        def _():
+            operands = y_ref, residual_ref, weights_ref, out_ref, *squares_ref
+            _combine_rows(token, mask, place.tile * tile.columns, tile.columns, *operands)
+            every = jnp.int32(tokens * tiles)
+            at = every + place.tile * 0  # traced, for Pallas's interpreter
+            before = plgpu.atomic_add(counters_ref, (at,), number)
+
+            @pl.when(before + number == every)
+            def _():
+                move_on(index_ref)
+                counters_ref[at] = jnp.int32(0)
+
+    # Who has no rows does not read the index, which may have moved on.
+    pl.when(place.slot < count_ref[0])(routed)
+    pl.when(place.slot == 0)(lambda: lax.fori_loop(0, sizes.block // ROWS, padding, None))
+
+
+class _Layer:
+    """The layer's number, as Memory has it, of an index that is so many less."""
+
+    shape = (1,)
+
+    def __init__(self, index: Any, first_layer: int):
+        self._index, self._first = index, first_layer
+
+    def __getitem__(self, at: int) -> jax.Array:
+        return self._index[at] + self._first
+
+
+def _combine_rows(
+    token: jax.Array,
+    mask: jax.Array,
+    column: Any,
+    columns: int,
+    y_ref: Any,
+    residual_ref: Any,
+    weights_ref: Any,
+    out_ref: Any,
+    *squares_ref: Any,
+) -> None:
+    """Columns of out for these tokens, where the mask is true, and of its squares."""
+    k, across = weights_ref.shape[1], span(column, columns)
+    inside = jnp.broadcast_to(mask[:, None], (ROWS, columns))
+    if out_ref.shape[1] % columns:
+        inside &= across < out_ref.shape[1]
+
+    def load(ref, rows):
+        return plgpu.load(ref.at[rows[:, None], across[None, :]], mask=inside, other=0)
+
+    def part(slot):
+        weight = plgpu.load(weights_ref.at[token, slot], mask=mask, other=0)
+        return load(y_ref, token * k + slot), weight[:, None]
+
+    total = weighted_sum(map(part, range(k)), lambda: load(residual_ref, token))
+    result = total.astype(out_ref.dtype)
+    plgpu.store(out_ref.at[token[:, None], across[None, :]], result, mask=inside)
+    for to in squares_ref:  # of what is stored; zeros behind the last column
+        tiles, squares = squares_of(result, column)
+        there = mask[:, None] & (tiles < to.shape[1])[None, :]
+        plgpu.store(to.at[token[:, None], tiles[None, :]], squares, mask=there)
 
 
 def _own_place() -> Place:
@@ -229,8 +415,9 @@ def _for_expert(
     formats: Formats,
     ids_ref: Any,
     block: int,
-) -> None:
-    """Runs compute(record, tiles) for an expert and a block, if it has rows there.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs compute(record, tiles) for an expert and a block, if it has rows there. Returns
+    _routed's.
 
     tiles: int32[16] each, pairs t·K + k in ascending order; T·K where the tile has no more. One
     tile, or where 16 rows are not enough, all of a block's: each case is a loop without branches.
@@ -244,6 +431,7 @@ def _for_expert(
     pl.when((routed > 0) & (routed <= ROWS))(lambda: case(1))
     if block > ROWS:
         pl.when(routed > ROWS)(lambda: case(block // ROWS))
+    return pairs, rank, routed
 
 
 def _routed(ids_ref, expert, start, block):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn import few_tokens, many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
+from pallas_kernels.expert_ffn.epilogue import Epilogue, combine_behind
 from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
@@ -94,12 +96,16 @@ def expert_ffn(
     row_tile,
     shared_kib: int = CLASSES[-1],
     pairs: many_tokens.Pairs | None = None,
+    epilogue: Epilogue | None = None,
 ):
     config = configuration_of(x, formats, row_tile, shared_kib)
     memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
-    kernels = few_tokens if config.rows == few_tokens.ROWS else many_tokens
-    sorted_once = {} if pairs is None else {"pairs": pairs}
-    return kernels.expert_ffn(
+    few = config.rows == few_tokens.ROWS
+    kernels = few_tokens if few else many_tokens
+    extra: dict[str, Any] = {} if pairs is None else {"pairs": pairs}
+    if few:
+        extra["epilogue"] = epilogue
+    found: Any = kernels.expert_ffn(
         y,
         x,
         ids,
@@ -110,8 +116,9 @@ def expert_ffn(
         activation=in_kernels(activation),
         gate_up=config.gate_up,
         down=config.down,
-        **sorted_once,
+        **extra,
     )
+    return found if few or epilogue is None else combine_behind(found, epilogue, "pallas")
 
 
 def configuration_of(x: jax.Array, formats: Formats, row_tile: int, shared_kib: int) -> Config:

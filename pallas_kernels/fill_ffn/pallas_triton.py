@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.expert_ffn import ACTIVATIONS, few_tokens
+from pallas_kernels.expert_ffn import ACTIVATIONS, Epilogue, few_tokens
 from pallas_kernels.expert_ffn.pallas_triton import configuration_of, in_kernels, memory_of
 from pallas_kernels.expert_ffn.tile import Memory, Tile
 from pallas_kernels.fill_ffn.versions import why_not_pallas
@@ -98,6 +98,7 @@ def fill_ffn(
     activation,
     row_tile,
     shared_kib: int = CLASSES[-1],
+    epilogue: Epilogue | None = None,
 ):
     config = configuration(x, formats, row_tile, shared_kib)
     memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
@@ -109,9 +110,8 @@ def fill_ffn(
     )
     memory, h = launch(memory, None, *operands, late=False)
     memory, h = launch(memory, h, *operands, late=True)
-    y = few_tokens.expert_down(
-        y, h, ids, memory, active, active_count, formats=formats, down=config.down
-    )
+    operands = y, h, ids, memory, active, active_count, epilogue
+    y = few_tokens.expert_down(*operands, formats=formats, down=config.down)
     view = memory.coded if memory.dense is None else memory.dense
     return lax.bitcast_convert_type(view, arena.dtype), y
 

@@ -17,9 +17,11 @@ def fill_ffn(
     formats,
     activation,
     row_tile,
+    epilogue=None,
 ):
     """One after the other."""
     arena = fill(arena, stores, layer, *moves, formats=formats)
     options = {"activation": activation, "row_tile": row_tile, "formats": formats}
+    options["epilogue"] = epilogue
     of = layer, address, version, active, active_count
     return arena, expert_ffn(y, x, ids, arena, stores, *of, **options)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,12 +9,15 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.linear import pallas_triton
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import check_squares, rms_norm, tile_squares
 
 IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
 
 IN_PARTS = {"pallas": pallas_triton.linear_parts}
 """Implementations whose products of few outputs are parts; of others linear is the only part."""
+
+SQUARES_TILE = 16
+"""Columns of a tile of squares beside products that are not the kernel's."""
 
 
 def linear(
@@ -50,6 +55,35 @@ def linear(
     )
 
 
+def linear_with_squares(
+    x: Float[Array, "T K"],
+    weights: Float[Array, "L N K"],
+    layer: Int[Array, ""] | int,
+    bias: Float[Array, "L N"] | None = None,
+    *,
+    residual: Float[Array, "T N"],
+    row_tile: int | None = None,
+    tiles: Int[Array, ""] | int | None = None,
+    implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
+) -> tuple[Float[Array, "T N"], Float[Array, "T C"]]:
+    """(linear of x's dtype with the residual, its tile_squares): who normalises the sum next need
+    not read it first. The kernel's programs make the squares of their columns, whose number
+    decides C. Rows of both behind the tiles that are needed mean nothing.
+
+    Arguments and errors: as of linear.
+    """
+    return _linear(
+        *(x, weights, layer, bias),
+        row_tile=row_tile,
+        tiles=tiles,
+        residual=residual,
+        with_squares=True,
+        implementation=implementation,
+        shared_kib=shared_kib,
+    )
+
+
 def _linear(
     x,
     weights,
@@ -63,8 +97,9 @@ def _linear(
     out_dtype=None,
     residual=None,
     norm=None,
-):
-    """linear with its arguments; norm: of the kernel."""
+    with_squares=False,
+) -> Any:
+    """linear with its arguments; norm: of the kernel. with_squares: as linear_with_squares."""
     row_tile = x.shape[0] if row_tile is None else row_tile
     _check_rows(x, weights, row_tile)
     if bias is not None and bias.shape != weights.shape[:2]:
@@ -82,8 +117,10 @@ def _linear(
     if residual is None or implementation == "pallas":
         fused = {} if residual is None else {"residual": residual}
         fused |= {} if norm is None else {"norm": norm}
+        fused |= {"with_squares": True} if with_squares else {}
         return fn(x, weights, layer, bias, **options, **fused)
-    return residual + fn(x, weights, layer, bias, **options)
+    out = residual + fn(x, weights, layer, bias, **options)
+    return (out, tile_squares(out, SQUARES_TILE)) if with_squares else out
 
 
 def norm_linear(
@@ -96,6 +133,7 @@ def norm_linear(
     *,
     row_tile: int | None = None,
     tiles: Int[Array, ""] | int | None = None,
+    squares: Float[Array, "T C"] | None = None,
     implementation: str = "xla",
     norm_implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
@@ -104,10 +142,12 @@ def norm_linear(
     implementation, in their bits.
 
     Where both are kernels and the rows are few (`pallas_triton.NORMED_ROWS`) it is one launch,
-    whose programs normalise the rows that they read. Arguments and errors: as of both.
+    whose programs normalise the rows that they read. squares: tile_squares of x, of tiles of any
+    width, which those programs read in place of the rows, with the same bits. Other arguments and
+    errors: as of both.
     """
-    if _normed_within(x, norm_weights, implementation, norm_implementation):
-        norm = norm_weights, eps
+    if _normed_within(x, norm_weights, squares, implementation, norm_implementation):
+        norm = pallas_triton.Norm(norm_weights, eps, squares)
     else:
         x, norm = rms_norm(x, norm_weights, layer, eps, implementation=norm_implementation), None
     return _linear(
@@ -163,6 +203,7 @@ def norm_linear_parts(
     *,
     row_tile: int | None = None,
     tiles: Int[Array, ""] | int | None = None,
+    squares: Float[Array, "T C"] | None = None,
     implementation: str = "xla",
     norm_implementation: str = "xla",
     shared_kib: int = CLASSES[-1],
@@ -172,27 +213,49 @@ def norm_linear_parts(
 
     For a norm that others than the product read too. Where both are kernels and the rows are few
     (`pallas_triton.NORMED_ROWS`) it is one launch, which writes normed beside the parts. Rows of
-    normed behind the tiles that are needed mean nothing. Arguments and errors: as of both.
+    normed behind the tiles that are needed mean nothing. squares: as of norm_linear. Other
+    arguments and errors: as of both.
     """
     options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
-    if _normed_within(x, norm_weights, implementation, norm_implementation):
-        row_tile = x.shape[0] if row_tile is None else row_tile
-        _check_rows(x, weights, row_tile)
-        tiles = x.shape[0] // row_tile if tiles is None else tiles
-        options |= {"row_tile": row_tile, "tiles": tiles}
-        norm = norm_weights, eps
+    if _normed_within(x, norm_weights, squares, implementation, norm_implementation):
+        norm, options = norm_operands(x, norm_weights, eps, weights, squares=squares, **options)
         return pallas_triton.norm_linear_parts(x, norm, weights, layer, **options)
     normed = rms_norm(x, norm_weights, layer, eps, implementation=norm_implementation)
     parts = linear_parts(normed, weights, layer, implementation=implementation, **options)
     return normed, parts
 
 
-def _normed_within(x, norm_weights, implementation, norm_implementation) -> bool:
+def norm_operands(
+    x, norm_weights, eps: float, weights, *, row_tile, tiles, squares, shared_kib: int
+) -> tuple[pallas_triton.Norm, dict[str, Any]]:
+    """What pallas_triton.norm_linear_parts takes of norm_linear_parts' arguments: its norm, and its
+    options. Raises as norm_linear_parts."""
+    _check_norm(x, norm_weights, squares)
+    row_tile = x.shape[0] if row_tile is None else row_tile
+    _check_rows(x, weights, row_tile)
+    tiles = x.shape[0] // row_tile if tiles is None else tiles
+    options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
+    return pallas_triton.Norm(norm_weights, eps, squares), options
+
+
+def normalises_within(rows: int, implementation: str, norm_implementation: str) -> bool:
+    """Whether norm_linear and norm_linear_parts of so many rows are one launch, which reads
+    squares; more rows go through rms_norm, which does not."""
+    few = rows <= pallas_triton.NORMED_ROWS
+    return few and implementation == norm_implementation == "pallas"
+
+
+def _normed_within(x, norm_weights, squares, implementation, norm_implementation) -> bool:
     """Whether a product's kernel normalises the rows that it reads."""
+    _check_norm(x, norm_weights, squares)
+    return normalises_within(x.shape[0], implementation, norm_implementation)
+
+
+def _check_norm(x, norm_weights, squares) -> None:
     if norm_weights.shape[-1] != x.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the norm has {norm_weights.shape[-1]}")
-    few = x.shape[0] <= pallas_triton.NORMED_ROWS
-    return few and implementation == norm_implementation == "pallas"
+    if squares is not None:
+        check_squares(x, squares)
 
 
 def _check_rows(x, weights, row_tile):

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.rms_norm.pallas_triton import CHUNK, rms_norm, sum_of_row
+from pallas_kernels.rms_norm.pallas_triton import rms_norm, sum_of_row, sum_of_squares
 from pallas_kernels.triton import (
     KERNEL_DTYPES,
     edge_mask,
+    is_last,
     load_tile,
     scalar,
     sum_over_depth,
@@ -49,6 +53,9 @@ once."""
 NORMED_PARTS_WARPS = 8
 """What makes a part of normalised rows: each warp holds squares of the rows, then all of a tile of
 x as an operand, which spilled registers with four. No bit depends on it."""
+
+CHUNK = 512
+"""Columns of which a program that sums up rows holds squares at once; no bit depends on it."""
 
 LEAST_DEPTH = 128
 """The shortest part, in which each thread loads weights twice."""
@@ -92,6 +99,32 @@ def configuration(
     return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=stages)
 
 
+class Norm(NamedTuple):
+    """The rms_norm that a product's x goes through first."""
+
+    weights: jax.Array
+    """[L, K]."""
+    eps: float
+    squares: jax.Array | None = None
+    """As of tile_squares; None: each program reads its rows for them."""
+
+
+class Last(NamedTuple):
+    """What the last of a product's programs goes on with when all parts are there."""
+
+    name: str
+    """The kernel's."""
+    run: Callable[[Any, Any, Any], None]
+    """Gets refs of the parts, of the operands and of the results."""
+    counters: jax.Array
+    """As of is_last; the first one is counted in."""
+    operands: tuple
+    out_shape: tuple[jax.ShapeDtypeStruct, ...]
+    aliases: Mapping[int, int]
+    """Leaf of operands → result that is updated in place."""
+    num_warps: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """A decode product in `count` parts, each of `turns` tiles."""
@@ -128,21 +161,25 @@ def linear(
     tiles,
     out_dtype,
     residual=None,
-    norm: tuple[jax.Array, float] | None = None,
+    norm: Norm | None = None,
+    with_squares: bool = False,
     shared_kib: int = CLASSES[-1],
 ):
-    """norm: weights [L, K] and eps of the rms_norm that x goes through first."""
+    """norm: of the rms_norm that x goes through first. with_squares: as linear_with_squares."""
     tokens, outputs = x.shape[0], weights.shape[1]
     dtype, eps = jnp.promote_types(x.dtype, weights.dtype), None
     if norm is not None:
-        dtype, eps = jnp.promote_types(dtype, norm[0].dtype), norm[1]
+        dtype, eps = jnp.promote_types(dtype, norm.weights.dtype), norm.eps
     config = configuration(row_tile, outputs, dtype, shared_kib)
+    column_tiles = pl.cdiv(outputs, config.columns)
+    out = jax.ShapeDtypeStruct((tokens, outputs), out_dtype)
+    squares = jax.ShapeDtypeStruct((tokens, column_tiles), jnp.float32)
     return triton_call(
         functools.partial(_kernel, config=config, row_tile=row_tile, eps=eps),
         name="linear" if norm is None else "norm_linear",
         # Row tiles run first: those that share weights read them from HBM once.
-        grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns)),
-        out_shape=jax.ShapeDtypeStruct((tokens, outputs), out_dtype),
+        grid=(pl.cdiv(tokens, config.rows), column_tiles),
+        out_shape=(out, squares) if with_squares else out,
         num_warps=config.num_warps,
         num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
     )(
@@ -152,32 +189,34 @@ def linear(
         weights,
         () if bias is None else (bias,),
         () if residual is None else (residual,),
-        () if norm is None else norm[:1],
+        _norm_operands(norm),
     )
 
 
-def _kernel(layer, tiles, x, weights, bias, residual, norm, out, *, config, row_tile, eps):
+def _kernel(
+    layer, tiles, x, weights, bias, residual, norm, out, *out_squares, config, row_tile, eps
+):
     """Program (i, j) computes row tile i and column tile j of the product; K ascends. bias,
-    residual, norm: of one array or none. With a norm each program reads its rows twice, first for
-    their scales.
+    residual: of one array or none; norm: of _norm_operands, with which each program first sums up
+    its rows; out_squares: of one array or none.
 
-    Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
-    nothing if the tile lies behind the rows in use.
+    Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns] and
+    out_squares[i·rows:(i+1)·rows, j], and nothing if the tile lies behind the rows in use.
     """
-    (tokens, inputs), outputs = x.shape, weights.shape[1]
-    first_row, first_column = pl.program_id(0) * config.rows, pl.program_id(1) * config.columns
+    (tokens, inputs), outputs, j = x.shape, weights.shape[1], pl.program_id(1)
+    first_row, first_column = pl.program_id(0) * config.rows, j * config.columns
     rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
     row_mask = edge_mask(first_row, config.rows, tokens)
     column_mask = edge_mask(first_column, config.columns, outputs)
 
     @pl.when(first_row < tiles[0] * row_tile)
     def _():
-        scales = [_scales(x, first_row, config.rows, eps) for _ in norm]
+        scales = [_scales(x, norm[1:], first_row, config.rows, eps) for _ in norm[:1]]
 
         def add(k, total, depth_mask):
             depth = pl.ds(k * config.depth, config.depth)
             part = load_tile(x.at[rows, depth], row_mask, depth_mask)
-            for scale, of in zip(scales, norm, strict=True):
+            for scale, of in zip(scales, norm[:1], strict=True):
                 part = _normed(part, scale, of, layer[0], depth, depth_mask)
             weight = load_tile(weights.at[layer[0], columns, depth], column_mask, depth_mask)
             return total + plgpu.dot(part, weight, trans_b=True)
@@ -194,6 +233,15 @@ def _kernel(layer, tiles, x, weights, bias, residual, norm, out, *, config, row_
         for part in added:  # the product is rounded before the sum is
             result = (part.astype(jnp.float32) + result.astype(jnp.float32)).astype(out.dtype)
         plgpu.store(out.at[rows, columns], result, mask=mask)
+        for to in out_squares:  # of what is stored; zeros behind the last column
+            plgpu.store(to.at[rows, j], sum_of_squares(result), mask=row_mask)
+
+
+def _norm_operands(norm: Norm | None) -> tuple[jax.Array, ...]:
+    """A norm's weights and, if there are, the squares of x."""
+    if norm is None:
+        return ()
+    return (norm.weights,) if norm.squares is None else (norm.weights, norm.squares)
 
 
 def _normed_stages(config: Config, tokens: int) -> int:
@@ -208,27 +256,37 @@ def _normed(values, scale, norm, layer, depth, depth_mask):
     return factors * (values.astype(jnp.float32) * scale).astype(values.dtype)
 
 
-def _scales(x, first_row, rows, eps):
+def _scales(x, squares, first_row, rows, eps):
     """[rows, 1]: what the rows from first_row on are multiplied by, in the bits of rms_norm. Rows
-    behind the last one are 0, whatever their factor, so few rows have no more sums than needed."""
+    behind the last one are 0, whatever their factor, so few rows have no more sums than needed.
+    squares: of one array, the sums of x's tiles, or none: x is read for them."""
     tokens, width = x.shape
-    few = min(rows, pl.next_power_of_2(tokens))
-    columns = pl.next_power_of_2(width)
+    # Sums of tiles are few: with all rows Triton normalises x as it is loaded, with fewer once more
+    # for each warp (2,881 and 6,918 instructions of norm_linear).
+    few = rows if squares else min(rows, pl.next_power_of_2(tokens))
     row_mask = edge_mask(first_row, few, tokens)
 
-    def squares(first, size):
-        """The squares of so many columns, halves added to each other until they are a chunk."""
-        if size > CHUNK:
-            half = size // 2
-            low = squares(first, half)
-            return low if first + half >= width else low + squares(first + half, half)
-        mask = edge_mask(first, size, width) if first + size > width else None
+    def load(of, first, size):
+        end = of.shape[1]
+        mask = edge_mask(first, size, end) if first + size > end else None
         # A dynamic index, since a static slice must not reach beyond its array.
-        part = pl.ds(0 * first_row + first, size)
-        wide = load_tile(x.at[pl.ds(first_row, few), part], row_mask, mask).astype(jnp.float32)
-        return wide * wide
+        return load_tile(
+            of.at[pl.ds(first_row, few), pl.ds(0 * first_row + first, size)], row_mask, mask
+        )
 
-    scale = lax.rsqrt(sum_of_row(squares(0, columns)) / width + eps)
+    def tile_sum(first, size):
+        """The sum of the squares of so many columns: a subtree."""
+        if size <= CHUNK:
+            return sum_of_squares(load(x, first, size))
+        half = size // 2
+        low = tile_sum(first, half)
+        return low if first + half >= width else low + tile_sum(first + half, half)
+
+    if squares:
+        total = sum_of_row(load(squares[0], 0, pl.next_power_of_2(squares[0].shape[1])))
+    else:
+        total = tile_sum(0, pl.next_power_of_2(width))
+    scale = lax.rsqrt(total / width + eps)
     return jnp.broadcast_to(scale[None], (rows // few, few)).reshape(rows, 1)
 
 
@@ -242,17 +300,55 @@ def linear_parts(x, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSE
 
 
 def norm_linear_parts(
-    x, norm, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]
+    x, norm: Norm, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]
 ) -> tuple[jax.Array, jax.Array]:
-    """(rms_norm of x, its linear_parts) as one launch, or as two where there is one part. norm:
-    weights [L, K] and eps."""
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, weights.dtype), norm[0].dtype)
-    parts = _several_parts(row_tile, weights.shape, dtype, shared_kib)
+    """(rms_norm of x, its linear_parts) as one launch, or as two where there is one part."""
+    parts = _several_parts(row_tile, weights.shape, _normed_dtype(x, norm, weights), shared_kib)
     if parts is None:
-        normed = rms_norm(x, norm[0], layer, norm[1])
+        normed = rms_norm(x, norm.weights, layer, norm.eps)
         options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
         return normed, linear_parts(normed, weights, layer, **options)
     return _in_parts(x, weights, layer, norm, parts=parts, row_tile=row_tile, tiles=tiles)
+
+
+def norm_linear_parts_then(
+    x, norm: Norm, weights, layer, last: Last, *, row_tile, tiles, shared_kib: int = CLASSES[-1]
+) -> tuple[jax.Array, ...]:
+    """norm_linear_parts of several parts, and in the same launch what the last program goes on
+    with: (normed, parts, counters, *results)."""
+    (tokens, _), outputs, norms = x.shape, weights.shape[1], _norm_operands(norm)
+    parts = _several_parts(row_tile, weights.shape, _normed_dtype(x, norm, weights), shared_kib)
+    assert parts is not None, f"{last.name} is of several parts"
+    config, counters, first = parts.tile, last.counters, 4 + len(norms)
+    grid = (pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count)
+
+    def kernel(layer, tiles, x, weights, norms, _counters, operands, *outs):
+        normed, out, counters, *results = outs
+        options = {"parts": parts, "row_tile": row_tile, "eps": norm.eps}
+        _parts_kernel(layer, tiles, x, weights, norms, normed, out, **options)
+
+        @pl.when(is_last(counters, (pl.program_id(0) * 0,), math.prod(grid)))
+        def _():
+            last.run(out, operands, results)
+
+    return triton_call(
+        kernel,
+        name=last.name,
+        grid=grid,
+        out_shape=(
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32),
+            jax.ShapeDtypeStruct(counters.shape, counters.dtype),
+            *last.out_shape,
+        ),
+        num_warps=last.num_warps,
+        num_stages=_normed_stages(config, tokens),
+        aliases={first: 2} | {first + 1 + leaf: 3 + out for leaf, out in last.aliases.items()},
+    )(scalar(layer), scalar(tiles), x, weights, norms, counters, last.operands)
+
+
+def _normed_dtype(x, norm: Norm, weights) -> jnp.dtype:
+    return jnp.promote_types(jnp.promote_types(x.dtype, weights.dtype), norm.weights.dtype)
 
 
 def _several_parts(row_tile, weights_shape, dtype, shared_kib) -> Parts | None:
@@ -265,11 +361,11 @@ def _several_parts(row_tile, weights_shape, dtype, shared_kib) -> Parts | None:
 
 
 def _in_parts(x, weights, layer, norm, *, parts, row_tile, tiles):
-    """norm: weights [L, K] and eps of the rms_norm that x goes through first, or None."""
+    """norm: of the rms_norm that x goes through first, or None."""
     (tokens, _), outputs, config = x.shape, weights.shape[1], parts.tile
     out = jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32)
     normed = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    eps = None if norm is None else norm[1]
+    eps = None if norm is None else norm.eps
     return triton_call(
         functools.partial(_parts_kernel, parts=parts, row_tile=row_tile, eps=eps),
         name="linear_parts" if norm is None else "norm_linear_parts",
@@ -277,13 +373,13 @@ def _in_parts(x, weights, layer, norm, *, parts, row_tile, tiles):
         out_shape=out if norm is None else (normed, out),
         num_warps=config.num_warps if norm is None else NORMED_PARTS_WARPS,
         num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
-    )(scalar(layer), scalar(tiles), x, weights, () if norm is None else norm[:1])
+    )(scalar(layer), scalar(tiles), x, weights, _norm_operands(norm))
 
 
 def _parts_kernel(layer, tiles, x, weights, norm, *outs, parts, row_tile, eps):
     """Program (i, j, s) computes row tile i and column tile j of part s, over the turns of tiles
-    from depth s · turns · depth on; the depth ascends. norm: of one array, with which outs are
-    normalised x and the parts, or none: the parts alone.
+    from depth s · turns · depth on; the depth ascends. norm: of _norm_operands; with them outs are
+    normalised x and the parts, without the parts alone.
 
     Writes: program (i, j, s) alone writes out[s, i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
     program (i, 0, s) alone the part's depth of normalised x in the rows of i; none of them anything
@@ -298,14 +394,14 @@ def _parts_kernel(layer, tiles, x, weights, norm, *outs, parts, row_tile, eps):
 
     @pl.when(first_row < tiles[0] * row_tile)
     def _():
-        scales = [_scales(x, first_row, config.rows, eps) for _ in norm]
+        scales = [_scales(x, norm[1:], first_row, config.rows, eps) for _ in norm[:1]]
         writes = first_column == 0
 
         def add(turn, total):
             first = (part * parts.turns + turn) * config.depth
             depth, depth_mask = pl.ds(first, config.depth), edge_mask(first, config.depth, inputs)
             values = load_tile(x.at[rows, depth], row_mask, depth_mask)
-            for scale, of, to in zip(scales, norm, normed, strict=True):
+            for scale, of, to in zip(scales, norm[:1], normed, strict=True):
                 values = _normed(values, scale, of, layer[0], depth, depth_mask)
                 # A mask, not a branch, which would keep the loop's loads from running ahead.
                 inside = tile_mask(row_mask, depth_mask, values.shape)

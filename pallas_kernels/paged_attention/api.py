@@ -63,6 +63,7 @@ def write_and_attend(
     arena: UInt16[Array, "rows D"],
     pages: Int[Array, " T"],
     layer: Int[Array, ""] | int,
+    counters: Int[Array, " C"] | None = None,
     *,
     block_table: Int[Array, "T B"],
     lengths: Int[Array, " T"],
@@ -73,14 +74,16 @@ def write_and_attend(
     scale: float | None = None,
     implementations: tuple[str, str] = ("xla", "xla"),
     shared_kib: int = CLASSES[-1],
-) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"]]:
+) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"], Int[Array, " C"] | None]:
     """kv_write, then decode_attention of the queries that it gives, with their arguments and their
     bits. implementations: of the two; where both are kernels they are one.
 
     positions: of each row's new token, −1 of an empty row, whose page is −1 too and its result 0.
     lengths: positions + 1 (an argument, since in a loop over layers it would be a launch).
-    No two rows may write to one page. Returns (attended, arena); the arena is updated in place when
-    donated. Raises ValueError as both do.
+    No two rows may write to one page. counters: zeros, given back as zeros, of each row and KV
+    head, in which a kernel's programs find out which is the last: without them another kernel
+    merges what they make. Returns (attended, arena, counters); the arena and counters are updated
+    in place when donated. Raises ValueError as both do, and for fewer counters.
     """
     inputs = qkv, q_norm, k_norm, stack_layer, positions, inverse_frequencies, arena, pages, layer
     options: dict = dict(page=page, attention_factor=attention_factor, eps=eps)
@@ -89,16 +92,20 @@ def write_and_attend(
         heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
         q = jax.ShapeDtypeStruct((qkv.shape[0], heads, page.head_dim), qkv.dtype)
         _check(q, None, arena, page)
+        if counters is not None and counters.size < len(qkv) * page.kv_heads:
+            raise ValueError(
+                f"counters {counters.shape} are fewer than {len(qkv)} rows · {page.kv_heads} heads"
+            )
         for of_rows in (lengths, positions, pages):
             _check_rows(q, block_table, of_rows)
         options |= dict(block_table=block_table, lengths=lengths, window=window)
         options |= dict(scale=_scale(page, scale))
-        return writing.write_and_attend(*inputs, **options, shared_kib=shared_kib)
+        return writing.write_and_attend(*inputs, counters, **options, shared_kib=shared_kib)
     write, read = implementations
     q, arena = kv_write(*inputs, **options, implementation=write)
     options = dict(page=page, window=window, scale=scale, shared_kib=shared_kib)
     out = decode_attention(q, arena, block_table, lengths, layer, **options, implementation=read)
-    return out, arena
+    return out, arena, counters
 
 
 def prefill_attention(

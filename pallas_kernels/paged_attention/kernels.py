@@ -82,33 +82,42 @@ def merge(lengths, totals, tops, masses, out, *, window, split):
 
     Cross-program writes: program (t, head) writes out[t, head]; zeros for an empty row.
     """
-    t, head = pl.program_id(0), pl.program_id(1)
+    t, head = pl.program_id(0), pl.program_id(1) + jnp.arange(1)
     length = lengths[t]
     first, stop = first_seen(length - 1, window) // split, pl.cdiv(length, split)
+    merge_heads(t, head, head >= 0, totals, tops, masses, out, first, stop, MERGED)
+
+
+def merge_heads(t, head, real, totals, tops, masses, out, first, stop, many):
+    """The softmax of a row's queries int32[R] head, where real, over splits first to stop, added in
+    ascending order; so many are loaded at once, and no bit depends on it."""
     head_dim = out.shape[2]
     column = jnp.arange(width(head_dim))
+    inside = real[:, None] & (column < head_dim)[None]
+    at = head[:, None], column[None]
 
     def group(g, sums):
         parts = []
-        for i in range(MERGED):  # loads that wait for no sum
-            s = g * MERGED + i
+        for i in range(many):  # loads that wait for no sum
+            s = g * many + i
             written = (first <= s) & (s < stop)
-            part = plgpu.load(
-                totals.at[t, head, s, column], mask=written & (column < head_dim), other=0
-            )
-            top = plgpu.load(tops.at[t, head, s], mask=written, other=-jnp.inf)
-            parts.append((part, top, plgpu.load(masses.at[t, head, s], mask=written, other=0)))
+            part = plgpu.load(totals.at[t, at[0], s, at[1]], mask=written & inside, other=0)
+            top = plgpu.load(tops.at[t, head, s], mask=written & real, other=-jnp.inf)
+            mass = plgpu.load(masses.at[t, head, s], mask=written & real, other=0)
+            parts.append((part, top, mass))
         for part, part_top, part_mass in parts:
             total, top, mass = sums
             new_top = jnp.maximum(top, part_top)
             shrink, grow = power(top, new_top), power(part_top, new_top)
-            sums = total * shrink + part * grow, new_top, mass * shrink + part_mass * grow
+            total = total * shrink[:, None] + part * grow[:, None]
+            sums = total, new_top, mass * shrink + part_mass * grow
         return sums
 
-    nothing = jnp.zeros(column.shape, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0)
-    total, _, mass = lax.fori_loop(first // MERGED, pl.cdiv(stop, MERGED), group, nothing)
-    attended = (total / jnp.where(mass == 0, 1, mass)).astype(out.dtype)
-    plgpu.store(out.at[t, head, column], attended, mask=column < head_dim)
+    empty = jnp.zeros(head.shape, jnp.float32)
+    sums = jnp.zeros(inside.shape, jnp.float32), empty - jnp.inf, empty
+    total, _, mass = lax.fori_loop(first // many, pl.cdiv(stop, many), group, sums)
+    attended = (total / jnp.where(mass == 0, 1, mass)[:, None]).astype(out.dtype)
+    plgpu.store(out.at[t, *at], attended, mask=inside)
 
 
 def prefill(

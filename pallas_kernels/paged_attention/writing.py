@@ -1,9 +1,11 @@
 """Decode's kv_write within its attention: the programs that read a head's keys turn the queries,
-and the one whose split ends with the row's new token writes that token's keys and values."""
+and the one whose split ends with the row's new token writes that token's keys and values. Where the
+splits are few the last of a row and KV head merges them."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,14 @@ from pallas_kernels.kv_write.pallas_triton import cosine_and_sine, head_scale, n
 from pallas_kernels.paged_attention import kernels
 from pallas_kernels.paged_attention.pallas_triton import decode_configuration, merged, parts_of
 from pallas_kernels.paged_attention.span import SPAN
-from pallas_kernels.triton import scalar, triton_call
+from pallas_kernels.triton import is_last, scalar, triton_call
+
+MOST_MERGED = 8
+"""Splits that the last program merges, one after the other for all queries of its head; of more
+decode_attention_merge has a program for each query."""
+
+MERGED = 4
+"""Splits that it loads at once."""
 
 
 def write_and_attend(
@@ -29,6 +38,7 @@ def write_and_attend(
     arena,
     pages,
     layer,
+    counters=None,
     *,
     block_table,
     lengths,
@@ -48,6 +58,11 @@ def write_and_attend(
     norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
     # As bits: the rest of the arena are no values, and Pallas's interpreter would change NaNs.
     view = arena.reshape(-1, head_dim)
+    merging = ()
+    if counters is not None and splits <= MOST_MERGED:
+        attended = jax.ShapeDtypeStruct((tokens, heads, head_dim), qkv.dtype)
+        merging = ((attended, jax.ShapeDtypeStruct(counters.shape, counters.dtype)),)
+    merges, place = bool(merging), 6 + len(norms)
     kernel = functools.partial(
         _kernel,
         page=page,
@@ -58,35 +73,73 @@ def write_and_attend(
         attention_factor=attention_factor,
         eps=eps,
     )
-    *parts, view = triton_call(
+    *parts, view, merged_within = triton_call(
         kernel,
-        name="decode_attention_write",
+        name="decode_attention_write_merge" if merges else "decode_attention_write",
         grid=(tokens, page.kv_heads, splits),
         out_shape=(
             *parts_of(tokens, heads, splits, head_dim),
             jax.ShapeDtypeStruct(view.shape, view.dtype),
+            merging,
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        aliases={6 + len(norms): 3},
-    )(by_head, *norms, positions, inverse_frequencies, pages, scalar(layer), block_table, view)
-    attended = merged(lengths, parts, qkv.dtype, window=window, split=config.split)
-    return attended, view.reshape(arena.shape)
+        aliases={place: 3} | ({place + 1: 5} if merges else {}),
+    )(
+        Inputs(
+            by_head, norms, positions, inverse_frequencies, pages, scalar(layer), block_table, view
+        ),
+        (counters,) if merges else (),
+    )
+    if merges:
+        ((attended, counters),) = merged_within
+        attended = attended.reshape(tokens, heads * head_dim)
+    else:
+        attended = merged(lengths, parts, qkv.dtype, window=window, split=config.split)
+    return attended, view.reshape(arena.shape), counters
 
 
-def _kernel(qkv, *refs, page, window, scale, groups, config, attention_factor, eps):
-    """kernels.split on queries that it turns itself, with the new token's key and value.
+class Inputs(NamedTuple):
+    """Operands, or a kernel's refs to them."""
+
+    qkv: Any
+    norms: tuple
+    """Stacked weights of queries and of keys, and their index; or none."""
+    positions: Any
+    frequencies: Any
+    pages: Any
+    layer: Any
+    block_table: Any
+    arena: Any
+
+
+def _kernel(
+    inputs, _, totals, tops, masses, kv, merging, *, page, window, scale, groups, config, **options
+):
+    """kernels.split on queries that it turns itself, with the new token's key and value. merging:
+    of one pair of attended queries and counters, or none. options: of _turned.
 
     Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
     tops and masses, where a query sees the split. If the split holds positions[t], it also writes
     the two KV rows of that token and head, which no program of the launch reads: this one has them
     in registers, others see earlier tokens or other rows' pages. A row at position −1, or
-    with page −1, writes nothing.
+    with page −1, writes nothing. Which of its programs comes last, in counters[t, head], merges
+    their sums in ascending order, so whichever it is, and writes attended[t, the head's queries];
+    those of a row at position −1 are zeros and written by its first program.
     """
-    *norms, positions, frequencies, pages, layer, block_table, _, totals, tops, masses, kv = refs
+    qkv, norms, positions, frequencies, pages, layer, block_table, _ = inputs
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     last, begin = positions[t], split * config.split
     low, end = kernels.first_seen(last, window), begin + config.split
+
+    def merge(out, first, stop):
+        query = jnp.arange(pl.next_power_of_2(groups))
+        sums = totals, tops, masses
+        heads = kv_head * groups + query, query < groups
+        kernels.merge_heads(t, *heads, *sums, out, first, stop, MERGED)
+
+    for out, _ in merging:
+        pl.when((last < 0) & (split == 0))(functools.partial(merge, out, 0, 0))
 
     @pl.when((begin <= last) & (end > low))
     def _():
@@ -95,9 +148,7 @@ def _kernel(qkv, *refs, page, window, scale, groups, config, attention_factor, e
         real = (row < groups)[:, None] & (column < page.head_dim)[None]
         head = kv_head * groups + row
         heads = page.kv_heads * groups
-        turn = functools.partial(
-            _turned, qkv, t, positions, frequencies, page.head_dim, attention_factor, eps
-        )
+        turn = functools.partial(_turned, qkv, t, positions, frequencies, page.head_dim, **options)
         q_norm, k_norm = ((norms[i], norms[2]) if norms else None for i in (0, 1))
         q = turn(head, row < groups, q_norm)
 
@@ -134,9 +185,13 @@ def _kernel(qkv, *refs, page, window, scale, groups, config, attention_factor, e
         plgpu.store(totals.at[t, head[:, None], split, column[None]], total, mask=real)
         plgpu.store(tops.at[t, head, split], top, mask=row < groups)
         plgpu.store(masses.at[t, head, split], mass, mask=row < groups)
+        first, stop = low // config.split, last // config.split + 1
+        for out, counters in merging:
+            last_one = is_last(counters, (t * page.kv_heads + kv_head,), stop - first)
+            pl.when(last_one)(functools.partial(merge, out, first, stop))
 
 
-def _turned(qkv, t, positions, frequencies, head_dim, factor, eps, heads, real, norm):
+def _turned(qkv, t, positions, frequencies, head_dim, heads, real, norm, *, attention_factor, eps):
     """[R, width] of a token's heads as kv_write normalises and rotates them, zeros where not real.
     norm: stacked weights and their index; None: without."""
     half = head_dim // 2
@@ -162,7 +217,7 @@ def _turned(qkv, t, positions, frequencies, head_dim, factor, eps, heads, real, 
         x, other = weighted(x, column), weighted(other, partner)
     angle = jnp.where(first, column, column - half)
     frequency = plgpu.load(frequencies.at[angle], mask=inside, other=0)
-    angles = cosine_and_sine(positions[t], frequency, factor, qkv.dtype)
+    angles = cosine_and_sine(positions[t], frequency, attention_factor, qkv.dtype)
     return turned(x, other, jnp.where(first, -1.0, 1.0), angles, qkv.dtype)
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from jax.experimental.pallas import cdiv, next_power_of_2
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import implementations, pick
 
 IMPLEMENTATIONS = implementations("rms_norm", ("xla", "pallas", "cpu"))
+
+TILE_SQUARES = implementations("rms_norm", ("xla", "pallas"), "tile_squares")
 
 
 def rms_norm(
@@ -23,3 +26,30 @@ def rms_norm(
     if x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weights have {weights.shape[-1]}")
     return pick("rms_norm", IMPLEMENTATIONS, implementation)(x, weights, layer, eps)
+
+
+def tile_squares(
+    x: Float[Array, "T D"], tile: int, *, implementation: str = "xla"
+) -> Float[Array, "T N"]:
+    """float32 sums of the squares of each row's N = ⌈D/tile⌉ tiles, the last one with zeros behind
+    the row: what a product that normalises x adds up in place of the row, with the same bits.
+
+    Squares are added in one tree, neighbours first, of which a tile whose width is a power of two
+    is a subtree: its sum is the same whoever makes it.
+
+    Raises ValueError for another width of tiles or an unknown implementation.
+    """
+    if tile < 1 or tile & (tile - 1):
+        raise ValueError(f"a tile of {tile} columns is no subtree, its width must be a power of 2")
+    return pick("tile_squares", TILE_SQUARES, implementation)(x, tile)
+
+
+def check_squares(x: Float[Array, "T D"], squares: Float[Array, "T N"]) -> None:
+    """Raises ValueError unless `squares` has the shape and dtype of tile_squares of x."""
+    (rows, width), count = x.shape, max(squares.shape[-1], 1)
+    count = cdiv(width, next_power_of_2(cdiv(width, count)))
+    if squares.shape != (rows, count) or squares.dtype != "float32":
+        raise ValueError(
+            f"squares are {squares.dtype} {squares.shape}, but x is {x.shape}: they are float32, "
+            f"{rows} rows of {width} columns over a power of 2"
+        )

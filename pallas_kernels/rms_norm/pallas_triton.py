@@ -1,4 +1,4 @@
-"""rms_norm as one Triton-lowered kernel, a program a row."""
+"""rms_norm as one Triton-lowered kernel, a program a row, and the sums of squares that it is of."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton import KERNEL_DTYPES, scalar, triton_call
-
-CHUNK = 512
-"""Columns that who normalises many rows holds at once; it decides the bits."""
+from pallas_kernels.triton import KERNEL_DTYPES, edge_mask, is_interpreted, scalar, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +61,52 @@ def _kernel(layer, x, weights, out, *, eps, config):
     other = None if mask is None else 0
     wide = plgpu.load(x.at[t, columns], mask=mask, other=other).astype(jnp.float32)
     weight = plgpu.load(weights.at[layer[0], columns], mask=mask, other=other)
-    scale = lax.rsqrt(sum_of_row(wide * wide) / width + eps)
+    scale = lax.rsqrt(sum_of_squares(wide) / width + eps)
     plgpu.store(out.at[t, columns], weight * (wide * scale).astype(out.dtype), mask=mask)
 
 
 def sum_of_row(values: jax.Array) -> jax.Array:
-    """The sum over the last axis, a power of two: halves are added to each other down to CHUNK
-    values, then neighbours. Only ever two at once, so the order is one, whatever threads hold the
-    values, and all kernels that normalise a row have its bits."""
+    """The sum over the last axis, a power of two: neighbours are added, then neighbouring pairs,
+    and so on. Only ever two at once, so the order is one, whatever threads hold the values, and all
+    kernels that normalise a row have its bits. A tile whose first column is a multiple of its
+    width, a power of two, is a subtree: the sum of a row is that of its tiles' sums, whoever made
+    them and however wide, and zeros behind the last column change nothing."""
     while (size := values.shape[-1]) > 1:
-        rest = values.shape[:-1]
-        if size > CHUNK:
-            values = jnp.sum(values.reshape(*rest, 2, size // 2), axis=-2)
-        else:
-            values = jnp.sum(values.reshape(*rest, size // 2, 2), axis=-1)
-    return jnp.sum(values, axis=-1)
+        pairs = values.reshape(*values.shape[:-1], size // 2, 2)
+        # Triton takes nothing out of a tensor; XLA would make one reduction of several.
+        values = pairs[..., 0] + pairs[..., 1] if is_interpreted() else jnp.sum(pairs, axis=-1)
+    return values[..., 0] if is_interpreted() else jnp.sum(values, axis=-1)
+
+
+def tile_squares(x, tile):
+    """As of the api."""
+    rows, width = x.shape
+    warps = configuration(tile, x.dtype, "tile_squares").num_warps
+    return triton_call(
+        functools.partial(_squares_kernel, tile=tile),
+        name="tile_squares",
+        grid=(rows, pl.cdiv(width, tile)),
+        out_shape=jax.ShapeDtypeStruct((rows, pl.cdiv(width, tile)), jnp.float32),
+        num_warps=warps,
+        num_stages=1,
+    )(x)
+
+
+def _squares_kernel(x, out, *, tile):
+    """Program (t, j) sums up tile j of row t.
+
+    Writes: program (t, j) alone writes out[t, j].
+    """
+    t, j, width = pl.program_id(0), pl.program_id(1), x.shape[1]
+    mask = edge_mask(j * tile, tile, width)
+    values = plgpu.load(
+        x.at[t, pl.ds(j * tile, tile)], mask=mask, other=None if mask is None else 0
+    )
+    plgpu.store(out.at[t, j], sum_of_squares(values))
+
+
+def sum_of_squares(values: jax.Array) -> jax.Array:
+    """sum_of_row of the squares, which float32 holds exactly of 16-bit values: only the order of
+    their sums has bits."""
+    wide = values.astype(jnp.float32)
+    return sum_of_row(wide * wide)

@@ -2,6 +2,7 @@
 
 from pallas_kernels.route.api import (
     RouteRule,
+    norm_route_and_list,
     route,
     route_and_list,
     route_and_plan,
@@ -11,6 +12,7 @@ from pallas_kernels.route.scores import route_scores
 
 __all__ = [
     "RouteRule",
+    "norm_route_and_list",
     "route",
     "route_and_list",
     "route_and_plan",

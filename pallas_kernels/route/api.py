@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.linear import sum_of_parts
+from pallas_kernels.linear import norm_linear_parts, norm_operands, sum_of_parts
 from pallas_kernels.plan import Plan, Tables, plan_routed
 from pallas_kernels.plan.api import check_records
 from pallas_kernels.plan.record import active_experts, record
 from pallas_kernels.route.listed import route_listed
+from pallas_kernels.route.normed import norm_route_listed, routes_last
 from pallas_kernels.route.pallas_triton import why_not_pallas
 from pallas_kernels.route.planned import route_planned, rows_of
 from pallas_kernels.route.rule import RouteRule
@@ -17,6 +20,7 @@ from pallas_kernels.route.rule import RouteRule
 __all__ = [
     "IMPLEMENTATIONS",
     "RouteRule",
+    "norm_route_and_list",
     "route",
     "route_and_list",
     "route_and_plan",
@@ -105,6 +109,7 @@ def route_and_list(
     i: Int[Array, ""] | int,
     records: Int[Array, "M W"],
     layer: Int[Array, ""] | int,
+    counters: Int[Array, " C"] | None = None,
     *,
     rule: RouteRule,
     implementation: str = "xla",
@@ -114,32 +119,95 @@ def route_and_list(
     Int[Array, "M W"],
     Int[Array, " E"],
     Int[Array, ""],
+    Int[Array, " C"] | None,
 ]:
     """route, and what a layer needs of it where every expert is resident, so that nothing is to be
-    planned: (ids, weights, records, active, count).
+    planned: (ids, weights, records, active, count, counters).
 
     records: a layer's row has the ids and then the bits of the weights, W = 2·T·K; written in place
     when donated. i: the layer that `correction` is indexed by; layer: the one of records. active:
-    the first `count` are different experts, ascending, all that some row chose among them; kernels
-    list all E where more than a program would have to find out who is active.
+    the first `count` are different experts, ascending, all that some row chose among them.
+    counters: zeros, given back as zeros, in which a kernel's programs find out which is the last:
+    where several have rows, that one lists who is active, and without counters all E are listed.
 
     Raises as route, and ValueError for records of another width.
     """
     pairs = logits.shape[-2] * rule.top_k
-    if records.ndim != 2 or records.shape[1] != 2 * pairs:
-        raise ValueError(
-            f"records are {records.shape}, those of {pairs} pairs are [M, {2 * pairs}]"
-        )
+    _check_width(records, pairs)
     if implementation in LISTED:
         _check(logits, correction, rule)
-        operands = logits, valid, correction, i, records, layer
+        operands = logits, valid, correction, i, records, layer, counters
         return LISTED[implementation](*operands, rule=rule)
     ids, weights = route(logits, valid, correction, i, rule=rule, implementation=implementation)
     row = record(ids, weights, jnp.zeros(0, jnp.int32))
     records = lax.dynamic_update_index_in_dim(records, row, layer, 0)
     active = active_experts(ids, jnp.ones(logits.shape[-1], bool))
     first = jnp.argsort(~active, stable=True).astype(jnp.int32)
-    return ids, weights, records, first, jnp.sum(active, dtype=jnp.int32)
+    return ids, weights, records, first, jnp.sum(active, dtype=jnp.int32), counters
+
+
+def norm_route_and_list(
+    x: Float[Array, "T D"],
+    norm_weights: Float[Array, "L D"],
+    eps: float,
+    weights: Float[Array, "L E D"],
+    valid: Bool[Array, " T"],
+    correction: Float[Array, "L E"] | None,
+    i: Int[Array, ""] | int,
+    records: Int[Array, "M W"],
+    layer: Int[Array, ""] | int,
+    counters: Int[Array, " C"] | None = None,
+    *,
+    rule: RouteRule,
+    row_tile: int | None = None,
+    tiles: Int[Array, ""] | int | None = None,
+    squares: Float[Array, "T C"] | None = None,
+    implementation: str = "xla",
+    linear_implementation: str = "xla",
+    norm_implementation: str = "xla",
+    shared_kib: int = CLASSES[-1],
+) -> tuple[
+    Float[Array, "T D"],
+    Int[Array, "T K"],
+    Float[Array, "T K"],
+    Int[Array, "M W"],
+    Int[Array, " E"],
+    Int[Array, ""],
+    Int[Array, " C"] | None,
+]:
+    """norm_linear_parts of the router, then route_and_list of its logits: (normed, ids, weights,
+    records, active, count, counters), in their bits.
+
+    Where all three are kernels, there are counters and the rows are few (`normed.routes_last`) it
+    is one launch, the last program of which routes. i: the layer of norm_weights, weights and
+    correction; layer: the one of records. Other arguments and errors: as of both.
+    """
+    options = {"row_tile": row_tile, "tiles": tiles, "squares": squares, "shared_kib": shared_kib}
+    kernels = implementation == linear_implementation == norm_implementation == "pallas"
+    (_, experts, hidden), dtype = weights.shape, weights.dtype
+    fits = routes_last(x.shape[0], experts, hidden, dtype, rule)
+    if kernels and counters is not None and fits:
+        _check(jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), x.dtype), correction, rule)
+        _check_width(records, x.shape[0] * rule.top_k)
+        norm, options = norm_operands(x, norm_weights, eps, weights, **options)
+        operands = norm, weights, valid, correction, i, records, layer, counters
+        return norm_route_listed(x, *operands, rule=rule, **options)
+    normed, logits = norm_linear_parts(
+        *(x, norm_weights, eps, weights, i),
+        implementation=linear_implementation,
+        norm_implementation=norm_implementation,
+        **options,
+    )
+    normed, logits = lax.optimization_barrier((normed, logits))
+    operands = logits, valid, correction, i, records, layer, counters
+    return normed, *route_and_list(*operands, rule=rule, implementation=implementation)
+
+
+def _check_width(records, pairs):
+    if records.ndim != 2 or records.shape[1] != 2 * pairs:
+        raise ValueError(
+            f"records are {records.shape}, those of {pairs} pairs are [M, {2 * pairs}]"
+        )
 
 
 def _check(logits, correction, rule):

@@ -1,5 +1,6 @@
-"""route as one Triton-lowered kernel that also keeps the routing in the layer's record and, of few
-rows in one program, lists the active experts: for steps that need no plan."""
+"""route as one Triton-lowered kernel that also keeps the routing in the layer's record and lists
+the active experts, of few rows in one program, of more in the last of several: for steps that need
+no plan."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from pallas_kernels.plan.listing import count, places
 from pallas_kernels.route.pallas_triton import Chosen, chosen, configuration, why_not_pallas
 from pallas_kernels.route.planned import MOST_SCORES
 from pallas_kernels.route.rule import RouteRule
-from pallas_kernels.triton import scalar, triton_call
+from pallas_kernels.triton import is_last, scalar, triton_call
 
 MOST_WARPS = 8
 MOST_ROWS = 16
+
+MOST_FLAGS = 8192
+"""Notes of all programs, one an expert, that the last program reads."""
 
 
 def tile_of(tokens: int, experts: int, rule: RouteRule) -> tuple[int, int] | None:
@@ -30,46 +34,99 @@ def tile_of(tokens: int, experts: int, rule: RouteRule) -> tuple[int, int] | Non
     return (rows, warps) if tokens <= MOST_ROWS and fits and rule.groups == 1 else None
 
 
-def route_listed(logits, valid, correction, i, records, layer, *, rule):
+def route_listed(logits, valid, correction, i, records, layer, counters=None, *, rule):
     """As route_and_list of the api."""
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
     (tokens, experts), top_k = logits.shape[-2:], rule.top_k
     tile, many = tile_of(tokens, experts, rule), configuration()
     rows, warps = (many.rows, many.num_warps) if tile is None else tile
-    operands = [scalar(layer), logits.astype(jnp.float32), valid]
-    operands += [] if correction is None else [scalar(i), correction]
-    operands.append(records)
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    corrections = () if correction is None else (scalar(i), correction)
+    programs, place = pl.cdiv(tokens, rows), 3 + len(corrections)
+    flags = pl.next_power_of_2(programs), pl.next_power_of_2(experts)
+    outs = [((tokens, top_k), jnp.int32), ((tokens, top_k), jnp.float32)]
+    outs += [(records.shape, records.dtype), ((experts,), jnp.int32)]
+    counted = []
+    if programs > 1 and counters is not None and flags[0] * flags[1] <= MOST_FLAGS:
+        counted = [(counters.shape, jnp.int32), (flags, jnp.int32)]
+    lists, by_last = programs == 1 or bool(counted), bool(counted)
+    outs += [((1,), jnp.int32)] * lists + counted
     ids, weights, records, active, *found = triton_call(
-        functools.partial(_kernel, rows=rows, rule=rule, lists=tile is not None),
-        name="route_list" if tile is not None else "route_record",
-        grid=(pl.cdiv(tokens, rows),),
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
-            jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
-            jax.ShapeDtypeStruct(records.shape, records.dtype),
-            jax.ShapeDtypeStruct((experts,), jnp.int32),
-            *((one,) if tile is not None else ()),
-        ),
+        functools.partial(_kernel, rows=rows, rule=rule, lists=lists, by_last=by_last),
+        name="route_list_last" if by_last else "route_list" if lists else "route_record",
+        grid=(programs,),
+        out_shape=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
         num_warps=warps,
         num_stages=many.num_stages,
-        aliases={len(operands) - 1: 2},
-    )(*operands)
-    return ids, weights, records, active, found[0][0] if found else jnp.int32(experts)
+        aliases={place: 2} | ({place + 1: 5} if by_last else {}),
+    )(
+        scalar(layer),
+        logits.astype(jnp.float32),
+        valid,
+        corrections,
+        records,
+        (counters,) if by_last else (),
+    )
+    count = found[0][0] if lists else jnp.int32(experts)
+    return ids, weights, records, active, count, found[1] if by_last else counters
 
 
-def _kernel(layer, logits, valid, *refs, rows, rule, lists):
-    """Program i: tokens [i · rows, (i + 1) · rows); where it lists, there is one.
+def _kernel(
+    layer,
+    logits,
+    valid,
+    correction,
+    _records,
+    _counters,
+    ids,
+    weights,
+    records,
+    active,
+    *more,
+    rows,
+    rule,
+    lists,
+    by_last,
+):
+    """Program i: tokens [i · rows, (i + 1) · rows). One program lists the active experts, or of
+    several with flags the last one to come, by what all have noted there. more: the count where it
+    lists, then counters and flags.
 
     Writes: program i writes the rows of its own tokens in `ids`, `weights` and the layer's record,
-    and nobody else's; within a row each chosen expert writes the element of its rank. The first
-    program alone writes `active`, in which each expert has an element of its own.
+    its row of `flags`, and nobody else's; within a row each chosen expert writes the element of its
+    rank. One program alone, the first or with flags the last, writes `active`, in which each expert
+    has an element of its own, and its count.
     """
-    given = len(refs) - (6 if lists else 5)
-    correction, (_, ids, weights, records, active, *active_count) = refs[:given], refs[given:]
-    (tokens, experts), top_k = logits.shape[-2:], rule.top_k
+    tokens, experts = logits.shape[-2:]
     row = pl.program_id(0) * rows + jnp.arange(rows)
+    used = keep(logits, valid, correction, layer, ids, weights, records, row, rule)
+    expert = jnp.arange(pl.next_power_of_2(experts))
+    if by_last:
+        counters, flags = more[1:]
+        program, programs = pl.program_id(0), pl.cdiv(tokens, rows)
+        plgpu.store(flags.at[program, expert], used)
+
+        @pl.when(is_last(counters, (program * 0,), programs))
+        def _():
+            of = jnp.arange(flags.shape[0])
+            mask = jnp.broadcast_to((of < programs)[:, None], flags.shape)
+            noted = plgpu.load(flags.at[of[:, None], expert[None, :]], mask=mask, other=0)
+            list_active(jnp.max(noted, axis=0), active, more[0])
+
+    elif lists:
+        list_active(used, active, more[0])
+    else:  # all of them: as a constant XLA would launch a kernel for it in every layer
+
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            plgpu.store(active.at[expert], expert, mask=expert < experts)
+
+
+def keep(logits, valid, correction, layer, ids, weights, records, row, rule):
+    """Routes the tokens of int32[rows] `row` and writes their rows of ids and weights, and of the
+    layer's record. Returns int32[E], E rounded up to a power of two: 1 for experts that one of them
+    chose. correction: as of chosen."""
+    tokens, top_k = logits.shape[-2], rule.top_k
     found: Chosen = chosen(logits, valid, correction, row, rule)
     place = row[:, None], found.rank
     plgpu.store(ids.at[place], found.ids, mask=found.listed)
@@ -78,14 +135,14 @@ def _kernel(layer, logits, valid, *refs, rows, rule, lists):
     bits = lax.bitcast_convert_type(found.weights, jnp.int32)
     for first, value in ((0, found.ids), (pairs, bits)):
         plgpu.store(records.at[layer[0], first + pair], value, mask=found.listed)
-    expert = jnp.arange(pl.next_power_of_2(experts))
-    if lists:
-        used = jnp.max((found.listed & found.real).astype(jnp.int32), axis=0) > 0
-        value = jnp.where(used, expert, -1)
-        plgpu.store(active.at[places(used)], value, mask=expert < experts)
-        active_count[0][0] = count(used)
-    else:  # all of them: as a constant XLA would launch a kernel for it in every layer
+    return jnp.max((found.listed & found.real).astype(jnp.int32), axis=0)
 
-        @pl.when(pl.program_id(0) == 0)
-        def _():
-            plgpu.store(active.at[expert], expert, mask=expert < experts)
+
+def list_active(used, active, number):
+    """Writes the experts that are used, ascending, to the front of active [E], and how many to
+    number [1]. used: of keep, or several programs' together."""
+    (experts,), used = active.shape, used > 0
+    expert = jnp.arange(len(used))
+    value = jnp.where(used, expert, -1)
+    plgpu.store(active.at[places(used)], value, mask=expert < experts)
+    number[0] = count(used)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -17,6 +18,9 @@ from pallas_kernels.triton import scalar, triton_call
 
 MOST_GROUPS = 16
 """Each is some instructions of the unrolled kernel; DeepSeek has 8."""
+
+GONE = -(2**31)
+"""A key below every number's, see _ordered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +152,26 @@ def _sum_of_fractions(values):
     return high / unit + low / unit**2
 
 
-def _largest(values, among, expert, experts):
-    """(value [rows], expert [rows]): the largest value where `among` is true, its first place."""
-    values = jnp.where(among, values, -jnp.inf)
-    most = jnp.max(values, axis=1)
-    first = jnp.where(among & (values == most[:, None]), expert, experts)
-    return most, jnp.min(first, axis=1)
+def _largest(keys, expert, experts):
+    """(key [rows], expert [rows]): the largest and its first place. keys: of _ordered, or GONE."""
+    most = jnp.max(keys, axis=1)
+    return most, jnp.min(jnp.where(keys == most[:, None], expert, experts), axis=1)
+
+
+def _ordered(values):
+    """int32 keys in the order of float32 values without NaN, equal where those are: a warp has an
+    instruction for the largest of its integers, and a chain of ten for that of its floats."""
+    values = jnp.where(values == 0, 0.0, values)  # -0.0 too
+    return _turned(lax.bitcast_convert_type(values, jnp.int32))
+
+
+def _of_key(keys):
+    return lax.bitcast_convert_type(_turned(keys), jnp.float32)
+
+
+def _turned(bits):
+    """Negative numbers in reverse; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _best(scores, added, expert, experts, rule):
@@ -164,25 +182,27 @@ def _best(scores, added, expert, experts, rule):
     choice = jnp.where(jnp.isnan(choice), jnp.inf, choice)
     if rule.top_groups < rule.groups:
         choice = jnp.where(_allowed(choice, expert, experts, rule), choice, -jnp.inf)
-    left, total = expert < experts, jnp.zeros(scores.shape[:1])
+    total, keys = jnp.zeros(scores.shape[:1]), jnp.where(expert < experts, _ordered(choice), GONE)
     for _ in range(rule.top_k):
-        score, first = _largest(choice, left, expert, experts)
-        here = expert == first[:, None]
+        most, first = _largest(keys, expert, experts)
+        here, score = expert == first[:, None], _of_key(most)
         if added is not None and rule.normalize:  # a sum of one number and zeros
             score = jnp.sum(jnp.where(here, scores, 0.0), axis=1)
-        left, total = left & ~here, total + score
-    return (expert < experts) & ~left, total
+        keys, total = jnp.where(here, GONE, keys), total + score
+    return (expert < experts) & (keys == GONE), total
 
 
 def _allowed(choice, expert, experts, rule):
     """bool [rows, E]: experts of the best groups, the lower of equals."""
     size = experts // rule.groups
     members = [(expert >= g * size) & (expert < (g + 1) * size) for g in range(rule.groups)]
-    scores = []
+    scores, keys = [], _ordered(choice)
     for member in members:
-        score, first = _largest(choice, member, expert, experts)
+        most, first = _largest(jnp.where(member, keys, GONE), expert, experts)
+        score = _of_key(most)
         if rule.group_score == "top2":
-            score += _largest(choice, member & (expert != first[:, None]), expert, experts)[0]
+            others = jnp.where(member & (expert != first[:, None]), keys, GONE)
+            score += _of_key(_largest(others, expert, experts)[0])
         scores.append(score)
     allowed = expert < 0
     for g, member in enumerate(members):
@@ -195,9 +215,9 @@ def _sparsemixer(logits, expert, experts, jitter):
     """(bool, weights) [rows, E]: the largest logit, then the largest of the others."""
     left, weights = expert < experts, jnp.zeros_like(logits)
     # As in _best.
-    keys = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    keys = _ordered(jnp.where(jnp.isnan(logits), jnp.inf, logits))
     for _ in range(2):
-        _, first = _largest(keys, left, expert, experts)
+        _, first = _largest(jnp.where(left, keys, GONE), expert, experts)
         best = expert == first[:, None]
         top = jnp.sum(jnp.where(best, logits, 0.0), axis=1)[:, None]
         far = (top - logits) / jnp.maximum(jnp.abs(logits), top) > 2 * jitter

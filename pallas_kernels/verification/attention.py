@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.paged_attention import decode_attention, prefill_attention, write_and_attend
-from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+from pallas_kernels.verification.check import Check, ModelShape, draw, make_check, same_rows
 
 
 def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
@@ -99,7 +100,8 @@ def _kv_write_check(pages: Pages) -> Check:
 
 
 def _writing_check(pages: Pages, shared_kib: int) -> Check:
-    """Decode's attention that writes the new token: sequences of which the last one is empty."""
+    """Decode's attention that writes the new token, values, and merged by its last programs the
+    same bits: sequences of which the last one is empty."""
     shape = pages.shape
 
     def operands():
@@ -110,12 +112,8 @@ def _writing_check(pages: Pages, shared_kib: int) -> Check:
         block = jnp.maximum(positions, 0) // shape.block_size
         at = jnp.where(positions < 0, -1, table[jnp.arange(4), block])
         numbers = positions, inverse, arena, at, jnp.int32(1)
-        out, result = write_and_attend(
-            qkv,
-            q_norm,
-            k_norm,
-            jnp.int32(1),
-            *numbers,
+        op = functools.partial(
+            write_and_attend,
             block_table=table,
             lengths=positions + 1,
             page=pages.page,
@@ -125,7 +123,12 @@ def _writing_check(pages: Pages, shared_kib: int) -> Check:
             implementations=(name, name),
             shared_kib=shared_kib,
         )
-        return result, out
+        counters = jnp.zeros(4 * shape.kv_heads, jnp.int32)
+        out, result, _ = op(qkv, q_norm, k_norm, jnp.int32(1), *numbers)
+        # On its result, since XLA would copy an arena that both write.
+        numbers = *numbers[:2], result, *numbers[3:]
+        again, result, after = op(qkv, q_norm, k_norm, jnp.int32(1), *numbers, counters)
+        return result, out, same_rows(again, out), after
 
     what = f"decode and write {pages.what} window {shape.window} {shared_kib} KiB"
     what += "" if shape.qk_norm else " no norms"

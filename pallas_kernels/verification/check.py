@@ -16,8 +16,8 @@ from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
 
 FEW_ROWS = 4
-"""Rows of a step of few tokens: products in tiles of 16 mask the others, which makes other kernels.
-A check of 16 rows has them too."""
+"""Rows of a step of few tokens, of 1 to 8: products in tiles of 16 mask the others, which makes
+other kernels. A check of 16 rows has them too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,3 +257,10 @@ def make_check(
         tolerance = 2e-5
     key = f"{op} {what} {dtype}"
     return Check(op, key, operands, run, tolerance, arena, seen, stores, wide, rows, beside)
+
+
+def same_rows(got: jax.Array, wanted: jax.Array) -> jax.Array:
+    """int32, 1 for rows where both have the same bits."""
+    bits = {2: jnp.uint16, 4: jnp.uint32}[got.dtype.itemsize]
+    equal = jnp.equal(*(jax.lax.bitcast_convert_type(y, bits) for y in (got, wanted)))
+    return equal.astype(jnp.int32).min(axis=-1)

@@ -30,7 +30,7 @@ def _runs(check: Check, ops: Ops) -> bool:
 
 def _all(shape: ModelShape, shared_kib: int, wide_bytes: int) -> Iterator[Check]:
     yield from dense_checks(shape, shared_kib)
-    yield from table_checks(shape)
+    yield from table_checks(shape, shared_kib)
     yield from head_checks(shape)
     for least in (0, wide_bytes):
         yield from record_checks(shape, shared_kib, least)

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels.combine import combine, combine_and_count
+from pallas_kernels.combine import combine, combine_with_squares, row_squares
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     linear,
     linear_parts,
+    linear_with_squares,
     norm_linear,
     norm_linear_parts,
     sum_of_parts,
@@ -20,13 +22,24 @@ from pallas_kernels.linear import (
 from pallas_kernels.linear.pallas_triton import NORMED_ROWS, parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
-from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route, route_and_list, route_and_plan
+from pallas_kernels.rms_norm import rms_norm, tile_squares
+from pallas_kernels.route import norm_route_and_list, route, route_and_list, route_and_plan
+from pallas_kernels.route.normed import routes_last
 from pallas_kernels.route.planned import MOST_ROWS, rows_of
-from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
+from pallas_kernels.verification.check import (
+    FEW_ROWS,
+    Check,
+    ModelShape,
+    draw,
+    make_check,
+    same_rows,
+)
 
 DECODE_ROWS = 16
 """Rows of a product of decode steps with as many or more."""
+
+ROUTED_ROWS = 1, 2, FEW_ROWS, 8, MOST_ROWS
+"""Rows of decode steps that one program routes, in a tile of just those."""
 
 
 def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
@@ -62,8 +75,8 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
                         return alone, sum_of_parts(parts)
                     if residual is None:
                         return alone
-                    added = {"residual": residual[:rows]}
-                    return alone, linear(*few, **added, **options, implementation=name)
+                    options |= {"residual": residual[:rows], "implementation": name}
+                    return alone, _added(few, options)
 
                 every = of(2 * tile, tile)
                 return (every, of(FEW_ROWS, FEW_ROWS)) if tile == 16 else every
@@ -99,10 +112,29 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         return draw(0, (33, d), dtype), draw(1, (33, top_k, d), "float32"), weights
 
     def weighted(name, x, y, weights):
-        counted = combine_and_count(x, y, weights, jnp.ones(1, jnp.int32), implementation=name)
-        return combine(x, y, weights, implementation=name), counted
+        out, squares, index = combine_with_squares(
+            x, y, weights, jnp.ones(1, jnp.int32), implementation=name
+        )
+        alone = combine(x, y, weights, implementation=name)
+        return alone, same_rows(out, alone), _of(squares, out), index
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
+
+
+def _added(operands: tuple, options: dict) -> tuple:
+    """linear with a residual; of decode's rows also whether it is the same beside its squares."""
+    out = linear(*operands, **options)
+    if options["row_tile"] >= 64:
+        return (out,)
+    options = {name: value for name, value in options.items() if name != "out_dtype"}
+    again, squares = linear_with_squares(*operands, **options)
+    return out, same_rows(again, out), _of(squares, again)
+
+
+def _of(squares: jax.Array, x: jax.Array) -> jax.Array:
+    """int32, 1 for rows of which squares are XLA's tile_squares, of as many tiles."""
+    tile = pl.next_power_of_2(pl.cdiv(x.shape[1], squares.shape[1]))
+    return same_rows(squares, tile_squares(x, tile))
 
 
 def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) -> Check:
@@ -123,10 +155,12 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
             options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
             both = few, norm, 1e-6, weights, layer, added
             got = norm_linear(*both, norm_implementation=name, **options)
+            options["squares"] = row_squares(few, implementation=name)
+            by_squares = norm_linear(*both, norm_implementation=name, **options)
+            del options["squares"]
             normed = rms_norm(few, norm, layer, 1e-6, implementation=name)
             alone = linear(normed, weights, layer, added, **options)
-            bits, wanted = (lax.bitcast_convert_type(y, jnp.uint16) for y in (got, alone))
-            return got, (bits == wanted).astype(jnp.int32)
+            return got, same_rows(got, alone), same_rows(by_squares, alone)
 
         return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
 
@@ -149,11 +183,17 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
             options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
             both = few, norm, 1e-6, weights, layer
             normed, parts = norm_linear_parts(*both, norm_implementation=name, **options)
+            options["squares"] = row_squares(few, implementation=name)
+            by_squares = norm_linear_parts(*both, norm_implementation=name, **options)
+            del options["squares"]
             alone = rms_norm(few, norm, layer, 1e-6, implementation=name)
             parts_alone = linear_parts(alone, weights, layer, **options)
-            bits, wanted = (lax.bitcast_convert_type(y, jnp.uint16) for y in (normed, alone))
-            of_parts = (lax.bitcast_convert_type(y, jnp.uint32) for y in (parts, parts_alone))
-            same = (bits == wanted).astype(jnp.int32), jnp.equal(*of_parts).all(0).astype(jnp.int32)
+            found = ((normed, parts), by_squares)
+            same = [
+                same_rows(got, wanted).reshape(-1, rows).min(axis=0)  # of all parts
+                for pair in found
+                for got, wanted in zip(pair, (alone, parts_alone), strict=True)
+            ]
             return normed, sum_of_parts(parts), same
 
         return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
@@ -162,7 +202,7 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
 
 
-def table_checks(shape: ModelShape) -> Iterator[Check]:
+def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     experts, rule = shape.experts, shape.rule
 
     def scores():
@@ -184,6 +224,9 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
 
     for rows in (FEW_ROWS, MOST_ROWS, 2 * MOST_ROWS):
         yield _listed_check(shape, what, rows)
+    for rows in ROUTED_ROWS:
+        if routes_last(rows, experts, shape.hidden, shape.dtype, rule):
+            yield _scored_check(shape, what, rows, shared_kib)
 
     versions, pairs = len(shape.versions), 33 * rule.top_k
 
@@ -219,7 +262,7 @@ def table_checks(shape: ModelShape) -> Iterator[Check]:
 
         yield make_check("plan", f"{experts} experts {cells} cells", "int32", references, planned)
 
-        for rows in (FEW_ROWS, MOST_ROWS):
+        for rows in ROUTED_ROWS:
             if rows_of(rows, cells, experts, rule) is not None:
                 yield _planned_check(shape, what, rows, cells)
 
@@ -236,21 +279,55 @@ def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
 
     def listed(name, logits, valid, correction):
         records, i = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32), jnp.int32(1)
-        ids, weights, records, active, count = route_and_list(
-            *(logits, valid, correction, i, records, i),
+        counters = jnp.zeros(1, jnp.int32)
+        ids, weights, records, active, count, counters = route_and_list(
+            *(logits, valid, correction, i, records, i, counters),
             rule=shape.rule,
             implementation=name,
         )
         kept, bits = jnp.split(records, 2, axis=1)
-        # Kernels may list experts that no row chose: what counts is that all others are there.
         used = jnp.where(jnp.arange(experts) < count, active, -1)
-        missed = jnp.any((ids < experts) & ~jnp.any(ids[..., None] == used, axis=-1))
         kept = kept, lax.bitcast_convert_type(bits, jnp.float32)
-        return ids, weights, kept, missed.astype(jnp.int32)
+        return ids, weights, kept, used, count, counters
 
     name = f"and list {what} {parts} parts rows {rows}"
     # Only steps of kernels for both have it.
     return make_check("route", name, "float32", scores, listed, beside=("plan",))
+
+
+def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> Check:
+    """The router's product, the last program of which routes and lists: that it has the bits of the
+    kernels that it is made of, whose values have checks. what: of the rule."""
+    d, experts, dtype = shape.hidden, shape.experts, shape.dtype
+
+    def operands():
+        weights = draw(1, (1, experts, d), dtype, 3 * d**-0.5)
+        correction = draw(3, (1, experts), "float32") if shape.correction else None
+        valid = jnp.arange(rows) % 5 != 4
+        return draw(0, (rows, d), dtype), draw(2, (1, d), dtype), weights, valid, correction
+
+    def scored(name, x, norm, weights, valid, correction):
+        records = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32)
+        layer, i, counters = jnp.int32(1), jnp.int32(0), jnp.zeros(1, jnp.int32)
+        names = {"norm_implementation": name, "shared_kib": shared_kib}
+        names["squares"] = row_squares(x, implementation=name)
+        given = valid, correction, i, records, layer, counters
+        routing = {"rule": shape.rule, "implementation": name}
+        got = norm_route_and_list(
+            *(x, norm, 1e-6, weights, *given), **routing, linear_implementation=name, **names
+        )
+        normed, parts = norm_linear_parts(x, norm, 1e-6, weights, i, implementation=name, **names)
+        normed, parts = lax.optimization_barrier((normed, parts))
+        alone = normed, *route_and_list(parts, *given, **routing)
+        pairs = ((got[n], alone[n]) for n in range(4))
+        same = [same_rows(jnp.asarray(mine), jnp.asarray(other)) for mine, other in pairs]
+        used, number = (
+            jnp.where(jnp.arange(experts) < each[5], each[4], -1) for each in (got, alone)
+        )
+        return same, (used == number).astype(jnp.int32), got[5] - alone[5], got[6]
+
+    name = f"scored and listed {what} of {d} rows {rows} {shared_kib} KiB"
+    return make_check("route", name, dtype, operands, scored, beside=("linear", "rms_norm", "plan"))
 
 
 def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.combine import combine_with_squares
+from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size, expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.fill_ffn import fill_ffn, why_not_pallas
 from pallas_kernels.move import Moves, move
@@ -23,6 +25,7 @@ from pallas_kernels.verification.check import (
     Stores,
     draw,
     make_check,
+    same_rows,
 )
 from pallas_kernels.verification.dense import empty_tables
 from pallas_kernels.verification.random_records import random_records
@@ -39,6 +42,8 @@ def record_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Ch
     yield _move_check(records)
     for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
         yield _expert_ffn_check(records, shared_kib, tokens, row_tile)
+    for tokens in (16, 32, 64):
+        yield _combined_check(records, shared_kib, tokens)
     if why_not_pallas(shape.versions) is None:
         for tokens in (16, 32, 64):
             yield _fill_ffn_check(records, shared_kib, tokens)
@@ -179,44 +184,95 @@ def _move_check(records: _Records) -> Check:
 
 
 def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile: int) -> Check:
-    shape, experts, count = records.shape, records.experts, records.count
-    layers, layer = records.layers, records.layer
-    d, k = shape.hidden, min(shape.rule.top_k, experts)
+    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
 
     def operands():
-        return records.held(), draw(0, (tokens, d), shape.dtype), records.routed(tokens)
+        x = draw(0, (tokens, shape.hidden), shape.dtype)
+        return records.held(), x, records.routed(tokens)
 
     def computed(name, stores, arena, x, ids):
-        every = of(name, stores, arena, x, ids, row_tile)
+        of = functools.partial(_experts, records, shared_kib, name, stores, arena)
+        every = of(x, ids, row_tile)
         if tokens != 16:
             return every
-        return every, of(name, stores, arena, x[:FEW_ROWS], ids[:FEW_ROWS], FEW_ROWS)
-
-    def of(name, stores, arena, x, ids, row_tile):
-        cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
-        return expert_ffn(
-            jnp.zeros((ids.size, d), jnp.float32),
-            x,
-            ids,
-            arena,
-            stores,
-            layer,
-            jnp.full((layers, experts), -1, jnp.int32).at[layer].set(cells),
-            jnp.zeros((layers, experts), jnp.int32).at[layer].set(records.version_of),
-            jnp.arange(experts, dtype=jnp.int32),
-            jnp.int32(experts),
-            activation=shape.activation,
-            row_tile=row_tile,
-            formats=records.given,
-            implementation=name,
-            shared_kib=shared_kib,
-        )
+        return every, of(x[:FEW_ROWS], ids[:FEW_ROWS], FEW_ROWS)
 
     rows = tokens if row_tile == 16 else 0
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
     what += f" {shared_kib} KiB"
     given = {"stores": records.stores, "wide": records.wide, "rows": rows}
     return make_check("expert_ffn", what, shape.dtype, operands, computed, **given)
+
+
+def _combined_check(records: _Records, shared_kib: int, tokens: int) -> Check:
+    """Experts whose last product combines them: values, and the bits of the two kernels, which
+    prefill and other drivers have in its place."""
+    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
+
+    def operands():
+        weights = jax.nn.softmax(draw(2, (tokens, k), "float32"))
+        x, residual = (draw(seed, (tokens, shape.hidden), shape.dtype) for seed in (0, 3))
+        return records.held(), x, records.routed(tokens), residual, weights
+
+    def computed(name, stores, arena, *few):
+        every = of(name, stores, arena, *few, row_tile=16)
+        if tokens != 16:
+            return every
+        fewer = (array[:FEW_ROWS] for array in few)
+        return every, of(name, stores, arena, *fewer, row_tile=FEW_ROWS)
+
+    def of(name, stores, arena, x, ids, residual, weights, row_tile):
+        experts = functools.partial(_experts, records, shared_kib, name, stores, arena)
+        counters, index = jnp.zeros(counters_size(*x.shape), jnp.int32), jnp.zeros(1, jnp.int32)
+        epilogue = Epilogue(residual, weights, index, counters, records.layers - 1, True)
+        both, y = experts(x, ids, row_tile, epilogue), experts(x, ids, row_tile)
+        rows = y.reshape(*ids.shape, -1)
+        out, squares, _ = combine_with_squares(residual, rows, weights, index, implementation=name)
+        assert isinstance(both, Combined) and both.squares is not None
+        pairs = (both.y, y), (both.out, out), (both.squares, squares)
+        return *both[:4], *(same_rows(*pair) for pair in pairs)
+
+    what = f"{records.what} {shape.activation} top {k} combined tokens {tokens}"
+    what += f" {shared_kib} KiB"
+    given = {"stores": records.stores, "wide": records.wide, "rows": tokens}
+    return make_check(
+        "expert_ffn", what, shape.dtype, operands, computed, **given, beside=("combine",)
+    )
+
+
+def _experts(
+    records: _Records,
+    shared_kib: int,
+    name: str,
+    stores: tuple[jax.Array, ...],
+    arena: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    row_tile: int,
+    epilogue: Epilogue | None = None,
+) -> Any:
+    """expert_ffn of all experts, the first of each version in its cell."""
+    experts, count, layer = records.experts, records.count, records.layer
+    cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
+    table = records.layers, experts
+    return expert_ffn(
+        jnp.zeros((ids.size, x.shape[1]), jnp.float32),
+        x,
+        ids,
+        arena,
+        stores,
+        layer,
+        jnp.full(table, -1, jnp.int32).at[layer].set(cells),
+        jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
+        jnp.arange(experts, dtype=jnp.int32),
+        jnp.int32(experts),
+        activation=records.shape.activation,
+        row_tile=row_tile,
+        formats=records.given,
+        implementation=name,
+        shared_kib=shared_kib,
+        epilogue=epilogue,
+    )
 
 
 def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.combine import api, pallas_triton
 from pallas_kernels.combine.specs import SPECS, Spec
+from pallas_kernels.rms_norm import tile_squares
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
 
@@ -53,6 +54,23 @@ def check_count(spec, implementation):
         np.testing.assert_array_equal(after, [index + 1])
 
 
+def check_squares(spec, implementation):
+    """The sum has combine's bits, and its squares those of the one tree over what is stored, by
+    whoever makes them."""
+    op = compiled(api.combine_with_squares, donate=("index",), implementation=implementation)
+    arrays = case(spec, 0)
+    want = np.asarray(run(implementation, *arrays))
+    squares = np.asarray(tile_squares(jnp.asarray(want), pallas_triton.SQUARES_TILE))
+    for index in (None, np.int32([46])):
+        out, got, after = op(*arrays, index)
+        same_bits(np.asarray(out), want)
+        same_bits(np.asarray(got), squares)
+        assert (None if after is None else after.tolist()) == (None if index is None else [47])
+    maker = "pallas" if implementation == "pallas" else "xla"
+    before = compiled(api.row_squares, implementation=maker)(want)
+    same_bits(np.asarray(before), squares)
+
+
 COUNTED = (Spec(1, "bfloat16"), Spec(17, "bfloat16", top_k=8, hidden=600))
 
 
@@ -64,6 +82,11 @@ def test_contract(spec, implementation):
 @each(api.IMPLEMENTATIONS, COUNTED)
 def test_the_last_kernel_of_a_layer_counts(spec, implementation):
     check_count(spec, implementation)
+
+
+@each(api.IMPLEMENTATIONS, COUNTED)
+def test_squares_are_of_what_is_stored(spec, implementation):
+    check_squares(spec, implementation)
 
 
 def every_program(residual, y, weights, _, out, index, *, config):

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.linear import api, pallas_triton, sum_of_parts
 from pallas_kernels.linear.specs import SPECS, Spec
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import rms_norm, tile_squares
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
 LAYER, EPS = 1, 1e-5
@@ -74,6 +74,56 @@ def check_residual(spec, implementation):
     same_bits(got[:needed], want.astype(out_dtype)[:needed])
 
 
+SQUARES_SPECS = (
+    Spec(3, "bfloat16", row_tile=3),
+    Spec(32, "bfloat16", outputs=55, row_tile=16, tiles=1),
+    Spec(3, "float16", inputs=200, outputs=4100, bias=True),
+    Spec(2, "bfloat16", inputs=32, outputs=16390),
+    Spec(3, "float32"),
+)
+"""Tiles of 16 columns, the last one not whole, and a tile of rows that is not needed; of 32; of
+128; what has no kernel."""
+
+
+def check_squares(spec, implementation):
+    """The bits of linear with a residual, and of the one tree over what it stores."""
+    x, weights, bias = case(spec, 0)
+    residual = draw(np.random.default_rng(1), (spec.tokens, spec.outputs), spec.dtype)
+    needed = spec.tokens if spec.tiles is None else spec.tiles * spec.row_tile
+    x[needed:] = residual[needed:] = np.nan
+    want = run(spec, implementation, x, weights, bias, residual)
+    op = compiled(api.linear_with_squares, row_tile=spec.row_tile, implementation=implementation)
+    tiles = None if spec.tiles is None else np.int32(spec.tiles)
+    got = op(x, weights, np.int32(LAYER), bias, residual=residual, tiles=tiles)
+    out, squares = map(np.asarray, got)
+    same_bits(out[:needed], want[:needed])
+    columns = api.SQUARES_TILE
+    if implementation == "pallas":
+        columns = pallas_triton.configuration(16, spec.outputs, spec.dtype).columns
+    assert squares.shape == (spec.tokens, -(-spec.outputs // columns))
+    same_bits(squares[:needed], np.asarray(tile_squares(jnp.asarray(want[:needed]), columns)))
+
+
+@each(api.IMPLEMENTATIONS, SQUARES_SPECS)
+def test_squares_beside_a_product_are_of_what_it_stores(spec, implementation):
+    check_squares(spec, implementation)
+
+
+def halves_first(values):
+    wide = values.astype(jnp.float32) ** 2
+    while (size := wide.shape[-1]) > 1:
+        wide = wide[..., : size // 2] + wide[..., size // 2 :]
+    return wide[..., 0]
+
+
+@pytest.mark.slow
+def test_the_contract_of_squares_catches_another_tree(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "sum_of_squares", halves_first)
+    # Sums of few squares of bfloat16 are exact in any order; jax keeps kernels of known shapes.
+    with pytest.raises(AssertionError):
+        check_squares(Spec(3, "float16", layers=3), "pallas")
+
+
 @each(api.IMPLEMENTATIONS, RESIDUAL_SPECS)
 def test_a_residual_is_added_to_the_rounded_product(spec, implementation):
     check_residual(spec, implementation)
@@ -131,13 +181,14 @@ def norm_case(spec):
     return x, factors, weights, bias, needed
 
 
-def normed(spec, implementation, x, factors, weights, bias):
+def normed(spec, implementation, x, factors, weights, bias, squares=None):
     """(norm_linear, linear of rms_norm)."""
     options, layer = {"row_tile": spec.row_tile}, np.int32(LAYER)
     tiles = None if spec.tiles is None else np.int32(spec.tiles)
     names = {"implementation": implementation, "norm_implementation": implementation}
     op = compiled(api.norm_linear, eps=EPS, **names, **options)
-    got = op(x, factors, weights=weights, layer=layer, bias=bias, tiles=tiles)
+    given = {"weights": weights, "layer": layer, "bias": bias, "squares": squares}
+    got = op(x, factors, **given, tiles=tiles)
     norm = compiled(rms_norm, eps=EPS, implementation=implementation)
     rows = np.asarray(norm(x, factors, layer))
     want = compiled(api.linear, implementation=implementation, **options)(
@@ -146,17 +197,32 @@ def normed(spec, implementation, x, factors, weights, bias):
     return np.asarray(got), np.asarray(want)
 
 
-def check_normed(spec, implementation):
-    """The bits of both ops."""
+def check_normed(spec, implementation, tile=None):
+    """The bits of both ops. tile: of the squares that are given; None: none are."""
     x, factors, weights, bias, needed = norm_case(spec)
-    got, want = normed(spec, implementation, x, factors, weights, bias)
+    got, want = normed(spec, implementation, x, factors, weights, bias, squares_of(x, tile))
     assert got.dtype == want.dtype == spec.dtype
     same_bits(got[:needed], want[:needed])
+
+
+def squares_of(x, tile):
+    return None if tile is None else np.asarray(tile_squares(jnp.asarray(x), tile))
+
+
+def check_normed_by_squares(spec, implementation):
+    """Whatever the width of tiles."""
+    for tile in (16, 256):
+        check_normed(spec, implementation, tile)
 
 
 @each(api.IMPLEMENTATIONS, NORM_SPECS)
 def test_a_product_of_normalised_rows_has_the_bits_of_both_ops(spec, implementation):
     check_normed(spec, implementation)
+
+
+@each(api.IMPLEMENTATIONS, NORM_SPECS)
+def test_squares_that_are_given_change_no_bit(spec, implementation):
+    check_normed_by_squares(spec, implementation)
 
 
 PARTS_SPECS = (
@@ -222,14 +288,16 @@ several turns, the last of them not whole; parts and columns not whole; one part
 and the second one not needed; more rows than are normalised in a product; what has no kernel."""
 
 
-def check_normed_parts(spec, implementation):
-    """The bits of both ops, of what is normalised and of its parts; the former by the reference."""
+def check_normed_parts(spec, implementation, tile=None):
+    """The bits of both ops, of what is normalised and of its parts; the former by the reference.
+    tile: as of check_normed."""
     x, factors, weights, _, needed = norm_case(spec)
     options, layer = {"row_tile": spec.row_tile}, np.int32(LAYER)
     tiles = None if spec.tiles is None else np.int32(spec.tiles)
     names = {"implementation": implementation, "norm_implementation": implementation}
     op = compiled(api.norm_linear_parts, eps=EPS, **names, **options)
-    got = [np.asarray(y) for y in op(x, factors, weights=weights, layer=layer, tiles=tiles)]
+    given = {"weights": weights, "layer": layer, "squares": squares_of(x, tile)}
+    got = [np.asarray(y) for y in op(x, factors, **given, tiles=tiles)]
     norm = compiled(rms_norm, eps=EPS, implementation=implementation)
     rows = np.asarray(norm(x, factors, layer))
     assert got[0].dtype == spec.dtype and got[1].dtype == np.float32
@@ -243,6 +311,27 @@ def check_normed_parts(spec, implementation):
 @each(api.IMPLEMENTATIONS, NORM_PARTS_SPECS)
 def test_parts_of_normalised_rows_have_the_bits_of_both_ops(spec, implementation):
     check_normed_parts(spec, implementation)
+
+
+def check_normed_parts_by_squares(spec, implementation):
+    """Whatever the width of tiles."""
+    for tile in (16, 256):
+        check_normed_parts(spec, implementation, tile)
+
+
+@each(api.IMPLEMENTATIONS, NORM_PARTS_SPECS)
+def test_squares_that_are_given_change_no_bit_of_parts(spec, implementation):
+    check_normed_parts_by_squares(spec, implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_given", [check_normed_by_squares, check_normed_parts_by_squares])
+def test_squares_are_read_in_place_of_rows(check_given, monkeypatch):
+    """Those of another array show."""
+    right = squares_of
+    monkeypatch.setitem(globals(), "squares_of", lambda x, tile: right(2 * x, tile))
+    with pytest.raises(AssertionError):
+        check_given(NORM_PARTS_SPECS[0], "pallas")
 
 
 def next_row_normalised(_scales, *given):
@@ -394,3 +483,5 @@ def test_refuses_a_norm_that_does_not_fit(op):
         op(x, jnp.zeros((2, 4)), EPS, weights, 0, **names)
     with pytest.raises(ValueError, match="3 rows are not whole tiles of 2"):
         op(x, jnp.zeros((2, 4), x.dtype), EPS, weights, 0, row_tile=2, **names)
+    with pytest.raises(ValueError, match=r"squares are float32 \(2, 1\), but x is \(3, 4\)"):
+        op(x, jnp.zeros((2, 4), x.dtype), EPS, weights, 0, squares=jnp.zeros((2, 1)), **names)

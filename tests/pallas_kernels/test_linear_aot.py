@@ -70,23 +70,30 @@ def test_products_of_a_layer(name, rows):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rows", [4, 16, 32])
-def test_a_routers_product_of_rows_that_it_normalises(name, rows):
-    """One kernel; four rows make another one than a tile."""
+@pytest.mark.parametrize("tile", [None, 16])
+def test_a_routers_product_of_rows_that_it_normalises(name, rows, tile):
+    """One kernel; four rows make another one than a tile. tile: of squares that it is given."""
     model, dtype = MODELS[name], jnp.bfloat16
     names = dict.fromkeys(("implementation", "norm_implementation"), "pallas")
     program, kernels = compile_kernels(
-        lambda x, norm, weights, i, tiles: norm_linear_parts(
-            x, norm, EPS, weights, i, row_tile=min(rows, 16), tiles=tiles, **names
+        lambda x, norm, weights, i, tiles, squares: norm_linear_parts(
+            *(x, norm, EPS, weights, i),
+            row_tile=min(rows, 16),
+            tiles=tiles,
+            squares=squares,
+            **names,
         ),
         Array((rows, model.hidden), dtype),
         Array((model.layers, model.hidden), dtype),
         weights_of(model, dtype)["router"],
         *[Array((), jnp.int32)] * 2,
+        None if tile is None else Array((rows, -(-model.hidden // tile)), jnp.float32),
     )
     assert program.kernels() == ["norm_linear_parts"] and program.copies() == []
     kernel = kernels["norm_linear_parts"]
     assert kernel.spill_bytes == 0 and "mma.sync" in kernel.ptx
-    assert kernel.shared_bytes <= 99 * 1024 and kernel.load_bits()[128] >= 4
+    assert kernel.shared_bytes <= 99 * 1024
+    assert kernel.load_bits()[128] >= (4 if tile is None else 3)  # no rows for their sums
 
 
 @pytest.mark.nightly

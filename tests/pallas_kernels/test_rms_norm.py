@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rms_norm import api
-from pallas_kernels.rms_norm.pallas_triton import CHUNK, sum_of_row
+from pallas_kernels.rms_norm.pallas_triton import sum_of_row
 from pallas_kernels.rms_norm.specs import SPECS, Spec
 from tests.pallas_kernels.contract import SEEDS, close, compiled, draw, each, same_bits, wide
 
@@ -101,12 +101,55 @@ def test_refuses(columns, options, message):
         api.rms_norm(jnp.zeros((3, columns)), jnp.zeros((2, 4)), 0, EPS, **options)
 
 
+def neighbours_first(values):
+    """The sum over the last axis, a power of two."""
+    while values.shape[-1] > 1:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values[..., 0]
+
+
 def test_a_row_is_summed_in_one_order():
-    """Halves down to a chunk, then neighbours: norm_linear adds chunks to each other first."""
-    rows = np.random.default_rng(0).uniform(size=(3, 4 * CHUNK)).astype(np.float32)
-    a, b, c, d = np.split(rows, 4, axis=1)
-    chunk = want = (a + c) + (b + d)
-    while want.shape[1] > 1:
-        want = want[:, 0::2] + want[:, 1::2]
-    same_bits(np.asarray(sum_of_row(jnp.asarray(rows))), want[:, 0])
-    same_bits(np.asarray(sum_of_row(jnp.asarray(chunk))), want[:, 0])
+    """Neighbours first, so that a tile of any power of two is a subtree."""
+    rows = np.random.default_rng(0).uniform(size=(3, 2048)).astype(np.float32)
+    want = neighbours_first(rows)
+    same_bits(np.asarray(sum_of_row(jnp.asarray(rows))), want)
+    for tile in (16, 256, 2048):
+        sums = np.asarray(sum_of_row(jnp.asarray(rows.reshape(3, -1, tile))))
+        same_bits(np.asarray(sum_of_row(jnp.asarray(sums))), want)
+
+
+SQUARES_SPECS = (
+    Spec((3,), "bfloat16", width=512),
+    Spec((2,), "float16", width=600),
+    Spec((3,), "bfloat16", width=40),
+)
+"""Whole tiles; the last one not whole; less than one."""
+
+
+def check_tile_squares(spec, implementation, tile=256):
+    """The bits of the one tree."""
+    x, _ = case(spec, 0)
+    got = compiled(api.tile_squares, tile=tile, implementation=implementation)(x)
+    padded = np.pad(x.astype(np.float32), ((0, 0), (0, -spec.width % tile)))
+    want = neighbours_first(padded.reshape(len(x), -1, tile) ** 2)
+    same_bits(np.asarray(got), want)
+    api.check_squares(jnp.asarray(x), got)
+
+
+@each(api.TILE_SQUARES, SQUARES_SPECS)
+def test_squares_of_tiles(spec, implementation):
+    check_tile_squares(spec, implementation)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 2), "bfloat16"), ((2, 3), "float32"), ((3, 4), "float32")]
+)
+def test_refuses_squares_of_another_array(shape, dtype):
+    """Of 40 columns there are 1, 2, 3, 5, … tiles, but not 4."""
+    x = jnp.zeros((3, 40), "bfloat16")
+    for tiles in (1, 2, 3, 5, 10, 20, 40):
+        api.check_squares(x, jnp.zeros((3, tiles), "float32"))
+    with pytest.raises(ValueError, match="3 rows of 40 columns over a power of 2"):
+        api.check_squares(x, jnp.zeros(shape, dtype))
+    with pytest.raises(ValueError, match="a tile of 12 columns is no subtree"):
+        api.tile_squares(x, 12)

@@ -11,6 +11,7 @@ from pallas_kernels.linear import sum_of_parts
 from pallas_kernels.plan import plan_resident, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.route import api, listed
+from pallas_kernels.route.pallas_triton import configuration
 from pallas_kernels.route.specs import PLANNED_SPECS, RULES, PlannedSpec
 from tests.pallas_kernels.contract import close, compiled, each, same_bits
 from tests.pallas_kernels.test_plan import cold
@@ -22,7 +23,13 @@ LONE = -7
 
 def check(spec, implementation):
     """Ids are the reference's, weights too but for rounding, and have the bits that route by itself
-    has; the layer's record has both; active experts are listed once each, ascending."""
+    has; the layer's record has both; active experts are listed once each, ascending, of kernels of
+    several programs where they have counters."""
+    for counters in (None, np.zeros(2, np.int32)):
+        _check(spec, implementation, counters)
+
+
+def _check(spec, implementation, counters):
     rule = RULES[spec.rule]
     options = {"rule": rule, "implementation": implementation}
     both = compiled(api.route_and_list, **options)
@@ -33,9 +40,11 @@ def check(spec, implementation):
     for seed in range(2):
         logits, valid, correction = case(spec, seed)
         records = np.full((2, 2 * pairs), LONE, np.int32)
-        ids, weights, records, active, count = both(
-            *(logits, valid, correction, layers[0], records, layers[1])
+        ids, weights, records, active, count, after = both(
+            *(logits, valid, correction, layers[0], records, layers[1], counters)
         )
+        if counters is not None:
+            np.testing.assert_array_equal(after, counters)
         want_ids, near = reference(sum_of_parts(logits), valid, correction, layers[0])
         np.testing.assert_array_equal(ids, want_ids)
         close("route", "float32", np.asarray(weights), np.asarray(near, np.float64))
@@ -48,7 +57,9 @@ def check(spec, implementation):
         assert np.all(np.asarray(records)[1 - LAYER] == LONE)
         named = np.asarray(active)[: int(count)]
         used = np.unique(np.asarray(ids)[valid])
-        lists = implementation != "pallas" or listed.tile_of(spec.tokens, spec.experts, rule)
+        lists = implementation != "pallas" or counters is not None
+        lists = lists or listed.tile_of(spec.tokens, spec.experts, rule)
+        lists = lists or spec.tokens <= configuration().rows
         np.testing.assert_array_equal(named, used if lists else np.arange(spec.experts))
 
 
@@ -74,8 +85,8 @@ def other_record(route_listed, logits, valid, correction, i, records, layer, **o
 
 
 def last_one_missing(route_listed, *operands, **options):
-    *found, count = route_listed(*operands, **options)
-    return *found, count - 1
+    *found, count, counters = route_listed(*operands, **options)
+    return *found, count - 1, counters
 
 
 @pytest.mark.nightly

@@ -13,18 +13,26 @@ from tests.pallas_kernels.paged_kv import draw_kv, lay_out
 
 LAYER, STACK_LAYER = 1, 2
 
+SPLITS = (2047, 257, 0, 1024, 255, 256, 511)
+"""Lengths around the ends of splits, of which there are eight or four."""
+
+READING = "block_table", "lengths", "counters"
+"""Arguments that kv_write has not."""
+
 WRITING_SPECS = (
     DecodeSpec(EDGES, "bfloat16", block_size=32),
     DecodeSpec(EDGES[:9], "bfloat16", window=20, scale=0.4),
     DecodeSpec(EDGES, "float16", block_size=64, head_dim=24, heads=3, kv_heads=1),
     DecodeSpec(EDGES[:7], "bfloat16", heads=20, kv_heads=1, head_dim=6),
     DecodeSpec(LONG, "bfloat16", heads=2, kv_heads=1, max_length=2400),
-    DecodeSpec(LONG[1:], "float16", window=300, heads=2, kv_heads=1, max_length=2100),
+    DecodeSpec(SPLITS, "float16", window=300, heads=2, kv_heads=1, max_length=2048),
+    DecodeSpec(SPLITS[1:], "bfloat16", heads=6, kv_heads=2, max_length=1024),
 )
+"""The last two merge several splits in the program that comes last; LONG has too many."""
 
 
-def case(spec, seed, norms) -> dict:
-    """Arguments of the op: pages hold all tokens but each row's last one."""
+def case(spec, seed, norms, counts=True) -> dict:
+    """Arguments of the op: pages hold all tokens but each row's last one. counts: with counters."""
     rng = np.random.default_rng(seed)
     columns = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     qkv = draw(rng, (len(spec.lengths), columns), spec.dtype)
@@ -50,6 +58,7 @@ def case(spec, seed, norms) -> dict:
         layer=np.int32(LAYER),
         block_table=kv.block_table,
         lengths=np.int32(spec.lengths),
+        counters=np.zeros(len(positions) * spec.kv_heads + 1, np.int32) if counts else None,
     )
 
 
@@ -63,7 +72,9 @@ def run(spec, implementations, inputs):
         scale=spec.scale,
         implementations=implementations,
     )
-    return [np.asarray(x) for x in op(**inputs)]
+    *made, counters = op(**inputs)
+    assert counters is None or not np.any(counters)
+    return [np.asarray(x) for x in made]
 
 
 def check(spec, implementation, norms=True):
@@ -81,15 +92,16 @@ def check(spec, implementation, norms=True):
 
 
 def check_bits(spec, implementation, norms=True):
-    inputs = case(spec, 0, norms)
-    got = run(spec, (implementation, implementation), inputs)
-    for x, y in zip(got, two_kernels(spec, inputs), strict=True):
-        same_bits(x, y)
+    want = two_kernels(spec, case(spec, 0, norms))
+    for counts in (True, False):
+        got = run(spec, (implementation, implementation), case(spec, 0, norms, counts))
+        for x, y in zip(got, want, strict=True):
+            same_bits(x, y)
 
 
 def two_kernels(spec, inputs):
     options: dict = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
-    written: dict = {k: v for k, v in inputs.items() if k not in ("block_table", "lengths")}
+    written: dict = {k: v for k, v in inputs.items() if k not in READING}
     q, arena = compiled(kv_write, **options, implementation="pallas")(**written)
     options = dict(page=spec.page, window=spec.window, scale=spec.scale, implementation="pallas")
     numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
@@ -128,9 +140,9 @@ def test_contract_catches(name, monkeypatch):
         check(DecodeSpec((300, 20), "bfloat16", heads=2, kv_heads=1, max_length=300), "pallas")
 
 
-def of_the_next_head(*args, turned=writing._turned):
+def of_the_next_head(*args, turned=writing._turned, **options):
     *rest, heads, real, norm = args
-    return turned(*rest, heads + (heads.size == 1), real, norm)
+    return turned(*rest, heads + (heads.size == 1), real, norm, **options)
 
 
 @pytest.mark.nightly
@@ -161,6 +173,7 @@ def test_a_row_without_a_page_writes_nothing():
         ({"block_table": (8, 2)}, r"block_table \(8, 2\)"),
         ({"positions": (8,)}, r"lengths \(8,\)"),
         ({"pages": (10,)}, r"lengths \(10,\)"),
+        ({"counters": (17,)}, r"counters \(17,\) are fewer than 9 rows · 2 heads"),
     ],
 )
 def test_refuses(changed, message):
@@ -181,7 +194,7 @@ def test_refuses_float32():
 def test_other_implementations_are_the_two_ops():
     spec = dataclasses.replace(WRITING_SPECS[1], dtype="float32")
     inputs = case(spec, 0, norms=True)
-    written: dict = {k: v for k, v in inputs.items() if k not in ("block_table", "lengths")}
+    written: dict = {k: v for k, v in inputs.items() if k not in READING}
     options: dict = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
     q, arena = compiled(kv_write, **options, implementation="xla")(**written)
     numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]

@@ -1,0 +1,78 @@
+"""What ends a decode layer: combine_and_count, behind down or within its kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.combine import combine_and_count, combine_with_squares
+
+LEAST_COLUMNS = 16
+"""Columns of the narrowest tile of a kernel."""
+
+MOST_SLOTS = 31
+"""Experts of a token, of which each has a bit of an int32 counter."""
+
+
+class Epilogue(NamedTuple):
+    """Operands of combine_and_count, but for y, and what its kernel counts in."""
+
+    residual: jax.Array
+    """[T, D]."""
+    weights: jax.Array
+    """float32[T, K]."""
+    index: jax.Array
+    """int32[1], updated in place."""
+    counters: jax.Array
+    """int32[at least counters_size], zeros, given back as zeros."""
+    first_layer: int
+    """The layer is the index and this: a kernel that reads the layer and moves the index on needs
+    to know that they are one, otherwise XLA copies the index before it."""
+    with_squares: bool = False
+    """Whether as of combine_with_squares."""
+
+
+class Combined(NamedTuple):
+    """The results of an op with an Epilogue."""
+
+    y: jax.Array
+    out: jax.Array
+    """[T, D]: the residual and the weighted rows of y."""
+    index: jax.Array
+    counters: jax.Array
+    squares: jax.Array | None = None
+    """row_squares of out, where they are wanted."""
+
+
+def counters_size(tokens: int, hidden: int) -> int:
+    """One for every token and tile of columns, and one for all of them."""
+    return tokens * -(-hidden // LEAST_COLUMNS) + 1
+
+
+def check_epilogue(y: jax.Array, ids: jax.Array, epilogue: Epilogue) -> None:
+    """Raises ValueError for operands that do not fit to y [T·K, D] and ids [T, K]."""
+    residual, weights, index, counters, *_ = epilogue
+    tokens, hidden = ids.shape[0], y.shape[1]
+    if residual.shape != (tokens, hidden) or weights.shape != ids.shape or index.shape != (1,):
+        raise ValueError(
+            f"residual {residual.shape}, weights {weights.shape} and index {index.shape} do not "
+            f"fit to ids {ids.shape} and y {y.shape}"
+        )
+    if counters.ndim != 1 or counters.size < counters_size(tokens, hidden):
+        raise ValueError(
+            f"counters {counters.shape} are fewer than {counters_size(tokens, hidden)} "
+            f"for {tokens} tokens of {hidden}"
+        )
+
+
+def combine_behind(y: jax.Array, epilogue: Epilogue, implementation: str) -> Combined:
+    """y combined by an op of its own."""
+    residual, weights, index, counters, *_ = epilogue
+    operands, squares = (residual, y.reshape(*weights.shape, -1), weights, index), None
+    if epilogue.with_squares:
+        out, squares, after = combine_with_squares(*operands, implementation=implementation)
+        assert after is not None
+    else:
+        out, after = combine_and_count(*operands, implementation=implementation)
+    return Combined(y, out, after, counters, squares)

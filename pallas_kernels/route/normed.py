@@ -1,0 +1,71 @@
+"""route_and_list behind the router's product of rows that it normalises: few rows, which the last
+of the product's programs routes and lists, so that a layer has a launch less."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.linear.pallas_triton import Last, Norm, norm_linear_parts_then, parts_of
+from pallas_kernels.route.listed import MOST_ROWS, keep, list_active
+from pallas_kernels.route.pallas_triton import why_not_pallas
+from pallas_kernels.route.planned import MOST_SCORES
+from pallas_kernels.route.rule import RouteRule
+from pallas_kernels.triton import scalar
+
+
+def warps_of(tokens: int) -> int:
+    """As many warps as hold what a program has of so many rows without spilling registers. More
+    would share out no work: each normalises all of its tile, and a warp routes a row at a time."""
+    return 4 if tokens <= 8 else 8
+
+
+def routes_last(
+    tokens: int, experts: int, hidden: int, dtype: jax.typing.DTypeLike, rule: RouteRule
+) -> bool:
+    """Whether the last program of a product with weights [E, D] routes so many tokens: not where
+    they or their scores are too many for one, nor where the product has no parts."""
+    scores = pl.next_power_of_2(tokens) * pl.next_power_of_2(experts)
+    fits = tokens <= MOST_ROWS and scores <= MOST_SCORES * 32 * warps_of(tokens)
+    several = parts_of(experts, hidden, dtype).count > 1
+    return fits and several and rule.groups == 1 and why_not_pallas(rule) is None
+
+
+def norm_route_listed(
+    x, norm: Norm, weights, valid, correction, i, records, layer, counters, *, rule, **options
+):
+    """As norm_route_and_list of the api, of what routes_last says. options: of
+    norm_linear_parts_then."""
+    tokens, experts, top_k = x.shape[0], weights.shape[1], rule.top_k
+    shapes = [((tokens, top_k), jnp.int32), ((tokens, top_k), jnp.float32)]
+    shapes += [(records.shape, records.dtype), ((experts,), jnp.int32), ((1,), jnp.int32)]
+    corrections = () if correction is None else (scalar(i), correction)
+    last = Last(
+        name="norm_route_list",
+        run=functools.partial(_route, rule=rule),
+        counters=counters,
+        operands=(records, scalar(layer), valid, corrections),
+        out_shape=tuple(jax.ShapeDtypeStruct(*each) for each in shapes),
+        aliases={0: 2},
+        num_warps=warps_of(tokens),
+    )
+    normed, _, counters, ids, weights, records, active, count = norm_linear_parts_then(
+        *(x, norm, weights, i, last), **options
+    )
+    return normed, ids, weights, records, active, count[0], counters
+
+
+def _route(logits, operands, results, *, rule):
+    """What the last program does, of all tokens.
+
+    Writes: it alone writes what there is besides the product, each element once, as of
+    listed._kernel.
+    """
+    _records, layer, valid, correction = operands
+    ids, weights, records, active, number = results
+    row = jnp.arange(pl.next_power_of_2(ids.shape[0]))
+    used = keep(logits, valid, correction, layer, ids, weights, records, row, rule)
+    list_active(used, active, number)
