@@ -22,13 +22,21 @@ from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     linear,
     linear_parts,
+    linear_with_squares,
     norm_linear,
     norm_linear_parts,
+    normalises_within,
     sum_of_parts,
 )
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.route import route, route_and_list, route_and_plan, route_scores
+from pallas_kernels.route import (
+    norm_route_and_list,
+    route,
+    route_and_list,
+    route_and_plan,
+    route_scores,
+)
 
 MLA_EPS = 1e-6
 """Epsilon of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
@@ -51,7 +59,7 @@ class Tokens(NamedTuple):
     """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, window=, scale=) ->
     [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
     [T, H·latent]."""
-    write_and_attend: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
     """Decode's kv_write and attention in one, with the arguments of both; None: one by one."""
 
 
@@ -93,6 +101,14 @@ class LayerStack(nnx.Module):
     def _optional(self, name: str) -> jax.Array | None:
         return self.weights[name][...] if name in self.weights else None
 
+    def carries_squares(self, rows: int) -> bool:
+        """Whether the router's product, and mostly that of q, k and v, normalises so many rows of x
+        itself, so that `squares` of x, which attend takes and gives, save its programs reading
+        them."""
+        within = normalises_within(rows, self.ops.linear, self.ops.rms_norm)
+        made = self.config.residual_multiplier == 1 and self.ops.combine == "pallas"
+        return self.is_moe and within and made and "post_norm_bias" not in self.weights
+
     def _linear(self, x, name, i, tokens, out_dtype=None, residual=None):
         return linear(
             x,
@@ -113,11 +129,22 @@ class LayerStack(nnx.Module):
             return self._linear(y, name, i, tokens, residual=x)
         return x + self._added(self._linear(y, name, i, tokens))
 
+    def _plus_with_squares(self, x, y, name, i, tokens):
+        """(_plus where there is no factor, its tile_squares)."""
+        return linear_with_squares(
+            *(y, self._weight(name), i, self._optional(f"{name}_bias")),
+            residual=x,
+            row_tile=tokens.row_tile,
+            tiles=tokens.tiles,
+            implementation=self.ops.linear,
+            shared_kib=self.ops.shared_kib,
+        )
+
     def _norm(self, x, name, i, eps=None):
         eps = self.config.rms_norm_eps if eps is None else eps
         return norm(x, self._weight(name), self._optional(f"{name}_bias"), i, eps, self.ops)
 
-    def _norm_linear(self, x, norm_name, name, i, tokens):
+    def _norm_linear(self, x, norm_name, name, i, tokens, squares=None):
         """The product of x behind its norm, where nothing else reads what is normalised."""
         if f"{norm_name}_bias" in self.weights:  # a LayerNorm
             return self._linear(self._norm(x, norm_name, i), name, i, tokens)
@@ -130,6 +157,7 @@ class LayerStack(nnx.Module):
             self._optional(f"{name}_bias"),
             row_tile=tokens.row_tile,
             tiles=tokens.tiles,
+            squares=squares,
             implementation=self.ops.linear,
             norm_implementation=self.ops.rms_norm,
             shared_kib=self.ops.shared_kib,
@@ -140,23 +168,38 @@ class LayerStack(nnx.Module):
         return scaled(y, self.config.residual_multiplier)
 
     def attend(
-        self, i: jax.Array, x: jax.Array, arena: jax.Array, tokens: Tokens, page: KVPage
-    ) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] plus its attention; keys and values of the tokens go to their pages.
+        self,
+        i: jax.Array,
+        x: jax.Array,
+        arena: jax.Array,
+        tokens: Tokens,
+        page: KVPage,
+        squares: jax.Array | None = None,
+        counters: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+        """x [T, D] plus its attention; keys and values of the tokens go to their pages. squares:
+        tile_squares of x, where the stack carries them. counters: as of write_and_attend.
 
-        Returns (x, arena).
+        Returns (x, arena, squares of that x, or None without them, counters).
         """
         with jax.named_scope("attend"):
-            read = self._read_heads if self.config.mla is None else self._read_latent
-            attended, arena = read(i, x, arena, tokens, page)
-            x = self._plus(x, attended, "o", i, tokens)
+            if self.config.mla is None:
+                given = tokens, page, squares, counters
+                attended, arena, counters = self._read_heads(i, x, arena, *given)
+            else:
+                attended, arena = self._read_latent(i, x, arena, tokens, page)
+            if squares is None:
+                x = self._plus(x, attended, "o", i, tokens)
+            else:
+                x, squares = self._plus_with_squares(x, attended, "o", i, tokens)
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
-            return lax.optimization_barrier(x), arena
+            x, squares = lax.optimization_barrier((x, squares))
+            return x, arena, squares, counters
 
-    def _read_heads(self, i, x, arena, tokens, page):
-        """Grouped-query attention: x [T, D] -> ([T, H·hd], arena)."""
+    def _read_heads(self, i, x, arena, tokens, page, squares, counters):
+        """Grouped-query attention: x [T, D] -> ([T, H·hd], arena, counters)."""
         config = self.config
-        qkv = self._norm_linear(x, "input_norm", "qkv", i, tokens)
+        qkv = self._norm_linear(x, "input_norm", "qkv", i, tokens, squares)
         norms = self._optional("q_norm"), self._optional("k_norm")
         # kv_write normalises heads itself, but clipping and another order come between the norms
         # and the rotation.
@@ -177,9 +220,9 @@ class LayerStack(nnx.Module):
         )
         read: dict = dict(window=self.window, scale=config.attention_scale)
         if tokens.write_and_attend is not None:
-            return tokens.write_and_attend(*inputs, **write, **read)
+            return tokens.write_and_attend(*inputs, counters, **write, **read)
         q, arena = kv_write(*inputs, **write, implementation=self.ops.kv_write)
-        return tokens.attention(q, arena, layer=layer, **read), arena
+        return tokens.attention(q, arena, layer=layer, **read), arena, counters
 
     def _norm_projections(self, i, qkv, page):
         """qkv with q and k normalised, over as many values at once as the norms have: all heads
@@ -267,13 +310,19 @@ class LayerStack(nnx.Module):
         return out.reshape(out.shape[0], -1), arena
 
     def route(
-        self, i: jax.Array, x: jax.Array, tokens: Tokens, favour: jax.Array | None = None
+        self,
+        i: jax.Array,
+        x: jax.Array,
+        tokens: Tokens,
+        favour: jax.Array | None = None,
+        squares: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """x [T, D] -> (x plus its shared expert where there is one, normalised x, ids [T, K]
         ascending, weights [T, K]). favour float32[E]: added to the scores for the choice, not for
-        the weights, beside the model's own correction; None: nothing is."""
+        the weights, beside the model's own correction; None: nothing is. squares: as attend gives
+        them with x, here and below."""
         with jax.named_scope("route"):
-            x, normed, logits = self._scored(i, x, tokens)
+            x, normed, logits = self._scored(i, x, tokens, squares)
             correction, row = self._correction(), i
             if favour is not None:
                 own = 0.0 if correction is None else correction[i].astype(jnp.float32)
@@ -296,11 +345,12 @@ class LayerStack(nnx.Module):
         tables: Tables,
         records: jax.Array,
         versions: int,
+        squares: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Tables, jax.Array, Plan]:
         """(x, normed, ids, weights) as of route, then the tables, records and plan of those
         experts, as of the op: what kernels do in one launch where the rows are few."""
         with jax.named_scope("route"):
-            x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens))
+            x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens, squares))
             routed = route_and_plan(
                 *(logits, tokens.valid, self._correction(), i),
                 *(tables, self.first_moe_layer + i, records),
@@ -311,41 +361,63 @@ class LayerStack(nnx.Module):
             return x, normed, *routed
 
     def route_and_list(
-        self, i: jax.Array, x: jax.Array, tokens: Tokens, records: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(x, normed, ids, weights) as of route, then the records, the list of experts and how many
-        of it count, as of the op."""
+        self,
+        i: jax.Array,
+        x: jax.Array,
+        tokens: Tokens,
+        records: jax.Array,
+        squares: jax.Array | None = None,
+        counters: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        """(x, normed, ids, weights) as of route, then the records, the list of experts, how many of
+        it count and the counters, as of the op."""
         with jax.named_scope("route"):
-            x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens))
-            routed = route_and_list(
-                *(logits, tokens.valid, self._correction(), i),
-                *(records, self.first_moe_layer + i),
-                rule=self.config.route_rule,
-                implementation=self.ops.route,
+            kept = self._correction(), i, records, self.first_moe_layer + i, counters
+            rule = {"rule": self.config.route_rule, "implementation": self.ops.route}
+            kernels = self.ops.route == self.ops.linear == self.ops.rms_norm == "pallas"
+            if not kernels or "post_norm_bias" in self.weights:  # a LayerNorm
+                scored = self._scored(i, x, tokens, squares)
+                x, normed, logits = lax.optimization_barrier(scored)
+                return x, normed, *route_and_list(logits, tokens.valid, *kept, **rule)
+            normed, *routed = norm_route_and_list(
+                *self._router_operands(x),
+                *(tokens.valid, *kept),
+                **rule,
+                linear_implementation=self.ops.linear,
+                **self._router_options(tokens, squares),
             )
-            return x, normed, *routed
+            if "shared_down" in self.weights:
+                x = self._plus_shared_expert(i, x, normed, tokens)
+            return lax.optimization_barrier((x, normed, *routed))
 
-    def _scored(self, i, x, tokens):
+    def _scored(self, i, x, tokens, squares):
         """(x plus its shared expert where there is one, normalised x, router logits in parts)."""
         if "post_norm_bias" in self.weights:  # a LayerNorm
             normed = self._norm(x, "post_norm", i)
             logits = self._router_logits(i, normed, tokens)
         else:
             normed, logits = norm_linear_parts(
-                x,
-                self._weight("post_norm"),
-                self.config.rms_norm_eps,
-                self._weight("router"),
+                *self._router_operands(x),
                 i,
-                row_tile=tokens.row_tile,
-                tiles=tokens.tiles,
                 implementation=self.ops.linear,
-                norm_implementation=self.ops.rms_norm,
-                shared_kib=self.ops.shared_kib,
+                **self._router_options(tokens, squares),
             )
         if "shared_down" in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
+
+    def _router_operands(self, x):
+        """x, its norm and the router."""
+        return x, self._weight("post_norm"), self.config.rms_norm_eps, self._weight("router")
+
+    def _router_options(self, tokens, squares) -> dict[str, Any]:
+        return {
+            "row_tile": tokens.row_tile,
+            "tiles": tokens.tiles,
+            "squares": squares,
+            "norm_implementation": self.ops.rms_norm,
+            "shared_kib": self.ops.shared_kib,
+        }
 
     def _correction(self):
         """[L, E], of tensors [E] or [1, E]."""

@@ -14,9 +14,9 @@ from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.tables import Tables, hand_over, seat_absent
 from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
-from pallas_kernels.combine import combine, combine_and_count
+from pallas_kernels.combine import combine, combine_and_count, combine_with_squares
 from pallas_kernels.cpu.arena import OwnedArena
-from pallas_kernels.expert_ffn import expert_ffn, sorted_pairs
+from pallas_kernels.expert_ffn import Epilogue, expert_ffn, sorted_pairs
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.fill_ffn import fill_ffn
@@ -139,15 +139,18 @@ def compute_planned(
     layer: jax.Array,
     work: Plan,
     context: ExpertContext,
-) -> tuple[jax.Array, DeviceMemory]:
-    """(y, memory) as of page_and_compute, of a layer whose plan `work` the tables have already."""
+    epilogue: Epilogue | None = None,
+) -> tuple[Any, DeviceMemory]:
+    """(y, memory) as of page_and_compute, of a layer whose plan `work` the tables have already.
+    epilogue: as of expert_ffn."""
     tables = memory.tables
     if context.ops.fill_ffn == "pallas":
-        arena, y = fill_and_compute(y, x, ids, memory, layer, work, context)
+        arena, y = fill_and_compute(y, x, ids, memory, layer, work, context, epilogue)
     else:
         arena = fill_planned(memory.arena, layer, work, context)
         residents = arena, tables.address, tables.version
-        y = compute(y, x, ids, residents, layer, work.active, work.active_count, context)
+        listed = work.active, work.active_count
+        y = compute(y, x, ids, residents, layer, *listed, context, epilogue=epilogue)
     return lax.optimization_barrier(y), DeviceMemory(arena, tables)
 
 
@@ -159,7 +162,8 @@ def fill_and_compute(
     layer: jax.Array,
     work: Plan,
     context: ExpertContext,
-) -> tuple[jax.Array, jax.Array]:
+    epilogue: Epilogue | None = None,
+) -> tuple[jax.Array, Any]:
     """(arena, y): fill_planned and compute as one op. memory: its tables after the plan `work`."""
     with jax.named_scope("expert_ffn"):
         return fill_ffn(
@@ -182,6 +186,7 @@ def fill_and_compute(
             formats=context.formats,
             implementation=context.ops.fill_ffn,
             shared_kib=context.ops.shared_kib,
+            epilogue=epilogue,
         )
 
 
@@ -284,10 +289,11 @@ def compute(
     count: jax.Array,
     context: ExpertContext,
     pairs: Any = None,
-) -> jax.Array:
+    epilogue: Epilogue | None = None,
+) -> Any:
     """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, as
-    of DeviceMemory, and where each expert is in it and in which version, as of expert_ffn. pairs:
-    as of expert_ffn."""
+    of DeviceMemory, and where each expert is in it and in which version, as of expert_ffn. pairs,
+    epilogue: as of expert_ffn."""
     with jax.named_scope("expert_ffn"):
         return expert_ffn(
             y,
@@ -306,6 +312,7 @@ def compute(
             shared_kib=context.ops.shared_kib,
             threads=context.threads,
             pairs=pairs,
+            epilogue=epilogue,
         )
 
 
@@ -531,13 +538,23 @@ def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax
 
 
 def add_experts_and_count(
-    x: jax.Array, y: jax.Array, weights: jax.Array, index: jax.Array | None, ops: Ops
-) -> tuple[jax.Array, jax.Array | None]:
-    """(add_experts, int32[1] index + 1), of which the kernel makes both. index: None is not
-    counted."""
-    if index is None:
-        return add_experts(x, y, weights, ops), None
+    x: jax.Array,
+    y: jax.Array,
+    weights: jax.Array,
+    index: jax.Array | None,
+    squares: jax.Array | None,
+    ops: Ops,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(add_experts, its row_squares, int32[1] index + 1), which one kernel makes. index: None is
+    not counted. squares: those of x; None: the sum's are None too."""
+    if index is None and squares is None:
+        return add_experts(x, y, weights, ops), None, None
     with jax.named_scope("combine"):
-        y = y.reshape(*weights.shape, -1)
-        both = combine_and_count(x, y, weights, index, implementation=ops.combine)
-        return lax.optimization_barrier(both)
+        inputs = x, y.reshape(*weights.shape, -1), weights
+        if squares is not None:
+            made = combine_with_squares(*inputs, index, implementation=ops.combine)
+        else:
+            assert index is not None
+            out, index = combine_and_count(*inputs, index, implementation=ops.combine)
+            made = out, None, index
+        return lax.optimization_barrier(made)

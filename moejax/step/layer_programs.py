@@ -201,7 +201,8 @@ class _Parts:
 
     def attend(self, params, arena, x, batch, i):
         stack, tokens = self._stack(params), self._tokens(batch)[1]
-        return stack.attend(i, x, arena, tokens, self.programs.page)
+        x, arena, *_ = stack.attend(i, x, arena, tokens, self.programs.page)
+        return x, arena
 
     def route(self, params, x, batch, i, *more):
         """more: addresses [L, E] where routers favour residents, then a forced routing."""

@@ -352,14 +352,16 @@ def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
 def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
     """The tokens of a decode step, see device_step."""
     valid, row_tile = positions >= 0, context.row_tile
-    last = _rows_in_use(valid)
+    tiles = jnp.int32(1)  # one tile is in use, or there is no step
+    if positions.shape[0] > row_tile:
+        tiles = (_rows_in_use(valid) + row_tile - 1) // row_tile
     ops = context.ops
     options: dict = dict(block_table=block_table, lengths=positions + 1, shared_kib=ops.shared_kib)
     return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(block_table, positions, valid, context.page),
-        tiles=(last + row_tile - 1) // row_tile,
+        tiles=tiles,
         row_tile=row_tile,
         attention=functools.partial(
             decode_attention,
@@ -425,10 +427,11 @@ def route_layer(
     tokens: Tokens,
     forced: Routing | None,
     favour: jax.Array | None = None,
+    squares: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """LayerStack.route, or the forced routing of that layer where the router has no padding.
-    favour: of favour_residents."""
-    x, normed, ids, weights = stack.route(i, x, tokens, favour)
+    favour: of favour_residents. squares: of LayerStack.attend."""
+    x, normed, ids, weights = stack.route(i, x, tokens, favour, squares)
     if forced is not None:
         layer = stack.first_moe_layer + i
         ids, weights = _forced(forced, layer, ids, stack.config.num_experts)

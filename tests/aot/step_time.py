@@ -26,6 +26,7 @@ from moejax.models.config import parse_config
 from moejax.models.model_config import ModelConfig
 from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import ProgramKey
+from pallas_kernels.combine import pallas_triton as combine_kernel
 from pallas_kernels.expert_ffn import pallas_triton as expert_kernels
 from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
 from pallas_kernels.linear import pallas_triton as linear_kernels
@@ -53,11 +54,18 @@ START = 3.0e-6
 """Of a kernel that streams weights, until the memory is busy: down's 9.1 µs for 25 MB (probe9)."""
 DEAD = 1.0e-6
 """Of a program without work: launch and one read of L2. **Assumed**, no probe has it."""
+SQUARES = 0.4e-6
+"""Of a program that first adds up squares of its rows' tiles: a read of L2, which others have just
+written, and some nine sums across lanes, one after the other. **Assumed**."""
+LAST = 1.0e-6
+"""Of what a program does behind all others: round trips of two atomics, and reads from L2.
+**Assumed**."""
 STARTS = {
     "kv_write": 2.1e-6,
     "decode_attention_split": 4.1e-6,
     # The split's, and an **assumed** 0.5 µs for norm and rotation before it.
     "decode_attention_write": 4.6e-6,
+    "decode_attention_write_merge": 4.6e-6,  # the last program's wait is LAST
     "route": 2.7e-6,
     # Not measured; as long a chain of loads and reductions as route's, and the mask of active
     # experts written and read again.
@@ -65,25 +73,38 @@ STARTS = {
     "route_plan": 4.2e-6,  # both of the above, less a LAUNCH
     "route_record": 2.7e-6,  # as route, whose chain it has
     "route_list": 3.2e-6,  # not measured: route's, and a sum along the experts
-    # Not measured: START, and before it the rows, which come from L2, and a chain of sums.
-    "norm_linear": 4.0e-6,
-    "norm_linear_parts": LAUNCH + 1.0e-6,  # likewise, before what linear_parts does
+    "route_list_last": 3.2e-6,  # likewise; the last program's wait is LAST
+    "norm_linear": START + SQUARES,
+    "norm_linear_parts": LAUNCH + SQUARES,
+    # As above; the last program's wait is LAST, and the rest of its chain route_list's.
+    "norm_route_list": LAUNCH + SQUARES,
 }
 """Of kernels that wait for a chain of loads: their times in probe9 at one token, less what their
 bytes take."""
 
 HITS, FILLED = "expert_gate_up_hits", "expert_gate_up_filled"
 """The products of experts that copy missing ones beside them: gate and up of those, then down."""
-EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down")
+COMBINED = "expert_down_combine"
+"""The last product of experts, the programs of which combine too."""
+LISTING = "route_list_last"
+"""Routing by several programs, the last of which lists the experts."""
+SCORING = "norm_route_list"
+"""The router's product, the last program of which routes and lists."""
+EXPERTS = (HITS, FILLED, "expert_gate_up", "expert_down", COMBINED)
+LAST_KERNELS = ("combine", COMBINED)
+"""That a layer ends with, one of them."""
 STREAMING = ("linear", "norm_linear", *EXPERTS)
 """Kernels that START is of. Not linear_parts, alone or with a norm, whose programs load one or two
 tiles and wait once for them, as rms_norm's do: a LAUNCH (not measured)."""
 SPLIT = 256
 """Tokens of KV that a program of decode attention reads."""
-SPLITS = ("decode_attention_split", "decode_attention_write")
-"""Decode attention's kernels over splits: alone, and with kv_write in it."""
+MERGING = "decode_attention_write_merge"
+SPLITS = ("decode_attention_split", "decode_attention_write", MERGING)
+"""Decode attention's kernels over splits: alone, with kv_write in it, and where the last program of
+a row and KV head merges them, too."""
 
-_LINE = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)(?P<rest>.*)$")
+_LINE = re.compile(r"^(?P<indent> *)(?P<place>\d+): (?P<kind>k\w+)(?P<rest>.*)$")
+_BEFORE = re.compile(r"\[(?:prev=(\d+)|source)")
 _KERNEL = re.compile(r"(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)")
 
 
@@ -102,6 +123,13 @@ class Launch:
     """Name of the kernel with XLA's number."""
     layers: int = 1
     """For how many layers it is launched once: a loop's condition for all of a turn."""
+    times_more: int = 0
+    """A loop's condition before the first turn."""
+    order: tuple[int, int | None] | None = None
+    """Of XLA's graph: its place, and the last one that it waits for, None if there is none. None:
+    it waits for all before it."""
+    last: bool = False
+    """Whether nobody in the graph waits for it."""
 
     @property
     def programs(self) -> int:
@@ -127,28 +155,34 @@ def launches(thunks: str) -> list[Launch]:
         if condition:
             conditions.add(len(found))
         inside = len(line["indent"]) > 0
+        graph: dict = {}
+        if not inside and (before := _BEFORE.search(line["rest"])):
+            waits = None if before[1] is None else int(before[1])
+            graph = {"order": (int(line["place"]), waits), "last": " sink " in line["rest"]}
         if line["kind"] == "kCopy":
-            found.append(Launch("copy", (1,), 32, 0, inside, "copy"))
+            found.append(Launch("copy", (1,), 32, 0, inside, "copy", **graph))
         elif kernel := _KERNEL.search(line["rest"]):
             grid, threads = (tuple(map(int, kernel[i].split(","))) for i in (2, 3))
             name = re.sub(r"__?\d+$", "", kernel[1])
             shared = int(kernel[4])
-            found.append(Launch(name, grid, math.prod(threads), shared, inside, kernel[1]))
+            threads = math.prod(threads)
+            found.append(Launch(name, grid, threads, shared, inside, kernel[1], **graph))
     return _one_layer(found, conditions)
 
 
 def _one_layer(found: list[Launch], conditions: set[int]) -> list[Launch]:
     """The launches without those of the other layers of a turn, each of which ends with one of
-    combine. conditions: places of those of the loop's condition."""
+    LAST_KERNELS. conditions: places of those of the loop's condition."""
     body = [i for i, launch in enumerate(found) if launch.in_layer and i not in conditions]
-    layers = max(1, sum(found[i].name == "combine" for i in body))
+    layers = max(1, sum(found[i].name in LAST_KERNELS for i in body))
     each, rest = divmod(len(body), layers)
     names = [found[i].name for i in body]
     if rest or names != names[:each] * layers:
         raise ValueError(f"the layers of a turn differ: {names}")
     kept = [launch for i, launch in enumerate(found) if i not in body[each:]]
     at = {id(found[i]) for i in conditions}
-    return [dataclasses.replace(w, layers=layers) if id(w) in at else w for w in kept]
+    condition = {"layers": layers, "times_more": 1}
+    return [dataclasses.replace(w, **condition) if id(w) in at else w for w in kept]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +229,8 @@ class Work:
     """Whether all live programs start before any other."""
     waiting: int = 0
     """Programs that copy, before the live ones, and have nothing to copy."""
+    behind: float = 0
+    """Seconds that the last program takes when all others are through."""
 
     @property
     def waves(self) -> float:
@@ -216,7 +252,8 @@ class Work:
         dead = dead / self.launch.resident * DEAD
         # What crosses the link and what is computed beside it do not wait for each other.
         run = max(start + max(memory, issue), LAUNCH + self.link_bytes / LINK)
-        return max(run, start + dead) if self.live_first else run + dead
+        run = max(run, start + dead) if self.live_first else run + dead
+        return run + self.behind
 
 
 def step_work(
@@ -256,18 +293,22 @@ def _work(
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     filled, record = load.filled(config), 6 * hidden * width
     name, live, link = launch.name, float(launch.programs), 0.0
-    nbytes, turns = 0.0, 1.0
+    nbytes, turns, behind = 0.0, 1.0, 0.0
     if name in ("linear", "norm_linear"):
         outputs, inputs = next(products)
         nbytes = 2 * outputs * inputs + 2 * tokens * (inputs + outputs)
         turns = -(-inputs // linear_kernels.configuration(16, outputs, "bfloat16").depth)
-    elif name in ("linear_parts", "norm_linear_parts"):
+    elif name in ("linear_parts", "norm_linear_parts", SCORING):
         outputs, inputs = next(products)
-        rows = 2 if name == "norm_linear_parts" else 1  # x, and what is normalised
+        rows = 1 if name == "linear_parts" else 2  # x, and what is normalised
         nbytes = 2 * outputs * inputs + tokens * (2 * rows * inputs + _logit_bytes(config))
         turns = linear_kernels.parts_of(outputs, inputs, "bfloat16").turns
-    elif name in ("route", "route_record"):  # padding's logits too
+        if name == SCORING:
+            behind = LAST + STARTS["route_list"] - LAUNCH
+            behind += tokens * _logit_bytes(config) / ONE_MULTIPROCESSOR
+    elif name in ("route", "route_record", LISTING):  # padding's logits too
         nbytes = launch.programs * route_kernel.configuration().rows * _logit_bytes(config)
+        behind = LAST if name == LISTING else 0.0
     elif name in ("route_plan", "route_list"):
         nbytes = tokens * _logit_bytes(config)
     elif name in EXPERTS:
@@ -285,9 +326,13 @@ def _work(
     elif name in SPLITS:
         live = tokens * kv_heads * splits
         nbytes = 4 * tokens * load.context * kv_heads * config.head_dim
-        if name == SPLITS[1]:  # kv_write's too; each split reads its queries
+        if name != SPLITS[0]:  # kv_write's too; each split reads its queries
             columns = splits * heads + 4 * kv_heads
             nbytes += 2 * tokens * columns * config.head_dim
+        if name == MERGING:
+            sums = 4 * heads // kv_heads * splits * config.head_dim  # of one program
+            nbytes += tokens * kv_heads * sums
+            behind = LAST + sums / ONE_MULTIPROCESSOR
     elif name == "decode_attention_merge":
         live, nbytes = tokens * heads, 4 * tokens * heads * splits * config.head_dim
     elif name == "combine":
@@ -297,7 +342,23 @@ def _work(
     counted = 0.0
     if kernel is not None:
         counted = _instructions(kernel, turns, searches=load.missing(config) > 0)
-    return Work(launch, live, nbytes, counted, link)
+    nbytes += 4 * tokens * _square_tiles(config, launch)
+    return Work(launch, live, nbytes, counted, link, behind=behind)
+
+
+def _square_tiles(config: ModelConfig, launch: Launch) -> int:
+    """Of a row, those whose squares the kernel writes or reads, if it is one of a layer of so few
+    rows that there are."""
+    projection = linear_kernels.configuration(16, config.hidden_size, "bfloat16").columns
+    columns = {
+        "combine": combine_kernel.SQUARES_TILE,
+        COMBINED: combine_kernel.SQUARES_TILE,
+        "norm_linear": combine_kernel.SQUARES_TILE,
+        "linear": projection,
+        "norm_linear_parts": projection,
+        SCORING: projection,
+    }.get(launch.name)
+    return -(-config.hidden_size // columns) if columns and launch.in_layer else 0
 
 
 def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
@@ -306,7 +367,7 @@ def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
     name, hidden, width = launch.name, config.hidden_size, config.moe_intermediate_size
     active, missing, filled = load.active(config), load.missing(config), load.filled(config)
     tiles = expert_kernels.configuration(hidden, width, "bfloat16", 16)
-    down = name == "expert_down"
+    down = name in ("expert_down", COMBINED)
     tile, depth = (tiles.down, width) if down else (tiles.gate_up, hidden)
     columns = -(-(hidden if down else width) // tile.columns)
     computed = {HITS: active - filled, FILLED: filled}.get(name, active)
@@ -316,6 +377,12 @@ def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
     pairs = load.tokens * config.num_experts_per_tok * computed / active
     nbytes = 2 * matrices * (computed - through) * hidden * width + copied * record
     nbytes += pairs * (2 * width + (4 if down else 2) * hidden)
+    behind = 0.0
+    if name == COMBINED:  # y again, and the last program its tokens'
+        nbytes += 4 * (pairs + load.tokens) * hidden
+        nbytes += 4 * load.tokens * _square_tiles(config, launch)
+        rows = pairs / active * config.num_experts_per_tok
+        behind = LAST + 4 * rows * tiles.down.columns / ONE_MULTIPROCESSOR
     live, turns = computed * columns, float(-(-depth // tile.depth))
     if name == FILLED and live > LATE:  # in turns
         turns, live = turns * live / LATE, float(LATE)
@@ -327,6 +394,7 @@ def _expert_work(config: ModelConfig, load: Load, launch: Launch) -> Work:
         link_bytes=(copied + through * matrices / 3) * record,
         live_first=name in (HITS, FILLED) or launch.grid[1] == columns,  # experts the slowest axis
         waiting=COPIES[227] if name in (HITS, FILLED) and not copied else 0,
+        behind=behind,
     )
 
 
@@ -358,12 +426,33 @@ def _static(kernel: Kernel) -> int:
 def step_seconds(config: ModelConfig, work: Sequence[Work]) -> float:
     """Of the whole step on the device, gaps included; the host's dispatch (65 µs, 260 µs with
     reading the ids back, probe1) is not in it."""
-    return sum((w.seconds + GAP) * _times(config, w) for w in work)
+    begin = end = 0.0
+    ends: list[tuple[Launch, float]] = []  # of what need not wait for each other
+    for each in work:
+        seconds = (each.seconds + GAP) * _times(config, each)
+        if each.launch.in_layer or each.launch.order is None:
+            begin = end = end + seconds
+            ends = []
+        else:
+            waits = (e for other, e in ends if _waits(each.launch, other))
+            ends.append((each.launch, max(waits, default=begin) + seconds))
+            end = max(end, ends[-1][1])
+    return end
+
+
+def _waits(launch: Launch, other: Launch) -> bool:
+    """Whether a launch of XLA's graph may have to wait for an earlier one: its list names the last
+    one that it waits for, and all before that are taken for such."""
+    assert launch.order is not None and other.order is not None
+    before = launch.order[1]
+    return before is not None and other.order[0] <= before and not other.last
 
 
 def _times(config: ModelConfig, work: Work) -> float:
     """How often a step launches it."""
-    return sum(config.moe_layers) / work.launch.layers if work.launch.in_layer else 1
+    launch = work.launch
+    turns = sum(config.moe_layers) / launch.layers if launch.in_layer else 1
+    return turns + launch.times_more
 
 
 def floor_seconds(config: ModelConfig, work: Sequence[Work]) -> tuple[float, float]:
@@ -392,7 +481,7 @@ def savings(config: ModelConfig, load: Load, work: Sequence[Work]) -> dict[str, 
         return dataclasses.replace(w, live=4 * w.live) if split else w
 
     def int4(w: Work) -> Work:
-        matrices = {HITS: 2, "expert_gate_up": 2, "expert_down": 1}.get(w.launch.name)
+        matrices = {HITS: 2, "expert_gate_up": 2, "expert_down": 1, COMBINED: 1}.get(w.launch.name)
         if matrices is None:
             return w
         weights = load.active(config) * matrices * config.hidden_size
@@ -435,7 +524,7 @@ def kernel_table(config: ModelConfig, work: Sequence[Work]) -> list[str]:
     return lines
 
 
-ROWS = {1: 4, 8: 16, 32: 32}
+ROWS = {1: 1, 8: 8, 32: 32}
 """Tokens → rows of the decode step that is compiled for them."""
 CONTEXT = 1024
 """Tokens, of which a decode step has a program of its own (moejax.start.decide.shapes)."""

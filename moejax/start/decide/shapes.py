@@ -28,9 +28,9 @@ LEAST_CONTEXT = 1024
 """Tokens of context below which a decode step of its own, with fewer programs of attention, would
 save nothing (docs/kernels.md)."""
 
-FEW_ROWS = 4
-"""Rows of the smallest decode step. With so few, programs of attention for the other rows cost
-nothing (docs/kernels.md); products have the tiles of 16 rows."""
+FEW_ROWS = 1, 2, 4, 8
+"""Rows of decode steps below a tile's: attention has fewer programs without work, and what routes
+fewer rows to go through (docs/kernels.md). Products have the tiles of 16 rows."""
 
 LEAST_PREFILL = 8
 """Chunks of the smallest prefill step, of those that are compiled for fewer than all."""
@@ -63,7 +63,7 @@ def step_shapes(
     while bucketed and buckets[0] > DECODE_TILE:
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
     if bucketed:
-        buckets.insert(0, FEW_ROWS)
+        buckets = [*FEW_ROWS, *buckets]
     contexts = [spans]
     while bucketed and contexts[0] * SPAN >= CONTEXTS_APART * LEAST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // CONTEXTS_APART))

@@ -44,14 +44,17 @@ from moejax.step.parts import (
     step_tokens,
 )
 from moejax.step.results import ResultShape
+from pallas_kernels.combine import row_squares
+from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size
 from pallas_kernels.plan import plan_resident
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.stage import Entries
 
-LAYERS_A_TURN = 4
-"""Most layers in one turn of a loop whose layers count themselves: the condition is a launch a
-turn, and more layers in a turn take longer to compile (4: a quarter, 12: two and a half times as
-long as one; each kernel is compiled once)."""
+LAYERS_A_TURN = 4, 8
+"""Most layers in one turn of a loop whose layers count themselves, with plans and without: the
+condition is a launch a turn, and more layers in a turn take longer to compile, those with a plan
+by more (4: a quarter longer than one; 8 rather than 4: a quarter more without plans, half with
+them; each kernel is compiled once)."""
 
 
 class _Carry(NamedTuple):
@@ -63,11 +66,16 @@ class _Carry(NamedTuple):
     """As of page_and_compute; None: each layer has its own."""
     records: jax.Array | None = None
     """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
+    squares: jax.Array | None = None
+    """float32[T, N]: row_squares of x; None: who normalises x reads it for them."""
     trajectory: Trajectory | None = None
     """None: nothing is searched."""
     index: jax.Array | None = None
     """int32[1]: the layer in its stack, where the layer's last kernel counts; None: the loop
     does."""
+    counters: jax.Array | None = None
+    """int32 zeros, in which one kernel after the other's programs find out which is the last; with
+    an index."""
 
 
 def device_step(
@@ -104,27 +112,29 @@ def device_step(
         memory, first = look.begin(x, memory)
         carry = _Carry(x, memory, trajectory=Trajectory.begun(look.arrays, ids.shape[0]))
     few, k = kind == "decode", model.config.num_experts_per_tok
+    # With a stage list or a search the index is still read behind the last kernel.
+    counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)
+    most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
-        carry = _with_shared(carry, k, context)
+        carry = _with_shared(carry, k, context, counts)
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
-        x, memory, shared, records, trajectory, index = carry
+        x, memory, trajectory = carry.x, carry.memory, carry.trajectory
         moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
-        x, arena = stack.attend(i, x, memory.arena, tokens, context.page)
+        beside = carry.squares, carry.counters
+        x, arena, *beside = stack.attend(i, x, memory.arena, tokens, context.page, *beside)
         memory = memory._replace(arena=arena)
+        carry = carry._replace(x=x, memory=memory, squares=beside[0], counters=beside[1])
         if not stack.is_moe:
-            return carry._replace(x=stack.feed_forward(i, x, tokens), memory=memory), None
-        x, routed, y, memory, records, counts = _sparse(
-            stack, i, x, tokens, forced, memory, shared, records, context
-        )
-        normed, ids, weights = routed
+            return carry._replace(x=stack.feed_forward(i, x, tokens)), None
+        carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
+        x, memory = carry.x, carry.memory
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
-        x, index = add_experts_and_count(x, y, weights, index, context.ops)
         if stages is not None:
             # A transfer comes after the layer's experts, so it changes what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
@@ -133,11 +143,9 @@ def device_step(
             probs = _probabilities(seen, stack, i, normed, tokens)
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         out = seen if few else trace, done, ahead
-        return _Carry(x, memory, y if few else None, records, trajectory, index), out
+        return carry._replace(memory=memory, trajectory=trajectory), out
 
-    # With a stage list or a search the index is still read behind the last kernel.
-    counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)
-    (x, memory, _, records, *_), (trace, done, ahead) = _over_layers(model, layer, carry, counts)
+    (x, memory, _, records, *_), (trace, done, ahead) = _over_layers(model, layer, carry, most)
     if records is not None:
         memory, trace = _unpacked(records, trace, (x.shape[0], k), memory, context)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
@@ -176,39 +184,45 @@ def _probabilities(
     return layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
 
 
-def _with_shared(carry: _Carry, k: int, context: StepContext) -> _Carry:
+def _with_shared(carry: _Carry, k: int, context: StepContext, counts: bool) -> _Carry:
     """With one y for all layers, so that none is zeroed in a layer: which tokens are padding is the
     same in every one. Of many tokens it would be held beside all that attention needs, and taking
     records apart would copy megabytes. Traces too are one array, written in place. k: experts a
-    token."""
+    token. counts: MoE layers carry their index."""
     pairs, (layers, experts) = carry.x.shape[0] * k, carry.memory.tables.address.shape
     counted = not context.resident  # otherwise behind the last layer
     size = record_size(pairs, experts, len(context.stores)) if counted else 2 * pairs
     records = jnp.zeros((layers, size), jnp.int32)
-    return carry._replace(y=nothing_computed(pairs, carry.x.shape[1]), records=records)
+    counters = None
+    if counts and context.ops.expert_ffn == "pallas":
+        heads = carry.x.shape[0] * context.page.kv_heads
+        counters = jnp.zeros(max(counters_size(*carry.x.shape), heads), jnp.int32)
+    y = nothing_computed(pairs, carry.x.shape[1])
+    return carry._replace(y=y, records=records, counters=counters)
 
 
 def _sparse(
     stack: LayerStack,
     i: jax.Array,
-    x: jax.Array,
+    carry: _Carry,
     tokens: Tokens,
     forced: Routing | None,
-    memory: DeviceMemory,
-    shared: jax.Array | None,
-    records: jax.Array | None,
     context: StepContext,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array, DeviceMemory, Any, Any]:
-    """A layer's routing and experts: (x, (normed, ids, weights), and as _experts). shared, records:
-    of the carry."""
+) -> tuple[_Carry, tuple[jax.Array, ...], jax.Array | None]:
+    """A layer's routing and experts, whose last kernel counts: (carry, (normed, ids, weights), and
+    without records the layer's counts)."""
+    x, memory, shared, records = carry.x, carry.memory, carry.y, carry.records
     layer = stack.first_moe_layer + i
     kernels = context.ops.route == context.ops.plan == "pallas"
     if context.resident and shared is not None and records is not None:
-        routed = stack.route_and_list(i, x, tokens, records)
-        x, normed, ids, weights, records, active, count = routed
+        routed = stack.route_and_list(i, x, tokens, records, carry.squares, carry.counters)
+        x, normed, ids, weights, records, active, count, counters = routed
+        carry = carry._replace(records=records, counters=counters)
         residents = memory.arena, memory.tables.address, memory.tables.version
-        y = compute(shared, normed, ids, residents, layer, active, count, context)
-        return x, (normed, ids, weights), lax.optimization_barrier(y), memory, records, None
+        end = _epilogue(stack, carry, x, weights)
+        y = compute(shared, normed, ids, residents, layer, active, count, context, epilogue=end)
+        y = lax.optimization_barrier(y)
+        return _added(carry, x, y, weights, context), (normed, ids, weights), None
     favour = favour_residents(memory.tables.address, layer, context)
     # A forced routing would come between router and plan; a window has no plan. That kernel takes
     # the model's own correction of scores only.
@@ -216,16 +230,39 @@ def _sparse(
     if kernels and shared is not None and records is not None and not between:
         versions = len(context.stores)
         x, normed, ids, weights, tables, records, work = stack.route_and_plan(
-            i, x, tokens, memory.tables, records, versions
+            i, x, tokens, memory.tables, records, versions, carry.squares
         )
         memory = memory._replace(tables=tables)
-        y, memory = compute_planned(shared, normed, ids, memory, layer, work, context)
-        return x, (normed, ids, weights), y, memory, records, None
-    x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour)
+        end = _epilogue(stack, carry, x, weights)
+        y, memory = compute_planned(shared, normed, ids, memory, layer, work, context, end)
+        carry = carry._replace(memory=memory, records=records)
+        return _added(carry, x, y, weights, context), (normed, ids, weights), None
+    x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour, carry.squares)
     y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
     routing = ids, weights
     y, memory, records, counts = _experts(y, normed, routing, memory, layer, records, context)
-    return x, (normed, ids, weights), y, memory, records, counts
+    carry = carry._replace(memory=memory, records=records)
+    return _added(carry, x, y, weights, context), (normed, ids, weights), counts
+
+
+def _epilogue(
+    stack: LayerStack, carry: _Carry, x: jax.Array, weights: jax.Array
+) -> Epilogue | None:
+    """What the kernel of the last product does behind it. x: what the experts add to."""
+    if carry.index is None or carry.counters is None:
+        return None
+    wanted = carry.squares is not None
+    return Epilogue(x, weights, carry.index, carry.counters, stack.first_moe_layer, wanted)
+
+
+def _added(carry: _Carry, x: jax.Array, y: Any, weights: jax.Array, context: StepContext) -> _Carry:
+    """The carry with x and what the experts add to it. y: theirs, or with an epilogue Combined."""
+    if isinstance(y, Combined):
+        y, x, index, counters, squares = y
+        return carry._replace(x=x, y=y, index=index, counters=counters, squares=squares)
+    found = add_experts_and_count(x, y, weights, carry.index, carry.squares, context.ops)
+    x, squares, index = found
+    return carry._replace(x=x, y=None if carry.y is None else y, index=index, squares=squares)
 
 
 def _experts(
@@ -251,10 +288,11 @@ def _over_layers(
     model: Decoder,
     layer: Callable[[LayerStack, jax.Array, _Carry], Any],
     carry: _Carry,
-    counts: bool,
+    most: int | None,
 ) -> tuple[_Carry, Any]:
     """What the last layer leaves, and what MoE layers give out, stacked. layer: takes its index in
-    its stack. counts: MoE layers give nothing out and carry their index themselves."""
+    its stack. most: so many MoE layers at most are a turn of the loop, give nothing out and carry
+    their index themselves; None: none do."""
 
     def counted(stack, carry):
         after, out = layer(stack, *carry)
@@ -262,8 +300,9 @@ def _over_layers(
 
     traces = []
     for stack in model.runs:
-        if counts and stack.is_moe:
-            carry = _counting_itself(stack, layer, carry)
+        carry = carry._replace(squares=_squares(stack, carry))
+        if most is not None and stack.is_moe:
+            carry = _counting_itself(stack, layer, carry, most)
             traces.append((TraceArrays(), None, None))
             continue
         # The index is carried: a scan copies it out of an array of indexes in every layer.
@@ -277,11 +316,24 @@ def _over_layers(
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *traces)
 
 
+def _squares(stack: LayerStack, carry: _Carry) -> jax.Array | None:
+    """Those that the stack's first layer takes."""
+    if not stack.carries_squares(carry.x.shape[0]):
+        return None
+    if carry.squares is not None:
+        return carry.squares
+    return row_squares(carry.x, implementation=stack.ops.rms_norm)
+
+
 def _counting_itself(
-    stack: LayerStack, layer: Callable[[LayerStack, jax.Array, _Carry], Any], carry: _Carry
+    stack: LayerStack,
+    layer: Callable[[LayerStack, jax.Array, _Carry], Any],
+    carry: _Carry,
+    most: int,
 ) -> _Carry:
-    """What the stack's last layer leaves; each layer's last kernel moves the index on."""
-    layers = max(n for n in range(1, LAYERS_A_TURN + 1) if stack.size % n == 0)
+    """What the stack's last layer leaves; each layer's last kernel moves the index on. most: layers
+    in a turn."""
+    layers = max(n for n in range(1, most + 1) if stack.size % n == 0)
 
     def index(carry: _Carry) -> jax.Array:
         assert carry.index is not None

@@ -47,16 +47,17 @@ def test_budgets_and_company_change_no_bit(llm):
     kv = llm.engine.scheduler.arena.slots - LAYERS * EXPERTS
     set_budget(llm, [EXPERTS] * LAYERS, kv)
     alone = [run(llm, [job])[0] for job in JOBS]
-    # 17 more requests: decode runs in its bucket of 32 rows as well, and all in the context of
-    # the longest.
+    # 5 and 17 more requests: decode runs in its buckets of 8 and 32 rows as well, and all in the
+    # context of the longest.
     company = [dataclasses.replace(job, arrival=0) for job in JOBS[:1] * 17]
-    for cells, others in (([0] * LAYERS, []), ([5, 0, 16, 2], company)):
+    budgets = [0] * LAYERS, [EXPERTS] * LAYERS, [5, 0, 16, 2]
+    for cells, others in zip(budgets, ([], company[:5], company), strict=True):
         set_budget(llm, cells, kv)
         together = run(llm, [*others, *JOBS])[len(others) :]
         assert all(a.same_bits(b) for a, b in zip(alone, together, strict=True))
-    steps = {"decode_pages4@4", "decode_pages4", "decode@4", "decode@16", "decode"}
-    steps |= {"prefill@1", "prefill"}
-    assert steps <= {*map(str, llm.engine.runner.executables())}
+    ran = {*map(str, llm.engine.runner.executables())}
+    assert {"prefill@1", "prefill", "decode"} <= ran
+    assert {"decode_pages4@1", *(f"decode@{rows}" for rows in (1, 2, 4, 8, 16))} <= ran
 
 
 @pytest.mark.nightly

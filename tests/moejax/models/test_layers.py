@@ -30,6 +30,6 @@ def test_clipped_keys_and_values_are_clipped_after_their_norms(heads):
     context = StepContext(stores=(), ops=ops, activation=config.hidden_act, row_tile=4, page=page)
     tokens = decode_tokens(rows * 0, jnp.zeros((4, 4), int) + 32 * rows[:, None], context)
     arena = jnp.zeros((128 * config.head_dim // 32, 64), jnp.uint16)
-    _, arena = stack.attend(jnp.int32(0), draws[0][:4], arena, tokens, page)
+    _, arena, *_ = stack.attend(jnp.int32(0), draws[0][:4], arena, tokens, page)
     written = np.asarray(arena).view(np.float32)
     assert np.abs(written).max() == 0.5

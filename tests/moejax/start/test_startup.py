@@ -53,7 +53,8 @@ def test_contexts_and_rows_that_decode_is_compiled_for():
     assert tokens(4095) == [1024, 4096] and tokens(4096) == [1024, 4096]
     assert tokens(4000) == [4032] and tokens(100) == [128]  # whole spans
     assert tokens(32768) == [2048, 8192, 32768] and tokens(10000) == [2560, 10048]
-    assert [shapes_of(n, 128).buckets for n in (1, 40)] == [(4, 16), (4, 16, 32, 48)]
+    few = 1, 2, 4, 8, 16
+    assert [shapes_of(n, 128).buckets for n in (1, 40)] == [few, (*few, 32, 48)]
     plain = shapes_of(40, 32768, bucketed=False)
     assert (plain.buckets, plain.contexts) == ((48,), (plain.blocks,))
 
@@ -69,12 +70,13 @@ def test_a_step_takes_the_least_program_of_contexts_and_rows():
             given[int(row[1:])] = position
         return str(runner.decode_key(given))
 
-    assert key() == key(r0=0, r3=2047) == "decode_pages128@4"
-    assert key(r0=2048) == key(r3=8191) == "decode_pages512@4"
-    assert key(r0=8192, r4=1) == "decode@16" and key(r47=32767) == "decode"
+    assert key() == key(r0=2047) == "decode_pages128@1" and key(r1=0) == "decode_pages128@2"
+    assert key(r0=0, r3=2047) == "decode_pages128@4" and key(r6=0) == "decode_pages128@8"
+    assert key(r2=2048) == key(r3=8191) == "decode_pages512@4"
+    assert key(r0=8192, r8=1) == "decode@16" and key(r47=32767) == "decode"
     assert key(r47=0) == "decode_pages128"
     every = [str(step) for step in runner._decodes()]
-    assert len(every) == 12 and every[0] == "decode_pages128@4" and every[-1] == "decode"
+    assert len(every) == 21 and every[0] == "decode_pages128@1" and every[-1] == "decode"
     with pytest.raises(ValueError, match="no program 'prefill_pages8': only decode steps have"):
         object.__new__(Programs).program(ProgramKey("prefill", context=8))
 

@@ -18,6 +18,7 @@ from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.fill_ffn.pallas_triton import COPIES, LATE
 from pallas_kernels.linear.pallas_triton import NORMED_ROWS
+from pallas_kernels.paged_attention.writing import MOST_MERGED
 from tests.aot.aot_h200 import compile_for
 from tests.aot.ptxas import compile_kernels
 from tests.aot.step_time import launches as launch_list
@@ -38,12 +39,9 @@ KERNELS = {
     "decode": {
         "linear": 2,  # output; logits
         "rms_norm": 1,  # before logits
-        "decode_attention_write": 1,  # kv_write too
-        "decode_attention_merge": 1,
         "expert_gate_up_hits": 1,  # copies gate and up of the missing
         "expert_gate_up_filled": 1,  # copies their down
-        "expert_down": 1,
-        "combine": 1,
+        "expert_down_combine": 1,
     },
     "prefill": {
         "linear": 4,  # the router too
@@ -60,10 +58,18 @@ KERNELS = {
 }
 """Our kernels in each program; all but the logits' two are once a layer."""
 
-NORMED = {"norm_linear": 1, "norm_linear_parts": 1}
+NORMED = {"norm_linear": 1, "norm_linear_parts": 1, "tile_squares": 1}
 APART = {"linear": 3, "rms_norm": 3, "linear_parts": 1}
 """Beside those, in a decode step of up to NORMED_ROWS, and of more: before attention and before
-experts x is normalised within the products of q, k and v and of the router, or by rms_norm."""
+experts x is normalised within the products of q, k and v and of the router, or by rms_norm. The
+squares of tiles that those products read come with x, but for those of the embedding."""
+
+ATTENTION = (
+    {"decode_attention_write": 1, "decode_attention_merge": 1},
+    {"decode_attention_write_merge": 1},
+)
+"""Beside those, in a decode step of a long context, and of one whose splits the last one merges;
+with kv_write."""
 
 PLANNED, ROUTED = {"route_plan": 1}, {"route": 1, "plan": 1}
 """As well, with up to 16 rows, and with more."""
@@ -72,10 +78,10 @@ XLA_LAUNCHES = {"decode": 18, "prefill": 36}
 """Most kernels of XLA's own (masks, trace rows, sums, indices), in the layer and around it: what
 reads the trace (which tokens missed experts, counts by name) runs once a step."""
 
-LAYER = 14
-"""Launches of a decode layer with more than 32 rows, two less with as many, three less with 16: our
-13 and the loop's condition. (Published OLMoE has five more, with norms of q and k and the parts of
-qkv: docs/results/step_time.md.)"""
+LAYER = 13
+"""Launches of a decode layer of a long context with more than 32 rows, two less with as many, three
+less with 16, and one less of a short one: our 12 and the loop's condition. (Published OLMoE has
+five more, with norms of q and k and the parts of qkv: docs/results/step_time.md.)"""
 
 WAVE = 11
 """Launches of one of a prefill layer's waves over its experts: plan, fill, gate_up and down, five
@@ -90,8 +96,8 @@ TWO_TILES = ProgramKey("decode", 32, context=64)
 """Of 1024 tokens, where there may be 4096."""
 
 STREAMING = (
-    *("linear", "norm_linear", "norm_linear_parts", "fill"),
-    *("expert_gate_up_hits", "expert_gate_up_filled", "expert_down"),
+    *("linear", "norm_linear", "norm_linear_parts", "norm_route_list", "fill"),
+    *("expert_gate_up_hits", "expert_gate_up_filled", "expert_down_combine"),
 )
 """Kernels that read weights."""
 
@@ -142,28 +148,33 @@ def test_step_of_kernels(model, key):
     launches = collections.Counter(launch.name for launch in listed)
     wanted = KERNELS[kind]
     rows = programs.tokens(key)
-    few = rows <= 16
+    tokens = (key.context or programs.steps.shapes.blocks) * programs.page.block_size
+    splits = -(-tokens // 256)
+    few, merged = rows <= 16, kind == "decode" and splits <= MOST_MERGED
     if kind == "decode":
-        wanted = wanted | (PLANNED if few else ROUTED)
+        wanted = wanted | (PLANNED if few else ROUTED) | (ATTENTION[merged])
         wanted = wanted | (NORMED if rows <= NORMED_ROWS else APART)
     if key.resident:
         wanted = {name: n for name, n in wanted.items() if name not in PAGING}
-        wanted |= {"expert_gate_up": 1, "route_list" if few else "route_record": 1}
+        wanted |= {"expert_gate_up": 1, "norm_route_list" if few else "route_list_last": 1}
+        if few:  # the last program of the router's product routes
+            del wanted["norm_linear_parts"]
     own = {kernel: n for kernel, n in launches.items() if kernel in wanted}
     assert own == wanted and not (key.resident and PAGING & launches.keys())
     assert sum(launches.values()) - sum(own.values()) <= XLA_LAUNCHES[kind] + 2 * key.resident
     if kind == "decode":
         layer = [launch for launch in listed if launch.in_layer]
-        # Of what plans and copies, filled gate_up goes, and with many rows plan.
-        fewer = few + 2 * (rows <= NORMED_ROWS) + key.resident * (2 - few)
-        assert len(layer) == LAYER - fewer
+        # Of what plans and copies, filled gate_up goes; and with many rows plan, with few route.
+        fewer = few + 2 * (rows <= NORMED_ROWS) + 2 * key.resident
+        assert len(layer) == LAYER - fewer - merged
         turn = [launch for launch in listed if launch.layers > 1]
-        assert [launch.layers for launch in turn] == [LAYERS_A_TURN]
-        normed = [launch for launch in layer if launch.name in NORMED]
+        assert [launch.layers for launch in turn] == [LAYERS_A_TURN[key.resident]]
+        assert "tile_squares" not in {launch.name for launch in layer}
+        normed = [launch for launch in layer if launch.name.startswith("norm_")]
         assert rows > NORMED_ROWS or all(n.programs <= n.resident for n in normed)  # one wave
-        (split,) = (launch for launch in layer if launch.name == "decode_attention_write")
-        tokens = (key.context or programs.steps.shapes.blocks) * programs.page.block_size
-        assert split.grid == (programs.tokens(key), config.kv_heads, -(-tokens // 256))
+        attention = next(iter(ATTENTION[merged]))
+        (split,) = (launch for launch in layer if launch.name == attention)
+        assert split.grid == (programs.tokens(key), config.kv_heads, splits)
         assert key.context in (None, *programs.steps.shapes.contexts)
         assert "copy" not in {launch.name for launch in layer}
         # A graph's loop waits for its body by what the condition launches.
