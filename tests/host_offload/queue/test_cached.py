@@ -142,7 +142,7 @@ def test_demands_are_read_first_and_what_is_needed_now_becomes_one(tmp_path):
 def test_what_is_ahead_of_need_leaves_room_for_demands(tmp_path):
     records = cache(tmp_path, 4, threads=2)
     ahead = [wanted(records, e, demand=False) for e in range(4)]
-    until(lambda: ahead[1].there())
+    until(lambda: ahead[0].there() and ahead[1].there())
     assert [asked.there() for asked in ahead] == [True, True, False, False]
     assert least_records(2, records.spec) == records.capacity
     assert read(records, 3).there() and read(records, 2).there()
