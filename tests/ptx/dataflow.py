@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tests.ptx.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Vector
 
@@ -31,39 +31,48 @@ class _Values:
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
         self.sets = collections.Counter(name for i in kernel.code for name in _set_by(i))
-        self.expressions: dict[str, str] = {}
+        self.setters: dict[str, int] = {}
+        """The instruction whose expression a register is."""
         self.places: dict[str, int] = {}
-        self.block, self.set_here = 0, collections.Counter[str]()
+        for at, instruction in enumerate(kernel.code):
+            for name in _set_by(instruction):
+                if self._is_expression(instruction):
+                    self.setters[name] = at
+                else:
+                    self.places.setdefault(name, len(self.places))
+        self.expressions: dict[str, str] = {}
         self.labels = {
             name: f"label {i}"
             for i, name in enumerate(sorted(kernel.labels, key=kernel.labels.__getitem__))
         }
+        self.before = list(self._changing())
+        """Of each instruction: the block, and how often each register was set there before."""
 
     def digest(self) -> str:
-        fixed = [not self._is_expression(i) for i in self.kernel.code]
-        for instruction, stays in zip(self.kernel.code, fixed, strict=True):
-            for name in _set_by(instruction) if stays else ():
-                self.places.setdefault(name, len(self.places))
         starts = collections.Counter(self.kernel.labels.values())
         lines = [repr((self.kernel.target, self.kernel.threads, self.kernel.parameters))]
         lines.append(repr((self.kernel.shared, self.kernel.local)))
-        for at, (instruction, stays) in enumerate(zip(self.kernel.code, fixed, strict=True)):
-            if starts[at]:
-                lines += ["label"] * starts[at]
-                self._next_block()
-            if not stays:
-                self._name(instruction)
+        for at, instruction in enumerate(self.kernel.code):
+            lines += ["label"] * starts[at]
+            if not self._is_expression(instruction):
+                lines.append(self._text(at, instruction.operands))
                 continue
-            lines.append(self._text(instruction, instruction.operands))
-            self.set_here.update(_set_by(instruction))
-            if instruction.parts[0] == "bra":
-                self._next_block()
+            for name in _set_by(instruction):  # in their order: what is named is not looked for
+                self._expression(name)
         lines += ["label"] * starts[len(self.kernel.code)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
-    def _next_block(self) -> None:
-        self.block += 1
-        self.set_here.clear()
+    def _changing(self) -> Iterator[tuple[int, Mapping[str, int]]]:
+        block, set_here, starts = 0, dict[str, int](), set(self.kernel.labels.values())
+        for at, instruction in enumerate(self.kernel.code):
+            if at in starts:
+                block, set_here = block + 1, {}
+            yield block, set_here
+            if not self._is_expression(instruction):
+                counts = {name: set_here.get(name, 0) + 1 for name in _set_by(instruction)}
+                set_here = set_here | counts if counts else set_here
+            if instruction.parts[0] == "bra":
+                block, set_here = block + 1, {}
 
     def _is_expression(self, instruction: Instruction) -> bool:
         return (
@@ -72,32 +81,40 @@ class _Values:
             and all(self.sets[name] == 1 for name in _set_by(instruction))
         )
 
-    def _name(self, instruction: Instruction) -> None:
-        of = self._text(instruction, instruction.operands[1:])
-        short = hashlib.sha256(of.encode()).hexdigest()
-        for i, name in enumerate(_set_by(instruction)):
-            self.expressions[name] = f"{short}.{i}"
+    def _expression(self, name: str) -> str:
+        """Also of a register whose block stands behind those that it dominates."""
+        if name not in self.expressions:
+            at = self.setters[name]
+            self.expressions[name] = "itself"  # undefined: no value of LLVM's is its own operand
+            instruction = self.kernel.code[at]
+            of = self._text(at, instruction.operands[1:])
+            short = hashlib.sha256(of.encode()).hexdigest()
+            for i, each in enumerate(_set_by(instruction)):
+                self.expressions[each] = f"{short}.{i}"
+        return self.expressions[name]
 
-    def _text(self, instruction: Instruction, operands: tuple[Operand, ...]) -> str:
-        predicate = instruction.predicate and self._value(Register(instruction.predicate))
-        values = ", ".join(map(self._value, operands))
+    def _text(self, at: int, operands: tuple[Operand, ...]) -> str:
+        instruction = self.kernel.code[at]
+        predicate = instruction.predicate and self._value(at, Register(instruction.predicate))
+        values = ", ".join(self._value(at, each) for each in operands)
         return f"{predicate} {instruction.negated} {instruction.opcode} {values}"
 
-    def _value(self, operand: Operand) -> str:
+    def _value(self, at: int, operand: Operand) -> str:
         match operand:
             case Vector(items):
-                return "{" + ", ".join(map(self._value, items)) + "}"
+                return "{" + ", ".join(self._value(at, each) for each in items) + "}"
             case Address(base, offset):
-                return f"[{self._value(base)} + {offset}]"
+                return f"[{self._value(at, base)} + {offset}]"
             case Symbol(name):
                 return self.labels.get(name, name)
             case Register(name) if name in self.places:
                 known = f"place {self.places[name]}"
                 if self.sets[name] == 1:
                     return known
-                return f"{known} block {self.block} set {self.set_here[name]}"
-            case Register(name) if name in self.sets:
-                return self.expressions[name]
+                block, set_before = self.before[at]
+                return f"{known} block {block} set {set_before.get(name, 0)}"
+            case Register(name) if name in self.setters:
+                return self._expression(name)
         return repr(operand)  # numbers, and what the machine sets
 
 

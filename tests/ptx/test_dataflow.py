@@ -98,3 +98,18 @@ def test_the_same(text):
 )
 def test_another(text):
     assert digest(text) != digest(PTX)
+
+
+def behind(number: int, register: str = "%r8") -> str:
+    """The sum's step is set in a block that stands behind the loop's rest, as LLVM lays blocks out."""
+    block = f"bra 	$L__BB0_3;\n$L__BB0_2:\n\tadd.s32 	%r2, %r2, {register};\n"
+    sets = f"$L__BB0_3:\n\tadd.s32 	{register}, %r4, {number};\n\tbra 	$L__BB0_2;\n"
+    rest = "\tsetp.lt.s32 	%p1, %r2, 9;\n\t@%p1 bra 	$L__BB0_1;\n"
+    text = replaced("bar.sync 	0;\n\tadd.s32 	%r2, %r2, 1;\n", block)
+    assert rest in text
+    return text.replace(rest, rest + "\tbra 	$L__BB0_4;\n" + sets + "$L__BB0_4:\n")
+
+
+def test_a_block_may_stand_behind_those_that_use_it():
+    assert digest(behind(1)) == digest(behind(1, "%r9"))
+    assert digest(behind(1)) != digest(behind(2))
