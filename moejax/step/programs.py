@@ -71,17 +71,17 @@ MOVES = 16
 """Entries of a list of moves within the arena, a compiled shape."""
 
 Kind = (
-    Literal["decode", "greedy", "sample", "add_bias", "adjust", "tally", "recount", "logprobs"]
+    Literal["decode", "greedy", "sample", "sample_all", "add_bias", "adjust", "tally", "recount"]
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
     | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget", "compare"]
-    | Literal["seat", "write_maps", "least_address"]
+    | Literal["seat", "write_maps", "least_address", "logprobs"]
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
 
-_BY_ROWS = ("decode", "prefill", "greedy", "sample", "add_bias", "adjust", "logprobs")
+_BY_ROWS = ("decode", "prefill", "greedy", "sample", "sample_all", "add_bias", "adjust", "logprobs")
 
 
 class ProgramKey(NamedTuple):
@@ -352,11 +352,11 @@ class Programs:
 
             return Program(run, (logits, *args), ())
 
+        of_request = floats, ints, floats, floats, seeds, ints
         return {
             "greedy": drawn(greedy),
-            "sample": drawn(
-                functools.partial(sample, one_row=by_row), floats, ints, floats, floats, seeds, ints
-            ),
+            "sample": drawn(functools.partial(sample, one_row=by_row), *of_request),
+            "sample_all": drawn(functools.partial(sample, truncates=False), *of_request),
             "add_bias": of_logits(add_bias, *biases),
             "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),
             "logprobs": of_logits(likeliest, ints),

@@ -53,10 +53,17 @@ from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.map_search import WRITTEN, MapArrays
-from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
+from moejax.step.parts import (
+    PrefillBatch,
+    Routing,
+    StepOutput,
+    StepSpec,
+    sums_in_one_order,
+)
 from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, Program, ProgramKey, Programs
 from moejax.step.residency import Completeness
 from moejax.step.results import Results
+from moejax.step.sampler import truncates_any
 from pallas_kernels.cpu.arena import ArenaMemory, TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
@@ -215,7 +222,9 @@ class Runner:
         self.need(*(key for step in steps for key in self._calls(step)), ProgramKey("regrant"))
         if self.queue:
             self.need(ProgramKey("drain"))
-        later = [ProgramKey("sample"), ProgramKey("sample", first)]
+        by_row = sums_in_one_order(self.steps.ops)
+        choices: tuple[Kind, ...] = ("sample",) if by_row else ("sample_all", "sample")
+        later = [ProgramKey(kind, rows) for kind in choices for rows in (None, first)]
         steps = *self._prefills(), *self._decodes()
         for key in (*later, *(key for step in steps for key in self._calls(step))):
             self._executable(key)
@@ -513,10 +522,19 @@ class Runner:
         if params is None and made is not None and made[0] is logits:
             self.tokens = made[1]
             return self.tokens
-        key = ProgramKey("greedy" if params is None else "sample", self._bucket(logits.shape[0]))
+        key = ProgramKey(self._choice(params), self._bucket(logits.shape[0]))
         args = logits, self.tokens, update, self.results, *(params or ())
         self.tokens, self.results = self._call(key, *args)
         return self.tokens
+
+    def _choice(self, params: Sequence | None) -> Kind:
+        """The least program that makes these choices. Where rows are drawn one after the other,
+        each finds out for itself whether it truncates."""
+        if params is None:
+            return "greedy"
+        _, top_k, top_p, *_ = params
+        by_row = sums_in_one_order(self.steps.ops)
+        return "sample" if by_row or truncates_any(top_k, top_p) else "sample_all"
 
     def prepare_counts(self) -> None:
         """Begins to compile what requests with penalties need, in the background."""

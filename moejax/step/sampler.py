@@ -48,6 +48,7 @@ def sample(
     seed: Array,
     position: Array,
     *,
+    truncates: bool = True,
     one_row: bool = False,
 ) -> Array:
     """One token per row, drawn after temperature, min-p, top-k and top-p, in vLLM's order.
@@ -59,20 +60,29 @@ def sample(
 
     The draw is Gumbel-max: the same seed, position and logits give the same token.
 
-    one_row: the shapes have R = 1; truncation that keeps all tokens is then skipped, which is the
-    longest part of it and changes no bit.
+    truncates: False: no row truncates (`truncates_any`), so that the two searches, most of the
+    launches, are left out. one_row: the shapes have R = 1; whether it truncates is then looked at
+    on the way. Neither changes a bit.
     """
     is_greedy = temperature < GREEDY_BELOW
     scaled = scale(logits, jnp.where(is_greedy, 1.0, temperature))
     truncation = scaled, top_k, top_p, min_p
-    if one_row:
-        truncates = (top_k[0] > 0) | (top_p[0] < 1)
-        keep = lax.cond(truncates, kept, lambda *args: _likely(args[0], args[-1]), *truncation)
+    if not truncates:
+        keep = _likely(scaled, min_p)
+    elif one_row:
+        keep = lax.cond(
+            truncates_any(top_k, top_p), kept, lambda *args: _likely(args[0], args[-1]), *truncation
+        )
     else:
         keep = kept(*truncation)
     noise = jax.vmap(lambda s, p: _gumbel(s, p, logits.shape[-1]))(seed, position)
     drawn = greedy(jnp.where(keep, scaled + noise, -jnp.inf))
     return jnp.where(is_greedy, greedy(logits), drawn)
+
+
+def truncates_any(top_k: Array, top_p: Array) -> Array:
+    """bool ``[]``: whether any row leaves out tokens by top-k or top-p, as of `sample`."""
+    return ((top_k > 0) | (top_p < 1)).any()
 
 
 def scale(logits: Array, temperature: Array) -> Array:

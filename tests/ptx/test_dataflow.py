@@ -101,7 +101,7 @@ def test_another(text):
 
 
 def behind(number: int, register: str = "%r8") -> str:
-    """The sum's step is set in a block that stands behind the loop's rest, as LLVM lays blocks out."""
+    """The sum's step is set in a block that stands behind the loop's rest: LLVM does so."""
     block = f"bra 	$L__BB0_3;\n$L__BB0_2:\n\tadd.s32 	%r2, %r2, {register};\n"
     sets = f"$L__BB0_3:\n\tadd.s32 	{register}, %r4, {number};\n\tbra 	$L__BB0_2;\n"
     rest = "\tsetp.lt.s32 	%p1, %r2, 9;\n\t@%p1 bra 	$L__BB0_1;\n"

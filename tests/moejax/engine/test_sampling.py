@@ -10,7 +10,7 @@ import pytest
 from scipy import special
 
 from host_offload.memory.arena import SlotArena
-from moejax import SamplingParams, UserError
+from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.load import load_checkpoint
 from moejax.engine.sampling import TokenSampler, has_penalties
 from moejax.models.layers import Decoder
@@ -225,6 +225,33 @@ def test_token_ids_must_be_in_the_vocabulary(name):
 def test_too_many_end_of_sequence_tokens_are_refused():
     with pytest.raises(ValueError, match="85 end-of-sequence tokens, at most 84"):
         TokenSampler(CalledRunner(), range(85))
+
+
+@pytest.mark.slow
+def test_company_that_truncates_does_not_change_a_draw(monkeypatch):
+    """Steps in which nobody truncates draw without searches, by another executable."""
+    chosen, choice = [], Runner._choice
+
+    def noted(self, params):
+        chosen.append(choice(self, params))
+        return chosen[-1]
+
+    monkeypatch.setattr(Runner, "_choice", noted)
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64}
+    alone = SamplingParams(temperature=1.0, min_p=0.01, max_tokens=12, seed=5, ignore_eos=True)
+    beside = dataclasses.replace(alone, top_k=3, top_p=0.8, max_tokens=4)
+    with LLM("demo", ops="xla", progress=False, **limits) as llm:
+
+        def tokens(*params):
+            outs = llm.generate([[7, 8, 9]] * len(params), [*params])
+            return [out.outputs[0].token_ids for out in outs]
+
+        (want,) = tokens(alone)
+        assert chosen == ["sample_all"] * 12
+        chosen.clear()
+        got, other = tokens(alone, beside)
+        assert 3 <= chosen.count("sample") <= 4 and chosen.count("sample_all") >= 8
+    assert got == want and other != want[:4]
 
 
 # ---- what comes out: the embedded model, without an engine

@@ -1,3 +1,4 @@
+import functools
 from unittest import mock
 
 import jax
@@ -12,6 +13,7 @@ from moejax.step import sampler
 OPTIONS = {"xla_allow_excess_precision": False}
 greedy = jax.jit(sampler.greedy, compiler_options=OPTIONS)
 sample = jax.jit(sampler.sample, compiler_options=OPTIONS)
+sample_all = jax.jit(functools.partial(sampler.sample, truncates=False), compiler_options=OPTIONS)
 
 
 def _kept(logits, temperature, *rest):
@@ -127,6 +129,27 @@ def test_both_searches_find_the_same_threshold(vocabulary):
             near = distance[row] <= found[row]
             assert exact[row][near].sum() >= target[row]
             assert exact[row][distance[row] < found[row]].sum() < target[row]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_rows_that_truncate_nothing_have_the_same_tokens_without_searches(data):
+    """To the bit, whatever was computed beside them."""
+    rows, vocabulary = 16, data.draw(st.sampled_from([1, 96, 1003, 5000]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    logits = rng.normal(0, 3, (rows, vocabulary)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[:, 0] = 5
+    temperature = rng.choice([0.0, 0.4, 1.0, 1.7], rows).astype(np.float32)
+    min_p = rng.choice([0.0, 0.01, 0.2], rows).astype(np.float32)
+    seed, position = rng.integers(0, 2**32, rows).astype(np.uint32), np.arange(rows, dtype=np.int32)
+    top_k, top_p = rng.choice([-1, 0], rows).astype(np.int32), np.ones(rows, np.float32)
+    assert not sampler.truncates_any(top_k, top_p)
+    alone = sample_all(logits, temperature, top_k, top_p, min_p, seed, position)
+    top_k[::2], top_p[::4] = 2, 0.5  # company that truncates
+    assert sampler.truncates_any(top_k, top_p)
+    beside = sample(logits, temperature, top_k, top_p, min_p, seed, position)
+    np.testing.assert_array_equal(np.asarray(alone)[1::2], np.asarray(beside)[1::2])
 
 
 def test_top_k_keeps_everything_equal_to_the_last():

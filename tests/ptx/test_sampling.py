@@ -1,0 +1,50 @@
+"""Sampling as XLA's kernels do it, whose PTX is run like that of our own."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.step import sampler
+from tests.ptx.program import compiled_call
+
+ROWS, VOCABULARY = 4, 1003
+
+
+def given(rng, truncate):
+    """sampler.sample's arguments; truncate: bool[R], the rows that leave tokens out."""
+    logits = rng.normal(0, 3, (ROWS, VOCABULARY)).astype(np.float32)
+    temperature = rng.choice([0.4, 1.0, 1.7], ROWS).astype(np.float32)
+    top_k = np.where(truncate, 1, 0).astype(np.int32)
+    top_p = np.where(truncate, 0.5, 1).astype(np.float32)
+    min_p = rng.choice([0.0, 0.1], ROWS).astype(np.float32)
+    seed = rng.integers(0, 2**32, ROWS).astype(np.uint32)
+    return logits, temperature, top_k, top_p, min_p, seed, np.arange(ROWS, dtype=np.int32)
+
+
+@pytest.mark.slow
+def test_rows_that_truncate_nothing_have_the_tokens_of_both_programs():
+    """To the bit: one searches thresholds, for the rows beside them, and the other does not."""
+    programs = {
+        truncates: compiled_call(
+            "h200",
+            functools.partial(sampler.sample, truncates=truncates),
+            jax.eval_shape(lambda: given(np.random.default_rng(0), np.zeros(ROWS, np.bool_))),
+            donated=lambda path: False,
+            on_host=lambda path: False,
+        )
+        for truncates in (True, False)
+    }
+    rng, differ = np.random.default_rng(26), 0
+    for _ in range(3):
+        truncate = np.arange(ROWS) % 2 == 0
+        arguments = given(rng, truncate)
+        (beside, _), (alone, _) = (
+            program.run(*arguments, launch={}, edit=lambda ptx: ptx)
+            for program in programs.values()
+        )
+        np.testing.assert_array_equal(beside, jax.jit(sampler.sample)(*arguments))
+        np.testing.assert_array_equal(np.asarray(alone)[~truncate], np.asarray(beside)[~truncate])
+        differ += (np.asarray(alone) != np.asarray(beside)).sum()
+    assert differ  # those that truncate
