@@ -198,6 +198,7 @@ def test_bits_are_independent_of_waves(implementation, dtype, row_tile):
     same_bits(y, want)
 
 
+@pytest.mark.slow
 def test_waves_share_the_sort_of_their_pairs():
     spec = Spec(17, "bfloat16", "padded", row_tile=many_tokens.ROWS)
     c = case(spec, 0)

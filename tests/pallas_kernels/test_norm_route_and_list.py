@@ -137,6 +137,8 @@ MUTANTS = {
 }
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_contract_catches(name, monkeypatch):
     monkeypatch.setattr(normed, name, MUTANTS[name](getattr(normed, name)))

@@ -188,6 +188,7 @@ def test_keys_without_norms_are_another_kernel():
     assert check.error(device) <= check.tolerance
 
 
+@pytest.mark.slow
 def test_products_that_normalise_are_checked_where_both_are_kernels(monkeypatch):
     def normed(shape=SMALL, **ops):
         return [check for check in small_checks(shape, **ops) if "normed" in check.key]

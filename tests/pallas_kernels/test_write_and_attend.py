@@ -1,6 +1,7 @@
 """write_and_attend has the bits of kv_write followed by decode_attention, and writes no more."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -109,14 +110,22 @@ def two_kernels(spec, inputs):
     return [np.asarray(read(q, arena, *numbers)), np.asarray(arena)]
 
 
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("place", range(len(WRITING_SPECS)))
+def each_place(in_ci):
+    """WRITING_SPECS with and without norms, by place; all but in_ci are nightly: the interpreted
+    PTX of others is in .ci/run (tests/ptx/test_kernels.py, "writing")."""
+    places = [
+        pytest.param(*at, marks=(pytest.mark.slow, *(pytest.mark.nightly,) * (at not in in_ci)))
+        for at in itertools.product(range(len(WRITING_SPECS)), (True, False))
+    ]
+    return pytest.mark.parametrize(("place", "norms"), places)
+
+
+@each_place({(0, True)})
 def test_contract(place, norms):
     check(WRITING_SPECS[place], "pallas", norms)
 
 
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("place", range(len(WRITING_SPECS)))
+@each_place({(0, True), (4, False), (6, True)})  # and who merges the splits
 def test_bits_of_two_kernels(place, norms):
     check_bits(WRITING_SPECS[place], "pallas", norms)
 
