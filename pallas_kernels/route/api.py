@@ -127,8 +127,8 @@ def route_and_list(
     records: a layer's row has the ids and then the bits of the weights, W = 2·T·K; written in place
     when donated. i: the layer that `correction` is indexed by; layer: the one of records. active:
     the first `count` are different experts, ascending, all that some row chose among them.
-    counters: zeros, given back as zeros, in which a kernel's programs find out which is the last:
-    where several have rows, that one lists who is active, and without counters all E are listed.
+    Those of a kernel may be all E, where there are as many pairs. counters: zeros, given back as
+    zeros, in which a kernel's programs find out which is the last; None: it makes its own.
 
     Raises as route, and ValueError for records of another width.
     """
@@ -184,9 +184,12 @@ def norm_route_and_list(
     """
     options = {"row_tile": row_tile, "tiles": tiles, "squares": squares, "shared_kib": shared_kib}
     kernels = implementation == linear_implementation == norm_implementation == "pallas"
-    (_, experts, hidden), dtype = weights.shape, weights.dtype
-    fits = routes_last(x.shape[0], experts, hidden, dtype, rule)
-    if kernels and counters is not None and fits:
+    _, experts, hidden = weights.shape
+    if (
+        kernels
+        and counters is not None
+        and routes_last(x.shape[0], experts, hidden, weights.dtype, rule)
+    ):
         _check(jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), x.dtype), correction, rule)
         _check_width(records, x.shape[0] * rule.top_k)
         norm, options = norm_operands(x, norm_weights, eps, weights, **options)

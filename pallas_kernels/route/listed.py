@@ -1,6 +1,6 @@
 """route as one Triton-lowered kernel that also keeps the routing in the layer's record and lists
-the active experts, of few rows in one program, of more in the last of several: for steps that need
-no plan."""
+the active experts, of few rows in one program, of more in the last of several, or all experts of
+very many rows: for steps that need no plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MOST_WARPS = 8
 MOST_ROWS = 16
 
 MOST_FLAGS = 8192
-"""Notes of all programs, one an expert, that the last program reads."""
+"""Notes of all programs, one an expert, that the last program reads; with more, all experts are
+listed, unless they are more than the pairs: expert_ffn has a program for each pair at most."""
 
 
 def tile_of(tokens: int, experts: int, rule: RouteRule) -> tuple[int, int] | None:
@@ -46,11 +47,12 @@ def route_listed(logits, valid, correction, i, records, layer, counters=None, *,
     flags = pl.next_power_of_2(programs), pl.next_power_of_2(experts)
     outs = [((tokens, top_k), jnp.int32), ((tokens, top_k), jnp.float32)]
     outs += [(records.shape, records.dtype), ((experts,), jnp.int32)]
-    counted = []
-    if programs > 1 and counters is not None and flags[0] * flags[1] <= MOST_FLAGS:
-        counted = [(counters.shape, jnp.int32), (flags, jnp.int32)]
-    lists, by_last = programs == 1 or bool(counted), bool(counted)
-    outs += [((1,), jnp.int32)] * lists + counted
+    few = flags[0] * flags[1] <= MOST_FLAGS or tokens * top_k < experts
+    by_last = programs > 1 and few
+    lists = programs == 1 or by_last
+    own = jnp.zeros(1, jnp.int32) if counters is None else counters
+    outs += [((1,), jnp.int32)] * lists
+    outs += [(own.shape, jnp.int32), (flags, jnp.int32)] * by_last
     ids, weights, records, active, *found = triton_call(
         functools.partial(_kernel, rows=rows, rule=rule, lists=lists, by_last=by_last),
         name="route_list_last" if by_last else "route_list" if lists else "route_record",
@@ -65,10 +67,11 @@ def route_listed(logits, valid, correction, i, records, layer, counters=None, *,
         valid,
         corrections,
         records,
-        (counters,) if by_last else (),
+        (own,) if by_last else (),
     )
     count = found[0][0] if lists else jnp.int32(experts)
-    return ids, weights, records, active, count, found[1] if by_last else counters
+    after = found[1] if by_last and counters is not None else counters
+    return ids, weights, records, active, count, after
 
 
 def _kernel(

@@ -106,6 +106,11 @@ def test_where_the_last_program_routes(spec):
     assert normed.routes_last(*given, RULES[spec.rule]) == (spec in FUSED)
 
 
+def test_float32_is_for_other_implementations_than_kernels():
+    spec = dataclasses.replace(SPECS[0], dtype="float32")
+    check(spec, "xla")
+
+
 def one_row_less(keep, logits, valid, correction, layer, ids, weights, records, row, rule):
     return keep(logits, valid, correction, layer, ids, weights, records, row[:1], rule)
 

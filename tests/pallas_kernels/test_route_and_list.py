@@ -11,7 +11,6 @@ from pallas_kernels.linear import sum_of_parts
 from pallas_kernels.plan import plan_resident, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.route import api, listed
-from pallas_kernels.route.pallas_triton import configuration
 from pallas_kernels.route.specs import PLANNED_SPECS, RULES, PlannedSpec
 from tests.pallas_kernels.contract import close, compiled, each, same_bits
 from tests.pallas_kernels.test_plan import cold
@@ -23,13 +22,12 @@ LONE = -7
 
 def check(spec, implementation):
     """Ids are the reference's, weights too but for rounding, and have the bits that route by itself
-    has; the layer's record has both; active experts are listed once each, ascending, of kernels of
-    several programs where they have counters."""
+    has; the layer's record has both; active experts are listed once each, ascending."""
     for counters in (None, np.zeros(2, np.int32)):
         _check(spec, implementation, counters)
 
 
-def _check(spec, implementation, counters):
+def _check(spec, implementation, counters, every=False):
     rule = RULES[spec.rule]
     options = {"rule": rule, "implementation": implementation}
     both = compiled(api.route_and_list, **options)
@@ -57,15 +55,21 @@ def _check(spec, implementation, counters):
         assert np.all(np.asarray(records)[1 - LAYER] == LONE)
         named = np.asarray(active)[: int(count)]
         used = np.unique(np.asarray(ids)[valid])
-        lists = implementation != "pallas" or counters is not None
-        lists = lists or listed.tile_of(spec.tokens, spec.experts, rule)
-        lists = lists or spec.tokens <= configuration().rows
-        np.testing.assert_array_equal(named, used if lists else np.arange(spec.experts))
+        np.testing.assert_array_equal(named, np.arange(spec.experts) if every else used)
 
 
 @each(api.IMPLEMENTATIONS, PLANNED_SPECS)
 def test_contract(spec, implementation):
     check(spec, implementation)
+
+
+@pytest.mark.slow
+def test_all_experts_are_listed_only_where_there_are_as_many_pairs(monkeypatch):
+    """As expert_ffn has a program for each pair, it would leave out the others."""
+    monkeypatch.setattr(listed, "MOST_FLAGS", 0)
+    for counters in (None, np.zeros(2, np.int32)):
+        _check(PlannedSpec(19, 64, 5, "top1"), "pallas", counters)
+        _check(PlannedSpec(18, 16, 5, "top4"), "pallas", counters, every=True)
 
 
 def test_which_steps_have_a_list():
