@@ -7,6 +7,8 @@ import pytest
 from moejax.step import sampler
 from tests.ptx.program import interpret
 
+pytestmark = pytest.mark.aot
+
 ROWS, VOCABULARY = 4, 1003
 
 
@@ -21,7 +23,6 @@ def given(rng, truncate):
     return logits, temperature, top_k, top_p, min_p, seed, np.arange(ROWS, dtype=np.int32)
 
 
-@pytest.mark.slow
 def test_rows_that_truncate_nothing_have_the_tokens_of_both_programs():
     """To the bit: one searches thresholds, for the rows beside them, and the other does not."""
     searching, without = (interpret(sampler.sample, truncates=each) for each in (True, False))
