@@ -101,13 +101,17 @@ class LayerStack(nnx.Module):
     def _optional(self, name: str) -> jax.Array | None:
         return self.weights[name][...] if name in self.weights else None
 
-    def carries_squares(self, rows: int) -> bool:
-        """Whether the router's product, and mostly that of q, k and v, normalises so many rows of x
-        itself, so that `squares` of x, which attend takes and gives, save its programs reading
-        them."""
+    def gives_squares(self, rows: int) -> bool:
+        """Whether the router's product normalises so many rows of x itself, so that the `squares`
+        of x that attend gives save its programs reading them."""
         within = normalises_within(rows, self.ops.linear, self.ops.rms_norm)
         made = self.config.residual_multiplier == 1 and self.ops.combine == "pallas"
         return self.is_moe and within and made and "post_norm_bias" not in self.weights
+
+    def takes_squares(self, rows: int) -> bool:
+        """As gives_squares, of the product of q, k and v, for which attend takes those of its x:
+        several products read what latent attention normalises, so it has a kernel for that."""
+        return self.gives_squares(rows) and self.config.mla is None
 
     def _linear(self, x, name, i, tokens, out_dtype=None, residual=None):
         return linear(
@@ -176,9 +180,11 @@ class LayerStack(nnx.Module):
         page: KVPage,
         squares: jax.Array | None = None,
         counters: jax.Array | None = None,
+        with_squares: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
         """x [T, D] plus its attention; keys and values of the tokens go to their pages. squares:
-        tile_squares of x, where the stack carries them. counters: as of write_and_attend.
+        tile_squares of x, where the stack takes them. counters: as of write_and_attend.
+        with_squares: whether to give those of the sum, see gives_squares.
 
         Returns (x, arena, squares of that x, or None without them, counters).
         """
@@ -188,10 +194,10 @@ class LayerStack(nnx.Module):
                 attended, arena, counters = self._read_heads(i, x, arena, *given)
             else:
                 attended, arena = self._read_latent(i, x, arena, tokens, page)
-            if squares is None:
-                x = self._plus(x, attended, "o", i, tokens)
-            else:
+            if with_squares:
                 x, squares = self._plus_with_squares(x, attended, "o", i, tokens)
+            else:
+                x, squares = self._plus(x, attended, "o", i, tokens), None
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
             x, squares = lax.optimization_barrier((x, squares))
             return x, arena, squares, counters

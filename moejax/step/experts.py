@@ -542,16 +542,16 @@ def add_experts_and_count(
     y: jax.Array,
     weights: jax.Array,
     index: jax.Array | None,
-    squares: jax.Array | None,
+    with_squares: bool,
     ops: Ops,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(add_experts, its row_squares, int32[1] index + 1), which one kernel makes. index: None is
-    not counted. squares: those of x; None: the sum's are None too."""
-    if index is None and squares is None:
+    """(add_experts, its row_squares or None without them, int32[1] index + 1), which one kernel
+    makes. index: None is not counted."""
+    if index is None and not with_squares:
         return add_experts(x, y, weights, ops), None, None
     with jax.named_scope("combine"):
         inputs = x, y.reshape(*weights.shape, -1), weights
-        if squares is not None:
+        if with_squares:
             made = combine_with_squares(*inputs, index, implementation=ops.combine)
         else:
             assert index is not None

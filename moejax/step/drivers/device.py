@@ -67,7 +67,7 @@ class _Carry(NamedTuple):
     records: jax.Array | None = None
     """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
     squares: jax.Array | None = None
-    """float32[T, N]: row_squares of x; None: who normalises x reads it for them."""
+    """float32[T, N]: row_squares of x, where the stack takes them; None: its reader reads x."""
     trajectory: Trajectory | None = None
     """None: nothing is searched."""
     index: jax.Array | None = None
@@ -125,10 +125,12 @@ def device_step(
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
-        beside = carry.squares, carry.counters
-        x, arena, *beside = stack.attend(i, x, memory.arena, tokens, context.page, *beside)
+        x, arena, squares, counters = stack.attend(
+            *(i, x, memory.arena, tokens, context.page, carry.squares, carry.counters),
+            with_squares=stack.gives_squares(x.shape[0]),
+        )
         memory = memory._replace(arena=arena)
-        carry = carry._replace(x=x, memory=memory, squares=beside[0], counters=beside[1])
+        carry = carry._replace(x=x, memory=memory, squares=squares, counters=counters)
         if not stack.is_moe:
             return carry._replace(x=stack.feed_forward(i, x, tokens)), None
         carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
@@ -222,7 +224,7 @@ def _sparse(
         end = _epilogue(stack, carry, x, weights)
         y = compute(shared, normed, ids, residents, layer, active, count, context, epilogue=end)
         y = lax.optimization_barrier(y)
-        return _added(carry, x, y, weights, context), (normed, ids, weights), None
+        return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
     favour = favour_residents(memory.tables.address, layer, context)
     # A forced routing would come between router and plan; a window has no plan. That kernel takes
     # the model's own correction of scores only.
@@ -236,13 +238,13 @@ def _sparse(
         end = _epilogue(stack, carry, x, weights)
         y, memory = compute_planned(shared, normed, ids, memory, layer, work, context, end)
         carry = carry._replace(memory=memory, records=records)
-        return _added(carry, x, y, weights, context), (normed, ids, weights), None
+        return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
     x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour, carry.squares)
     y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
     routing = ids, weights
     y, memory, records, counts = _experts(y, normed, routing, memory, layer, records, context)
     carry = carry._replace(memory=memory, records=records)
-    return _added(carry, x, y, weights, context), (normed, ids, weights), counts
+    return _added(stack, carry, x, y, weights, context), (normed, ids, weights), counts
 
 
 def _epilogue(
@@ -251,16 +253,24 @@ def _epilogue(
     """What the kernel of the last product does behind it. x: what the experts add to."""
     if carry.index is None or carry.counters is None:
         return None
-    wanted = carry.squares is not None
+    wanted = stack.takes_squares(x.shape[0])
     return Epilogue(x, weights, carry.index, carry.counters, stack.first_moe_layer, wanted)
 
 
-def _added(carry: _Carry, x: jax.Array, y: Any, weights: jax.Array, context: StepContext) -> _Carry:
+def _added(
+    stack: LayerStack,
+    carry: _Carry,
+    x: jax.Array,
+    y: Any,
+    weights: jax.Array,
+    context: StepContext,
+) -> _Carry:
     """The carry with x and what the experts add to it. y: theirs, or with an epilogue Combined."""
     if isinstance(y, Combined):
         y, x, index, counters, squares = y
         return carry._replace(x=x, y=y, index=index, counters=counters, squares=squares)
-    found = add_experts_and_count(x, y, weights, carry.index, carry.squares, context.ops)
+    wanted = stack.takes_squares(x.shape[0])
+    found = add_experts_and_count(x, y, weights, carry.index, wanted, context.ops)
     x, squares, index = found
     return carry._replace(x=x, y=None if carry.y is None else y, index=index, squares=squares)
 
@@ -318,7 +328,7 @@ def _over_layers(
 
 def _squares(stack: LayerStack, carry: _Carry) -> jax.Array | None:
     """Those that the stack's first layer takes."""
-    if not stack.carries_squares(carry.x.shape[0]):
+    if not stack.takes_squares(carry.x.shape[0]):
         return None
     if carry.squares is not None:
         return carry.squares
