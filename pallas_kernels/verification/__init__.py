@@ -5,7 +5,7 @@ dispatch may choose for a model is compared with the XLA reference on the device
 device, jax version and source: the results are in `table`, checked before a model runs.
 """
 
-from pallas_kernels.verification.check import Check, ModelShape
+from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape
 from pallas_kernels.verification.checks import checks
 from pallas_kernels.verification.outcomes import Unverified, outcomes
 from pallas_kernels.verification.table import (
@@ -16,6 +16,7 @@ from pallas_kernels.verification.table import (
 )
 
 __all__ = [
+    "FEW_ROWS",
     "Check",
     "ModelShape",
     "Unverified",

@@ -17,17 +17,22 @@ def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator
     """kv_write and attention on an arena of at least so many bytes, the pages at its end."""
     pages = Pages(shape, least)
     yield _kv_write_check(pages)
-    yield _writing_check(pages, shared_kib)
+    yield _writing_check(pages, shared_kib, (0, 64, 999, -1))
+    # As many splits as the last program merges, in two turns: the first's end, the second's, and
+    # the first position of a split.
+    longer = Pages(shape, least, tokens=2048)
+    yield _writing_check(longer, shared_kib, (1027, 256, 2047, -1))
     yield from _attention_checks(pages, shared_kib)
 
 
 class Pages:
-    """An arena of at least `least` bytes: behind what is unused, four sequences of 1024 tokens."""
+    """An arena of at least `least` bytes: behind what is unused, four sequences of so many
+    tokens."""
 
-    def __init__(self, shape: ModelShape, least: int):
+    def __init__(self, shape: ModelShape, least: int, tokens: int = 1024):
         self.shape = shape
         self.page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim, shape.latent)
-        self.blocks = 1024 // shape.block_size
+        self.blocks = tokens // shape.block_size
         self.page_rows = 2 * self.page.rows_per_layer  # two layers, of which the second is used
         self.used = 4 * self.blocks * self.page_rows
         self.unused = max(0, -(-least // (2 * shape.head_dim)) - self.used)
@@ -35,6 +40,7 @@ class Pages:
         if shape.latent:
             row = f"{shape.latent}+{shape.head_dim - shape.latent}"
         self.what = f"heads {shape.heads}/{row} block {shape.block_size}"
+        self.what += "" if tokens == 1024 else f" context {tokens}"
         self.what += " offsets 64" if least else ""
         self.wide = least > 0
 
@@ -99,23 +105,23 @@ def _kv_write_check(pages: Pages) -> Check:
     return make_check("kv_write", what, shape.dtype, operands, written, **changed)
 
 
-def _writing_check(pages: Pages, shared_kib: int) -> Check:
+def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) -> Check:
     """Decode's attention that writes the new token, values, and merged by its last programs the
-    same bits: sequences of which the last one is empty."""
+    same bits. positions: of the sequences' new tokens, −1: it is empty."""
     shape = pages.shape
 
     def operands():
         return *_projected(shape, 4), pages.table()
 
     def attended(name, arena, qkv, q_norm, k_norm, inverse, table):
-        positions = jnp.asarray([0, 64, 999, -1], jnp.int32)
-        block = jnp.maximum(positions, 0) // shape.block_size
-        at = jnp.where(positions < 0, -1, table[jnp.arange(4), block])
-        numbers = positions, inverse, arena, at, jnp.int32(1)
+        last = jnp.asarray(positions, jnp.int32)
+        block = jnp.maximum(last, 0) // shape.block_size
+        at = jnp.where(last < 0, -1, table[jnp.arange(4), block])
+        numbers = last, inverse, arena, at, jnp.int32(1)
         op = functools.partial(
             write_and_attend,
             block_table=table,
-            lengths=positions + 1,
+            lengths=last + 1,
             page=pages.page,
             attention_factor=1.0,
             eps=1e-6,

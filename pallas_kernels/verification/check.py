@@ -15,9 +15,20 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
 
-FEW_ROWS = 4
-"""Rows of a step of few tokens, of 1 to 8: products in tiles of 16 mask the others, which makes
-other kernels. A check of 16 rows has them too."""
+DECODE_ROWS = 16
+"""Rows of a product of decode steps with as many or more."""
+
+FEW_ROWS = 1, 2, 4, 8
+"""Rows of smaller decode steps, those that an engine compiles: products in tiles of 16 mask the
+others, which makes other kernels."""
+
+_TOGETHER = {DECODE_ROWS: (DECODE_ROWS, 4), 8: (8, 2, 1)}
+
+
+def together(rows: int) -> tuple[int, ...]:
+    """Rows of the decode steps that one check computes, of which `rows` is the most: all FEW_ROWS
+    are in two checks, since each takes a compilation of its own."""
+    return _TOGETHER.get(rows, (rows,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,9 @@ class ModelShape:
     """The op of the norms before attention, experts and logits: rms_norm or layer_norm."""
     other_norms: tuple[int, ...] = ()
     """Widths of rms_norms beside `hidden`: of compressed queries, of all heads of q or k."""
+    squares: bool = True
+    """Whether a layer's last kernel gives the squares of what it makes, where the next layer's
+    first product normalises rows itself: LayerStack.takes_squares."""
     versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
     """The versions of experts, by number: in a cell, in the store."""
 

@@ -20,7 +20,7 @@ def checks(shape: ModelShape, ops: Ops, wide_bytes: int = WIDE_BYTES) -> list[Ch
     computed or allocated before a check runs. wide_bytes: size of the arrays that need 64-bit
     offsets."""
     # Products of equal sizes are one check.
-    every = {check.key: check for check in _all(shape, ops.shared_kib, wide_bytes)}
+    every = {check.key: check for check in _all(shape, ops, wide_bytes)}
     return [check for check in every.values() if _runs(check, ops)]
 
 
@@ -28,12 +28,13 @@ def _runs(check: Check, ops: Ops) -> bool:
     return all(getattr(ops, op) == "pallas" for op in (check.op, *check.beside))
 
 
-def _all(shape: ModelShape, shared_kib: int, wide_bytes: int) -> Iterator[Check]:
+def _all(shape: ModelShape, ops: Ops, wide_bytes: int) -> Iterator[Check]:
+    shared_kib = ops.shared_kib
     yield from dense_checks(shape, shared_kib)
     yield from table_checks(shape, shared_kib)
     yield from head_checks(shape)
     for least in (0, wide_bytes):
-        yield from record_checks(shape, shared_kib, least)
+        yield from record_checks(shape, ops, least)
         if shape.latent:
             yield from latent_checks(shape, least)
         else:

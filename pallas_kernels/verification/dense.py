@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.combine import combine, combine_with_squares, row_squares
+from pallas_kernels.combine import (
+    combine,
+    combine_and_count,
+    combine_with_squares,
+    row_squares,
+)
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     linear,
@@ -27,46 +32,56 @@ from pallas_kernels.route import norm_route_and_list, route, route_and_list, rou
 from pallas_kernels.route.normed import routes_last
 from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import (
+    DECODE_ROWS,
     FEW_ROWS,
     Check,
     ModelShape,
     draw,
     make_check,
     same_rows,
+    together,
 )
 
-DECODE_ROWS = 16
-"""Rows of a product of decode steps with as many or more."""
-
-ROUTED_ROWS = 1, 2, FEW_ROWS, 8, MOST_ROWS
+ROUTED_ROWS = *FEW_ROWS, MOST_ROWS
 """Rows of decode steps that one program routes, in a tile of just those."""
+
+ROW_TILES = 8, DECODE_ROWS, 64
+
+
+def product_rows(row_tile: int) -> tuple[int, ...]:
+    """Rows of the products that a check computes in tiles of so many and fewer: two whole tiles of
+    those that have several, and each of few."""
+    most, *fewer = together(row_tile)
+    return (most if most < DECODE_ROWS else 2 * most, *fewer)
 
 
 def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     d, dtype = shape.hidden, shape.dtype
     for outputs, inputs, bias, out in shape.products:
-        for row_tile in (16, 64):
+        for row_tile in ROW_TILES:
+            every = product_rows(row_tile)
             # What a layer adds its output to.
-            residual = (2 * row_tile, outputs) if (outputs, out) == (d, dtype) else None
+            residual = (every[0], outputs) if (outputs, out) == (d, dtype) else None
 
             in_parts = (outputs, out, bias) == (shape.experts, "float32", False)  # a router's
 
             def inputs_of(
-                outputs=outputs, inputs=inputs, bias=bias, tile=row_tile, residual=residual
+                outputs=outputs, inputs=inputs, bias=bias, most=every[0], residual=residual
             ):
                 return (
-                    draw(0, (2 * tile, inputs), dtype),
+                    draw(0, (most, inputs), dtype),
                     draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
                     jnp.int32(0),
                     draw(2, (1, outputs), dtype) if bias else None,
                     None if residual is None else draw(3, residual, dtype),
                 )
 
-            def product(name, *operands, out=out, tile=row_tile, in_parts=in_parts):
+            def product(name, *operands, out=out, tile=row_tile, every=every, in_parts=in_parts):
                 x, *others, residual = operands
 
-                def of(rows, tile):
-                    options = {"row_tile": tile, "out_dtype": out, "shared_kib": shared_kib}
+                def of(rows):
+                    options = {"row_tile": min(rows, tile), "out_dtype": out}
+                    options |= {"shared_kib": shared_kib}
                     few = x[:rows], *others
                     alone = linear(*few, **options, implementation=name)
                     if in_parts:
@@ -78,8 +93,7 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
                     options |= {"residual": residual[:rows], "implementation": name}
                     return alone, _added(few, options)
 
-                every = of(2 * tile, tile)
-                return (every, of(FEW_ROWS, FEW_ROWS)) if tile == 16 else every
+                return tuple(of(rows) for rows in every)
 
             what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
             yield make_check("linear", what, dtype, inputs_of, product, out)
@@ -116,7 +130,11 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
             x, y, weights, jnp.ones(1, jnp.int32), implementation=name
         )
         alone = combine(x, y, weights, implementation=name)
-        return alone, same_rows(out, alone), _of(squares, out), index
+        counted, after = combine_and_count(
+            x, y, weights, jnp.ones(1, jnp.int32), implementation=name
+        )
+        same = same_rows(out, alone), same_rows(counted, alone)
+        return alone, *same, _of(squares, out), index, after
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
 
@@ -162,7 +180,7 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
             alone = linear(normed, weights, layer, added, **options)
             return got, same_rows(got, alone), same_rows(by_squares, alone)
 
-        return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
+        return tuple(of(rows) for rows in (*FEW_ROWS, DECODE_ROWS, NORMED_ROWS))
 
     what = f"normed {outputs}x{d} bias {bias} {shared_kib} KiB"
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
@@ -196,7 +214,7 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
             ]
             return normed, sum_of_parts(parts), same
 
-        return of(FEW_ROWS), of(DECODE_ROWS), of(NORMED_ROWS)
+        return tuple(of(rows) for rows in (*FEW_ROWS, DECODE_ROWS, NORMED_ROWS))
 
     what = f"normed parts {shape.experts}x{d} {shared_kib} KiB"
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
@@ -222,7 +240,7 @@ def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     what += " corrected" if shape.correction else ""
     yield make_check("route", what, "float32", scores, routed)
 
-    for rows in (FEW_ROWS, MOST_ROWS, 2 * MOST_ROWS):
+    for rows in (*ROUTED_ROWS, 2 * MOST_ROWS):
         yield _listed_check(shape, what, rows)
     for rows in ROUTED_ROWS:
         if routes_last(rows, experts, shape.hidden, shape.dtype, rule):
@@ -296,8 +314,9 @@ def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
 
 
 def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> Check:
-    """The router's product, the last program of which routes and lists: that it has the bits of the
-    kernels that it is made of, whose values have checks. what: of the rule."""
+    """The router's product, the last program of which routes and lists, with squares and without:
+    that it has the bits of the kernels that it is made of, whose values have checks. what: of the
+    rule."""
     d, experts, dtype = shape.hidden, shape.experts, shape.dtype
 
     def operands():
@@ -307,10 +326,13 @@ def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> C
         return draw(0, (rows, d), dtype), draw(2, (1, d), dtype), weights, valid, correction
 
     def scored(name, x, norm, weights, valid, correction):
+        return [of(name, x, norm, weights, valid, correction, squares) for squares in (True, False)]
+
+    def of(name, x, norm, weights, valid, correction, squares):
         records = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32)
         layer, i, counters = jnp.int32(1), jnp.int32(0), jnp.zeros(1, jnp.int32)
         names = {"norm_implementation": name, "shared_kib": shared_kib}
-        names["squares"] = row_squares(x, implementation=name)
+        names["squares"] = row_squares(x, implementation=name) if squares else None
         given = valid, correction, i, records, layer, counters
         routing = {"rule": shape.rule, "implementation": name}
         got = norm_route_and_list(

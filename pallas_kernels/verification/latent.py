@@ -10,7 +10,8 @@ from pallas_kernels.head_linear import head_linear
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.paged_attention import decode_attention, prefill_attention
 from pallas_kernels.verification.attention import Pages
-from pallas_kernels.verification.check import FEW_ROWS, Check, ModelShape, draw, make_check
+from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
+from pallas_kernels.verification.dense import ROW_TILES, product_rows
 
 
 def head_checks(shape: ModelShape) -> Iterator[Check]:
@@ -19,24 +20,27 @@ def head_checks(shape: ModelShape) -> Iterator[Check]:
         return
     keys, values = shape.up_projection
     for part, transposed in (((0, keys), True), ((keys, keys + values), False)):
-        for row_tile in (16, 64):
+        for row_tile in ROW_TILES:
+            every = product_rows(row_tile)
 
-            def operands(part=part, transposed=transposed, tile=row_tile):
+            def operands(part=part, transposed=transposed, most=every[0]):
                 inputs = part[1] - part[0] if transposed else shape.latent
                 stack = (2, shape.heads, keys + values, shape.latent)
                 return (
-                    draw(0, (2 * tile, shape.heads, inputs), shape.dtype),
+                    draw(0, (most, shape.heads, inputs), shape.dtype),
                     draw(1, stack, shape.dtype, inputs**-0.5),
                 )
 
-            def product(name, x, weights, part=part, transposed=transposed, tile=row_tile):
-                options = {"part": part, "transposed": transposed, "row_tile": tile}
-                every = head_linear(x, weights, jnp.int32(1), **options, implementation=name)
-                if tile != 16:
-                    return every
-                options["row_tile"] = FEW_ROWS
-                few = x[:FEW_ROWS], weights, jnp.int32(1)
-                return every, head_linear(*few, **options, implementation=name)
+            def product(
+                name, x, weights, part=part, transposed=transposed, tile=row_tile, every=every
+            ):
+                options = {"part": part, "transposed": transposed, "implementation": name}
+                return tuple(
+                    head_linear(
+                        *(x[:rows], weights, jnp.int32(1)), row_tile=min(rows, tile), **options
+                    )
+                    for rows in every
+                )
 
             what = f"{shape.heads}x{part[1] - part[0]}x{shape.latent} rows {row_tile}"
             what += " transposed" if transposed else f" behind {part[0]}"

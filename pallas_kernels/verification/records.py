@@ -9,23 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.combine import combine_with_squares
+from pallas_kernels.combine import combine_and_count, combine_with_squares
+from pallas_kernels.dispatch import Ops
 from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size, expert_ffn
 from pallas_kernels.fill import fill
 from pallas_kernels.fill_ffn import fill_ffn, why_not_pallas
+from pallas_kernels.linear import normalises_within
 from pallas_kernels.move import Moves, move
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import RecordFormat, decode
 from pallas_kernels.records.versions import VersionFormats
 from pallas_kernels.stage import Entries, stage
 from pallas_kernels.verification.check import (
-    FEW_ROWS,
+    DECODE_ROWS,
     Check,
     ModelShape,
     Stores,
     draw,
     make_check,
     same_rows,
+    together,
 )
 from pallas_kernels.verification.dense import empty_tables
 from pallas_kernels.verification.random_records import random_records
@@ -33,20 +36,25 @@ from pallas_kernels.verification.random_records import random_records
 EXPERTS_CHECKED = 4
 """Fewest experts in the stores that are made: tiles do not depend on how many there are."""
 
+DECODED = 8, DECODE_ROWS, 32, 64
+"""Rows of decode steps, of the smaller ones `together` with others: 8 are one program's of each
+expert, so are 16; larger ones have two and more."""
 
-def record_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
+
+def record_checks(shape: ModelShape, ops: Ops, least: int) -> Iterator[Check]:
     """fill, stage, move, expert_ffn and fill_ffn on stores and an arena of at least so many
     bytes."""
-    records = _Records(shape, least)
+    records, shared_kib = _Records(shape, least), ops.shared_kib
     yield from _copy_checks(records)
     yield _move_check(records)
-    for tokens, row_tile in ((16, 16), (32, 16), (64, 16), (192, 64)):
-        yield _expert_ffn_check(records, shared_kib, tokens, row_tile)
-    for tokens in (16, 32, 64):
-        yield _combined_check(records, shared_kib, tokens)
-    if why_not_pallas(shape.versions) is None:
-        for tokens in (16, 32, 64):
+    yield _expert_ffn_check(records, shared_kib, 192, 64)
+    for tokens in DECODED:
+        yield _expert_ffn_check(records, shared_kib, tokens, DECODE_ROWS)
+        squares = shape.squares and normalises_within(tokens, ops.linear, ops.rms_norm)
+        yield _combined_check(records, shared_kib, tokens, squares)
+        if why_not_pallas(shape.versions) is None:
             yield _fill_ffn_check(records, shared_kib, tokens)
+            yield _fill_combined_check(records, shared_kib, tokens, squares)
 
 
 class _Records:
@@ -75,6 +83,7 @@ class _Records:
         self.total = max(4 * count, -(-least // (self.rows * shape.hidden * 2)))
         self.first = (self.total - 4 * count) * self.rows
         self.cell_row = self.first + jnp.arange(3 * count, dtype=jnp.int32) * self.rows
+        self.free_row = self.first + (3 * count + jnp.arange(count, dtype=jnp.int32)) * self.rows
         self.cell_version = jnp.arange(3 * count, dtype=jnp.int32) % count
         self.version_of = jnp.arange(self.experts, dtype=jnp.int32) % count
         d, offsets = shape.hidden, " offsets 64" if least else ""
@@ -192,52 +201,77 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
 
     def computed(name, stores, arena, x, ids):
         of = functools.partial(_experts, records, shared_kib, name, stores, arena)
-        every = of(x, ids, row_tile)
-        if tokens != 16:
-            return every
-        return every, of(x[:FEW_ROWS], ids[:FEW_ROWS], FEW_ROWS)
+        return tuple(of(x[:n], ids[:n], min(n, row_tile)) for n in together(tokens))
 
-    rows = tokens if row_tile == 16 else 0
+    rows = tokens if row_tile == DECODE_ROWS else 0
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
     what += f" {shared_kib} KiB"
     given = {"stores": records.stores, "wide": records.wide, "rows": rows}
     return make_check("expert_ffn", what, shape.dtype, operands, computed, **given)
 
 
-def _combined_check(records: _Records, shared_kib: int, tokens: int) -> Check:
+def _combined_check(records: _Records, shared_kib: int, tokens: int, squares: bool) -> Check:
     """Experts whose last product combines them: values, and the bits of the two kernels, which
-    prefill and other drivers have in its place."""
+    prefill and other drivers have in its place. squares: whether it gives those too."""
     shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
 
     def operands():
-        weights = jax.nn.softmax(draw(2, (tokens, k), "float32"))
-        x, residual = (draw(seed, (tokens, shape.hidden), shape.dtype) for seed in (0, 3))
-        return records.held(), x, records.routed(tokens), residual, weights
+        x, ids, residual, weights = _combined_operands(records, tokens)
+        return records.held(), x, ids, residual, weights
 
     def computed(name, stores, arena, *few):
-        every = of(name, stores, arena, *few, row_tile=16)
-        if tokens != 16:
-            return every
-        fewer = (array[:FEW_ROWS] for array in few)
-        return every, of(name, stores, arena, *fewer, row_tile=FEW_ROWS)
+        return tuple(
+            of(name, stores, arena, *(array[:n] for array in few)) for n in together(tokens)
+        )
 
-    def of(name, stores, arena, x, ids, residual, weights, row_tile):
+    def of(name, stores, arena, x, ids, residual, weights):
         experts = functools.partial(_experts, records, shared_kib, name, stores, arena)
-        counters, index = jnp.zeros(counters_size(*x.shape), jnp.int32), jnp.zeros(1, jnp.int32)
-        epilogue = Epilogue(residual, weights, index, counters, records.layers - 1, True)
+        row_tile = min(len(x), DECODE_ROWS)
+        epilogue = _epilogue(records, residual, weights, squares)
         both, y = experts(x, ids, row_tile, epilogue), experts(x, ids, row_tile)
-        rows = y.reshape(*ids.shape, -1)
-        out, squares, _ = combine_with_squares(residual, rows, weights, index, implementation=name)
-        assert isinstance(both, Combined) and both.squares is not None
-        pairs = (both.y, y), (both.out, out), (both.squares, squares)
-        return *both[:4], *(same_rows(*pair) for pair in pairs)
+        return *both[:4], same_rows(both.y, y), *_as_combined(name, both, y, epilogue)
 
-    what = f"{records.what} {shape.activation} top {k} combined tokens {tokens}"
-    what += f" {shared_kib} KiB"
+    what = f"{records.what} {_combined_name(shape, k, squares)} tokens {tokens} {shared_kib} KiB"
     given = {"stores": records.stores, "wide": records.wide, "rows": tokens}
     return make_check(
         "expert_ffn", what, shape.dtype, operands, computed, **given, beside=("combine",)
     )
+
+
+def _combined_operands(records: _Records, tokens: int) -> tuple[jax.Array, ...]:
+    """x, ids, residual and weights of so many tokens."""
+    shape, ids = records.shape, records.routed(tokens)
+    weights = jax.nn.softmax(draw(2, ids.shape, "float32"))
+    x, residual = (draw(seed, (tokens, shape.hidden), shape.dtype) for seed in (0, 3))
+    return x, ids, residual, weights
+
+
+def _combined_name(shape: ModelShape, k: int, squares: bool) -> str:
+    return f"{shape.activation} top {k} combined" + ("" if squares else " without squares")
+
+
+def _epilogue(
+    records: _Records, residual: jax.Array, weights: jax.Array, squares: bool
+) -> Epilogue:
+    counters = jnp.zeros(counters_size(*residual.shape), jnp.int32)
+    index = jnp.zeros(1, jnp.int32)
+    return Epilogue(residual, weights, index, counters, records.layers - 1, squares)
+
+
+def _as_combined(
+    name: str, both: Combined, y: jax.Array, epilogue: Epilogue
+) -> Iterator[jax.Array]:
+    """int32, 1 for rows of out, and of its squares where there are some, with the bits of combine
+    behind the experts, whose rows are y."""
+    residual, weights, index = epilogue[:3]
+    operands = residual, y.reshape(*weights.shape, -1), weights, index
+    if both.squares is None:
+        out, _ = combine_and_count(*operands, implementation=name)
+        yield same_rows(both.out, out)
+        return
+    out, squares, _ = combine_with_squares(*operands, implementation=name)
+    yield same_rows(both.out, out)
+    yield same_rows(both.squares, squares)
 
 
 def _experts(
@@ -264,8 +298,7 @@ def _experts(
         layer,
         jnp.full(table, -1, jnp.int32).at[layer].set(cells),
         jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
-        jnp.arange(experts, dtype=jnp.int32),
-        jnp.int32(experts),
+        *_active(ids, experts),
         activation=records.shape.activation,
         row_tile=row_tile,
         formats=records.given,
@@ -275,54 +308,122 @@ def _experts(
     )
 
 
+def _active(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """(The experts to compute, their number): all, or where the pairs are fewer those that they are
+    of, since kernels have no more programs than pairs."""
+    if ids.size >= experts:
+        return jnp.arange(experts, dtype=jnp.int32), jnp.int32(experts)
+    used = _used(ids, experts)
+    return _listed(used), jnp.sum(used, dtype=jnp.int32)
+
+
+def _used(ids: jax.Array, experts: int) -> jax.Array:
+    """bool[E]: those that are among the ids."""
+    return jnp.any(jnp.arange(experts)[:, None] == ids.reshape(1, -1), axis=1)
+
+
+def _listed(used: jax.Array) -> jax.Array:
+    """int32[E]: those of bool[E] that are used, ascending, −1 behind them. By comparisons: XLA's
+    scatter has atomics that tests/ptx does not know."""
+    expert = jnp.arange(used.size, dtype=jnp.int32)
+    rank = jnp.sum(used & (expert < expert[:, None]), axis=1)
+    chosen = used & (rank == expert[:, None])
+    return jnp.where(jnp.any(chosen, axis=1), jnp.sum(jnp.where(chosen, expert, 0), axis=1), -1)
+
+
 def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
-    """The first expert of each version has a cell, the second gets one, others are read through."""
-    shape, experts, count = records.shape, records.experts, records.count
-    layers, layer, row_tile = records.layers, records.layer, 16
-    d, k = shape.hidden, min(shape.rule.top_k, experts)
+    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
 
     def operands():
-        return draw(0, (tokens, d), shape.dtype), records.routed(tokens)
+        return draw(0, (tokens, shape.hidden), shape.dtype), records.routed(tokens)
 
     def computed(name, arena, stores, x, ids):
-        arena, y = of(name, arena, stores, x, ids, 1)
-        if tokens != 16:
-            return arena, y
-        # Into cells that are empty still.
-        arena, few = of(name, arena, stores, x[:FEW_ROWS], ids[:FEW_ROWS], 2)
-        return arena, y, few
+        results = []
+        for place, rows in enumerate(together(tokens), 1):
+            given = x[:rows], ids[:rows], place
+            arena, y = _fill_experts(records, shared_kib, name, arena, stores, *given)
+            results.append(y)
+        return arena, *results
 
-    def of(name, arena, stores, x, ids, place):
-        moved = jnp.arange(count, 2 * count, dtype=jnp.int32)
-        row = records.cell_row[place * count : (place + 1) * count]
-        cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
-
-        def padded(listed):
-            return jnp.append(listed, jnp.full(experts - count, -1, jnp.int32))
-
-        return fill_ffn(
-            jnp.zeros((ids.size, d), jnp.float32),
-            x,
-            ids,
-            arena,
-            stores,
-            layer,
-            jnp.full((layers, experts), -1, jnp.int32).at[layer].set(cells.at[moved].set(row)),
-            jnp.zeros((layers, experts), jnp.int32).at[layer].set(records.version_of),
-            jnp.arange(experts, dtype=jnp.int32),
-            jnp.int32(experts),
-            padded(moved),
-            padded(row),
-            padded(records.version_of[moved]),
-            jnp.int32(count),
-            activation=shape.activation,
-            row_tile=row_tile,
-            formats=records.given,
-            implementation=name,
-            shared_kib=shared_kib,
-        )
-
-    what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
+    what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {DECODE_ROWS}"
     what += f" {shared_kib} KiB"
     given = records.changed() | {"arena": records.held, "stores": records.stores, "rows": tokens}
     return make_check("fill_ffn", what, shape.dtype, operands, computed, **given)
+
+
+def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, squares: bool) -> Check:
+    """fill_ffn the last product of which combines: values, and the bits of combine behind it.
+    squares: as of _combined_check."""
+    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
+
+    def operands():
+        return _combined_operands(records, tokens)
+
+    def computed(name, arena, stores, *every):
+        results = []
+        for place, rows in enumerate(together(tokens), 1):
+            x, ids, residual, weights = (array[:rows] for array in every)
+            epilogue = _epilogue(records, residual, weights, squares)
+            given = x, ids, place, epilogue
+            arena, both = _fill_experts(records, shared_kib, name, arena, stores, *given)
+            results += *both[:4], *_as_combined(name, both, both.y, epilogue)
+        return arena, *results
+
+    what = f"{records.what} {_combined_name(shape, k, squares)} tokens {tokens} {shared_kib} KiB"
+    given = records.changed() | {"arena": records.held, "stores": records.stores, "rows": tokens}
+    return make_check(
+        "fill_ffn", what, shape.dtype, operands, computed, **given, beside=("combine",)
+    )
+
+
+def _fill_experts(
+    records: _Records,
+    shared_kib: int,
+    name: str,
+    arena: jax.Array,
+    stores: tuple[jax.Array, ...],
+    x: jax.Array,
+    ids: jax.Array,
+    place: int,
+    epilogue: Epilogue | None = None,
+) -> Any:
+    """fill_ffn: the first expert of each version has a cell, the second gets one that is empty
+    still, the place-th of the arena, others are read through."""
+    experts, count, layer = records.experts, records.count, records.layer
+    moved, moves = jnp.arange(count, 2 * count, dtype=jnp.int32), count
+    row = records.cell_row[place * count : (place + 1) * count] if place < 3 else records.free_row
+    cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
+    if ids.size < experts:  # who may not have all that would be filled
+        expert = jnp.arange(experts)
+        filled = _used(ids, experts) & (expert >= count) & (expert < 2 * count)
+        moved, moves = _listed(filled)[:count], jnp.sum(filled)
+        rows = row[jnp.clip(expert - count, 0, count - 1)]
+        cells, row = jnp.where(filled, rows, cells), rows[moved]
+    else:
+        cells = cells.at[moved].set(row)
+    table = records.layers, experts
+
+    def padded(listed):
+        return jnp.append(listed, jnp.full(experts - count, -1, jnp.int32))
+
+    return fill_ffn(
+        jnp.zeros((ids.size, x.shape[1]), jnp.float32),
+        x,
+        ids,
+        arena,
+        stores,
+        layer,
+        jnp.full(table, -1, jnp.int32).at[layer].set(cells),
+        jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
+        *_active(ids, experts),
+        padded(moved),
+        padded(row),
+        padded(records.version_of[moved]),
+        jnp.int32(moves),
+        activation=records.shape.activation,
+        row_tile=min(len(x), DECODE_ROWS),
+        formats=records.given,
+        implementation=name,
+        shared_kib=shared_kib,
+        epilogue=epilogue,
+    )

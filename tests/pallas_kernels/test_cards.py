@@ -121,15 +121,21 @@ def test_an_op_passes_its_class_on(kib):
 def kernels_in(jaxpr) -> set[tuple[str, int, int]]:
     """Name, warps and stages of every kernel that a program calls."""
     found = set()
+    for equation in kernel_calls(jaxpr):
+        parameters = equation.params["compiler_params"]
+        found.add((equation.params["name"], parameters.num_warps, parameters.num_stages))
+    return found
+
+
+def kernel_calls(jaxpr):
+    """The equations that call kernels, those of inner programs too."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
-            parameters = equation.params["compiler_params"]
-            found.add((equation.params["name"], parameters.num_warps, parameters.num_stages))
+            yield equation
             continue
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found |= kernels_in(inner)
-    return found
+                yield from kernel_calls(inner)

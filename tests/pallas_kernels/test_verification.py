@@ -109,10 +109,10 @@ def test_other_versions_are_other_kernels():
 
 def test_versions_that_are_filled_by_a_kernel_alone_are_not_checked_together():
     wanted = {"fill_ffn": "pallas"}
-    assert len(small_checks(**wanted)) == 6
+    assert len(small_checks(**wanted)) == 8
     assert small_checks(dataclasses.replace(SMALL, versions=VERSIONS), **wanted) == []
     coded = dataclasses.replace(SMALL, versions=VERSIONS[1:])
-    assert len(small_checks(coded, **wanted)) == 6
+    assert len(small_checks(coded, **wanted)) == 8
 
 
 @pytest.mark.slow

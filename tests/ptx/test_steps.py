@@ -22,11 +22,12 @@ from moejax import LLM, SamplingParams
 from moejax.checkpoints.random_model import abstract_params
 from moejax.models.families import FAMILIES
 from moejax.models.layers import Decoder
-from moejax.start.decide.shapes import FEW_ROWS, KERNEL_WAVES
+from moejax.start.decide.shapes import KERNEL_WAVES
 from moejax.step.programs import Program, ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import shared_class
+from pallas_kernels.verification import FEW_ROWS
 from tests.aot.aot_h200 import CARDS, device_of
 from tests.moejax.engine_runs import set_budget
 from tests.moejax.models.families import write_checkpoint

@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.route import why_not_pallas as route_why_not
+from pallas_kernels.verification import FEW_ROWS
 
 PREFILL_CHUNK = 64
 """Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
@@ -27,10 +28,6 @@ all do."""
 LEAST_CONTEXT = 1024
 """Tokens of context below which a decode step of its own, with fewer programs of attention, would
 save nothing (docs/kernels.md)."""
-
-FEW_ROWS = 1, 2, 4, 8
-"""Rows of decode steps below a tile's: attention has fewer programs without work, and what routes
-fewer rows to go through (docs/kernels.md). Products have the tiles of 16 rows."""
 
 LEAST_PREFILL = 8
 """Chunks of the smallest prefill step, of those that are compiled for fewer than all."""
@@ -63,6 +60,8 @@ def step_shapes(
     while bucketed and buckets[0] > DECODE_TILE:
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
     if bucketed:
+        # Attention has fewer programs without work, and what routes fewer rows to go through
+        # (docs/kernels.md). Products have the tiles of 16 rows.
         buckets = [*FEW_ROWS, *buckets]
     contexts = [spans]
     while bucketed and contexts[0] * SPAN >= CONTEXTS_APART * LEAST_CONTEXT:
