@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 
+import jax
 import pytest
 
 from moejax.models.config import parse_config
@@ -23,6 +24,7 @@ from tests.moejax.step.test_constant_memory import (
     abstract_programs,
     nbytes,
 )
+from tests.pallas_kernels.test_cards import kernel_calls
 
 pytestmark = pytest.mark.aot
 
@@ -67,6 +69,28 @@ LARGEST_COPY = {"decode": 0, "prefill": 33 * MiB}
 """A prefill step cuts the queries' two parts out of one product."""
 
 
+def programs_of_kernels():
+    config = parse_config(PUBLISHED["DeepSeek-V2-Lite"].raw)
+    without = without_kernel(config)
+    ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16", no_kernel=without)
+    assert set(ops_in_use(config, ops).values()) == {"pallas"} and decodes_in_buckets(config, ops)
+    limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
+    return abstract_programs(config, 20 * GiB, ops=ops, waves=8, bucketed=True, **limits)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_only_the_output_gives_squares(resident):
+    """The router's product reads those; several products read what comes before attention, so a
+    kernel normalises it, which reads none."""
+    program = programs_of_kernels().program(DECODE._replace(rows=4, resident=resident))
+    made = collections.defaultdict(set)
+    for call in kernel_calls(jax.make_jaxpr(program.function)(*program.args).jaxpr):
+        made[call.params["name"]].add(len(call.outvars))
+    assert "tile_squares" not in made
+    assert made["linear"] == {1, 2}
+    assert made["expert_down_combine"] == {4}  # y, the sum, index, counters
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -76,12 +100,7 @@ LARGEST_COPY = {"decode": 0, "prefill": 33 * MiB}
     ids=str,
 )
 def test_step_of_kernels(key):
-    config = parse_config(PUBLISHED["DeepSeek-V2-Lite"].raw)
-    without = without_kernel(config)
-    ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16", no_kernel=without)
-    assert set(ops_in_use(config, ops).values()) == {"pallas"} and decodes_in_buckets(config, ops)
-    limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
-    programs = abstract_programs(config, 20 * GiB, ops=ops, waves=8, bucketed=True, **limits)
+    programs = programs_of_kernels()
     program = programs.program(key)
     host = tuple(i for i, arg in enumerate(program.args) if arg is programs.stores)
     compiled, kernels = compile_kernels(
