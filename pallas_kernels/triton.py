@@ -116,6 +116,15 @@ def tile_mask(
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
+def check_counters(counters: jax.Array, least: int, of: str) -> None:
+    """Raises ValueError for what programs cannot count in: another rank or dtype than int32[C], or
+    fewer than `least`, which is how many there are `of` them."""
+    if counters.ndim != 1 or counters.dtype != jnp.int32:
+        raise ValueError(f"counters are int32[C], not {counters.dtype}{[*counters.shape]}")
+    if counters.size < least:
+        raise ValueError(f"counters {counters.shape} are fewer than {least} of {of}")
+
+
 def is_last(counters: Any, at: tuple[jax.Array, ...], programs: jax.Array | int) -> jax.Array:
     """Whether this program is the last of so many to come here; only the last one may read what the
     others stored before they came. counters: int32, 0 at `at` before the first one, and again

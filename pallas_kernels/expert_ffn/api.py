@@ -53,8 +53,10 @@ def expert_ffn(
     the native op takes, so that another one can run beside; 0: all. No bit depends on it. pairs:
     what sorted_pairs made of the same ids for this implementation, where several calls share it.
 
-    epilogue: combine_and_count of y, to the bit, which gives Combined in place of y. All of a
-    token's experts are active then, and padding has weights too. layer: index[0] + first_layer.
+    epilogue: combine_and_count of y, to the bit, which gives Combined in place of y. A token's
+    experts are different ones then and all of them active, since who comes last counts them:
+    otherwise nothing is added for it and the index stays, which ends no loop. Padding has weights
+    too. layer: index[0] + first_layer.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.combine import combine_and_count, combine_with_squares
+from pallas_kernels.triton import check_counters
 
 LEAST_COLUMNS = 16
 """Columns of the narrowest tile of a kernel."""
@@ -59,11 +60,7 @@ def check_epilogue(y: jax.Array, ids: jax.Array, epilogue: Epilogue) -> None:
             f"residual {residual.shape}, weights {weights.shape} and index {index.shape} do not "
             f"fit to ids {ids.shape} and y {y.shape}"
         )
-    if counters.ndim != 1 or counters.size < counters_size(tokens, hidden):
-        raise ValueError(
-            f"counters {counters.shape} are fewer than {counters_size(tokens, hidden)} "
-            f"for {tokens} tokens of {hidden}"
-        )
+    check_counters(counters, counters_size(tokens, hidden), f"{tokens} tokens of {hidden}")
 
 
 def combine_behind(y: jax.Array, epilogue: Epilogue, implementation: str) -> Combined:

@@ -9,6 +9,7 @@ from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.kv_write.api import check_operands
 from pallas_kernels.paged_attention import writing
 from pallas_kernels.paged_attention.span import SPAN
+from pallas_kernels.triton import check_counters
 
 IMPLEMENTATIONS = ("xla", "pallas", "cpu")
 DECODE = implementations("paged_attention", IMPLEMENTATIONS, "decode_attention")
@@ -83,7 +84,7 @@ def write_and_attend(
     No two rows may write to one page. counters: zeros, given back as zeros, of each row and KV
     head, in which a kernel's programs find out which is the last: without them another kernel
     merges what they make. Returns (attended, arena, counters); the arena and counters are updated
-    in place when donated. Raises ValueError as both do, and for fewer counters.
+    in place when donated. Raises ValueError as both do, and for other counters.
     """
     inputs = qkv, q_norm, k_norm, stack_layer, positions, inverse_frequencies, arena, pages, layer
     options: dict = dict(page=page, attention_factor=attention_factor, eps=eps)
@@ -92,10 +93,9 @@ def write_and_attend(
         heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
         q = jax.ShapeDtypeStruct((qkv.shape[0], heads, page.head_dim), qkv.dtype)
         _check(q, None, arena, page)
-        if counters is not None and counters.size < len(qkv) * page.kv_heads:
-            raise ValueError(
-                f"counters {counters.shape} are fewer than {len(qkv)} rows · {page.kv_heads} heads"
-            )
+        if counters is not None:
+            of = f"{len(qkv)} rows of {page.kv_heads} heads"
+            check_counters(counters, len(qkv) * page.kv_heads, of)
         for of_rows in (lengths, positions, pages):
             _check_rows(q, block_table, of_rows)
         options |= dict(block_table=block_table, lengths=lengths, window=window)

@@ -16,6 +16,7 @@ from pallas_kernels.route.normed import norm_route_listed, routes_last
 from pallas_kernels.route.pallas_triton import why_not_pallas
 from pallas_kernels.route.planned import route_planned, rows_of
 from pallas_kernels.route.rule import RouteRule
+from pallas_kernels.triton import check_counters
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -130,10 +131,10 @@ def route_and_list(
     Those of a kernel may be all E, where there are as many pairs. counters: zeros, given back as
     zeros, in which a kernel's programs find out which is the last; None: it makes its own.
 
-    Raises as route, and ValueError for records of another width.
+    Raises as route, and ValueError for records of another width and for other counters.
     """
     pairs = logits.shape[-2] * rule.top_k
-    _check_width(records, pairs)
+    _check_kept(records, counters, pairs)
     if implementation in LISTED:
         _check(logits, correction, rule)
         operands = logits, valid, correction, i, records, layer, counters
@@ -191,7 +192,7 @@ def norm_route_and_list(
         and routes_last(x.shape[0], experts, hidden, weights.dtype, rule)
     ):
         _check(jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), x.dtype), correction, rule)
-        _check_width(records, x.shape[0] * rule.top_k)
+        _check_kept(records, counters, x.shape[0] * rule.top_k)
         norm, options = norm_operands(x, norm_weights, eps, weights, **options)
         operands = norm, weights, valid, correction, i, records, layer, counters
         return norm_route_listed(x, *operands, rule=rule, **options)
@@ -206,7 +207,9 @@ def norm_route_and_list(
     return normed, *route_and_list(*operands, rule=rule, implementation=implementation)
 
 
-def _check_width(records, pairs):
+def _check_kept(records, counters, pairs):
+    if counters is not None:
+        check_counters(counters, 1, "a step")
     if records.ndim != 2 or records.shape[1] != 2 * pairs:
         raise ValueError(
             f"records are {records.shape}, those of {pairs} pairs are [M, {2 * pairs}]"

@@ -105,13 +105,13 @@ def test_contract_with_fills(spec, implementation):
         ({"residual": (3, 16)}, r"residual \(3, 16\), weights \(3, 2\) and index \(1,\) do not"),
         ({"weights": (3, 1)}, r"weights \(3, 1\)"),
         ({"index": ()}, r"index \(\)"),
-        ({"counters": (6,)}, r"counters \(6,\) are fewer than 7 for 3 tokens of 32"),
+        ({"counters": (6,)}, r"counters \(6,\) are fewer than 7 of 3 tokens of 32"),
     ],
 )
 def test_refuses(change, message):
     shapes = {"residual": (3, 32), "weights": (3, 2), "index": (1,), "counters": (7,)} | change
     c = case(SPECS[0], 0)
-    made = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    made = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
     epilogue = Epilogue(
         made["residual"], made["weights"], made["index"], made["counters"], first_layer=0
     )

@@ -109,6 +109,24 @@ def test_records_of_another_width_are_refused():
         api.route_and_list(*operands, rule=RULES["phi-3.5"])
 
 
+@pytest.mark.parametrize(
+    ("counters", "message"),
+    [
+        (jnp.zeros(2), r"int32\[C\], not float32\[2\]"),
+        (jnp.zeros((1, 2), jnp.int32), r"not int32\[1, 2\]"),
+        (jnp.zeros(0, jnp.int32), r"counters \(0,\) are fewer than 1 of a step"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_other_counters_are_refused(counters, message, implementation):
+    operands = jnp.zeros((4, 8)), jnp.ones(4, bool), None, 0, jnp.zeros((2, 16), jnp.int32), 0
+    with pytest.raises(ValueError, match=message):
+        api.route_and_list(
+            *operands, counters, rule=RULES["phi-3.5"], implementation=implementation
+        )
+
+
 def resident_tables(layers, experts, cells, rng):
     """Tables in which every expert is in a cell, some in a second one that is not theirs any
     more."""
