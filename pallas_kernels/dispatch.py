@@ -31,6 +31,7 @@ class Ops:
     kv_write: str
     latent_write: str
     paged_attention: str
+    truncate: str
     shared_kib: int = CLASSES[-1]
     """The one field that is no op: the class of the GPU, by which kernels choose their stages."""
 

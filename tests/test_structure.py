@@ -26,7 +26,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("implementations", "cards", "triton", "cpu", "dispatch", "__init__", "tolerances"),
         *("records", "plan", "fill", "move", "stage", "rms_norm", "layer_norm", "linear"),
         *("head_linear", "kv_write", "latent_write", "paged_attention", "route", "combine"),
-        *("expert_ffn", "fill_ffn", "verification"),
+        *("expert_ffn", "fill_ffn", "truncate", "verification"),
     ),
     "host_offload": (
         *("__init__", "memory", "versions", "queue", "control", "traces", "sizing"),

@@ -132,6 +132,7 @@ def kernel_shapes(
         other_norms=tuple(sorted({*norms.values()} - {config.hidden_size})),
         correction="correction" in names,
         norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
+        vocabulary=config.vocab_size,
         squares=mla is None and config.residual_multiplier == 1 and "post_norm_bias" not in names,
     )
     if formats is not None:

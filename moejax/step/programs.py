@@ -336,10 +336,12 @@ class Programs:
         likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
 
         by_row, shape = sums_in_one_order(self.steps.ops), self.results
+        # Its programs have a row each; what else samples are elements by themselves and maxima.
+        any_rows = by_row or self.steps.ops.truncate == "pallas"
 
         def drawn(function: Callable, *params: Leaf) -> Program:
             def advance(logits, tokens, update, results, *params):
-                if not by_row:
+                if not any_rows:
                     logits = _of_all_rows(logits, tokens)
                 tokens = update_rows(function, logits, tokens, update, *params, by_row=by_row)
                 return tokens, shape.with_tokens(results, tokens)
@@ -353,9 +355,10 @@ class Programs:
             return Program(run, (logits, *args), ())
 
         of_request = floats, ints, floats, floats, seeds, ints
+        searched = {"implementation": self.steps.ops.truncate}
         return {
             "greedy": drawn(greedy),
-            "sample": drawn(functools.partial(sample, one_row=by_row), *of_request),
+            "sample": drawn(functools.partial(sample, one_row=by_row, **searched), *of_request),
             "sample_all": drawn(functools.partial(sample, truncates=False), *of_request),
             "add_bias": of_logits(add_bias, *biases),
             "adjust": of_logits(adjust, counts, floats, floats, floats, *biases),

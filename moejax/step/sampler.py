@@ -7,6 +7,7 @@ The engine compiles each function on its own with ``xla_allow_excess_precision``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,8 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from moejax.requests.sampling_params import GREEDY_BELOW
-
-_INFINITY_BITS = 0x7F800000
+from pallas_kernels.truncate import truncate
 
 
 def greedy(logits: Array) -> Array:
@@ -50,6 +50,7 @@ def sample(
     *,
     truncates: bool = True,
     one_row: bool = False,
+    implementation: str = "xla",
 ) -> Array:
     """One token per row, drawn after temperature, min-p, top-k and top-p, in vLLM's order.
 
@@ -62,7 +63,7 @@ def sample(
 
     truncates: False: no row truncates (`truncates_any`), so that the two searches, most of the
     launches, are left out. one_row: the shapes have R = 1; whether it truncates is then looked at
-    on the way. Neither changes a bit.
+    on the way. Neither changes a bit. implementation: of truncate.
     """
     is_greedy = temperature < GREEDY_BELOW
     scaled = scale(logits, jnp.where(is_greedy, 1.0, temperature))
@@ -70,11 +71,13 @@ def sample(
     if not truncates:
         keep = _likely(scaled, min_p)
     elif one_row:
+        searched = functools.partial(kept, implementation=implementation)
         keep = lax.cond(
-            truncates_any(top_k, top_p), kept, lambda *args: _likely(args[0], args[-1]), *truncation
+            *(truncates_any(top_k, top_p), searched, lambda *args: _likely(args[0], args[-1])),
+            *truncation,
         )
     else:
-        keep = kept(*truncation)
+        keep = kept(*truncation, implementation=implementation)
     noise = jax.vmap(lambda s, p: _gumbel(s, p, logits.shape[-1]))(seed, position)
     drawn = greedy(jnp.where(keep, scaled + noise, -jnp.inf))
     return jnp.where(is_greedy, greedy(logits), drawn)
@@ -95,8 +98,11 @@ def scale(logits: Array, temperature: Array) -> Array:
     return (logits - peak) / temperature[:, None]
 
 
-def kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Which tokens may be drawn. scaled: what `scale` returns. Returns bool ``[R, V]``.
+def kept(
+    scaled: Array, top_k: Array, top_p: Array, min_p: Array, *, implementation: str = "xla"
+) -> Array:
+    """Which tokens may be drawn. scaled: what `scale` returns. implementation: of truncate. Returns
+    bool ``[R, V]``.
 
     - min_p keeps tokens at least min_p times as likely as the likeliest.
     - top_k keeps, of those, the top_k likeliest and whatever equals the last of them.
@@ -105,19 +111,9 @@ def kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
     The likeliest token is always kept.
     """
-    vocabulary = scaled.shape[-1]
-    # The bits of a non-negative float32 order like the float itself.
     distance = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
-    mass = jnp.exp(scaled)
-    keep = _likely(scaled, min_p)
-
-    k = jnp.where(top_k <= 0, vocabulary, jnp.minimum(top_k, vocabulary))
-    keep &= distance <= farthest(distance, keep, k)
-
-    mass = jnp.where(keep, mass, 0.0)
-    last = farthest(distance, mass, top_p * _row_sum(mass))
-    # At top_p = 1 rounding must not drop the tokens too small to change the sum.
-    return keep & ((distance <= last) | (top_p >= 1.0)[:, None])
+    last = truncate(scaled, top_k, top_p, min_p, implementation=implementation)
+    return _likely(scaled, min_p) & (distance <= last[:, None])
 
 
 def logprobs(logits: Array, tokens: Array, n: int) -> tuple[Array, Array, Array, Array]:
@@ -229,61 +225,6 @@ def update_rows(
 def _likely(scaled: Array, min_p: Array) -> Array:
     """bool ``[R, V]``: tokens at least min_p times as likely as the likeliest."""
     return jnp.exp(scaled) >= min_p[:, None]
-
-
-def farthest(distance: Array, amount: Array, target: Array) -> Array:
-    """The smallest d per row such that the amounts of tokens no farther than d sum up to target.
-
-    distance: int32 ``[R, V]``, bits of floats that are not negative. amount: bool ``[R, V]``,
-    counted, or float32 and not negative. target: ``[R]``, of the sums' dtype, int32 or float32.
-    Returns int32 ``[R, 1]``; beyond the bits of infinity where all together are less.
-
-    The search is over float bits, thus exact, and stands in for a sort of the vocabulary.
-    """
-    by_platform = {"cuda": by_sixteenths, "default": by_halves}
-    return lax.platform_dependent(distance, amount, target, **by_platform)
-
-
-def by_halves(distance: Array, amount: Array, target: Array) -> Array:
-    """`farthest` in 31 passes that each compare a value with one bound: least work."""
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = low + (high - low) // 2  # low + high would overflow
-        found = _row_sum(_up_to(distance, amount, middle)) >= target
-        return jnp.where(found, low, middle + 1), jnp.where(found, middle, high)
-
-    low = jnp.zeros(distance.shape[0], jnp.int32)
-    # 31 halvings cover 0 … the bits of infinity.
-    low, _ = lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, _INFINITY_BITS)))
-    return low[:, None]
-
-
-def by_sixteenths(distance: Array, amount: Array, target: Array) -> Array:
-    """`farthest` in 8 passes that each compare a value with 15 bounds, 7 in the first: least
-    launches. XLA makes three of a pass, so that a search is 24 instead of 186."""
-    low, left = jnp.zeros(distance.shape[0], jnp.int32), 31
-    for bits in (3, *[4] * 7):
-        left -= bits
-        bounds = [low + (((n + 1) << left) - 1) for n in range(2**bits - 1)]
-        parts = [_up_to(distance, amount, bound) for bound in bounds]
-        # One reduction of all: XLA does not put as many single ones into one kernel.
-        sums = lax.reduce(
-            parts,
-            [jnp.zeros((), part.dtype) for part in parts],
-            lambda a, b: [x + y for x, y in zip(a, b, strict=True)],
-            (1,),
-        )
-        low += sum((total < target).astype(jnp.int32) for total in sums) << left
-    return jnp.minimum(low, _INFINITY_BITS + 1)[:, None]
-
-
-def _up_to(distance: Array, amount: Array, bound: Array) -> Array:
-    """``[R, V]`` in the sums' dtype: the amounts of tokens no farther than bound int32 ``[R]``."""
-    near = distance <= bound[:, None]
-    return (
-        (near & amount).astype(jnp.int32) if amount.dtype == bool else jnp.where(near, amount, 0.0)
-    )
 
 
 def _row_sum(values: Array) -> Array:

@@ -65,6 +65,8 @@ class ModelShape:
     squares: bool = True
     """Whether a layer's last kernel gives the squares of what it makes, where the next layer's
     first product normalises rows itself: LayerStack.takes_squares."""
+    vocabulary: int = 0
+    """Tokens of which one is sampled; 0: none is."""
     versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
     """The versions of experts, by number: in a cell, in the store."""
 

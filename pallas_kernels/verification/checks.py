@@ -10,6 +10,7 @@ from pallas_kernels.verification.check import Check, ModelShape
 from pallas_kernels.verification.dense import dense_checks, table_checks
 from pallas_kernels.verification.latent import head_checks, latent_checks
 from pallas_kernels.verification.records import record_checks
+from pallas_kernels.verification.sampling import sampling_check
 
 WIDE_BYTES = (1 << 32) + (1 << 28)
 """Pallas addresses arrays above 4 GiB with 64-bit offsets: another kernel, checked on its own."""
@@ -33,6 +34,8 @@ def _all(shape: ModelShape, ops: Ops, wide_bytes: int) -> Iterator[Check]:
     yield from dense_checks(shape, shared_kib)
     yield from table_checks(shape, shared_kib)
     yield from head_checks(shape)
+    if shape.vocabulary:
+        yield sampling_check(shape)
     for least in (0, wide_bytes):
         yield from record_checks(shape, ops, least)
         if shape.latent:

@@ -57,47 +57,10 @@ def product_rows(row_tile: int) -> tuple[int, ...]:
 
 def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     d, dtype = shape.hidden, shape.dtype
-    for outputs, inputs, bias, out in shape.products:
+    for product in shape.products:
         for row_tile in ROW_TILES:
-            every = product_rows(row_tile)
-            # What a layer adds its output to.
-            residual = (every[0], outputs) if (outputs, out) == (d, dtype) else None
-
-            in_parts = (outputs, out, bias) == (shape.experts, "float32", False)  # a router's
-
-            def inputs_of(
-                outputs=outputs, inputs=inputs, bias=bias, most=every[0], residual=residual
-            ):
-                return (
-                    draw(0, (most, inputs), dtype),
-                    draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
-                    jnp.int32(0),
-                    draw(2, (1, outputs), dtype) if bias else None,
-                    None if residual is None else draw(3, residual, dtype),
-                )
-
-            def product(name, *operands, out=out, tile=row_tile, every=every, in_parts=in_parts):
-                x, *others, residual = operands
-
-                def of(rows):
-                    options = {"row_tile": min(rows, tile), "out_dtype": out}
-                    options |= {"shared_kib": shared_kib}
-                    few = x[:rows], *others
-                    alone = linear(*few, **options, implementation=name)
-                    if in_parts:
-                        del options["out_dtype"]
-                        parts = linear_parts(*few[:3], **options, implementation=name)
-                        return alone, sum_of_parts(parts)
-                    if residual is None:
-                        return alone
-                    options |= {"residual": residual[:rows], "implementation": name}
-                    return alone, _added(few, options)
-
-                return tuple(of(rows) for rows in every)
-
-            what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
-            yield make_check("linear", what, dtype, inputs_of, product, out)
-
+            yield _product_check(shape, product, row_tile, shared_kib)
+        outputs, inputs, bias, out = product
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         of_qkv = (outputs, inputs, out) == (qkv, d, dtype) and not shape.latent
         if of_qkv and shape.norm == "rms_norm":
@@ -137,6 +100,47 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         return alone, *same, _of(squares, out), index, after
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
+
+
+def _product_check(
+    shape: ModelShape, product: tuple[int, int, bool, str], row_tile: int, shared_kib: int
+) -> Check:
+    """linear; in parts too if it is a router's, and added to a residual if a layer adds it."""
+    (outputs, inputs, bias, out), dtype = product, shape.dtype
+    every = product_rows(row_tile)
+    residual = (every[0], outputs) if (outputs, out) == (shape.hidden, dtype) else None
+    in_parts = (outputs, out, bias) == (shape.experts, "float32", False)
+
+    def operands():
+        return (
+            draw(0, (every[0], inputs), dtype),
+            draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
+            jnp.int32(0),
+            draw(2, (1, outputs), dtype) if bias else None,
+            None if residual is None else draw(3, residual, dtype),
+        )
+
+    def run(name, *operands):
+        x, *others, residual = operands
+
+        def of(rows):
+            options = {"row_tile": min(rows, row_tile), "out_dtype": out}
+            options |= {"shared_kib": shared_kib}
+            few = x[:rows], *others
+            alone = linear(*few, **options, implementation=name)
+            if in_parts:
+                del options["out_dtype"]
+                parts = linear_parts(*few[:3], **options, implementation=name)
+                return alone, sum_of_parts(parts)
+            if residual is None:
+                return alone
+            options |= {"residual": residual[:rows], "implementation": name}
+            return alone, _added(few, options)
+
+        return tuple(of(rows) for rows in every)
+
+    what = f"{outputs}x{inputs} rows {row_tile} bias {bias} out {out} {shared_kib} KiB"
+    return make_check("linear", what, dtype, operands, run, out)
 
 
 def _added(operands: tuple, options: dict) -> tuple:

@@ -48,6 +48,7 @@ SMALL = ModelShape(
     window=None,
     activation="silu",
     dtype="bfloat16",
+    vocabulary=96,
 )
 
 

@@ -29,6 +29,7 @@ from pallas_kernels.rms_norm.specs import SPECS as RMS_NORM
 from pallas_kernels.route.specs import PLANNED_SPECS
 from pallas_kernels.route.specs import SPECS as ROUTE
 from pallas_kernels.stage.specs import SPECS as STAGE
+from pallas_kernels.truncate.specs import SPECS as TRUNCATE
 from tests.aot.aot_h200 import CARDS
 from tests.pallas_kernels import (
     test_combine,
@@ -52,6 +53,7 @@ from tests.pallas_kernels import (
     test_route_and_list,
     test_route_and_plan,
     test_stage,
+    test_truncate,
     test_write_and_attend,
 )
 from tests.ptx.program import patched
@@ -119,6 +121,7 @@ DECODE = {
         test_combined_experts.check_filled,
         test_combined_experts.COMBINED_SPECS,
     ),
+    "truncate": (test_truncate, test_truncate.check, TRUNCATE),
     "in_transit": (test_fill, test_fill.check_in_transit, TRANSIT_SPECS),
 }
 """Name → the module of the contract, the contract of (spec, implementation), specs."""
@@ -160,6 +163,7 @@ QUICK = {
     "head_linear": (2,),
     "latent_write": (0,),
     "latent_attention": (0,),
+    "truncate": (3,),
 }
 """Specs of .ci/run by their place."""
 

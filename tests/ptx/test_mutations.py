@@ -21,6 +21,8 @@ from pallas_kernels.plan.specs import Spec as PlanSpec
 from pallas_kernels.rms_norm.specs import Spec as NormSpec
 from pallas_kernels.route import listed
 from pallas_kernels.route.specs import PlannedSpec
+from pallas_kernels.truncate import pallas_triton as truncating
+from pallas_kernels.truncate.specs import Spec as TruncateSpec
 from tests.pallas_kernels import (
     test_combine,
     test_combined_experts,
@@ -33,6 +35,7 @@ from tests.pallas_kernels import (
     test_rms_norm,
     test_route_and_list,
     test_route_and_plan,
+    test_truncate,
     test_write_and_attend,
 )
 from tests.ptx import program
@@ -409,6 +412,10 @@ COUNTING: dict[str, tuple[Any, str, Callable, str]] = {
         *(writing, "is_last", one_early(writing.is_last)),
         "decode_attention_write_merge.*race|nobody wrote|wrong values",
     ),
+    "a pass decided before the last tile": (
+        *(truncating, "is_last", one_early(truncating.is_last)),
+        "truncate_by_count.*race|nobody wrote|wrong values",
+    ),
 }
 """What programs that go on with what all made have to keep apart, as OVERLAP."""
 
@@ -423,6 +430,8 @@ def test_finds_what_counts_wrong(name, monkeypatch):
         contract, spec = test_norm_route_and_list, test_norm_route_and_list.SPECS[0]
     elif module is writing:
         contract, spec = test_write_and_attend, test_write_and_attend.WRITING_SPECS[-1]
+    elif module is truncating:
+        contract, spec = test_truncate, TruncateSpec(2, 4100)
     else:
         contract, spec = test_combined_experts, COMBINED
     finds(said, monkeypatch, contract, lambda: contract.check(spec, "pallas"))

@@ -1,4 +1,4 @@
-"""Sampling as XLA's kernels do it, whose PTX is run like that of our own."""
+"""Sampling, whose PTX is XLA's but for the searches."""
 
 import jax
 import numpy as np
@@ -23,9 +23,11 @@ def given(rng, truncate):
     return logits, temperature, top_k, top_p, min_p, seed, np.arange(ROWS, dtype=np.int32)
 
 
-def test_rows_that_truncate_nothing_have_the_tokens_of_both_programs():
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_rows_that_truncate_nothing_have_the_tokens_of_both_programs(implementation):
     """To the bit: one searches thresholds, for the rows beside them, and the other does not."""
-    searching, without = (interpret(sampler.sample, truncates=each) for each in (True, False))
+    searching = interpret(sampler.sample, implementation=implementation)
+    without = interpret(sampler.sample, truncates=False)
     rng, differ = np.random.default_rng(26), 0
     for _ in range(3):
         truncate = np.arange(ROWS) % 2 == 0

@@ -214,13 +214,12 @@ def test_step_of_kernels(model, key):
             assert kernel.load_bits()[128] > 0, kernel.name
 
 
-SAMPLED = {"sample_all": 6, "sample": 57}
+SAMPLED = {"sample_all": 6, "sample": 25}
 """Launches from logits to sampled tokens: the likeliest token, the distribution, its mass and the
-draw; where tokens are left out two searches of 24, of which XLA makes three a pass."""
+draw; where tokens are left out two searches of 8 passes, each a launch."""
 
 
 @pytest.mark.slow
-# The other bucket differs in the rows that are padded.
 @pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.nightly), 64])
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_sampling_is_few_launches(kind, rows):
@@ -234,7 +233,8 @@ def test_sampling_is_few_launches(kind, rows):
     )
     launches = launch_list(compiled.thunks)
     assert not any(launch.in_layer for launch in launches)  # no loop
-    assert len(launches) <= SAMPLED[kind] + 2  # the tokens of other rows, the results
+    # The tokens of other rows, the results; of what kernels take, the parameters of fewer rows.
+    assert len(launches) <= SAMPLED[kind] + 2 + 2 * (rows < 64)
     # Nothing is larger than the arrays of logits, draws and what is kept of them.
     assert compiled.memory.temp_bytes < 6 * 64 * 151936 * 4
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from moejax.step import sampler
+from pallas_kernels.truncate import reference
 
 OPTIONS = {"xla_allow_excess_precision": False}
 greedy = jax.jit(sampler.greedy, compiler_options=OPTIONS)
@@ -22,8 +23,8 @@ def _kept(logits, temperature, *rest):
 
 kept = jax.jit(_kept, compiler_options=OPTIONS)
 SEARCHES = {
-    name: jax.jit(getattr(sampler, name), compiler_options=OPTIONS)
-    for name in ("by_halves", "by_sixteenths")
+    search.__name__: jax.jit(search, compiler_options=OPTIONS)
+    for search in (reference.by_halves, reference.by_sixteenths)
 }
 """That of CPUs, which `kept` takes here, and that of GPUs."""
 kept_on_gpu = jax.jit(lambda *args: _kept(*args), compiler_options=OPTIONS)
@@ -82,7 +83,7 @@ def test_truncation_equals_the_sorted_definition(data):
     min_p = rng.choice([0.0, 0.0123, 0.345, 1.0], rows).astype(np.float32)
 
     result = np.asarray(kept(logits, temperature, top_k.astype(np.int32), top_p, min_p))
-    with mock.patch.object(sampler, "farthest", sampler.by_sixteenths):
+    with mock.patch.object(reference, "farthest", reference.by_sixteenths):
         on_gpu = kept_on_gpu(logits, temperature, top_k.astype(np.int32), top_p, min_p)
     for row in range(rows):
         keep, margin = _reference(logits[row], temperature[row], top_k[row], top_p[row], min_p[row])

@@ -1,0 +1,150 @@
+"""truncate as Triton-lowered kernels: a launch for each pass of a search over a row's distances, in
+which programs share a row and the last one of them decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton import is_last, triton_call
+from pallas_kernels.truncate.reference import INFINITY_BITS
+
+PASSES = 3, *[4] * 7
+"""Bits of the 31 of a distance that each pass decides: twice as many bounds a pass would be twice
+the work of each, for a seventh fewer launches."""
+
+BOUNDS = 16
+"""Sums of a pass: up to 15 bounds, and behind them that of all tokens."""
+
+NOWHERE = 0x7FFFFFFF
+"""Distance of tokens that min_p leaves out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    columns: int
+    """Tokens of a program."""
+    lanes: int
+    """Tokens that it compares at once with all bounds."""
+    num_warps: int
+    num_stages: int
+
+
+CONFIG = Config(columns=2048, lanes=512, num_warps=4, num_stages=1)
+"""Four loads of 128 bits a thread, all at once, and each bound's sums of four tokens in registers,
+so that one reduction is enough; 75 programs for the 151,936 tokens of a row of Qwen3."""
+
+
+def truncate(scaled, top_k, top_p, min_p):
+    distance = lax.bitcast_convert_type(jnp.abs(scaled), jnp.int32)
+    distance = jnp.where(jnp.exp(scaled) >= min_p[:, None], distance, NOWHERE)
+    by_k, counters = _search(distance, top_k, jnp.zeros(len(scaled), jnp.int32), counts=True)
+    by_p, _ = _search(distance, top_p, counters, by_k, counts=False)
+    return by_p
+
+
+class State(NamedTuple):
+    """What goes from pass to pass, in place: [R] each."""
+
+    low: Any
+    """int32: no smaller distance is the one that is searched; behind the last pass it is that."""
+    target: Any
+    """float32: what the sum of tokens no farther has to reach."""
+    counters: Any
+    """int32 zeros, see is_last."""
+
+
+STATE = State(jnp.int32, jnp.float32, jnp.int32)
+
+
+def _search(distance, wanted, counters, limit=None, *, counts):
+    """(int32[R], counters): as reference.farthest, up to which distance there are `wanted` int32[R]
+    tokens, or that float32[R] share of their mass. limit: int32[R], up to which there are tokens at
+    all, which is the result of rows that want all; None: infinity."""
+    (rows, vocabulary), left, state = distance.shape, sum(PASSES), None
+    tiles, limits = pl.cdiv(vocabulary, CONFIG.columns), () if limit is None else (limit,)
+    for bits in PASSES:
+        left -= bits
+        kernel = functools.partial(
+            _kernel, left=left, bits=bits, counts=counts, first=state is None
+        )
+        before = counters if state is None else state
+        place = 2 + len(limits)
+        state, _ = triton_call(
+            kernel,
+            name="truncate_by_count" if counts else "truncate_by_mass",
+            grid=(rows, tiles),
+            out_shape=(
+                State(*(jax.ShapeDtypeStruct((rows,), dtype) for dtype in STATE)),
+                jax.ShapeDtypeStruct((rows, tiles, BOUNDS), jnp.float32),
+            ),
+            num_warps=CONFIG.num_warps,
+            num_stages=CONFIG.num_stages,
+            aliases={place: 2} if state is None else {place + i: i for i in range(3)},
+        )(distance, wanted, limits, before)
+    return state.low, state.counters
+
+
+def _kernel(distance, wanted, limits, _, state, parts, *, left, bits, counts, first):
+    """Program (r, j): sums over tile j of row r up to each bound. The last one of a row adds them
+    up, tile by tile in one tree, and moves low up to where they reach the target.
+
+    Cross-program writes: program (r, j) alone writes parts[r, j], which the last program of row r
+    reads once all have come; it alone then writes state[r], which the others have read before they
+    came. Of a row that wants all program (r, 0) writes low, in the first pass, and no other one
+    anything.
+    """
+    row, tile = pl.program_id(0), pl.program_id(1)
+    want = wanted[row]
+    searched = want > 0 if counts else want < 1
+    limit = limits[0][row] if limits else jnp.int32(INFINITY_BITS)
+    search = functools.partial(_pass, row, tile, distance, want, limit, state, parts)
+    pl.when(searched)(functools.partial(search, left=left, bits=bits, counts=counts, first=first))
+
+    if first:
+
+        @pl.when(~searched & (tile == 0))
+        def _():
+            state.low[row] = limit
+
+
+def _pass(row, tile, distance, want, limit, state, parts, *, left, bits, counts, first):
+    low = jnp.int32(0) if first else state.low[row]
+    many, n, lane = 2**bits - 1, jnp.arange(BOUNDS), jnp.arange(CONFIG.lanes)
+    bounds = jnp.where(n < many, low + ((n + 1) << left) - 1, NOWHERE)
+
+    def load(turn):
+        column = tile * CONFIG.columns + turn * CONFIG.lanes + lane
+        return plgpu.load(distance.at[row, column], mask=column < distance.shape[1], other=NOWHERE)
+
+    sums = jnp.zeros((BOUNDS, CONFIG.lanes), jnp.float32)
+    for far in [load(turn) for turn in range(CONFIG.columns // CONFIG.lanes)]:
+        amount = 1.0 if counts else jnp.exp(-lax.bitcast_convert_type(far, jnp.float32))
+        amount = jnp.where(far <= limit, amount, 0.0)
+        sums += jnp.where(far[None, :] <= bounds[:, None], amount[None, :], 0.0)
+    plgpu.store(parts.at[row, tile, n], jnp.sum(sums, axis=1))
+
+    @pl.when(is_last(state.counters, (row,), parts.shape[1]))
+    def _():
+        every = jnp.arange(pl.next_power_of_2(parts.shape[1]))
+        made = jnp.broadcast_to((every < parts.shape[1])[:, None], (len(every), BOUNDS))
+        found = plgpu.load(parts.at[row, every[:, None], n[None, :]], mask=made, other=0)
+        totals = jnp.sum(found, axis=0)
+        if not first:
+            target = state.target[row]
+        elif counts:  # float32 counts up to 2^24 exactly
+            target = jnp.minimum(want, distance.shape[1]).astype(jnp.float32)
+        else:
+            target = want * jnp.sum(jnp.where(n == BOUNDS - 1, totals, 0.0))
+        if first:
+            state.target[row] = target
+        short = (n < many) & (totals < target)
+        after = low + (jnp.sum(short.astype(jnp.int32)) << left)
+        state.low[row] = after if left else jnp.minimum(after, limit)

@@ -1,0 +1,15 @@
+"""Shapes that tests of truncate share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    rows: int
+    vocabulary: int
+
+
+SPECS = (Spec(1, 1), Spec(3, 96), Spec(2, 2048), Spec(5, 4099), Spec(16, 1000))
+"""One tile and less, whole tiles, and three of which the last one has three tokens."""
