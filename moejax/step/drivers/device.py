@@ -147,9 +147,10 @@ def device_step(
         out = seen if few else trace, done, ahead
         return carry._replace(memory=memory, trajectory=trajectory), out
 
-    (x, memory, _, records, *_), (trace, done, ahead) = _over_layers(model, layer, carry, most)
-    if records is not None:
-        memory, trace = _unpacked(records, trace, (x.shape[0], k), memory, context)
+    carry, (trace, done, ahead) = _over_layers(model, layer, carry, most)
+    x, memory = carry.x, carry.memory
+    if carry.records is not None:
+        memory, trace = _unpacked(carry.records, trace, (x.shape[0], k), memory, context)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     writes = (memory.arena.token,) if context.queued else ()
