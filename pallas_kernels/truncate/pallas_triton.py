@@ -61,34 +61,29 @@ class State(NamedTuple):
     """int32 zeros, see is_last."""
 
 
-STATE = State(jnp.int32, jnp.float32, jnp.int32)
+DTYPES = State(jnp.int32, jnp.float32, jnp.int32)
 
 
 def _search(distance, wanted, counters, limit=None, *, counts):
     """(int32[R], counters): as reference.farthest, up to which distance there are `wanted` int32[R]
     tokens, or that float32[R] share of their mass. limit: int32[R], up to which there are tokens at
     all, which is the result of rows that want all; None: infinity."""
-    (rows, vocabulary), left, state = distance.shape, sum(PASSES), None
+    (rows, vocabulary), left, state = distance.shape, sum(PASSES), counters
     tiles, limits = pl.cdiv(vocabulary, CONFIG.columns), () if limit is None else (limit,)
-    for bits in PASSES:
-        left -= bits
-        kernel = functools.partial(
-            _kernel, left=left, bits=bits, counts=counts, first=state is None
-        )
-        before = counters if state is None else state
-        place = 2 + len(limits)
+    for turn, bits in enumerate(PASSES):
+        left, place = left - bits, 2 + len(limits)
         state, _ = triton_call(
-            kernel,
+            functools.partial(_kernel, left=left, bits=bits, counts=counts, first=turn == 0),
             name="truncate_by_count" if counts else "truncate_by_mass",
             grid=(rows, tiles),
             out_shape=(
-                State(*(jax.ShapeDtypeStruct((rows,), dtype) for dtype in STATE)),
+                State(*(jax.ShapeDtypeStruct((rows,), dtype) for dtype in DTYPES)),
                 jax.ShapeDtypeStruct((rows, tiles, BOUNDS), jnp.float32),
             ),
             num_warps=CONFIG.num_warps,
             num_stages=CONFIG.num_stages,
-            aliases={place: 2} if state is None else {place + i: i for i in range(3)},
-        )(distance, wanted, limits, before)
+            aliases={place: 2} if turn == 0 else {place + i: i for i in range(len(DTYPES))},
+        )(distance, wanted, limits, state)
     return state.low, state.counters
 
 
