@@ -23,7 +23,9 @@ def given(rng, truncate):
     return logits, temperature, top_k, top_p, min_p, seed, np.arange(ROWS, dtype=np.int32)
 
 
-@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize(
+    "implementation", ["pallas", pytest.param("xla", marks=pytest.mark.nightly)]
+)
 def test_rows_that_truncate_nothing_have_the_tokens_of_both_programs(implementation):
     """To the bit: one searches thresholds, for the rows beside them, and the other does not."""
     searching = interpret(sampler.sample, implementation=implementation)

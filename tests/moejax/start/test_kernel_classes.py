@@ -61,6 +61,7 @@ BY_ROW = {"decode_attention_write", "decode_attention_write_merge", "decode_atte
 """Whose programs have a row each: they are the same for any number."""
 
 
+@pytest.mark.slow
 def test_every_kernel_of_a_small_step_is_checked_at_its_rows():
     """What is masked in a tile of 16 is another kernel for each number of rows."""
     checked = {}
