@@ -231,8 +231,8 @@ def test_latent_attention_has_kernels_of_its_own():
         f"paged_attention prefill {pages}{{}} window None",
     ]
     assert keys == [
-        *(f"head_linear 4x16x16 rows {rows} transposed" for rows in (16, 64)),
-        *(f"head_linear 4x8x16 rows {rows} behind 16" for rows in (16, 64)),
+        *(f"head_linear 4x16x16 rows {rows} transposed" for rows in (8, 16, 64)),
+        *(f"head_linear 4x8x16 rows {rows} behind 16" for rows in (8, 16, 64)),
         *(text.format(wide) for wide in ("", " offsets 64") for text in of_pages),
     ]
 
