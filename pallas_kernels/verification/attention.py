@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import KVPage, kv_write
 from pallas_kernels.paged_attention import decode_attention, prefill_attention, write_and_attend
-from pallas_kernels.verification.check import Check, ModelShape, draw, make_check, same_rows
+from pallas_kernels.verification.check import (
+    Check,
+    ModelShape,
+    behind,
+    draw,
+    make_check,
+    same_rows,
+)
 
 
 def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
@@ -132,7 +139,7 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
         counters = jnp.zeros(4 * shape.kv_heads, jnp.int32)
         out, result, _ = op(qkv, q_norm, k_norm, jnp.int32(1), *numbers)
         # On its result, since XLA would copy an arena that both write.
-        numbers = *numbers[:2], result, *numbers[3:]
+        numbers = *numbers[:2], behind(result, out, name), *numbers[3:]
         again, result, after = op(qkv, q_norm, k_norm, jnp.int32(1), *numbers, counters)
         return result, out, same_rows(again, out), after
 

@@ -25,6 +25,7 @@ from pallas_kernels.verification.check import (
     Check,
     ModelShape,
     Stores,
+    behind,
     draw,
     make_check,
     same_rows,
@@ -308,15 +309,6 @@ def _experts(
     )
 
 
-def _behind(arena: jax.Array, y: jax.Array, name: str) -> jax.Array:
-    """The arena, not to be changed before y was computed from it: XLA would copy the whole for a
-    reference that fills it again, whose fill is a loop. Kernels change it in place."""
-    if name != "xla":
-        return arena
-    zero = (y[:1, :1] > jnp.inf).astype(arena.dtype)
-    return jax.lax.dynamic_update_slice(arena, arena[:1, :1] | zero, (0, 0))
-
-
 def _active(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """(The experts to compute, their number): all, or where the pairs are fewer those that they are
     of, since kernels have no more programs than pairs."""
@@ -351,7 +343,7 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
         for place, rows in enumerate(together(tokens), 1):
             given = x[:rows], ids[:rows], place
             arena, y = _fill_experts(records, shared_kib, name, arena, stores, *given)
-            arena = _behind(arena, y, name)
+            arena = behind(arena, y, name)
             results.append(y)
         return arena, *results
 
@@ -376,7 +368,7 @@ def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, square
             epilogue = _epilogue(records, residual, weights, squares)
             given = x, ids, place, epilogue
             arena, both = _fill_experts(records, shared_kib, name, arena, stores, *given)
-            arena = _behind(arena, both.y, name)
+            arena = behind(arena, both.y, name)
             results += *both[:4], *_as_combined(name, both, both.y, epilogue)
         return arena, *results
 
