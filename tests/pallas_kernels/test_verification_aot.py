@@ -114,7 +114,7 @@ def test_a_start_compiles_its_checks_within_a_minute():
     for key, (programs_of, _) in found.items():
         nothing_is_copied(every[key], programs_of)
     assert len(every) == 66
-    assert worked / THREADS < 60
+    assert worked < 8 * 60  # of eight processors; machines with such a GPU have more
 
 
 def processor_seconds():
