@@ -125,14 +125,9 @@ def device_step(
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
-        x, arena, squares, counters = stack.attend(
-            *(i, x, memory.arena, tokens, context.page, carry.squares, carry.counters),
-            with_squares=stack.gives_squares(x.shape[0]),
-        )
-        memory = memory._replace(arena=arena)
-        carry = carry._replace(x=x, memory=memory, squares=squares, counters=counters)
+        carry = _attended(stack, i, carry._replace(memory=memory), tokens, context)
         if not stack.is_moe:
-            return carry._replace(x=stack.feed_forward(i, x, tokens)), None
+            return carry._replace(x=stack.feed_forward(i, carry.x, tokens)), None
         carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
         x, memory = carry.x, carry.memory
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
@@ -159,6 +154,19 @@ def device_step(
     if first is not None:
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
     return memory, output
+
+
+def _attended(
+    stack: LayerStack, i: jax.Array, carry: _Carry, tokens: Tokens, context: StepContext
+) -> _Carry:
+    """Carry behind the attention of layer `i` of the stack."""
+    x, arena = carry.x, carry.memory.arena
+    x, arena, squares, counters = stack.attend(
+        *(i, x, arena, tokens, context.page, carry.squares, carry.counters),
+        with_squares=stack.gives_squares(x.shape[0]),
+    )
+    memory = carry.memory._replace(arena=arena)
+    return carry._replace(x=x, memory=memory, squares=squares, counters=counters)
 
 
 def _unpacked(
