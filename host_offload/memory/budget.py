@@ -211,7 +211,7 @@ def _check_given(given: Mapping[str, int | Share | None], slot_bytes: int) -> No
             raise BudgetError(f"{name} must not be negative, got {value} bytes")
     experts = given["expert budget"]
     if isinstance(experts, int) and 0 < experts < slot_bytes:
-        meant = f'; did you mean "{experts}%"?' if experts <= 100 else ";"
+        meant = f'; did you mean "{experts}%"?' if experts <= 100 else "."
         raise BudgetError(
             f"expert budget {experts} is bytes, and one expert takes {_exact(slot_bytes)}{meant} "
             'Give a share such as "25%", at least the bytes of one, or 0 for none'

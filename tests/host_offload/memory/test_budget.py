@@ -165,7 +165,7 @@ def test_notes_say_what_was_cut():
         (dict(memory=-1), "memory must not be negative, got -1 bytes"),
         (dict(expert_budget=-1), "expert budget must not be negative, got -1 bytes"),
         (dict(expert_budget=25), 'one expert takes .*; did you mean "25%"\\? Give a share'),
-        (dict(expert_budget=101), 'one expert takes .*; Give a share such as "25%"'),
+        (dict(expert_budget=101), 'one expert takes [^;]*\\. Give a share such as "25%"'),
         (dict(kv_budget=-1), "kv budget must not be negative, got -1 bytes"),
     ],
 )
