@@ -352,7 +352,13 @@ def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Chec
         activation=experts.activation,
         dtype=experts.dtype,
     )
-    return [c for c in checks(shape, ops) if {c.op, *c.beside} <= set(OPS_USED)]
+
+    def runs(check: Check) -> bool:
+        """No kernel that is made of several, nor tiles of fewer rows."""
+        whole = not check.rows or max(check.rows) >= min(KERNEL_ROW_TILES)
+        return check.op in OPS_USED and not check.beside and whole
+
+    return [check for check in checks(shape, ops) if runs(check)]
 
 
 def _dtype_name(dtype: str) -> str:

@@ -108,8 +108,8 @@ class Check:
     wide: bool | None = None
     """Whether arena and stores are addressed with 64 bits, which makes another kernel; None: it has
     neither."""
-    rows: int = 0
-    """The fewest rows of a decode step that runs this kernel; 0: it is not of a bucket of rows."""
+    rows: tuple[int, ...] = ()
+    """Those of the decode steps that run its kernels; (): they are not for some numbers of rows."""
     beside: tuple[str, ...] = ()
     """Other ops that are part of this kernel: it runs where theirs run as kernels too."""
 
@@ -271,7 +271,7 @@ def make_check(
     seen: Callable[[jax.Array], jax.Array] | None = None,
     stores: Stores | None = None,
     wide: bool | None = None,
-    rows: int = 0,
+    rows: tuple[int, ...] = (),
     beside: tuple[str, ...] = (),
 ) -> Check:
     """out: the result's dtype, if it is not dtype; the rest as in Check."""

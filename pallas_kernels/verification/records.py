@@ -34,8 +34,10 @@ from pallas_kernels.verification.check import (
 from pallas_kernels.verification.dense import empty_tables
 from pallas_kernels.verification.random_records import random_records
 
-EXPERTS_CHECKED = 4
-"""Fewest experts in the stores that are made: tiles do not depend on how many there are."""
+KINDS = 4
+"""Experts of a version, at least: tiles do not depend on how many there are. By turns of all
+versions, the first and the third have a cell, where a check fills the second gets one, and others
+are read through."""
 
 DECODED = 8, DECODE_ROWS, 32, 64
 """Rows of decode steps, of the smaller ones `together` with others: 8 are one program's of each
@@ -61,8 +63,8 @@ def record_checks(shape: ModelShape, ops: Ops, least: int) -> Iterator[Check]:
 class _Records:
     """Stores and an arena of at least `least` bytes, the records at their ends.
 
-    A version has three cells and a free place in the arena. Experts v and v + count are of version
-    v, 2·count … of the first versions again: one of each version has a cell, one is read through.
+    Experts are of all versions in turns. A version has three cells and a free place in the arena,
+    and a place before them for the record of its second expert that has one (KINDS).
     """
 
     def __init__(self, shape: ModelShape, least: int):
@@ -76,14 +78,15 @@ class _Records:
         self.given = None if dense else self.formats
         """The ops' argument `formats`."""
         self.count = count = len(self.formats)
-        self.experts = max(EXPERTS_CHECKED, shape.rule.top_k, 2 * count)
+        self.experts = max(KINDS * count, 2 * shape.rule.top_k)
         self.rows = max(f.cell.rows for f in self.formats)
         smallest = min(f.store.nbytes for f in self.formats)
         self.layers = max(1, -(-least // (self.experts * smallest)))
         self.layer = jnp.int32(self.layers - 1)
-        self.total = max(4 * count, -(-least // (self.rows * shape.hidden * 2)))
+        self.total = max(5 * count, -(-least // (self.rows * shape.hidden * 2)))
         self.first = (self.total - 4 * count) * self.rows
         self.cell_row = self.first + jnp.arange(3 * count, dtype=jnp.int32) * self.rows
+        self.before_row = self.first - jnp.arange(count, 0, -1, dtype=jnp.int32) * self.rows
         self.free_row = self.first + (3 * count + jnp.arange(count, dtype=jnp.int32)) * self.rows
         self.cell_version = jnp.arange(3 * count, dtype=jnp.int32) % count
         self.version_of = jnp.arange(self.experts, dtype=jnp.int32) % count
@@ -108,20 +111,37 @@ class _Records:
         return jnp.zeros((self.total * self.rows, self.shape.hidden), jnp.uint16)
 
     def held(self) -> jax.Array:
-        """An arena with the first expert of each version in its first cell."""
-        bits, arena = self.bits(), self.empty()
+        """An arena with the experts that have a cell before anything is filled."""
+        bits, arena, count = self.bits(), self.empty(), self.count
         for v, f in enumerate(self.formats):
-            weights = decode(bits[v][0, v], f.store)
-            record = jax.lax.bitcast_convert_type(weights, jnp.uint16)
-            record = record if f.cell.version == "dense" else bits[v][0, v]
-            arena = jax.lax.dynamic_update_slice(arena, record, (self.first + v * self.rows, 0))
+            for place, row in ((v, self.cell_row[v]), (2 * count + v, self.before_row[v])):
+                weights = decode(bits[v][0, place], f.store)
+                record = jax.lax.bitcast_convert_type(weights, jnp.uint16)
+                record = record if f.cell.version == "dense" else bits[v][0, place]
+                arena = jax.lax.dynamic_update_slice(arena, record, (row, 0))
         return arena
 
+    def cells(self) -> jax.Array:
+        """int32[E]: where each expert lies in that arena, −1: in its store alone."""
+        first, third = slice(self.count), slice(2 * self.count, 3 * self.count)
+        cells = jnp.full(self.experts, -1, jnp.int32).at[first].set(self.cell_row[first])
+        return cells.at[third].set(self.before_row)
+
     def routed(self, tokens: int) -> jax.Array:
-        """ids of so many tokens, some of them padding."""
+        """ids of so many tokens, some of them padding. The first token has an expert with a cell,
+        one that checks fill and, of three, one that is read through. Of one version half of the
+        experts have more than 16 of 32 or 64 tokens, the others fewer, which other code computes:
+        experts with a cell and without of both."""
         experts, k = self.experts, min(self.shape.rule.top_k, self.experts)
-        ids = jnp.sort(jax.lax.top_k(draw(1, (tokens, experts), "float32"), k)[1], axis=1)
-        return jnp.where(jnp.arange(tokens)[:, None] % 11 == 10, experts, ids)
+        expert = jnp.arange(experts)
+        kind = expert // self.count
+        # Those that are filled are of the others, of 64 tokens of these.
+        often = ((kind % 4 == 0) | (kind % 4 == 3)) != (tokens == 64)
+        scores = draw(1, (tokens, experts), "float32") + jnp.where(often, 0.9, -0.9)
+        chosen = expert % self.count == 0
+        first = jnp.where(chosen & (kind < KINDS), jnp.asarray([40, 30, 0, 20])[kind % 4], 0)
+        ids = jax.lax.top_k(scores.at[0].add(first), k)[1]
+        return jnp.where(jnp.arange(tokens)[:, None] % 5 == 3, experts, ids)
 
     def changed(self) -> dict[str, Any]:
         """Keywords of make_check for an op that changes an empty arena."""
@@ -204,7 +224,7 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
         of = functools.partial(_experts, records, shared_kib, name, stores, arena)
         return tuple(of(x[:n], ids[:n], min(n, row_tile)) for n in together(tokens))
 
-    rows = tokens if row_tile == DECODE_ROWS else 0
+    rows = together(tokens) if row_tile == DECODE_ROWS else ()
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
     what += f" {shared_kib} KiB"
     given = {"stores": records.stores, "wide": records.wide, "rows": rows}
@@ -233,7 +253,7 @@ def _combined_check(records: _Records, shared_kib: int, tokens: int, squares: bo
         return *both[:4], same_rows(both.y, y), *_as_combined(name, both, y, epilogue)
 
     what = f"{records.what} {_combined_name(shape, k, squares)} tokens {tokens} {shared_kib} KiB"
-    given = {"stores": records.stores, "wide": records.wide, "rows": tokens}
+    given = {"stores": records.stores, "wide": records.wide, "rows": together(tokens)}
     return make_check(
         "expert_ffn", what, shape.dtype, operands, computed, **given, beside=("combine",)
     )
@@ -286,10 +306,10 @@ def _experts(
     row_tile: int,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """expert_ffn of all experts, the first of each version in its cell."""
-    experts, count, layer = records.experts, records.count, records.layer
-    cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
+    """expert_ffn of the experts that are used."""
+    experts, layer = records.experts, records.layer
     table = records.layers, experts
+    used = _used(ids, experts)
     return expert_ffn(
         jnp.zeros((ids.size, x.shape[1]), jnp.float32),
         x,
@@ -297,9 +317,10 @@ def _experts(
         arena,
         stores,
         layer,
-        jnp.full(table, -1, jnp.int32).at[layer].set(cells),
+        jnp.full(table, -1, jnp.int32).at[layer].set(records.cells()),
         jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
-        *_active(ids, experts),
+        _listed(used),
+        jnp.sum(used, dtype=jnp.int32),
         activation=records.shape.activation,
         row_tile=row_tile,
         formats=records.given,
@@ -307,15 +328,6 @@ def _experts(
         shared_kib=shared_kib,
         epilogue=epilogue,
     )
-
-
-def _active(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """(The experts to compute, their number): all, or where the pairs are fewer those that they are
-    of, since kernels have no more programs than pairs."""
-    if ids.size >= experts:
-        return jnp.arange(experts, dtype=jnp.int32), jnp.int32(experts)
-    used = _used(ids, experts)
-    return _listed(used), jnp.sum(used, dtype=jnp.int32)
 
 
 def _used(ids: jax.Array, experts: int) -> jax.Array:
@@ -349,7 +361,8 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
 
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {DECODE_ROWS}"
     what += f" {shared_kib} KiB"
-    given = records.changed() | {"arena": records.held, "stores": records.stores, "rows": tokens}
+    given = records.changed() | {"arena": records.held, "stores": records.stores}
+    given["rows"] = together(tokens)
     return make_check("fill_ffn", what, shape.dtype, operands, computed, **given)
 
 
@@ -373,7 +386,8 @@ def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, square
         return arena, *results
 
     what = f"{records.what} {_combined_name(shape, k, squares)} tokens {tokens} {shared_kib} KiB"
-    given = records.changed() | {"arena": records.held, "stores": records.stores, "rows": tokens}
+    given = records.changed() | {"arena": records.held, "stores": records.stores}
+    given["rows"] = together(tokens)
     return make_check(
         "fill_ffn", what, shape.dtype, operands, computed, **given, beside=("combine",)
     )
@@ -390,20 +404,15 @@ def _fill_experts(
     place: int,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """fill_ffn: the first expert of each version has a cell, the second gets one that is empty
-    still, the place-th of the arena, others are read through."""
+    """fill_ffn of the experts that are used: the second of each version gets a cell that is empty
+    still, the place-th of the arena."""
     experts, count, layer = records.experts, records.count, records.layer
-    moved, moves = jnp.arange(count, 2 * count, dtype=jnp.int32), count
     row = records.cell_row[place * count : (place + 1) * count] if place < 3 else records.free_row
-    cells = jnp.full(experts, -1, jnp.int32).at[:count].set(records.cell_row[:count])
-    if ids.size < experts:  # who may not have all that would be filled
-        expert = jnp.arange(experts)
-        filled = _used(ids, experts) & (expert >= count) & (expert < 2 * count)
-        moved, moves = _listed(filled)[:count], jnp.sum(filled)
-        rows = row[jnp.clip(expert - count, 0, count - 1)]
-        cells, row = jnp.where(filled, rows, cells), rows[moved]
-    else:
-        cells = cells.at[moved].set(row)
+    expert, used = jnp.arange(experts), _used(ids, experts)
+    filled = used & (expert // count == 1)
+    moved = _listed(filled)[:count]
+    rows = row[jnp.clip(expert - count, 0, count - 1)]
+    cells = jnp.where(filled, rows, records.cells())
     table = records.layers, experts
 
     def padded(listed):
@@ -418,11 +427,12 @@ def _fill_experts(
         layer,
         jnp.full(table, -1, jnp.int32).at[layer].set(cells),
         jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
-        *_active(ids, experts),
+        _listed(used),
+        jnp.sum(used, dtype=jnp.int32),
         padded(moved),
-        padded(row),
+        padded(rows[moved]),
         padded(records.version_of[moved]),
-        jnp.int32(moves),
+        jnp.sum(filled, dtype=jnp.int32),
         activation=records.shape.activation,
         row_tile=min(len(x), DECODE_ROWS),
         formats=records.given,

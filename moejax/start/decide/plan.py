@@ -166,6 +166,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             max_num_batched_tokens=tokens,
             waves=options.prefill_waves or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
             bucketed=decodes_in_buckets(config, ops),
+            kernels="pallas" in ops.chosen().values(),
         ),
         formats=formats,
         tiers="" if settings.tiers is None else settings.tiers.name,

@@ -47,15 +47,19 @@ def step_shapes(
     max_num_batched_tokens: int,
     waves: int,
     bucketed: bool = False,
+    kernels: bool = False,
 ) -> StepShapes:
     """The start-up shapes for these limits. Attention reads whole spans, so the block table is
     whole spans wide; a prefill step is at least one chunk and no more than all prompts can fill.
     bucketed: decode is also compiled for fewer rows and for shorter contexts, and prefill for fewer
-    chunks, since a kernel's grid is static."""
+    chunks, since a kernel's grid is static. kernels: some op is one, and those of few rows are of
+    so many rows each: no start runs another number than is checked."""
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
     if rows > DECODE_TILE or bucketed:
         rows = -(-rows // DECODE_TILE) * DECODE_TILE
+    elif kernels:
+        rows = next(few for few in (*FEW_ROWS, DECODE_TILE) if few >= rows)
     buckets = [rows]
     while bucketed and buckets[0] > DECODE_TILE:
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)

@@ -11,7 +11,7 @@ import pytest
 from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
 from moejax.start import kernels
-from moejax.start.decide.shapes import step_shapes
+from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
 from moejax.start.kernels import checked_later, start_checks, verify_kernels
 from moejax.step.parts import StepSpec
 from moejax.step.runner import Runner
@@ -22,12 +22,11 @@ from pallas_kernels.triton import interpreted
 GiB = 1 << 30
 
 
-def steps(name="qwen3-30b-a3b", rows=64, layers=None, **ops):
+def steps(name="qwen3-30b-a3b", rows=64, layers=None, bucketed=True, **ops):
     config = shape(name, layers)
     layout = config.slot_layout(itemsize=2)
-    shapes = step_shapes(
-        layout, rows=rows, max_model_len=1024, max_num_batched_tokens=512, waves=1, bucketed=True
-    )
+    limits = {"max_model_len": 1024, "max_num_batched_tokens": 512}
+    shapes = step_shapes(layout, rows=rows, waves=1, **limits, bucketed=bucketed, kernels=True)
     chosen = resolve_ops(ops or "auto", platform="gpu", dtype="bfloat16")
     return StepSpec("gpu", "", "device", chosen, config, "bfloat16", layout, shapes)
 
@@ -55,11 +54,24 @@ def test_a_start_needs_what_it_runs():
 
 def test_few_sequences_need_no_larger_bucket():
     needed, rest = start_checks(steps(rows=16), 24 * GiB)
-    assert {check.rows for check in needed} == {0, 8, 16}
-    assert {check.rows for check in rest if check.wide} == {32, 64}
+    assert {check.rows for check in needed} == {(), (8, 2, 1), (16, 4)}
+    assert {check.rows for check in rest if check.wide} == {(32,), (64,)}
     # 48 rows run in a bucket of 48, whose tiles are those of 64.
     needed, _ = start_checks(steps(rows=48), 24 * GiB)
-    assert {check.rows for check in needed} == {0, 8, 16, 32, 64}
+    assert {check.rows for check in needed} == {(), (8, 2, 1), (16, 4), (32,), (64,)}
+
+
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_experts_of_steps_without_buckets_are_checked(rows):
+    """Where another op's product is XLA's, decode is of one number of rows."""
+    ops = resolve_ops({"linear": "xla"}, platform="gpu", dtype="bfloat16")
+    of = steps(rows=rows, bucketed=False, linear="xla")
+    assert ops.expert_ffn == "pallas" and not decodes_in_buckets(of.config, ops)
+    needed, _ = start_checks(of, 24 * GiB)
+    (run,) = of.shapes.buckets
+    assert run >= rows
+    for op in ("expert_ffn", "fill_ffn"):
+        assert any(run in check.rows for check in needed if check.op == op)
 
 
 def test_a_small_model_needs_no_wide_kernel():
