@@ -19,6 +19,15 @@ from pallas_kernels.verification.check import (
     same_rows,
 )
 
+WITHIN = 300
+"""A window that contexts here are longer than: real ones are, and a kernel has its as a number."""
+
+
+def _windows(shape: ModelShape) -> tuple[int | None, ...]:
+    """The model's, and one that leaves out tokens of these contexts."""
+    window = shape.window
+    return (window,) if window is None or window <= WITHIN else (window, WITHIN)
+
 
 def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
     """kv_write and attention on an arena of at least so many bytes, the pages at its end."""
@@ -121,6 +130,14 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
         return *_projected(shape, 4), pages.table()
 
     def attended(name, arena, qkv, q_norm, k_norm, inverse, table):
+        results = []
+        for window in _windows(shape):
+            arena, *made = within(name, window, arena, qkv, q_norm, k_norm, inverse, table)
+            arena = behind(arena, made[0], name)
+            results += made
+        return arena, *results
+
+    def within(name, window, arena, qkv, q_norm, k_norm, inverse, table):
         last = jnp.asarray(positions, jnp.int32)
         block = jnp.maximum(last, 0) // shape.block_size
         at = jnp.where(last < 0, -1, table[jnp.arange(4), block])
@@ -132,7 +149,7 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
             page=pages.page,
             attention_factor=1.0,
             eps=1e-6,
-            window=shape.window,
+            window=window,
             implementations=(name, name),
             shared_kib=shared_kib,
         )
@@ -154,7 +171,7 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
 
 def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
     shape, page = pages.shape, pages.page
-    options = {"page": page, "window": shape.window, "shared_kib": shared_kib}
+    options = {"page": page, "shared_kib": shared_kib}
 
     def queries(count: int):
         size = count, shape.heads, shape.head_dim
@@ -162,28 +179,29 @@ def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
 
     def decoded(name, q, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
-        layer = jnp.int32(1)
-        return decode_attention(q, arena, table, lengths, layer, **options, implementation=name)
+        given = q, arena, table, lengths, jnp.int32(1)
+        return [
+            decode_attention(*given, **options, window=window, implementation=name)
+            for window in _windows(shape)
+        ]
 
     what = f"decode {pages.what} window {shape.window} {shared_kib} KiB"
     yield make_check("paged_attention", what, shape.dtype, queries(4), decoded, wide=pages.wide)
 
     def prefilled(name, q, arena, table):
         start, length = jnp.asarray([0, 64, 640, 0]), jnp.asarray([64, 64, 17, 1])
-        out = prefill_attention(
-            q,
-            arena,
-            table,
-            jnp.asarray([0, 0, 2, 3]),
-            start,
-            length,
-            jnp.int32(4),
-            jnp.int32(1),
-            **options,
-            implementation=name,
-        )
+        chunks = jnp.asarray([0, 0, 2, 3]), start, length, jnp.int32(4)
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
-        return jnp.where(real[:, None], out, 0)
+        every = [
+            prefill_attention(
+                *(q, arena, table, *chunks, jnp.int32(1)),
+                **options,
+                window=window,
+                implementation=name,
+            )
+            for window in _windows(shape)
+        ]
+        return [jnp.where(real[:, None], out, 0) for out in every]
 
     what = f"prefill {pages.what} window {shape.window} {shared_kib} KiB"
     prompts = queries(4 * 64)

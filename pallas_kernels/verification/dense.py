@@ -24,7 +24,7 @@ from pallas_kernels.linear import (
     norm_linear_parts,
     sum_of_parts,
 )
-from pallas_kernels.linear.pallas_triton import NORMED_ROWS, parts_of
+from pallas_kernels.linear.pallas_triton import NORMED_ROWS, configuration, parts_of
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm, tile_squares
@@ -46,6 +46,9 @@ ROUTED_ROWS = *FEW_ROWS, MOST_ROWS
 """Rows of decode steps that one program routes, in a tile of just those."""
 
 ROW_TILES = 8, DECODE_ROWS, 64
+
+MORE_ROWS = 2 * DECODE_ROWS, 33, 4 * DECODE_ROWS
+"""Rows of larger decode steps: whole tiles of what takes several rows, and a part of one."""
 
 
 def product_rows(row_tile: int) -> tuple[int, ...]:
@@ -96,8 +99,9 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         counted, after = combine_and_count(
             x, y, weights, jnp.ones(1, jnp.int32), implementation=name
         )
-        same = same_rows(out, alone), same_rows(counted, alone)
-        return alone, *same, _of(squares, out), index, after
+        uncounted, squares_alone, _ = combine_with_squares(x, y, weights, implementation=name)
+        same = (same_rows(again, alone) for again in (out, counted, uncounted))
+        return alone, *same, _of(squares, out), same_rows(squares_alone, squares), index, after
 
     yield make_check("combine", f"{top_k}x{d}", dtype, parts, weighted)
 
@@ -159,6 +163,11 @@ def _of(squares: jax.Array, x: jax.Array) -> jax.Array:
     return same_rows(squares, tile_squares(x, tile))
 
 
+def _squares_between(x: jax.Array) -> jax.Array:
+    """tile_squares of x as the router reads them: the output projection's, of its tiles."""
+    return tile_squares(x, configuration(DECODE_ROWS, x.shape[1], x.dtype).columns)
+
+
 def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) -> Check:
     """A product of few rows that it normalises: values, and the bits of rms_norm and linear, which
     steps with more rows and prefill have in its place."""
@@ -197,15 +206,16 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
 
     def operands():
         weights = draw(1, (1, shape.experts, d), dtype, d**-0.5)
-        return draw(0, (NORMED_ROWS, d), dtype), draw(2, (1, d), dtype), weights
+        x = draw(0, (NORMED_ROWS, d), dtype)
+        return x, draw(2, (1, d), dtype), weights, _squares_between(x)
 
-    def run(name, x, norm, weights):
+    def run(name, x, norm, weights, squares):
         def of(rows):
             few, layer, tile = x[:rows], jnp.int32(0), min(rows, DECODE_ROWS)
             options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
             both = few, norm, 1e-6, weights, layer
             normed, parts = norm_linear_parts(*both, norm_implementation=name, **options)
-            options["squares"] = row_squares(few, implementation=name)
+            options["squares"] = squares[:rows]
             by_squares = norm_linear_parts(*both, norm_implementation=name, **options)
             del options["squares"]
             alone = rms_norm(few, norm, layer, 1e-6, implementation=name)
@@ -226,13 +236,22 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
 
 def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     experts, rule = shape.experts, shape.rule
+    cells_checked = sorted({experts, max(experts // 4, 1)})
+    parts = parts_of(experts, shape.hidden, shape.dtype).count
 
     def scores():
         correction = draw(1, (2, experts), "float32") if shape.correction else None
-        return draw(0, (33, experts), "float32", 3.0), jnp.arange(33) % 5 != 0, correction
+        valid = jnp.arange(MORE_ROWS[-1]) % 5 != 4
+        logits = draw(0, (parts, len(valid), experts), "float32", 3.0 * parts**-0.5)
+        return logits, valid, correction
 
     def routed(name, logits, valid, correction):
-        return route(logits, valid, correction, jnp.int32(1), rule=rule, implementation=name)
+        def of(rows, logits):
+            given = valid[:rows], correction, jnp.int32(1)
+            return route(logits[..., :rows, :], *given, rule=rule, implementation=name)
+
+        decoded = [of(rows, logits) for rows in _rows_apart(shape, *cells_checked)]
+        return *decoded, of(len(valid), logits[0])  # of prefill's product, which is whole
 
     what = f"{experts} top {rule.top_k} {rule.scoring} normalize {rule.normalize}"
     if rule.groups > 1:
@@ -250,17 +269,18 @@ def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
         if routes_last(rows, experts, shape.hidden, shape.dtype, rule):
             yield _scored_check(shape, what, rows, shared_kib)
 
-    versions, pairs = len(shape.versions), 33 * rule.top_k
+    versions = len(shape.versions)
 
     def references():
-        chance = min(4 * rule.top_k / experts, 1)
+        chance = min(4 * rule.top_k / experts, 1.0)
         active = jax.random.bernoulli(jax.random.key(1), chance, (6, experts))
         # Of those experts, and of padding.
-        ids = jax.random.randint(jax.random.key(2), (6, 33, rule.top_k), 0, experts)
+        size = 6, MORE_ROWS[-1], rule.top_k
+        ids = jax.random.randint(jax.random.key(2), size, 0, experts)
         ids = jnp.where(jax.vmap(lambda mask, i: mask[i])(active, ids), ids, experts)
         return active, ids, draw(3, ids.shape, "float32")
 
-    for cells in sorted({experts, max(experts // 4, 1)}):
+    for cells in cells_checked:
 
         def planned(name, active, ids, weights, cells=cells):
             def step(tables, active):
@@ -276,17 +296,28 @@ def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
 
             # A scan compiles a kernel once.
             tables = empty_tables(experts, cells)
-            records = jnp.zeros((2, record_size(pairs, experts, versions)), jnp.int32)
-            return (
-                jax.lax.scan(step, tables, active),
-                jax.lax.scan(routed_step, (tables, records), (ids, weights)),
-            )
+
+            def of(rows):
+                size = record_size(rows * rule.top_k, experts, versions)
+                carry = tables, jnp.zeros((2, size), jnp.int32)
+                return jax.lax.scan(routed_step, carry, (ids[:, :rows], weights[:, :rows]))
+
+            planned = [of(rows) for rows in _rows_apart(shape, cells)]
+            return jax.lax.scan(step, tables, active), planned
 
         yield make_check("plan", f"{experts} experts {cells} cells", "int32", references, planned)
 
         for rows in ROUTED_ROWS:
             if rows_of(rows, cells, experts, rule) is not None:
                 yield _planned_check(shape, what, rows, cells)
+
+
+def _rows_apart(shape: ModelShape, *cells: int) -> list[int]:
+    """Rows of decode steps that route and plan with a kernel each, of one of these numbers of
+    cells."""
+    options = shape.experts, shape.rule
+    few = (n for n in ROUTED_ROWS if any(rows_of(n, c, *options) is None for c in cells))
+    return [*few, *MORE_ROWS]
 
 
 def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
@@ -297,7 +328,7 @@ def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
     def scores():
         correction = draw(1, (2, experts), "float32") if shape.correction else None
         logits = draw(0, (parts, rows, experts), "float32", 3.0 * parts**-0.5)
-        return logits, jnp.arange(rows) % 5 != 0, correction
+        return logits, jnp.arange(rows) % 5 != 4, correction
 
     def listed(name, logits, valid, correction):
         records, i = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32), jnp.int32(1)
@@ -326,17 +357,16 @@ def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> C
     def operands():
         weights = draw(1, (1, experts, d), dtype, 3 * d**-0.5)
         correction = draw(3, (1, experts), "float32") if shape.correction else None
-        valid = jnp.arange(rows) % 5 != 4
-        return draw(0, (rows, d), dtype), draw(2, (1, d), dtype), weights, valid, correction
+        x, valid = draw(0, (rows, d), dtype), jnp.arange(rows) % 5 != 4
+        return _squares_between(x), x, draw(2, (1, d), dtype), weights, valid, correction
 
-    def scored(name, x, norm, weights, valid, correction):
-        return [of(name, x, norm, weights, valid, correction, squares) for squares in (True, False)]
+    def scored(name, squares, *operands):
+        return [of(name, *operands, given) for given in (squares, None)]
 
     def of(name, x, norm, weights, valid, correction, squares):
         records = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32)
         layer, i, counters = jnp.int32(1), jnp.int32(0), jnp.zeros(1, jnp.int32)
-        names = {"norm_implementation": name, "shared_kib": shared_kib}
-        names["squares"] = row_squares(x, implementation=name) if squares else None
+        names = {"norm_implementation": name, "shared_kib": shared_kib, "squares": squares}
         given = valid, correction, i, records, layer, counters
         routing = {"rule": shape.rule, "implementation": name}
         got = norm_route_and_list(

@@ -43,14 +43,14 @@ def test_a_router_of_qwen3():
 
 
 def test_a_wrong_kernel_is_found():
-    check = named("OLMoE-1B-7B", "route 64")
+    check, found = named("OLMoE-1B-7B", "route 64"), []
 
     def smallest(ptx: str) -> str:
-        assert ptx.count("max.f32") > 1
+        found.append(ptx.count("max.f32"))
         return ptx.replace("max.f32", "min.f32")
 
     error, _ = interpret_check(check, "h200", edit=smallest)
-    assert error > check.tolerance
+    assert max(found) > 1 and error > check.tolerance
 
 
 def test_a_fault_is_told():
