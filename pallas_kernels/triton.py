@@ -122,7 +122,7 @@ def check_counters(counters: jax.Array, least: int, of: str) -> None:
     if counters.ndim != 1 or counters.dtype != jnp.int32:
         raise ValueError(f"counters are int32[C], not {counters.dtype}{[*counters.shape]}")
     if counters.size < least:
-        raise ValueError(f"counters {counters.shape} are fewer than {least} of {of}")
+        raise ValueError(f"counters {counters.shape} are fewer than the {least} of {of}")
 
 
 def is_last(counters: Any, at: tuple[jax.Array, ...], programs: jax.Array | int) -> jax.Array:

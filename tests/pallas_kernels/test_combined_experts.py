@@ -105,7 +105,7 @@ def test_contract_with_fills(spec, implementation):
         ({"residual": (3, 16)}, r"residual \(3, 16\), weights \(3, 2\) and index \(1,\) do not"),
         ({"weights": (3, 1)}, r"weights \(3, 1\)"),
         ({"index": ()}, r"index \(\)"),
-        ({"counters": (6,)}, r"counters \(6,\) are fewer than 7 of 3 tokens of 32"),
+        ({"counters": (6,)}, r"counters \(6,\) are fewer than the 7 of 3 tokens of 32"),
     ],
 )
 def test_refuses(change, message):

@@ -114,7 +114,7 @@ def test_records_of_another_width_are_refused():
     [
         (jnp.zeros(2), r"int32\[C\], not float32\[2\]"),
         (jnp.zeros((1, 2), jnp.int32), r"not int32\[1, 2\]"),
-        (jnp.zeros(0, jnp.int32), r"counters \(0,\) are fewer than 1 of a step"),
+        (jnp.zeros(0, jnp.int32), r"counters \(0,\) are fewer than the 1 of a step"),
     ],
     ids=str,
 )

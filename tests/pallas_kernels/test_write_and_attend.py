@@ -182,7 +182,7 @@ def test_a_row_without_a_page_writes_nothing():
         ({"block_table": (8, 2)}, r"block_table \(8, 2\)"),
         ({"positions": (8,)}, r"lengths \(8,\)"),
         ({"pages": (10,)}, r"lengths \(10,\)"),
-        ({"counters": (17,)}, r"counters \(17,\) are fewer than 18 of 9 rows of 2 heads"),
+        ({"counters": (17,)}, r"counters \(17,\) are fewer than the 18 of 9 rows of 2 heads"),
     ],
 )
 def test_refuses(changed, message):
