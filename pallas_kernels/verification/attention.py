@@ -132,9 +132,10 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
     def attended(name, arena, qkv, q_norm, k_norm, inverse, table):
         results = []
         for window in _windows(shape):
-            arena, *made = within(name, window, arena, qkv, q_norm, k_norm, inverse, table)
-            arena = behind(arena, made[0], name)
-            results += made
+            given = qkv, q_norm, k_norm, inverse, table
+            arena, out, *counted = within(name, window, arena, *given)
+            arena = behind(arena, out, name)
+            results += [out, *counted]
         return arena, *results
 
     def within(name, window, arena, qkv, q_norm, k_norm, inverse, table):

@@ -361,9 +361,9 @@ def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> C
         return _squares_between(x), x, draw(2, (1, d), dtype), weights, valid, correction
 
     def scored(name, squares, *operands):
-        return [of(name, *operands, given) for given in (squares, None)]
+        return [of(name, given, *operands) for given in (squares, None)]
 
-    def of(name, x, norm, weights, valid, correction, squares):
+    def of(name, squares, x, norm, weights, valid, correction):
         records = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32)
         layer, i, counters = jnp.int32(1), jnp.int32(0), jnp.zeros(1, jnp.int32)
         names = {"norm_implementation": name, "shared_kib": shared_kib, "squares": squares}

@@ -33,7 +33,9 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """As np.zeros, whose large arrays take memory by pages from the first write on, but at the
     start of a page, so that jax.device_put makes no copy."""
     count = math.prod(shape)
-    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    # Private: reading a page of zeros takes none of its own, of shared memory it would.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags)
     return np.frombuffer(pages, np.uint8, count * dtype.itemsize).view(dtype).reshape(shape)
 
 

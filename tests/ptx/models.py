@@ -41,7 +41,13 @@ from tests.aot.aot_h200 import CARDS, device_of
 from tests.moejax.models.test_published_configs import PUBLISHED
 from tests.ptx.memory import copy_sparse, zeros
 from tests.ptx.parse import Fault
-from tests.ptx.program import CompiledCall, compiled_call, lowered_digest
+from tests.ptx.program import (
+    CompiledCall,
+    compiled_call,
+    kernels_digest,
+    lowered_call,
+    lowered_digest,
+)
 
 VERSIONS = f"jax {jax.__version__}"
 
@@ -78,6 +84,8 @@ class Outcome:
     """Of what the PTX computes (program.Program.dataflow); "": not known."""
     ran: str = ""
     """The digest of the PTX that ran, if it was another of the same dataflow."""
+    kernels: str = ""
+    """Of the Pallas kernels alone (program.kernels_digest); "": not known."""
 
     @property
     def passed(self) -> bool:
@@ -154,7 +162,12 @@ def compiled_check(check: Check, card: str) -> CompiledCall:
 
 def source_of(check: Check, card: str) -> str:
     """As Outcome.source: a tenth of the time that compiling takes."""
-    return lowered_digest(card, **_call(check))
+    return lowered_digest(lowered_call(card, **_call(check)))
+
+
+def kernels_of(check: Check, card: str) -> str:
+    """As Outcome.kernels."""
+    return kernels_digest(lowered_call(card, **_call(check)))
 
 
 def _call(check: Check) -> dict[str, Any]:
@@ -237,7 +250,8 @@ def outcome(
     what = (model, card, check.key, check.tolerance, error, fault, issued, seconds)
     today = datetime.date.today().isoformat()
     digest, dataflow = compiled.program.digest(), compiled.program.dataflow()
-    return Outcome(*what, digest, card, today, VERSIONS, programs, source, dataflow)
+    own = {"source": source, "dataflow": dataflow, "kernels": kernels_of(check, card)}
+    return Outcome(*what, digest, card, today, VERSIONS, programs, **own)
 
 
 class Kept:
@@ -318,8 +332,9 @@ def run(
 
 
 def compare(kept: Kept) -> str:
-    """Which of what is kept is of other PTX than these kernels have now."""
-    other, gone = [], []
+    """Which of what is kept is of other PTX than these kernels have now, and how much of it is of
+    kernels that are the same in a check that has changed."""
+    other, gone, same = [], [], 0
     for model, card in dict.fromkeys(key[:2] for key in kept.found):
         every = configurations(model, card, wide=True, versions=QUANTIZED)
         known = {check.key: check for check in every}
@@ -328,10 +343,16 @@ def compare(kept: Kept) -> str:
                 continue
             if each.check not in known:
                 gone.append(each)
+            elif (each.source, each.versions) == (source_of(known[each.check], card), VERSIONS):
+                continue
+            elif each.kernels and each.kernels == kernels_of(known[each.check], card):
+                same += 1
             elif not _of_today(each, known[each.check]):
                 other.append(each)
     total = len(kept.found)
     lines = [f"{len(other)} of {total} kept entries are of other PTX than these kernels'"]
+    if same:
+        lines.append(f"{same} of {total} are of these kernels, but of a check that has changed")
     if gone:
         lines.append(f"{len(gone)} of {total} are of no configuration of a start")
     names = (f"  {each.model}, {each.card}, {each.check}" for each in (*other, *gone))
@@ -339,9 +360,7 @@ def compare(kept: Kept) -> str:
 
 
 def _of_today(each: Outcome, check: Check) -> bool:
-    """Whether its PTX is what the check's kernels have now; compiled only if it may not be."""
-    if (each.source, each.versions) == (source_of(check, each.card), VERSIONS):
-        return True
+    """Whether its PTX is what the check's kernels have now."""
     program = compiled_check(check, each.card).program
     return program.digest() == each.digest or program.dataflow() == each.dataflow
 
@@ -432,7 +451,7 @@ steps in tiles of 16 rows run, with arrays below and above 4 GiB. PTX of the sam
 in names of registers and in the order of independent arithmetic alone. {} to {}, {}; a line for
 each in `tests/ptx/models.jsonl`. The last column stands for the PTX of all of them together.
 `python -m tests.ptx.models --compare --kept tests/ptx/models.jsonl` says what of it is of older
-kernels.
+kernels, and how many entries are of the same kernels with other operands than the checks have now.
 
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import re
@@ -22,6 +23,8 @@ import jax
 import ml_dtypes
 import numpy as np
 from jax._src.config import traceback_in_locations_limit
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir, passmanager
 
 from pallas_kernels.cards import shared_class
 from tests.aot.aot_h200 import compile_for, device_of, lowered_for
@@ -591,20 +594,52 @@ def compiled_call(
     return found
 
 
-def lowered_digest(
+def lowered_call(
     card: str,
     function: Callable,
     given: tuple,
     *,
     donated: Callable[[tuple], bool],
     on_host: Callable[[tuple], bool],
-) -> str:
-    """Of what XLA compiles for compiled_call with these arguments: where it, the card and jax are
-    the same, the PTX is. Places in source files do not count."""
+) -> ir.Module:
+    """What XLA compiles for compiled_call with these arguments, without places in source files."""
     of_leaves, shapes, options = _of_leaves(function, given, donated, on_host)
     with traceback_in_locations_limit(0):
-        module = lowered_for(card, of_leaves, *shapes, **options)
+        return lowered_for(card, of_leaves, *shapes, **options)
+
+
+def lowered_digest(module: ir.Module) -> str:
+    """Of what lowered_call gives: where it, the card and jax are the same, the PTX is."""
     return hashlib.sha256(str(module).encode()).hexdigest()[:12]
+
+
+def kernels_digest(module: ir.Module) -> str:
+    """As lowered_digest, of the Pallas kernels alone: their Triton IR, simplified, and grids. Where
+    it, the card and jax are the same, so is their PTX, whatever XLA makes of the rest."""
+    found, simplify = [], "builtin.module(canonicalize,cse)"
+    for config in _triton_configs(module.operation):
+        names = (each if isinstance(each, str) else each.name for each in config)
+        given = {name: config[name] for name in names}
+        kernel = ir.Module.parse(ir.StringAttr(given.pop("ir")).value_bytes, _any_dialect())
+        passmanager.PassManager.parse(simplify, kernel.context).run(kernel.operation)
+        options = (f"{name} {value}" for name, value in sorted(given.items()))
+        found.append("\0".join((*options, str(kernel))))
+    return hashlib.sha256("\0".join(sorted(found)).encode()).hexdigest()[:12]
+
+
+def _triton_configs(operation: ir.Operation) -> Iterator[ir.DictAttr]:
+    for inner in (op for region in operation.regions for block in region for op in block):
+        name, attributes = inner.operation.name, inner.operation.attributes
+        if name == "stablehlo.custom_call" and "triton" in str(attributes["call_target_name"]):
+            yield ir.DictAttr(attributes["mhlo.backend_config"])
+        yield from _triton_configs(inner.operation)
+
+
+@functools.cache
+def _any_dialect() -> ir.Context:
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    return context
 
 
 def _of_leaves(function: Callable, given: tuple, donated: Callable, on_host: Callable):

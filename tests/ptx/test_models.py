@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
 
 from pallas_kernels.verification import Check
@@ -18,10 +19,12 @@ from tests.ptx.models import (
     configurations_of,
     interpret_check,
     interpret_part,
+    kernels_of,
     of_decode,
     outcome,
     page,
     run,
+    source_of,
 )
 from tests.ptx.parse import Fault
 
@@ -51,6 +54,19 @@ def test_a_wrong_kernel_is_found():
 
     error, _ = interpret_check(check, "h200", edit=smallest)
     assert max(found) > 1 and error > check.tolerance
+
+
+def test_kernels_are_known_whatever_is_around_them():
+    check, other = (named(model, "combine") for model in ("OLMoE-1B-7B", "DeepSeek-V2-Lite"))
+
+    def twice(name, *operands):
+        return jax.tree.map(lambda result: 2 * result, check.run(name, *operands))
+
+    around = dataclasses.replace(check, run=twice)
+    assert source_of(around, "h200") != source_of(check, "h200")
+    assert kernels_of(around, "h200") == kernels_of(check, "h200") != kernels_of(other, "h200")
+    none = dataclasses.replace(check, run=lambda _, *operands: check.run("xla", *operands))
+    assert kernels_of(none, "h200") != kernels_of(check, "h200")
 
 
 def test_a_fault_is_told():
@@ -143,8 +159,13 @@ def test_equal_ptx_is_run_once_and_other_ptx_is_told(tmp_path):
     assert len(path.read_text().splitlines()) == 3  # what has passed is not run again
     assert compare(kept) == "0 of 3 kept entries are of other PTX than these kernels'"
     old = kept.found["OLMoE-1B-7B", "a100", todo[0]["a100"].key]
-    # Where only what XLA compiled has changed, the PTX is made and compared.
+    # Where only what is around the kernels has changed, that is told.
     lines = path.read_text().replace(old.source, "1")
+    path.write_text(lines)
+    told = compare(Kept(path)).splitlines()
+    assert told[0].startswith("0 of 3 ") and told[1].startswith("3 of 3 are of these kernels, but ")
+    # Where kernels may have, the PTX is made and compared.
+    lines = lines.replace(old.kernels, "1")
     path.write_text(lines)
     assert compare(Kept(path)).startswith("0 of 3 ")
     # Other PTX of the same dataflow is the same; of another it is told.
