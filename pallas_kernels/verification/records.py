@@ -132,15 +132,14 @@ class _Records:
         one that checks fill and, of three, one that is read through. Of one version half of the
         experts have more than 16 of 32 or 64 tokens, the others fewer, which other code computes:
         experts with a cell and without of both."""
-        experts, k = self.experts, min(self.shape.rule.top_k, self.experts)
-        expert = jnp.arange(experts)
-        kind = expert // self.count
+        experts, count = self.experts, self.count
+        kind = jnp.arange(experts) // count
         # Those that are filled are of the others, of 64 tokens of these.
         often = ((kind % 4 == 0) | (kind % 4 == 3)) != (tokens == 64)
         scores = draw(1, (tokens, experts), "float32") + jnp.where(often, 0.9, -0.9)
-        chosen = expert % self.count == 0
-        first = jnp.where(chosen & (kind < KINDS), jnp.asarray([40, 30, 0, 20])[kind % 4], 0)
-        ids = jax.lax.top_k(scores.at[0].add(first), k)[1]
+        first = jnp.asarray([0, count, 3 * count])
+        scores = scores.at[0, first].add(jnp.asarray([40.0, 30.0, 20.0]))
+        ids = jax.lax.top_k(scores, self.shape.rule.top_k)[1]
         return jnp.where(jnp.arange(tokens)[:, None] % 5 == 3, experts, ids)
 
     def changed(self) -> dict[str, Any]:
@@ -214,7 +213,7 @@ def _move_check(records: _Records) -> Check:
 
 
 def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile: int) -> Check:
-    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
+    shape, k = records.shape, records.shape.rule.top_k
 
     def operands():
         x = draw(0, (tokens, shape.hidden), shape.dtype)
@@ -234,7 +233,7 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
 def _combined_check(records: _Records, shared_kib: int, tokens: int, squares: bool) -> Check:
     """Experts whose last product combines them: values, and the bits of the two kernels, which
     prefill and other drivers have in its place. squares: whether it gives those too."""
-    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
+    shape, k = records.shape, records.shape.rule.top_k
 
     def operands():
         x, ids, residual, weights = _combined_operands(records, tokens)
@@ -345,7 +344,7 @@ def _listed(used: jax.Array) -> jax.Array:
 
 
 def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
-    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
+    shape, k = records.shape, records.shape.rule.top_k
 
     def operands():
         return draw(0, (tokens, shape.hidden), shape.dtype), records.routed(tokens)
@@ -362,14 +361,14 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {DECODE_ROWS}"
     what += f" {shared_kib} KiB"
     given = records.changed() | {"arena": records.held, "stores": records.stores}
-    given["rows"] = together(tokens)
-    return make_check("fill_ffn", what, shape.dtype, operands, computed, **given)
+    few = together(tokens)
+    return make_check("fill_ffn", what, shape.dtype, operands, computed, **given, rows=few)
 
 
 def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, squares: bool) -> Check:
     """fill_ffn the last product of which combines: values, and the bits of combine behind it.
     squares: as of _combined_check."""
-    shape, k = records.shape, min(records.shape.rule.top_k, records.experts)
+    shape, k = records.shape, records.shape.rule.top_k
 
     def operands():
         return _combined_operands(records, tokens)
@@ -387,10 +386,8 @@ def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, square
 
     what = f"{records.what} {_combined_name(shape, k, squares)} tokens {tokens} {shared_kib} KiB"
     given = records.changed() | {"arena": records.held, "stores": records.stores}
-    given["rows"] = together(tokens)
-    return make_check(
-        "fill_ffn", what, shape.dtype, operands, computed, **given, beside=("combine",)
-    )
+    more: dict[str, Any] = {"rows": together(tokens), "beside": ("combine",)}
+    return make_check("fill_ffn", what, shape.dtype, operands, computed, **given, **more)
 
 
 def _fill_experts(

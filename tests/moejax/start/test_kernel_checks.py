@@ -64,9 +64,8 @@ def test_few_sequences_need_no_larger_bucket():
 @pytest.mark.parametrize("rows", range(1, 18))
 def test_experts_of_steps_without_buckets_are_checked(rows):
     """Where another op's product is XLA's, decode is of one number of rows."""
-    ops = resolve_ops({"linear": "xla"}, platform="gpu", dtype="bfloat16")
     of = steps(rows=rows, bucketed=False, linear="xla")
-    assert ops.expert_ffn == "pallas" and not decodes_in_buckets(of.config, ops)
+    assert of.ops.expert_ffn == "pallas" and not decodes_in_buckets(of.config, of.ops)
     needed, _ = start_checks(of, 24 * GiB)
     (run,) = of.shapes.buckets
     assert run >= rows
