@@ -121,7 +121,9 @@ def _product_check(
             draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
             jnp.int32(0),
             draw(2, (1, outputs), dtype) if bias else None,
-            None if residual is None else draw(3, residual, dtype),
+            # Small, since a sum that cancels shows the product's own rounding enlarged: on an H200
+            # normal residuals deviated by 8.8e-3, one bfloat16 step of a product between 2 and 4.
+            None if residual is None else draw(3, residual, dtype, 1 / 8),
         )
 
     def run(name, *operands):
