@@ -136,7 +136,8 @@ class Records:
         return len(pairs), sum(pairs.values())
 
     def notes(self) -> list[str]:
-        """What of docs/protocol.md the grid does not keep, or a reader must know, for people."""
+        """Sentences for a reader of the report, such as the rules of a fair comparison
+        (docs/ablation.md) that the grid does not keep."""
         return list(_notes(self))
 
     def to_pandas(self) -> Any:

@@ -101,7 +101,8 @@ def samples(trace: Trace, layer: int, stride: int) -> Samples:
 
 
 def split(trace: Trace, shares: tuple[float, ...]) -> list[np.ndarray]:
-    """bool[tokens] of each part of a trace, by its requests in their order (docs/protocol.md, 1).
+    """bool[tokens] of each part of a trace, by its requests in their order, as in
+    docs/ablation.md, "A fair comparison".
     shares: of the requests, of all parts but the last. Raises TraceError where a part would be
     empty."""
     request = trace.array("token.request") if trace.tokens else np.zeros(0, np.int32)

@@ -17,7 +17,7 @@ TRAIN: Part = (0.0, 0.6)
 VALIDATION: Part = (0.6, 0.8)
 TEST: Part = (0.8, 1.0)
 """Contiguous parts of a text: what learns sees the first, what is chosen is chosen on the second,
-figures are of the last (docs/protocol.md, 1)."""
+figures are of the last (docs/ablation.md, "A fair comparison")."""
 
 PARTS = {"test": TEST, "validation": VALIDATION}
 """Parts whose quality can be asked for."""

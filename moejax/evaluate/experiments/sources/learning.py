@@ -80,8 +80,8 @@ def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experimen
     same where none does. traces: where the trace of that is, recorded if it is not there yet.
 
     Every policy gets the one trace, and as many trials of its settings: the one that the definition
-    says (docs/protocol.md, 3). Raises UserError for a text that is too short, and for what learning
-    shows to be none of this grid.
+    says (docs/ablation.md, "A fair comparison"). Raises UserError for a text that is too short, and
+    for what learning shows to be none of this grid.
     """
     if not experiment.learns:
         return experiment
