@@ -34,7 +34,9 @@ import numpy as np
 from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import WORKERS
 from moejax.checkpoints.load import load_checkpoint
-from scripts.cpu.big_checkpoint import add_checkpoint, checkpoint_of
+from moejax.checkpoints.random_model import SHAPES
+from moejax.sizes import parse_size
+from scripts.parts.big_checkpoint import checkpoint
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.text_table import aligned, show
 
@@ -54,12 +56,14 @@ COLUMNS = (
 @refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
-    add_checkpoint(parser, "2GiB")
+    parser.add_argument("directory", type=Path, help="where the checkpoint is, or will be written")
+    parser.add_argument("--shape", default="olmoe", help=f"{', '.join(SHAPES)} (default: olmoe)")
+    parser.add_argument("--size", default="2GiB", help="about; whole layers (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of each line (default: 5)")
     parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead")
     args = parser.parse_args(arguments)
     positive(args, "repeats")
-    directory = checkpoint_of(args)
+    directory = checkpoint(args.directory, args.shape, parse_size(args.size))
     lines = list(measure(directory, args.repeats))
     about = (
         f"{lines[0]['bytes'] / 1e9:.2f} GB, medians of {args.repeats}, {WORKERS} threads, "

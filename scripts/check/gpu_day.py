@@ -1,317 +1,303 @@
 """Everything that waits for a GPU, in order of value: one command for a loan.
 
-python -m scripts.check gpu_day --out DIR [--minutes 40] [--copy DIR] [--rehearse]
+python -m scripts.check gpu_day --out DIR [--minutes 40] [--only NAME,…] [--again NAME,…]
+python -m scripts.check gpu_day --out DIR --rehearse
 
-Each step is an existing command in a process of its own, ended after its minutes (below ten).
-Run it again with the same --out for what is left: steps that are done or failed are not run again,
-but those named by --again. A step that does not fit into the minutes is left, a shorter one after
-it may run. DIR/results.json has commands, times, statuses and figures, DIR/page.md is to be read,
-DIR/work what steps wrote with their logs, DIR/scratch what is too large to take home. --copy puts
-page, results and an archive of work into another folder after every step, for a machine that hands
-back a few files of a command and may end it; an --out with these three goes on from them.
+Each step is an existing command in a process of its own, ended with all that it started after its
+minutes (below ten). Run it again with the same --out for what is left: steps that ended are not run
+again, but those named by --again. A step that does not fit into the minutes is left, a shorter one
+after it may run. After every step DIR/results.json has commands, statuses and times, DIR/page.md
+what the steps printed, DIR/logs all of it; on another machine, go on with a copy of DIR
+and --again load, whose checkpoint is in the folder of temporary files.
+--rehearse runs small sizes on the CPU, and no figure of it is a GPU's.
 
---rehearse runs the same commands at small sizes on the CPU, two at a time (one with --copy, whose
-archive wants files that nobody writes): it shows no figure of a GPU.
-Exit status 0 where every step is done, else 1; 2 for a mistake.
+Exit status 0 where every step is done, 1 where one is not, 2 for a mistake or without a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
-import tarfile
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moejax import UserError
 from moejax.cache import write_whole
-from scripts.check.day_page import GOOD, TAIL, page
-from scripts.check.day_steps import STEPS, Step
 from scripts.parts.commands import new_parser, refusing
 from scripts.parts.places import REPOSITORY
 
-ARCHIVE = "work.tar.gz"
-LARGEST = 4 << 20
-"""Bytes of a file that the archive takes."""
+SCRATCH = Path(tempfile.gettempdir()) / "moejax-gpu-day"
+"""What is too large to take home: the checkpoint of `load`, compiled programs."""
 
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""A rehearsal's programs run for milliseconds: compiling them is what takes time."""
+TAIL = 60
+"""Lines of output that the page has of a step: a whole table, or the end of what went wrong."""
 
-UNFUSED = "--xla_cpu_use_fusion_emitters=false"
-"""Compiles a step's programs in a third of the time. jaxlib 0.11 has it no more, and ends where it
-is named."""
 
-REHEARSED_AT_ONCE = 2
-"""Steps; a CPU's times show nothing. On a GPU each is alone."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command and what it answers. {out} in arguments is the folder of results, {scratch} is
+    SCRATCH."""
 
-POLL_S = 0.05
+    name: str
+    answers: str
+    command: tuple[str, ...]
+    """Arguments of Python."""
+    small: tuple[str, ...] | None
+    """Arguments behind them that make it small enough for a CPU; None: it needs a GPU."""
+    minutes: float = 8.5
+    """The step is ended after so long."""
+    expected: float = 4.0
+    """The step is not begun with less time left."""
 
-ENDED = ("done", "failed", "timed out")
-"""Statuses of steps that are not run again by themselves. The others: cut (by --minutes), skipped
-(no GPU), left (not begun)."""
+
+def _moejax(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "moejax", *arguments)
+
+
+def _bench(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "scripts.bench", *arguments)
+
+
+def _grid(name: str, *arguments: str) -> tuple[str, ...]:
+    output = ("--output", "{out}/" + name.removesuffix(".yaml").replace("/", "-"), "--quiet")
+    return _moejax("ablate", f"scripts/experiments/{name}", *output, *arguments)
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def _set(*changes: str) -> tuple[str, ...]:
+    return tuple(word for change in changes for word in ("--set", change))
+
+
+QWEN = ("--shape", "qwen3-30b-a3b")
+DEMO = ("--shape", "demo", "--layers", "1")
+SMALL_GRID = _set("batch=1", "prompt_tokens=8", "output_tokens=5", "repeats=1")
+LOADED = "{scratch}/qwen3-30b-a3b-3"
+"""Where step `load` writes a checkpoint."""
+
+STEPS: tuple[Step, ...] = (
+    Step(
+        "doctor",
+        "GPU, driver, jax, memory, link rate, and what is wrong",
+        _moejax("doctor"),
+        (),
+        minutes=4,
+        expected=0.5,
+    ),
+    Step(
+        "checks",
+        "every kernel of Qwen3-30B-A3B against its reference; what is cut goes on where it was",
+        _moejax(
+            *("check-gpu", "--kernels", "--shapes", "qwen3-30b-a3b", "--dtypes", "bfloat16"),
+            *("--tables", "{out}/cache/moejax/verified", "--minutes", "7.5"),
+        ),
+        None,
+        expected=1,
+    ),
+    Step(
+        "engine",
+        "contract 1 at the size of Qwen3-30B-A3B: four expert budgets, equal bits",
+        _moejax("check-gpu", "--engine", "--steps", "50"),
+        None,
+    ),
+    Step(
+        "decode",
+        "decode steps beside their floors",
+        _bench(
+            *("decode", *QWEN, "--cells", "all,16,8,4,0", "--batch", "1,8", "--context", "1024")
+        ),
+        (*DEMO, "--cells", "all,0", "--batch", "1", "--context", "128", "--steps", "5"),
+    ),
+    Step(
+        "profile",
+        "where the time of decode steps goes, CUDA graphs on",
+        _bench("decode", *QWEN, "--cells", "all,16", "--context", "1024", "--profile"),
+        None,
+    ),
+    Step(
+        "prefill",
+        "prefill steps beside their floors",
+        _bench("prefill", *QWEN, "--tokens", "4096,16384", "--cells", "all,16,0"),
+        (*DEMO, "--tokens", "128", "--cells", "all,0", "--repeats", "2"),
+    ),
+    Step(
+        "bits",
+        "contract 1's tests on the device",
+        _pytest("tests/moejax/engine", "-k", "same_bits"),
+        ("--collect-only",),
+    ),
+    Step(
+        "load",
+        "how fast a checkpoint of Qwen3's layers reaches the device",
+        _bench("load", "{scratch}", *QWEN, "--size", "5GiB"),
+        ("--shape", "demo", "--size", "2MiB", "--repeats", "1"),
+    ),
+    Step(
+        "calibrate",
+        "costs of steps and moves, as policies and predictions take them",
+        _moejax("calibrate", LOADED, "--max-num-seqs", "32", "--quiet"),
+        None,
+    ),
+    Step(
+        "predictions",
+        "whether the cost model predicts the device's times, and orders policies as it does",
+        _grid(
+            "speed/predictions.yaml",
+            *_set(f"model={LOADED}", "batch=[1, 8]", "options={tokenizer: moejax/demo}"),
+        ),
+        None,
+    ),
+    Step(
+        "policies",
+        "what each policy adds to a step, tokens equal",
+        _grid("times.yaml", *_set("batch=[1, 8]")),
+        (*SMALL_GRID, *_set("policies=[lru]")),
+    ),
+    Step(
+        "precision",
+        "versions at equal bytes: times to the first token and per token",
+        _grid("precision/times.yaml", *_set("batch=[1, 8]")),
+        (*SMALL_GRID, *_set("precision=[int4, dynaexq]", "prompts=1")),
+    ),
+    Step(
+        "kernels",
+        "the kernels' own tests, compiled for the device",
+        _pytest("tests/pallas_kernels"),
+        ("--collect-only",),
+    ),
+)
 
 
 @refusing(OSError)
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
-    return _day(args)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__name__, __doc__)
     add, names = parser.add_argument, ", ".join(step.name for step in STEPS)
-    add("--out", type=Path, required=True, metavar="DIR", help="of results; of those that go on")
+    add("--out", type=Path, required=True, metavar="DIR", help="of results, those before included")
     add("--minutes", type=float, default=40, help="of this call (default: %(default)g)")
-    add("--copy", type=Path, metavar="DIR", help="puts page, results and an archive there too")
     add("--only", metavar="NAME,…", help=f"of {names}")
     add("--again", metavar="NAME,…", help="runs these anew")
     add("--rehearse", action="store_true", help="small sizes on the CPU")
-    return parser
-
-
-def _day(args: argparse.Namespace) -> int:
+    args = parser.parse_args(arguments)
     only, again = _named(args.only), _named(args.again)
+    if not args.rehearse and not _has_gpu():
+        raise UserError("jax has no GPU here; `moejax doctor` says why")
+    steps = [step for step in STEPS if not args.rehearse or step.small is not None]
+    steps = [step for step in steps if not only or step.name in only]
     out = args.out.resolve()
-    results = _begun(out, args.rehearse)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    results = _results(out, args.rehearse)
     until = time.monotonic() + 60 * args.minutes
-
-    def wanted(step: Step) -> bool:
-        before = results["steps"].get(step.name, {}).get("status")
-        return not (only and step.name not in only) and (before not in ENDED or step.name in again)
-
-    def keep(step: Step, found: dict[str, Any]) -> None:
+    for step in steps:
+        ended = results["steps"].get(step.name, {}).get("status") not in (None, "cut")
+        room = until - time.monotonic()
+        if (ended and step.name not in again) or room < 60 * step.expected:
+            continue
+        print(f"{step.name}: {step.answers}", flush=True)
+        found = _run(step, args.rehearse, out, room)
+        print(f"{step.name}: {found['status']}, {found['seconds']:.0f} s", flush=True)
         results["steps"][step.name] = found
-        print(f"{step.name}: {found['status']}, {found.get('seconds', 0):.0f} s", flush=True)
-        _write(out, results, args.copy)
-
-    at_once = REHEARSED_AT_ONCE if args.rehearse and args.copy is None else 1
-    waiting, running = list(filter(wanted, STEPS)), list[_Running]()
-    try:
-        while waiting or running:
-            while len(running) < at_once and (step := _next(waiting, running)):
-                waiting.remove(step)
-                room = until - time.monotonic()
-                if room < 60 * step.expected:
-                    continue
-                if step.name != "doctor" and (why := _no_gpu(results)):
-                    keep(step, {"status": "skipped", "why": why})
-                    continue
-                print(f"{step.name}: {step.answers}", flush=True)
-                running.append(_start(step, args.rehearse, out, room))
-            time.sleep(POLL_S)
-            for each in running[:]:
-                if each.ended():
-                    running.remove(each)
-                    keep(each.step, each.found())
-    finally:
-        for each in running:
-            each.end()
-    _write(out, results, args.copy)
-    asked = only or {step.name for step in STEPS}
-    statuses = {name: results["steps"].get(name, {}).get("status", "left") for name in asked}
-    print(f"{out / 'page.md'}: {sum(s in GOOD for s in statuses.values())} of {len(asked)} done")
-    return 0 if all(status in GOOD for status in statuses.values()) else 1
-
-
-def _next(waiting: Sequence[Step], running: Sequence[_Running]) -> Step | None:
-    """The first that waits for no other's files."""
-    busy = {step.name for step in waiting} | {each.step.name for each in running}
-    return next((step for step in waiting if step.after not in busy), None)
+        write_whole(out / "results.json", json.dumps(results, indent=1) + "\n")
+        write_whole(out / "page.md", "\n".join(_page(results, out)) + "\n")
+    done = [results["steps"].get(step.name, {}).get("status") == "done" for step in steps]
+    print(f"{out / 'page.md'}: {sum(done)} of {len(done)} done")
+    return 0 if all(done) else 1
 
 
 def _named(text: str | None) -> set[str]:
     """Steps by name. Raises UserError for one that does not exist."""
-    names = set(text.split(",")) if text else set()
-    if unknown := names - {step.name for step in STEPS}:
-        known = ", ".join(step.name for step in STEPS)
-        raise UserError(f"there is no step {min(unknown)!r}; there are {known}")
+    names, known = set(text.split(",")) if text else set(), [step.name for step in STEPS]
+    if unknown := names - set(known):
+        raise UserError(f"there is no step {min(unknown)!r}; there are {', '.join(known)}")
     return names
 
 
-def _begun(out: Path, rehearse: bool) -> dict[str, Any]:
+def _has_gpu() -> bool:
+    """Asked in a process of its own, so that this one holds none of the GPU's memory."""
+    look = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    return subprocess.run(look, capture_output=True, text=True).stdout.strip() == "gpu"
+
+
+def _results(out: Path, rehearse: bool) -> dict[str, Any]:
     """The results in the folder so far. Raises UserError for those of another kind."""
-    for folder in ("work/logs", "scratch"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
     if not file.exists():
-        return {"began": _now(), "rehearsed": rehearse, "steps": {}}
-    try:
-        results = json.loads(file.read_text())
-        rehearsed = bool(results["rehearsed"]) and isinstance(results["steps"], dict)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is not of this command ({error}); name another --out") from error
-    if rehearsed != rehearse:
-        kind = "a rehearsal" if rehearsed else "a day with a GPU"
+        return {"rehearsed": rehearse, "steps": {}}
+    results = json.loads(file.read_text())
+    if results["rehearsed"] != rehearse:
+        kind = "a rehearsal" if results["rehearsed"] else "a day with a GPU"
         raise UserError(f"{file} is of {kind}; name another --out")
-    if (out / ARCHIVE).exists() and not any((out / "work/logs").iterdir()):
-        with tarfile.open(out / ARCHIVE) as archive:
-            archive.extractall(out, filter="data")
     return results
 
 
-def _no_gpu(results: dict[str, Any]) -> str:
-    """Why the other steps cannot run; "" where they can."""
-    if results["rehearsed"]:
-        return ""
-    found = results["steps"].get("doctor", {}).get("found")
-    devices = found[0]["machine"]["backend"]["devices"] if found else []
-    if any(device["platform"] == "gpu" for device in devices):
-        return ""
-    return "jax has no GPU here: see doctor; when that is mended, run with --again doctor"
-
-
-@dataclasses.dataclass
-class _Running:
-    """A step's process, with all that it starts."""
-
-    step: Step
-    command: list[str]
-    files: tuple[Path, Path]
-    """Where its stdout and stderr go."""
-    process: subprocess.Popen[bytes]
-    limit: float
-    """Seconds."""
-    began: float
-    timed_out: bool = False
-    seconds: float = 0.0
-    worked: float = 0.0
-    """Seconds of processors, of the process and the children that it has waited for."""
-
-    def ended(self) -> bool:
-        """Whether it has; ends it where its time is over."""
-        if time.monotonic() - self.began > self.limit:
-            self.end()
-            self.timed_out = True
-            return True
-        return self._waited(os.WNOHANG)
-
-    def end(self) -> None:
-        if self.process.returncode is None:
-            # With what it started itself: the next step needs the GPU's memory.
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self._waited(0)
-
-    def _waited(self, how: int) -> bool:
-        # Not Popen.wait, which does not say what this one child used.
-        pid, status, usage = os.wait4(self.process.pid, how)
-        if not pid:
-            return False
-        self.process.returncode = os.waitstatus_to_exitcode(status)
-        self.seconds = time.monotonic() - self.began
-        self.worked = usage.ru_utime + usage.ru_stime
-        return True
-
-    def found(self) -> dict[str, Any]:
-        """Its results, once it has ended."""
-        status = None if self.timed_out else self.process.returncode
-        text = [file.read_text(errors="replace") for file in self.files]
-        found: dict[str, Any] = {
-            "status": _status(status, self.limit < 60 * self.step.minutes),
-            "exit": status,
-            "seconds": self.seconds,
-            "processor_seconds": self.worked,
-            "ended": _now(),
-            "command": shlex.join(["python", *self.command[1:]]),
-            "found": _objects(text[0]),
-            "tail": _tail(text[0]),
-            "errors": _tail(text[1]),
-        }
-        if status is None:
-            found["why"] = f"Ended after {self.limit:.0f} s."
-        elif status:
-            found["why"] = f"Exit status {status}."
-        return found
-
-
-def _start(step: Step, rehearse: bool, out: Path, room: float) -> _Running:
-    """room: seconds that are left."""
-    command = step.arguments(rehearse, out / "work", out / "scratch")
-    files = out / f"work/logs/{step.name}.out", out / f"work/logs/{step.name}.err"
-    with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
+def _run(step: Step, rehearse: bool, out: Path, room: float) -> dict[str, Any]:
+    """Runs a step to its end or to that of its time. room: seconds that are left."""
+    words = [*step.command, *((step.small or ()) if rehearse else ())]
+    words = [w.replace("{out}", str(out)).replace("{scratch}", str(SCRATCH)) for w in words]
+    limit, began = min(60 * step.minutes, room), time.monotonic()
+    with (
+        open(out / "logs" / f"{step.name}.out", "w") as stdout,
+        open(out / "logs" / f"{step.name}.err", "w") as stderr,
+    ):
         process = subprocess.Popen(
-            command,
+            [sys.executable, *words],
             cwd=REPOSITORY,
-            env=_environment(step, rehearse, out),
+            env=os.environ
+            | {
+                "JAX_PLATFORMS": "cpu" if rehearse else "cuda,cpu",
+                "JAX_COMPILATION_CACHE_DIR": str(SCRATCH / "xla"),
+                # Tables of checks and costs are kept, compiled programs need not be.
+                "XDG_CACHE_HOME": str(out / "cache"),
+                "PYTHONUNBUFFERED": "1",
+            },
             stdout=stdout,
             stderr=stderr,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    limit = min(60 * step.minutes, room)
-    return _Running(step, command, files, process, limit, time.monotonic())
-
-
-def _status(status: int | None, cut: bool) -> str:
-    if status is None:
-        return "cut" if cut else "timed out"
-    return "failed" if status else "done"
-
-
-def _environment(step: Step, rehearse: bool, out: Path) -> dict[str, str]:
-    platforms = "cpu" if rehearse else step.platforms
-    given = {"JAX_PLATFORMS": platforms} if platforms else {}
-    # Tables and costs go home; executables need not.
-    given["XDG_CACHE_HOME"] = str(out / "work/cache")
-    given["PYTHONUNBUFFERED"] = "1"
-    if rehearse:
-        version = importlib.metadata.version("jaxlib").split(".")
-        quick = [QUICK, UNFUSED] if tuple(map(int, version[:2])) < (0, 11) else [QUICK]
-        # Its programs compile in less than the second from which jax keeps them.
-        given["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        given["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quick]).strip()
-    return {"JAX_COMPILATION_CACHE_DIR": str(out / "scratch/xla"), **os.environ, **given}
-
-
-def _tail(text: str) -> list[str]:
-    return [line.rstrip()[:300] for line in text.strip("\n").splitlines()[-TAIL:]]
-
-
-def _objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a command's output: one of many lines, or one a line."""
-    try:
-        whole = json.loads(text)
-        return [whole] if isinstance(whole, dict) else []
-    except ValueError:
-        pass
-    found = []
-    for line in text.splitlines():
         try:
-            value = json.loads(line)
-        except ValueError:
+            status = "failed" if process.wait(limit) else "done"
+        except subprocess.TimeoutExpired:
+            status = "cut" if limit < 60 * step.minutes else "timed out"
+        finally:
+            if process.returncode is None:
+                # With what it started itself: the next step needs the GPU's memory.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return {
+        "status": status,
+        "seconds": time.monotonic() - began,
+        "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *words]),
+    }
+
+
+def _page(results: Mapping[str, Any], out: Path) -> Iterator[str]:
+    """Markdown: a table of the steps, and what each printed."""
+    found = results["steps"]
+    yield "# A day with a GPU" + (": rehearsed on a CPU" if results["rehearsed"] else "")
+    yield "\n| step | answers | status | seconds |\n|---|---|---|---|"
+    for step in STEPS:
+        one = found.get(step.name, {"status": "left", "seconds": 0.0})
+        yield f"| {step.name} | {step.answers} | {one['status']} | {one['seconds']:.0f} |"
+    for step in STEPS:
+        if step.name not in found:
             continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
-
-def _write(out: Path, results: dict[str, Any], copy: Path | None) -> None:
-    """Page and results, whole; with an archive of work where they are copied."""
-    write_whole(out / "results.json", json.dumps(results, indent=1) + "\n")
-    write_whole(out / "page.md", page(results))
-    if copy is None:
-        return
-    copy.mkdir(parents=True, exist_ok=True)
-
-    def small(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return entry if entry.size <= LARGEST else None
-
-    partial = out / f"{ARCHIVE}.partial"
-    with tarfile.open(partial, "w:gz") as archive:
-        archive.add(out / "work", "work", filter=small)
-    partial.replace(out / ARCHIVE)
-    for name in ("results.json", "page.md", ARCHIVE):
-        shutil.copyfile(out / name, copy / name)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        yield f"\n## {step.name}: {found[step.name]['status']}\n\n`{found[step.name]['command']}`\n"
+        stdout, stderr = (
+            (out / "logs" / f"{step.name}.{kind}").read_text(errors="replace").splitlines()[-TAIL:]
+            for kind in ("out", "err")
+        )
+        # What a good step says of its progress is in the logs.
+        shown = stdout if stdout and found[step.name]["status"] == "done" else [*stdout, *stderr]
+        yield from ("```text", *(line[:300] for line in shown), "```")

@@ -1,7 +1,7 @@
-"""Jobs on Ray's workers, with the embedded model: equal, killed, fast enough, small enough.
+"""Jobs on Ray's workers, with the embedded model: equal, and killed at random.
 
     python -m scripts.check scale_out [--prompts 2000] [--kills 20] [--seed 0] [--only PART ...]
-        [--address HOST:PORT] [--tokens 64] [--size 1.5GiB] [--directory DIR]
+        [--address HOST:PORT]
 
 1. equal: a job of --prompts lines, of both forms, with sessions and bad ones, runs in one process
    and on 1, 2 and 4 workers of a local Ray. Results, sorted by id and without `metrics`, must be
@@ -10,12 +10,7 @@
    node are ended with SIGKILL at --kills random times; the same command is given again until it is
    done. Nothing may be lost, twice or different. --address: on a Ray that runs on this machine
    already; then no node is ended.
-3. throughput: two workers against two independent processes on half of the lines each, tokens a
-   second once all have started, which must be at least 85%.
-4. memory: what one worker and two hold (Pss, which counts what is shared once), by kind, and how
-   long each took to start, with a checkpoint of random weights of --size, written to --directory.
-   The second may take what the first has beside the store of experts.
-5. grid: `moejax ablate --ray` on such a cluster, disturbed in the same way, half as often: the
+3. grid: `moejax ablate --ray` on such a cluster, disturbed in the same way, half as often: the
    records of one process.
 
 Exits with status 1 if one of them fails. Needs Ray.
@@ -37,27 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from moejax.evaluate.experiments.records import UNEQUAL, read_results
-from moejax.requests.request import GenerationRequest
-from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.cluster.fleet import Fleet, Scale
-from moejax.serve.cluster.ray_cluster import connected, require_ray
-from moejax.sizes import parse_size
-from scripts.cpu.big_checkpoint import checkpoint
+from moejax.serve.cluster.ray_cluster import require_ray
 from scripts.parts.commands import new_parser
 from scripts.parts.file_jobs import command, results, run, write_input
 
-PARTS = ("equal", "kills", "throughput", "memory", "grid")
-LEAST = 0.85
-"""The share of independent processes' throughput that is asked for."""
-
-OPTIONS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-"""The limits of scripts.parts.file_jobs, as LLM takes them."""
-
-_MEMORY = {**OPTIONS, "kv_budget": "16MiB", "expert_budget": "10%"}
-
-MOST_MORE = 1.05
-"""What a second worker may take, by what one has beside the store: pages of libraries that both map
-are counted half, what they allocate differs a little."""
+PARTS = ("equal", "kills", "grid")
 
 
 def cluster_command(source: Path, output: Path, address: str, workers: int) -> list[str]:
@@ -272,123 +251,6 @@ def _until_done(arguments: list[str], disturbance: Kills, most: int) -> int:
     return most
 
 
-def requests(prompts: int, tokens: int) -> list[GenerationRequest]:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return [GenerationRequest([5 + i % 90, 7, 11 + i % 50], params) for i in range(prompts)]
-
-
-_INDEPENDENT = """
-import sys, time
-from moejax import LLM
-from scripts.check.scale_out import OPTIONS, requests
-first, prompts, tokens = map(int, sys.argv[1:])
-with LLM("demo", threads=1, progress=False, **OPTIONS) as llm:
-    llm.generate([[5, 6]], use_tqdm=False)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    began = time.time()
-    for _ in llm.generate_each(requests(prompts, tokens)[first::2]): pass
-    print(began, time.time(), time.process_time(), flush=True)
-"""
-
-
-def independent_s(prompts: int, tokens: int) -> tuple[float, float]:
-    """Seconds that two processes take for half of the prompts each, from a common beginning, and of
-    the processor, starts included."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _INDEPENDENT, str(first), str(prompts), str(tokens)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for first in (0, 1)
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline().strip() == "ready"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    times = [tuple(map(float, p.communicate()[0].split())) for p in processes]
-    begins, ends, processor = zip(*times, strict=True)
-    return max(ends) - min(begins), sum(processor)
-
-
-def check_throughput(prompts: int, tokens: int) -> bool:
-    alone, alone_cpu = independent_s(prompts, tokens)
-    with connected("local", 2), Fleet("demo", OPTIONS, Scale("local", 2, 1), print) as fleet:
-        # Both have started once both have done something.
-        while len(fleet.stats()["workers"]) < 2:
-            list(fleet.generate_each(requests(8, 32)))
-        pids = [row["pid"] for row in fleet.stats()["workers"]]
-        began, driver, before = time.perf_counter(), time.process_time(), sum(map(cpu_s, pids))
-        found = sum(1 for _ in fleet.generate_each(requests(prompts, tokens)))
-        seconds, driver = time.perf_counter() - began, time.process_time() - driver
-        workers = sum(map(cpu_s, pids)) - before
-        spread = [row["results"] for row in fleet.stats()["workers"]]
-    share = alone / seconds
-    print(
-        f"{found} prompts, {tokens} tokens each: two processes {alone:.2f} s, two workers "
-        f"{seconds:.2f} s (results {spread}): {share:.0%} of their throughput, {LEAST:.0%} asked "
-        f"for\nprocessor: two processes with their start {alone_cpu:.1f} s, workers "
-        f"{workers:.1f} s, driver {driver:.1f} s"
-    )
-    return found == prompts and share >= LEAST
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of the processor that a process took."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def pss(pid: int) -> dict[str, int]:
-    """Bytes of a process, each shared page divided by those that share it; `shmem`: of shared
-    memory, that of the store."""
-    found = {}
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem"):
-            found[name.lower()] = int(rest.split()[0]) * 1024
-    return found
-
-
-def check_memory(directory: Path, size: str) -> bool:
-    """Memory and starts of one worker, and of two: the store is there once."""
-    model = str(checkpoint(directory, "olmoe", parse_size(size)))
-    totals, store = [], 0
-    for workers in (1, 2):
-        with (
-            connected("local", 2),
-            Fleet(model, _MEMORY, Scale("local", workers, 1), print) as fleet,
-        ):
-            while len(fleet.stats()["workers"]) < workers:
-                list(fleet.generate_each(requests(8, 32)))
-            rows = fleet.stats()["workers"]
-            store = rows[0]["store_bytes"]
-            each = [pss(row["pid"]) for row in rows]
-            totals.append(sum(one["pss"] for one in each))
-            starts = ", ".join(f"worker {row['worker']} {row['start_s']:.2f} s" for row in rows)
-            print(f"{workers} workers: {json.dumps(each)}; starts: {starts}")
-            if (found := _shm_bytes()) != store:
-                print(f"✗ {found} bytes of stores in /dev/shm, and one has {store}")
-                return False
-    own, more = totals[0] - store, totals[1] - totals[0]
-    print(
-        f"store {store / 2**20:.0f} MiB, once; one worker has {own / 2**20:.0f} MiB beside it "
-        f"(runtime, other parameters, arena, KV), a second one takes {more / 2**20:.0f} MiB more: "
-        f"{more / own:.0%} of that, {MOST_MORE:.0%} allowed"
-    )
-    return more <= MOST_MORE * own
-
-
-def _shm_bytes() -> int:
-    """Bytes of shared stores."""
-    files = Path("/dev/shm").glob(f"moejax-{os.getuid()}-*/[0-9]*")
-    return sum(path.stat().st_size for path in files)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__name__, __doc__)
     parser.add_argument("--prompts", type=int, default=2000, help="default: 2000")
@@ -396,9 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and kills (default: 0)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--address", help="of a Ray on this machine, for kills")
-    parser.add_argument("--tokens", type=int, default=64, help="of throughput (default: 64)")
-    parser.add_argument("--size", default="1.5GiB", help="of memory's model (default: 1.5GiB)")
-    parser.add_argument("--directory", type=Path, help="where it is kept (default: nowhere)")
     args = parser.parse_args(arguments)
     good = True
     with tempfile.TemporaryDirectory() as name:
@@ -406,10 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good &= check_equal(Path(name), args.prompts, args.seed)
         if "kills" in args.only:
             good &= check_kills(Path(name), args.prompts, args.kills, args.seed, args.address)
-        if "throughput" in args.only:
-            good &= check_throughput(args.prompts, args.tokens)
-        if "memory" in args.only:
-            good &= check_memory(args.directory or Path(name), args.size)
         if "grid" in args.only:
             good &= check_grid(Path(name), args.kills // 2, args.seed)
     return 0 if good else 1

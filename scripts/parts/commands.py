@@ -22,39 +22,8 @@ from moejax.errors import UserError
 P = ParamSpec("P")
 
 COMMANDS = {
-    "bench": ("decode", "prefill", "load", "start", "encoders", "host_loop", "trace"),
-    "budgets": ("curves", "steps", "table2"),
-    "policies": (
-        "search",
-        "placement",
-        "prescope",
-        "calls",
-        "processors",
-        "crossover",
-        "beside",
-        "maps",
-    ),
-    "precision": ("shifts", "speed", "plot", "favoured"),
-    "cpu": ("ops", "versions", "matrix", "steps", "peers", "memory", "pages", "queue"),
-    "disk": ("store", "peer"),
-    "transfers": (
-        "claim",
-        "overlap",
-        "device",
-        "handles",
-        "stream",
-        "stream_device",
-        "stream_grid",
-        "stream_report",
-    ),
-    "check": (
-        "batch",
-        "paired",
-        "fuzz",
-        "attack",
-        "gpu_day",
-        "scale_out",
-    ),
+    "bench": ("decode", "prefill", "load", "start", "peers"),
+    "check": ("batch", "paired", "fuzz", "attack", "gpu_day", "scale_out"),
 }
 """Group → names."""
 

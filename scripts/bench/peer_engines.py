@@ -1,0 +1,405 @@
+"""The engines of `peers`, each in a process of its own, and the GGUF file that llama.cpp reads.
+
+    PYTHON -m scripts.bench.peer_engines ENGINE TASK      answers questions, a line of JSON each
+    PYTHON -m scripts.bench.peer_engines gguf SOURCE FILE [TYPE [experts]]
+
+Nothing here needs more than numpy before an engine is made: llama.cpp's interpreter may have
+neither jax nor torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+SEED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What every engine of a comparison is given: the same tokens and threads."""
+
+    model: str
+    """A checkpoint's directory, or a GGUF file."""
+    vocabulary: int
+    batch: int = 8
+    """Sequences of the largest decode step."""
+    context: int = 128
+    """Tokens of each sequence before the first step."""
+    steps: int = 32
+    """Forced tokens after the context; a longer block begins again with the first."""
+    prompt: int = 512
+    """Tokens of the timed prefill."""
+    threads: int = 2
+    precision: str | None = None
+    """Of moejax's experts; None: the checkpoint's."""
+
+    def decoded(self) -> np.ndarray:
+        """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""
+        return self._drawn(0, (self.batch, self.context + self.steps + 1))
+
+    def prefilled(self) -> np.ndarray:
+        """int32[prompt]."""
+        return self._drawn(1, (self.prompt,))
+
+    def _drawn(self, stream: int, shape: tuple[int, ...]) -> np.ndarray:
+        random = np.random.default_rng((SEED, stream))
+        return random.integers(self.vocabulary, size=shape).astype(np.int32)
+
+
+class Engine(Protocol):
+    """Each call returns when its result is there."""
+
+    versions: dict[str, str]
+
+    def start(self, batch: int) -> None:
+        """Prefills the contexts of the first `batch` sequences, unless they are there."""
+        ...
+
+    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        """Logits float32[batch, V] after tokens int32[batch] at this position."""
+        ...
+
+    def prefill(self, tokens: np.ndarray) -> None:
+        """Computes a prompt of its own up to the logits of its last token, and forgets it."""
+        ...
+
+
+class MoejaxEngine:
+    def __init__(self, task: Task):
+        from moejax import LLM
+        from pallas_kernels.cpu.library import instruction_set, why_not_cpu
+
+        if reason := why_not_cpu():
+            raise RuntimeError(reason)
+        self.task = task
+        self.llm = LLM(
+            task.model,
+            expert_budget=0,  # the store is the same memory: cells would only be copies
+            precision=task.precision,
+            threads=task.threads,
+            max_num_seqs=task.batch,
+            max_model_len=max(task.context + task.steps, task.prompt) + 2,
+            max_num_batched_tokens=max(task.prompt, task.context),
+            enable_prefix_caching=False,
+            progress=False,
+        )
+        self.llm.engine.runner.wait_compiled(everything=True)
+        self.versions = {"jax": import_module("jax").__version__, "ops": instruction_set()}
+        self._requests: list[Any] = []
+
+    def start(self, batch: int) -> None:
+        from scripts.parts.decode_timing import prefill
+
+        if len(self._requests) == batch:
+            return
+        self._stop()
+        prompts = self.task.decoded()[:batch, : self.task.context].tolist()
+        self._requests, self._sequences = prefill(self.llm.engine, prompts, self.task.steps)
+
+    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        runner, rows = self.llm.engine.runner, list(self._sequences.rows)
+        positions = np.full(runner.shapes.rows, -1, np.int32)
+        positions[rows] = position
+        current = np.zeros(runner.shapes.rows, np.int32)
+        current[rows] = tokens
+        runner.place_tokens(current, positions >= 0)
+        output = runner.decode(positions, self._sequences.block_table)
+        return np.asarray(output.logits)[rows]
+
+    def prefill(self, tokens: np.ndarray) -> None:
+        from moejax import SamplingParams
+
+        self._stop()
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        request = self.llm.engine.add(tokens.tolist(), params)
+        while not request.output:
+            self.llm.engine.step()
+
+    def _stop(self) -> None:
+        """Ends the decoded sequences: the engine would go on with them beside a prompt."""
+        self.llm.engine.abort(self._requests)
+        self._requests = []
+
+
+class TransformersEngine:
+    """All sequences have the context of the first one: only that one's scores are comparable."""
+
+    def __init__(self, task: Task):
+        torch, transformers = import_module("torch"), import_module("transformers")
+        torch.set_num_threads(task.threads)
+        torch.set_grad_enabled(False)
+        self._tensor = torch.from_numpy
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            task.model, dtype=torch.bfloat16
+        ).eval()
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        # Its bfloat16 products may be very slow: one context is computed, the others are copies.
+        tokens = self._tensor(task.decoded()[:1, : task.context]).long()
+        cache = self.model(tokens, use_cache=True, logits_to_keep=1).past_key_values
+        self._caches = {1: cache, task.batch: copy.deepcopy(cache)}
+        self._caches[task.batch].batch_repeat_interleave(task.batch)
+
+    def start(self, batch: int) -> None:
+        self._cache = self._caches[batch]
+
+    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        self._cache.crop(position)
+        given = self._tensor(tokens).long()[:, None]
+        output = self.model(given, past_key_values=self._cache, use_cache=True)
+        return output.logits[:, -1].float().numpy()
+
+    def prefill(self, tokens: np.ndarray) -> None:
+        self.model(self._tensor(tokens).long()[None], use_cache=True, logits_to_keep=1)
+
+
+class LlamaEngine:
+    """Through llama-cpp-python's bindings of llama.cpp's C interface."""
+
+    def __init__(self, task: Task):
+        self.task, self.llama = task, import_module("llama_cpp")
+        model_params = self.llama.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        self._model = self.llama.llama_model_load_from_file(task.model.encode(), model_params)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {task.model}")
+        params = self.llama.llama_context_default_params()
+        longest = max(task.prompt, task.context + task.steps + 1)
+        params.n_seq_max = task.batch + 1  # the last one is the timed prompt's
+        params.n_ctx = (task.batch + 1) * -(-longest // 256) * 256
+        params.n_batch = params.n_ubatch = max(512, task.prompt)
+        params.n_threads = params.n_threads_batch = task.threads
+        params.no_perf = True
+        self._context = self.llama.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp makes no context of this model")
+        self._memory = self.llama.llama_get_memory(self._context)
+        self._batch = self.llama.llama_batch_init(params.n_batch, 0, 1)
+        self._started = 0
+        self.versions = {"llama-cpp-python": self.llama.__version__}
+
+    def start(self, batch: int) -> None:
+        contexts = self.task.decoded()[:, : self.task.context]
+        for i in range(self._started, batch):
+            self._compute(contexts[i], np.arange(self.task.context), [i] * self.task.context, 1)
+        self._started = max(self._started, batch)
+
+    def decode(self, tokens: np.ndarray, position: int) -> np.ndarray:
+        count = len(tokens)
+        for i in range(count):
+            self.llama.llama_memory_seq_rm(self._memory, i, position, -1)
+        self._compute(tokens, np.full(count, position), list(range(count)), count)
+        logits = self.llama.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(logits, shape=(count, self.task.vocabulary)).copy()
+
+    def prefill(self, tokens: np.ndarray) -> None:
+        last = self.task.batch
+        self._compute(tokens, np.arange(len(tokens)), [last] * len(tokens), 1)
+        self.llama.llama_get_logits(self._context)
+        self.llama.llama_memory_seq_rm(self._memory, last, -1, -1)
+
+    def _compute(
+        self, tokens: np.ndarray, positions: np.ndarray, sequences: list[int], logits: int
+    ) -> None:
+        """Runs one batch; the last `logits` tokens give logits."""
+        batch, count = self._batch, len(tokens)
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i], batch.pos[i] = int(tokens[i]), int(positions[i])
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[i]
+            batch.logits[i] = i >= count - logits
+        if status := self.llama.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {status}")
+        self.llama.llama_synchronize(self._context)
+
+
+ENGINES: dict[str, Callable[[Task], Engine]] = {
+    "moejax": MoejaxEngine,
+    "llama.cpp": LlamaEngine,
+    "transformers": TransformersEngine,
+}
+
+
+# ---- questions and answers
+
+
+def serve(engine_name: str, task: Task) -> None:
+    """Answers on stdout, which nothing else may write to, until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields: Any) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    engine = ENGINES[engine_name](task)
+    answer(versions=engine.versions)
+    for line in sys.stdin:
+        answer(**answered(engine, task, json.loads(line)))
+
+
+def answered(engine: Engine, task: Task, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to {"what": "decode", "batch", "seconds"}, {"what": "prefill"} or {"what":
+    "check", "batch"}."""
+    if question["what"] == "prefill":
+        return {"seconds": timed_steps(lambda i: engine.prefill(task.prefilled()), 1)}
+    batch = question["batch"]
+    tokens = task.decoded()[:batch]
+    engine.start(batch)
+
+    def step(i: int) -> np.ndarray:
+        position = task.context + i % task.steps
+        return engine.decode(tokens[:, position], position)
+
+    if question["what"] == "check":
+        following = tokens[:, task.context + 1 :]
+        return {"scores": [scores(step(i), following[:, i]) for i in range(task.steps)]}
+    step(0)  # caches of another engine's weights are nobody's step
+    return {"seconds": timed_steps(step, task.steps, question["seconds"])}
+
+
+def scores(logits: np.ndarray, tokens: np.ndarray) -> list[float]:
+    """Log-probabilities of the tokens [batch] by the logits [batch, V]."""
+    wide = np.asarray(logits, np.float64)
+    top = wide.max(axis=1)
+    total = top + np.log(np.sum(np.exp(wide - top[:, None]), axis=1))
+    return (wide[np.arange(len(tokens)), tokens] - total).tolist()
+
+
+def timed_steps(step: Callable[[int], object], most: int, limit_s: float = 0.0) -> list[float]:
+    """Seconds of each step, as many as fit into limit_s, but at least one."""
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < most and sum(seconds) < limit_s):
+        start = time.perf_counter()
+        step(len(seconds))
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+# ---- GGUF
+
+MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+}
+"""Tensors of a layer: the checkpoint's names → GGUF's, as in conversion/olmo.py of llama.cpp."""
+
+TYPES = {"Q8_0": 7, "Q4_0": 2}
+"""llama_ftype."""
+
+
+def write_gguf(directory: Path, path: Path) -> None:
+    """Writes a checkpoint of OLMoE as a GGUF file: routers and norms in float32, the rest in
+    bfloat16, no tokenizer, as every token is forced."""
+    gguf: Any = import_module("gguf")
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "olmoe")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_BF16))
+    writer.add_tokenizer_model("none")
+    for name, tensor in gguf_tensors(directory, config):
+        kind = None if tensor.dtype == np.float32 else gguf.GGMLQuantizationType.BF16
+        shape = tensor.shape if kind is None else tensor.view(np.uint8).shape
+        dtype = tensor.dtype if kind is None else np.dtype(np.uint8)
+        writer.add_tensor_info(name, shape, dtype, tensor.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, tensor in gguf_tensors(directory, config):
+        writer.write_tensor_data(tensor)
+    writer.close()
+
+
+def gguf_tensors(directory: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """GGUF's name and values of each tensor, one in memory at a time; bfloat16 as uint16."""
+    tensors = bfloat16_tensors(directory)
+
+    def named(source: str, target: str) -> tuple[str, np.ndarray]:
+        bits = tensors[f"{source}.weight"]
+        if bits.ndim == 1 or target.endswith("ffn_gate_inp"):
+            bits = (bits.astype(np.uint32) << 16).view(np.float32)
+        return f"{target}.weight", bits
+
+    for source, target in MODEL.items():
+        yield named(source, target)
+    for layer in range(config["num_hidden_layers"]):
+        for source, target in LAYER.items():
+            yield named(f"model.layers.{layer}.{source}", f"blk.{layer}.{target}")
+        for matrix in ("gate", "up", "down"):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            names = (f"{prefix}.{e}.{matrix}_proj.weight" for e in range(config["num_experts"]))
+            yield f"blk.{layer}.ffn_{matrix}_exps.weight", np.stack([tensors[n] for n in names])
+
+
+def bfloat16_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a directory's safetensors files, as views of their bits in uint16."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        data = np.memmap(path, np.uint8, "r")
+        end = 8 + int(data[:8].view(np.uint64)[0])
+        for name, entry in json.loads(bytes(data[8:end])).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                raise ValueError(f"{path}: {name} is {entry['dtype']}, not BF16")
+            first, last = (end + offset for offset in entry["data_offsets"])
+            tensors[name] = data[first:last].view(np.uint16).reshape(entry["shape"])
+    return tensors
+
+
+def quantize(source: Path, path: Path, kind: str, experts_only: bool) -> None:
+    """Writes a GGUF file with tensors of that type. experts_only: attention, head and embeddings
+    stay bfloat16."""
+    llama: Any = import_module("llama_cpp")
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = TYPES[kind]
+    overrides = (llama.llama_model_tensor_override * 2)()
+    if experts_only:
+        bfloat16 = int(import_module("gguf").GGMLQuantizationType.BF16)
+        overrides[0].pattern, overrides[0].type = rb"attn_(q|k|v|output)\.weight", bfloat16
+        params.tt_overrides = overrides
+        params.output_tensor_type = params.token_embedding_type = bfloat16
+    if status := llama.llama_model_quantize(str(source).encode(), str(path).encode(), params):
+        raise RuntimeError(f"llama_model_quantize returned {status}")
+
+
+def run(arguments: list[str]) -> None:
+    what, first, *rest = arguments
+    if what != "gguf":
+        serve(what, Task(**json.loads(first)))
+    elif len(rest) == 1:
+        write_gguf(Path(first), Path(rest[0]))
+    else:
+        quantize(Path(first), Path(rest[0]), rest[1], "experts" in rest[2:])
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

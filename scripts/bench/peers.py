@@ -1,0 +1,323 @@
+"""Decode and prefill beside llama.cpp and transformers: the same checkpoint, the same tokens.
+
+python -m scripts.bench peers [--llama-python PYTHON] [--keep DIR] [--stages bf16,int8,int4]
+
+A random OLMoE (four layers of its true size, 3.8 GB in bfloat16) is written once and read by all:
+by moejax and transformers as it is, by llama.cpp as a GGUF file of the same numbers. Each engine is
+loaded in a process of its own; they compute in turn, never at once, with as many threads each. A
+step is tokens in, logits of the whole vocabulary out, of forced tokens. First the log-probabilities
+of the forced tokens must agree, else nothing is timed.
+
+stages:
+  bf16    moejax, llama.cpp, transformers
+  int8    moejax's experts in int8 beside Q8_0: of experts alone ("experts"), and of attention,
+          head and embeddings too, as llama.cpp's users have it ("all")
+  int4    the same with int4 and Q4_0
+
+A ratio is the median of the rounds' ratios, with its 95% interval. A block that takes over --limit
+seconds is done in one round only.
+
+needs, where a stage has the engine (--llama-python may be another environment's):
+  pip install llama-cpp-python==0.3.36 gguf==0.19.0      # compiles for ten minutes
+  pip install torch==2.13.0 transformers==5.17.0 accelerate
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.errors import UserError
+from moejax.evaluate.experiments.intervals import median_interval
+from scripts.bench.peer_engines import Task
+from scripts.parts.big_checkpoint import write_checkpoint
+from scripts.parts.commands import new_parser, positive, refusing
+from scripts.parts.places import REPOSITORY
+from scripts.parts.text_table import aligned
+
+STAGES = {
+    "bf16": ("moejax", "llama.cpp BF16", "transformers bf16"),
+    "int8": ("moejax int8", "llama.cpp Q8_0 experts", "llama.cpp Q8_0 all"),
+    "int4": ("moejax int4", "llama.cpp Q4_0 experts", "llama.cpp Q4_0 all"),
+}
+"""Engines, moejax first."""
+
+AGREEMENT = {"bf16": 0.03, "int8": 0.1, "int4": 0.5}
+"""Stage → largest median difference of two engines' log-probabilities. Those of the forced tokens
+have a standard deviation of some 0.9, so engines that compute something else differ by that."""
+
+CASES = ("decode 1", "decode 8", "prefill")
+
+OLMOE: dict[str, Any] = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "norm_topk_prob": False,
+    "tie_word_embeddings": False,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
+}
+"""config.json of allenai/OLMoE-1B-7B-0924."""
+
+LLAMA = "pip install llama-cpp-python==0.3.36 gguf==0.19.0"
+TORCH = "pip install torch==2.13.0 transformers==5.17.0 accelerate"
+
+COLUMNS = (
+    ("case", "{case}"),
+    ("engine", "{engine}"),
+    ("tok/s", "{tokens_per_s:.1f}"),
+    ("ms", "{ms:.1f}"),
+    ("rounds", "{rounds}"),
+    ("ours ÷ theirs, tok/s", "{ratio:.2f}"),
+    ("from", "{low:.2f}"),
+    ("to", "{high:.2f}"),
+)
+
+
+@refusing(RuntimeError)
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    stages = args.stages.split(",")
+    if not set(stages) <= STAGES.keys():
+        raise UserError(f"stages are {', '.join(STAGES)}")
+    positive(args, "layers", "rounds", "threads", "prompt", "context")
+    if missing := missing_for(stages, args.without.split(","), args.llama_python):
+        raise UserError(missing)
+    with ExitStack() as stack:
+        kept = args.keep or stack.enter_context(tempfile.TemporaryDirectory())
+        for stage in stages:
+            for line in run_stage(args, stage, Path(kept)):
+                print(line, flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(__name__, __doc__)
+    add = parser.add_argument
+    add("--stages", default="bf16", help=f"{', '.join(STAGES)} (default: %(default)s)")
+    add("--without", default="", help="engines to leave out: llama.cpp, transformers")
+    add("--layers", type=int, default=4, help="of OLMoE's 16 (default: %(default)s)")
+    add("--context", type=int, default=128, help="tokens before a decode step (%(default)s)")
+    add("--prompt", type=int, default=512, help="tokens of the prefill (default: %(default)s)")
+    add("--rounds", type=int, default=7, help="of all engines in turn (default: %(default)s)")
+    add("--block", type=float, default=1.0, help="seconds of decode steps a block (%(default)s)")
+    add("--limit", type=float, default=12.0, help="of a block to be repeated (%(default)s)")
+    add("--threads", type=int, default=2, help="of each engine (default: %(default)s)")
+    add("--llama-python", default=sys.executable, help="interpreter that has llama-cpp-python")
+    add("--keep", help="folder that keeps the files, 4 to 12 GB, for the next run")
+    add("--json", action="store_true", help="one JSON object a row instead of the tables")
+    return parser
+
+
+def engines_of(stage: str, without: Sequence[str]) -> list[str]:
+    return [name for name in STAGES[stage] if name.split()[0] not in without]
+
+
+def missing_for(stages: Sequence[str], without: Sequence[str], llama_python: str) -> str | None:
+    """What has to be installed first, in words."""
+    engines = {name.split()[0] for stage in stages for name in engines_of(stage, without)}
+    if "llama.cpp" in engines:
+        imports = [llama_python, "-c", "import llama_cpp, gguf"]
+        found = subprocess.run(imports, capture_output=True, text=True)
+        if found.returncode:
+            why = found.stderr.strip().splitlines()[-1]
+            return f"{llama_python}: {why}; run `{LLAMA}`, or --without llama.cpp"
+    packages = map(importlib.util.find_spec, ("torch", "transformers"))
+    if "transformers" in engines and not all(packages):
+        return f"no torch or transformers; run `{TORCH}`, or --without transformers"
+    return None
+
+
+def run_stage(args: argparse.Namespace, stage: str, directory: Path) -> Iterator[str]:
+    """The lines that the stage prints: how it ran, agreement, the table."""
+    workers: dict[str, Worker] = {}
+    said = [f"{stage}: {args.layers} layers of OLMoE, {args.threads} threads each"]
+    with ExitStack() as stack:
+        for name in engines_of(stage, args.without.split(",")):
+            task = Task(
+                str(model_file(args, name, directory)),
+                OLMOE["vocab_size"],
+                context=args.context,
+                prompt=args.prompt,
+                threads=args.threads,
+                precision=stage if name == f"moejax {stage}" else None,
+            )
+            python = args.llama_python if name.startswith("llama.cpp") else sys.executable
+            workers[name] = Worker(name, python, task)
+            stack.callback(workers[name].close)
+        for name, worker in workers.items():
+            said.append(f"{name}: {json.dumps(worker.answer()['versions'])}")
+        said += agreement(workers, AGREEMENT[stage])
+        rows = measure(args, workers)
+    yield from map(json.dumps, rows) if args.json else [*said, *aligned(COLUMNS, rows)]
+
+
+def model_file(args: argparse.Namespace, name: str, directory: Path) -> Path:
+    """What this engine reads, written where it is not there yet."""
+    checkpoint = directory / f"olmoe-{args.layers}"
+    write_checkpoint(checkpoint, OLMOE | {"num_hidden_layers": args.layers})
+    if not name.startswith("llama.cpp"):
+        return checkpoint
+    whole = directory / f"olmoe-{args.layers}-BF16.gguf"
+    write_gguf(args.llama_python, checkpoint, whole)
+    kind, *rest = name.split()[1:]
+    if kind == "BF16":
+        return whole
+    path = directory / f"olmoe-{args.layers}-{kind}-{rest[0]}.gguf"
+    write_gguf(args.llama_python, whole, path, kind, *rest)
+    return path
+
+
+def write_gguf(python: str, source: Path, path: Path, *options: str) -> None:
+    """Has an interpreter with llama.cpp's packages write a GGUF file, unless it is there.
+    options: as of peer_engines. Raises RuntimeError."""
+    if path.exists():
+        return
+    part = path.with_suffix(".part")
+    command = [python, "-m", "scripts.bench.peer_engines", "gguf", str(source), str(part), *options]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        raise RuntimeError(f"{path.name} cannot be written: {ran.stderr.strip()[-2000:]}")
+    part.rename(path)
+
+
+class Worker:
+    """An engine's process. One that dies is a RuntimeError with the end of what it said."""
+
+    def __init__(self, name: str, python: str, task: Task):
+        self.name, self.task = name, task
+        said, path = tempfile.mkstemp()
+        self._said = Path(path)
+        command = [python, "-m", "scripts.bench.peer_engines", name.split()[0]]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            [*command, json.dumps(dataclasses.asdict(task))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=environment | {"OMP_NUM_THREADS": str(task.threads)},
+            text=True,
+        )
+        os.close(said)
+
+    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """As of `peer_engines.answered`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # answer() tells what the worker said
+            print(json.dumps({"what": what, **fields}), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Its next answer; the first one has the engine's versions."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        status = self._process.wait()
+        last = self._said.read_text().strip()[-2000:]
+        raise RuntimeError(f"{self.name} ended with status {status}: {last}")
+
+    def close(self) -> None:
+        """Ends the process and gives its memory back."""
+        self._process.kill()
+        self._process.wait()
+        self._said.unlink()
+
+
+def agreement(workers: Mapping[str, Worker], most: float) -> list[str]:
+    """How far the engines' log-probabilities of the forced tokens are from the first one's, in
+    words. Raises RuntimeError where the median difference of an engine is over `most`."""
+    first, *others = workers
+    found = {}
+    for name, worker in workers.items():
+        batch = 1 if name.startswith("transformers") else worker.task.batch
+        found[name] = np.array(worker.ask("check", batch=batch)["scores"])
+    lines = []
+    for name in others:
+        theirs = found[name]
+        apart = np.abs(found[first][:, : theirs.shape[1]] - theirs)
+        lines.append(
+            f"log-probabilities of {theirs.size} forced tokens (standard deviation "
+            f"{theirs.std():.2f}), {first} and {name}: median difference {np.median(apart):.4f}, "
+            f"99% within {np.percentile(apart, 99):.3f}"
+        )
+        if not np.median(apart) <= most:
+            raise RuntimeError(f"the engines do not compute the same (over {most}): {lines[-1]}")
+    return lines
+
+
+def measure(args: argparse.Namespace, workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
+    """A row of the table for each case and engine."""
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        what, _, batch = case.partition(" ")
+        question = {"batch": int(batch), "seconds": args.block} if batch else {}
+        found: dict[str, list[float]] = {name: [] for name in workers}
+        slow: set[str] = set()
+        for i in range(args.rounds + 1):  # the first one warms up
+            for name, worker in workers.items():
+                if name in slow:
+                    continue
+                seconds = worker.ask(what, **question)["seconds"]
+                if sum(seconds) > args.limit:
+                    slow.add(name)
+                elif i == 0:
+                    continue
+                found[name].append(float(np.median(seconds)))
+        print(f"{case} is done", file=sys.stderr, flush=True)
+        rows += case_rows(case, int(batch or args.prompt), found)
+    return rows
+
+
+def case_rows(case: str, tokens: int, found: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """A row for each engine. tokens: of a step. found: seconds of a step, by round. ratio: tokens
+    a second of the first engine over those of this one."""
+    ours, rows = next(iter(found.values())), []
+    for name, theirs in found.items():
+        median = float(np.median(theirs))
+        ratio = low = high = None
+        if len(theirs) != len(ours):
+            ratio = median / float(np.median(ours))
+        elif theirs is not ours:
+            ratios = np.divide(theirs, ours).tolist()
+            ratio = float(np.median(ratios))
+            if len(ratios) > 5:
+                low, high = median_interval(ratios)
+        rows.append(
+            {
+                "case": case,
+                "engine": name,
+                "ms": 1e3 * median,
+                "tokens_per_s": tokens / median,
+                "rounds": len(theirs),
+                "ratio": ratio,
+                "low": low,
+                "high": high,
+            }
+        )
+    return rows

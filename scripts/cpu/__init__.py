@@ -1,1 +1,0 @@
-"""The native CPU ops beside what else computes the same."""

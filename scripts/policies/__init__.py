@@ -1,1 +1,0 @@
-"""Does the cost model order policies as the engine does?"""

@@ -1,1 +1,0 @@
-"""What the command about two processors measures where."""

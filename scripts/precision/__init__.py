@@ -1,1 +1,0 @@
-"""Versions at equal bytes: predicted speed, and what changed when."""

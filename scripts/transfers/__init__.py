@@ -1,1 +1,0 @@
-"""Transfers beside compute: what they cost and what they hide."""

@@ -1,1 +1,0 @@
-"""What the commands about streamed experts share."""
