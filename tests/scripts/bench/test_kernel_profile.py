@@ -3,11 +3,8 @@
 import json
 import os
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from moejax.errors import UserError
 from scripts.bench import kernel_profile
 
 
@@ -89,39 +86,3 @@ def test_a_trace_that_names_no_programs_says_so():
     assert profile.between_us is None and profile.idle_between_percent is None
     assert profile.busy_us == 77 and profile.gap_us == 20
     assert any("unknown" in line for line in kernel_profile.table(profile))
-
-
-def test_table_lists_the_costliest_and_sums_up_the_rest(monkeypatch):
-    monkeypatch.setattr(kernel_profile, "SHOWN", 2)
-    profile = kernel_profile.parse_trace(trace(), steps=2)
-    time, idle, heading, *rows = kernel_profile.table(profile)
-    assert time.startswith("0.097 ms a step, 0.077 busy; idle 20.6%; 2 gaps within programs")
-    assert idle == "idle between programs: 14.0 µs a step, 14.4%"
-    assert heading.split() == ["calls/step", "µs/step", "share", "kernel"]
-    assert [row.split() for row in rows] == [
-        ["1.0", "40.0", "46.0%", "fill"],
-        ["1.0", "30.0", "34.5%", "ffn"],
-        ["3.0", "17.0", "19.5%", "3", "more"],
-    ]
-
-
-@pytest.mark.slow
-def test_a_trace_without_a_gpu_is_refused():
-    """Also: this jax writes the file that record reads."""
-    square = jax.jit(lambda x: x @ x)
-    with pytest.raises(ValueError, match="no events of a GPU's streams"):
-        kernel_profile.record(lambda: square(jnp.ones((8, 8))).block_until_ready(), steps=1)
-
-
-def test_a_profiler_that_sees_nothing_is_found_before_measuring(monkeypatch):
-    class GPU:
-        platform = "gpu"
-
-    def record(work, steps):
-        raise ValueError("the trace has no events of a GPU's streams.")
-
-    monkeypatch.setattr(kernel_profile, "record", record)
-    with pytest.raises(UserError, match=r"--profile: the trace has no events .* needs CUPTI"):
-        kernel_profile.require_track(GPU())
-    with pytest.raises(UserError, match="and this is a cpu; leave it out"):
-        kernel_profile.require_track(jax.devices("cpu")[0])

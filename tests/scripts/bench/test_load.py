@@ -1,7 +1,7 @@
 """The bench of loading: its lines, and that it writes its checkpoint once."""
 
 from scripts.bench import load as bench_load
-from scripts.cpu.big_checkpoint import sized
+from scripts.parts.big_checkpoint import sized
 from tests.scripts.runs import json_lines, refusal
 
 TINY = ("--shape", "demo", "--size", "1MiB", "--repeats", "1")

@@ -1,16 +1,43 @@
-"""Histories of runs with every expert resident; of paged ones in moejax/test_precision_paged.py."""
+"""What commands share: refusals, numbers, lines as JSON or as text, histories of versions."""
 
-from __future__ import annotations
-
+import argparse
 import dataclasses
 
 import numpy as np
 import pytest
 
+from host_offload.memory.budget import BudgetError
 from host_offload.traces.reader import TransferTrace, read_trace
-from scripts.parts.version_history import VersionHistory, version_history
-from scripts.precision import plot as plot_versions
+from moejax import UserError
+from scripts.parts.commands import positive, refusing
+from scripts.parts.text_table import aligned, show
+from scripts.parts.version_history import version_history
 from tests.host_offload.traces.traces_of import write_trace
+
+
+@pytest.mark.parametrize("error", [UserError("no"), BudgetError("no"), OSError("no")])
+def test_what_a_user_can_change_is_said_in_a_line(capsys, error):
+    @refusing(OSError)
+    def main() -> int:
+        raise error
+
+    assert main() == 2
+    assert capsys.readouterr().err.endswith(" test_parts: error: no\n")
+
+
+def test_numbers_below_one_are_refused():
+    args = argparse.Namespace(steps=1, layers=None, warm_up=0)
+    positive(args, "steps", "layers")
+    with pytest.raises(UserError, match="--warm-up must be at least 1, got 0"):
+        positive(args, "steps", "warm_up")
+
+
+def test_lines_are_json_or_text(capsys):
+    show(True, [{"a": 1}, {"a": 2}], ["table"])
+    show(False, [{"a": 1}], ["table"])
+    assert capsys.readouterr().out == '{"a": 1}\n{"a": 2}\ntable\n'
+    assert [*aligned((("ms", "{a:.1f}"),), [{"a": 10.0}, {"a": None}])] == ["  ms", "10.0", "   –"]
+
 
 START = [[1, 1, 1, 1], [0, 1, 1, 1]]
 MOVED = (
@@ -41,30 +68,3 @@ def test_a_step_that_waits_computes_with_what_it_waited_for(blocking, later, tmp
     assert history.version[4 + later].tolist() == [[1, 1, 0, 1], [1, 1, 1, 0]]
     assert history.waiting.tolist() == [0, 0, 0, *([3, 1, 0] if later else [1, 0, 0])]
     assert dataclasses.asdict(history)["bytes"].tolist() == [0, 0, 0, 130, 100, 0]
-
-
-@pytest.mark.slow
-def test_pictures_show_who_is_absent(tmp_path, monkeypatch):
-    plt = pytest.importorskip("matplotlib.pyplot")
-    plt.switch_backend("agg")
-    version = np.random.default_rng(0).integers(-1, 2, (9, 3, 8)).astype(np.int8)
-    none = np.zeros(9, np.int64)
-    history = VersionHistory(
-        *(np.arange(9), none + 4, version, {"promotion": none, "demotion": none}, none, none),
-        version_bytes=np.array([100, 30]),
-    )
-    high, low = (np.sum(version == v, axis=(1, 2)) for v in (0, 1))
-    np.testing.assert_array_equal(history.resident_bytes, 100 * high + 30 * low)
-    figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    plot_versions.draw_versions(plt, history, ["dense", "int4"], tmp_path / "versions.png")
-    plot_versions.draw_heat(plt, history, ["dense", "int4"], tmp_path / "heat.png")
-    assert {file.name for file in tmp_path.iterdir()} == {"versions.png", "heat.png"}
-    counts, heat = figures
-    areas = counts.axes[0].collections
-    assert [area.get_label() for area in areas] == ["dense", "int4", "absent"]
-    top = areas[-1].get_paths()[0].vertices[:, 1].max()
-    assert top == 24  # all experts: those that are absent are on top of the others
-    first = heat.axes[0].images[0].get_array()
-    np.testing.assert_array_equal(np.ma.getmaskarray(first), version[0] < 0)
-    assert "grey: absent" in heat.axes[-1].get_ylabel()
