@@ -245,7 +245,7 @@ class Worker:
     def close(self) -> None:
         """Ends the process and gives its memory back."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # closes the pipes too
         self._said.unlink()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.definition import changes_of, read_experiment
 from moejax.evaluate.experiments.grid import ablate
 
 FOLDER = Path("scripts") / "experiments"
@@ -65,3 +65,11 @@ def test_all_run(repository, name, tmp_path):
     changes = {"policies": fitting(experiment.policies), **small(experiment)}
     found = ablate(path, tmp_path / "out", changes=changes, progress=False)
     assert found.rows and not found.failures
+
+
+def test_changes_are_yaml():
+    found = changes_of(["repeats=1", "batch=[1, 8]", "model=a/b=c"])
+    assert found == {"repeats": 1, "batch": [1, 8], "model": "a/b=c"}
+    for wrong, said in (("repeats", "write KEY=VALUE"), ("=1", "write KEY"), ("a=[", "no YAML")):
+        with pytest.raises(ValueError, match=said):
+            changes_of([wrong])

@@ -100,7 +100,7 @@ def test_a_gguf_file_has_every_tensor(checkpoint):
 
 
 @NATIVE
-@pytest.mark.slow
+@pytest.mark.nightly  # transformers takes a minute
 def test_moejax_and_transformers_compute_the_same(checkpoint):
     pytest.importorskip("torch")
     task = Task(str(checkpoint), 300, batch=2, context=24, steps=6, prompt=40)
