@@ -42,7 +42,7 @@ class Task:
     """Tokens of the timed prefill."""
     threads: int = 2
     precision: str | None = None
-    """Of moejax's experts; None: the checkpoint's."""
+    """The version of moejax's experts; None: as the checkpoint has them."""
 
     def decoded(self) -> np.ndarray:
         """int32[batch, context + steps + 1]: contexts, forced tokens, and the last one's next."""

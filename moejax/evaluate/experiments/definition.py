@@ -448,8 +448,7 @@ def _check_placement(value: Any, where: str) -> None:
         if one not in PLACEMENTS:
             raise UserError(
                 f"{where}: placement {shown(one)} is not compared in grids, whose missed experts "
-                "the device computes; leave it out, or write placement: gpu (`python -m "
-                "scripts.policies processors` measures placements)"
+                "the device computes; leave it out, or write placement: gpu"
             )
 
 
@@ -661,8 +660,7 @@ def _options(value: Any) -> dict[str, Any]:
         raise UserError(f"options must be a mapping such as dtype: float32, not {shown(value)}")
     refuse_cache_aware(
         value.get("cache_aware_routing"),
-        "a grid's cells compare what equal outputs cost; `python -m scripts.precision favoured` "
-        "has hits beside quality",
+        "a grid's cells compare what equal outputs cost; `moejax eval` measures quality",
     )
     for name in value:
         if name not in OPTIONS:
