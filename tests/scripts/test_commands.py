@@ -49,17 +49,6 @@ def test_what_has_a_main_is_a_command(repository):
     assert sorted(found) == sorted(ALL)
 
 
-@pytest.mark.parametrize("group", COMMANDS)
-def test_a_group_lists_its_commands(group, capsys, monkeypatch):
-    for arguments, status in (([], 2), (["--help"], 0), (["no_such"], 2)):
-        monkeypatch.setattr("sys.argv", ["scripts", *arguments])
-        with pytest.raises(SystemExit) as left:
-            import_module("scripts.parts.commands").run(group)
-        assert left.value.code == status
-        shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-        assert shown == list(COMMANDS[group])
-
-
 # ---- what texts name
 
 SCRIPT = re.compile(r"python -m scripts\.([a-z]\w*) (\w+)\b(?!:)(.*)")

@@ -27,14 +27,6 @@ def test_each_can_be_read_and_is_short(definitions):
         assert len(path.read_text().splitlines()) < 50, path
 
 
-def test_one_of_drawn_routing_runs(definitions, tmp_path):
-    (path,) = [path for path in definitions if path.stem == "coactivation_drawn"]
-    changes = SMALL | {"routing": "qwen3-like(layers=2)"}
-    found = ablate(path, tmp_path / "out", changes=changes, progress=False)
-    assert not found.failures
-    assert {row["batch"] for row in found.rows} == {2}
-
-
 def small(experiment):
     """Changes by which a definition runs in seconds: one cell for each policy or precision."""
     if experiment.conversations:

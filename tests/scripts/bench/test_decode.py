@@ -1,15 +1,13 @@
 """The bench runs, reports every figure beside its floor, and refuses what cannot run."""
 
 import jax
-import numpy as np
 import pytest
 
 from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
-from moejax.step.parts import StepShapes
 from scripts.bench import decode as bench_decode
 from scripts.bench import kernel_profile
-from scripts.parts import bench_engine, decode_timing
+from scripts.parts import bench_engine
 from tests.scripts.runs import json_lines, refusal
 
 QUICK = ("--steps", "2", "--warmup", "1", "--context", "8")
@@ -74,21 +72,6 @@ def test_memory_that_is_missing_is_counted_in_layers():
         bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", cells=0, host=17 * GiB)
 
 
-def test_memory_that_a_device_lacks_is_counted_apart_from_the_hosts():
-    config = shape("qwen3-30b-a3b")
-    plenty = dict(host=200 * GiB, tokens=8 * 1024, prefill=2048)
-    bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 128, device=80 * GiB, **plenty)
-    with pytest.raises(UserError, match=r"of device memory .* 54 GiB for an arena of 128 cells"):
-        bench_engine.check_memory(config, "qwen3-30b-a3b", "auto", 128, device=40 * GiB, **plenty)
-
-
-@pytest.mark.parametrize(
-    ("text", "cells"), [("all,25%,0", [16, 4, 0]), ("3, 3,100%", [3, 16]), ("16,all", [16])]
-)
-def test_cells_are_numbers_shares_or_all(text, cells):
-    assert bench_engine.parse_cells(text, 16) == cells
-
-
 def test_compiling_while_measuring_is_found():
     class Executables:
         def executables(self):
@@ -101,24 +84,3 @@ def test_compiling_while_measuring_is_found():
         bench_engine.no_compilation(Executables()),
     ):
         jax.jit(lambda x: x * 3 + 1).lower(1.5).compile()
-
-
-def test_forced_routing_is_distinct_ascending_and_skewed_for_zipf():
-    class Runner:
-        stores = (np.empty((3, 16, 0, 0)),)
-        shapes = StepShapes(rows=64, buckets=(64,), chunk=64, prefill_chunks=1, blocks=4)
-        config = type("Config", (), {"num_experts_per_tok": 4})
-
-    top = {}
-    for kind in ("uniform", "zipf"):
-        routings = decode_timing.forced_routings(kind, Runner(), 33, 5, np.random.default_rng(0))
-        ids = np.stack([routing.ids for routing in routings])
-        assert ids.shape == (5, 3, 64, 4)
-        assert (np.diff(ids, axis=-1) > 0).all()
-        counts = np.stack([np.bincount(ids[:, layer].ravel(), minlength=16) for layer in range(3)])
-        top[kind] = counts.max(axis=1) / counts.mean(axis=1)
-    assert (top["uniform"] < 1.3).all() and (top["zipf"] > 1.7).all()
-    assert decode_timing.forced_routings("real", Runner(), 1, 2, np.random.default_rng(0)) == [
-        None,
-        None,
-    ]

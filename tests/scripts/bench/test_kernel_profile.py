@@ -34,10 +34,10 @@ def event(tid: int, name: str, ts: float, dur: float, program: str | None, pid: 
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": dur, "args": args}
 
 
-def trace(named: bool = True) -> dict:
+def trace() -> dict:
     """Two steps of 100 µs: ffn 30, gap 5, fill 40 (10 of it beside ffn on another stream), gap 10
     before the sampler of 5, and a copy to the host that belongs to no program."""
-    step, sampler = ("jit_run", "jit_choose") if named else (None, None)
+    step, sampler = "jit_run", "jit_choose"
     events = [
         *track(1, 13, "/device:GPU:0", "Stream #13(Compute)"),
         *track(1, 14, "/device:GPU:0", "Stream #14(MemcpyD2H)"),
@@ -79,10 +79,3 @@ def test_kernels_gaps_and_idle():
     assert profile.idle_percent == pytest.approx(100 * 20 / 97)
     assert profile.idle_between_percent == pytest.approx(100 * 14 / 97)
     json.dumps(profile.as_json())
-
-
-def test_a_trace_that_names_no_programs_says_so():
-    profile = kernel_profile.parse_trace(trace(named=False), steps=2)
-    assert profile.between_us is None and profile.idle_between_percent is None
-    assert profile.busy_us == 77 and profile.gap_us == 20
-    assert any("unknown" in line for line in kernel_profile.table(profile))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.bench import peer_engines, peers
-from scripts.bench.peer_engines import Task, answered, scores, timed_steps
+from scripts.bench.peer_engines import Task, answered
 from scripts.parts import big_checkpoint
 from tests.pallas_kernels.contract import NATIVE
 from tests.scripts.runs import refusal
@@ -54,16 +54,6 @@ def test_ratios_are_of_neighbours():
     assert first["tokens_per_s"] == pytest.approx(8 / 0.15) and first["ratio"] is None
     assert [second[name] for name in ("ratio", "low", "high")] == pytest.approx([1.1] * 3)
     assert third["ratio"] == pytest.approx(200) and third["low"] is None
-
-
-def test_scores_are_log_probabilities():
-    logits = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], np.float32)) + 3
-    np.testing.assert_allclose(scores(logits, np.array([1, 2])), np.log([0.25, 0.8]), rtol=1e-6)
-
-
-def test_a_block_has_one_step_at_least_and_no_more_than_there_are():
-    assert len(timed_steps(lambda i: None, 5)) == 1
-    assert len(timed_steps(lambda i: None, 5, limit_s=60.0)) == 5
 
 
 def test_a_worker_that_ends_says_why():

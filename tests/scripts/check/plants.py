@@ -32,21 +32,6 @@ def death():
     attacked_by(attack)
 
 
-def hunger():
-    """Three times the normal memory, in pieces: the bound of the process comes in between."""
-
-    def attack(scene):
-        held = []
-
-        def grow():
-            while len(held) < 4000:
-                held.append(b"x" * 2**20)
-
-        scene.call("a call that eats memory", grow)
-
-    attacked_by(attack)
-
-
 def resident():
     """More than twice the normal memory, below the bound of the process."""
 
