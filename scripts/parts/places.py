@@ -1,10 +1,6 @@
-"""Where models and texts are: the embedded model, and the reference files beside the repository."""
+"""Where things are: the repository, and the embedded model."""
 
-import os
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "moejax" / "demo"
-SHARED = Path(os.environ.get("MOEJAX_SHARED", REPOSITORY.parent / "shared"))
-TRI = SHARED / "models" / "tri"
-TEXTS = [str(SHARED / "corpora" / f"{name}.txt") for name in ("text", "math", "code")]

@@ -212,13 +212,3 @@ def _written(trace: Trace, eviction: str) -> list[_Written]:
     decisions = {place: Decision(**values) for place, values in fields.items()}
     after, before = ({s: d for (b, s), d in decisions.items() if b == x} for x in (False, True))
     return [_Written(after, before, writes)]
-
-
-def steps_to_converge(
-    history: VersionHistory, wanted: np.ndarray, first: int, last: int, within: float = 0.1
-) -> int | None:
-    """Steps from `first` on until the high set agrees with `wanted` bool[L, E] in all but a share
-    `within` of it; None where it does not before `last`. first, last: places in the history."""
-    agree = np.sum((history.version[first:last] == 0) & wanted, axis=(1, 2)) / wanted.sum()
-    found = np.flatnonzero(agree >= 1 - within)
-    return int(found[0]) if len(found) else None
