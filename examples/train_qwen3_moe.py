@@ -2,8 +2,8 @@
 
     python examples/train_qwen3_moe.py README.md
 
-The model knows nothing of moejax, and CheckpointManager saves it as any training program would. The
-map moejax/name_maps/nnx_qwen3_moe.yaml says which of its leaves is which tensor.
+The model knows nothing of moejax, and CheckpointManager saves it as any training program would.
+moejax/checkpoints/foreign/name_maps/nnx_qwen3_moe.yaml says which of its leaves is which tensor.
 """
 
 from __future__ import annotations

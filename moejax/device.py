@@ -14,8 +14,8 @@ from moejax.errors import UserError
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable that caps jax's pool of pinned host memory; read when the backend starts."""
 
-DEFAULT_PINNED_GB = 64
-"""The cap where the variable is not set."""
+DEFAULT_PINNED_GIB = 64
+"""The cap where the variable is not set. XLA reads the variable in GiB, whatever its name says."""
 
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables, the newer first, of the share of a GPU's memory that jax takes, 75% where
@@ -55,7 +55,7 @@ def select_device(device: str | jax.Device | None = None, threads: int | None = 
         _use_threads(threads, started)
     if not started:
         if PINNED_LIMIT not in os.environ:
-            os.environ[PINNED_LIMIT] = str(pinned_gb(host_bytes()))
+            os.environ[PINNED_LIMIT] = str(pinned_gib(host_bytes()))
         if device != "cpu" and not _cpu_was_asked_for():
             take_free_memory()
     if isinstance(device, str):
@@ -133,20 +133,20 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def pinned_gb(memory: int) -> int:
-    """The cap on jax's pool of pinned host memory in a machine of so many bytes."""
-    return max(memory // 10**9, DEFAULT_PINNED_GB)
+def pinned_gib(memory: int) -> int:
+    """The cap on jax's pool of pinned host memory, in GiB, in a machine of so many bytes."""
+    return max(memory >> 30, DEFAULT_PINNED_GIB)
 
 
 def require_pinned_memory(device: jax.Device, nbytes: int) -> None:
     """Raises UserError, with the line to add, when the store would not fit under the cap on pinned
     host memory. Only a GPU's pool has one."""
-    limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GB))
-    if device.platform == "gpu" and nbytes > limit * 10**9:
-        needed = nbytes // 10**9 + 4
+    limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GIB))
+    if device.platform == "gpu" and nbytes > limit << 30:
+        needed = (nbytes >> 30) + 4
         raise UserError(
-            f"the experts need {nbytes / 1e9:.0f} GB of pinned host memory, jax was started with a "
-            f"limit of {limit} GB; before the first use of jax add: "
+            f"the experts need {nbytes / 2**30:.0f} GiB of pinned host memory, jax was started "
+            f"with a limit of {limit} GiB; before the first use of jax add: "
             f'os.environ["{PINNED_LIMIT}"] = "{needed}"'
         )
 

@@ -73,6 +73,10 @@ def test_every_source_file_of_the_packages_is_in_the_wheel(repository, wheel_nam
     assert sources <= wheel_names
 
 
+def test_each_package_says_that_it_has_types(wheel_names):
+    assert {f"{package}/py.typed" for package in PACKAGES} <= wheel_names
+
+
 def test_the_embedded_model_is_in_the_wheel(repository, demo_dir, wheel_names):
     files = {
         path.relative_to(repository).as_posix() for path in demo_dir.iterdir() if path.is_file()

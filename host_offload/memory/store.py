@@ -131,7 +131,7 @@ class StoreBuilder:
             raise MemoryError(
                 f"cannot allocate {gib:.1f} GiB of pinned host memory for the expert store; "
                 "on a GPU the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before "
-                "jax starts, raises the limit of 64 GB"
+                "jax starts, raises the limit of 64 GiB"
             ) from error
         self._written = np.full(self._shape[:3], filled)
         self._lock = threading.Lock()

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 from host_offload.memory.budget import format_bytes
 from host_offload.memory.device_memory import host_available_bytes, page_note
 from moejax.device import (
-    DEFAULT_PINNED_GB,
+    DEFAULT_PINNED_GIB,
     MEMORY_SHARES,
     NVIDIA_DRIVER,
     OLDEST_CAPABILITY,
@@ -29,7 +32,7 @@ from moejax.device import (
     host_bytes,
     memory_share,
     nvidia_smi,
-    pinned_gb,
+    pinned_gib,
 )
 from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
@@ -44,6 +47,23 @@ def _plugin(cuda: int) -> tuple[str, str]:
 
 PACKAGES = ("jax", "jaxlib", *(name for cuda in OLDEST_DRIVER for name in _plugin(cuda)))
 """Whose versions have to agree."""
+
+COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-nvjitlink")
+"""The parts of NVIDIA's compiler: the assembler, headers, the device library, and the linker that
+jax 0.12 assembles with instead. They have to be of one release."""
+
+COMPILER_RELEASE = "13.0.88"
+"""What `cuda13` of pyproject.toml installs of COMPILER: the oldest CUDA 13, as drivers of it run
+what newer compilers write too, but not the other way round, and our kernels were compiled by it."""
+
+_TINY = """\
+.version {version}
+.target sm_80
+.address_size 64
+.visible .entry nothing() {{ ret; }}
+"""
+_PTX = {13: "9.0", 12: "8.0"}
+"""CUDA → the PTX of its first release."""
 
 ENVIRONMENT = (
     *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "XLA_FLAGS"),
@@ -75,6 +95,16 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
+class Assembler:
+    """The `ptxas` that XLA finds."""
+
+    path: str
+    release: str
+    error: str = ""
+    """What it says of a tiny program for the first GPU; empty: it assembles that."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Machine:
     """What was found, judged by nobody."""
 
@@ -87,7 +117,7 @@ class Machine:
     driver_loaded: bool
     """Whether the kernel has NVIDIA's module."""
     versions: Mapping[str, str]
-    """Versions of PACKAGES that are installed."""
+    """Versions of PACKAGES and COMPILER that are installed."""
     backend: Mapping[str, Any]
     """As backend_probe.probe."""
     environment: Mapping[str, str]
@@ -99,6 +129,8 @@ class Machine:
     """The instruction set that the native CPU ops compute with, or why there are none."""
     pages: str
     """What pages host memory is asked to be made of."""
+    assembler: Assembler | None = None
+    """None: there is no ptxas, or jax has no CUDA."""
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -117,13 +149,14 @@ class Problem:
 def look() -> Machine:
     """The machine that this process is on. Starts no backend in it."""
     gpus, smi = _gpus()
+    versions = _versions()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         gpus=gpus,
         smi=smi,
         pci=_has_nvidia(Path("/sys/bus/pci/devices")),
         driver_loaded=NVIDIA_DRIVER.exists(),
-        versions=_versions(),
+        versions=versions,
         backend=_backend(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         host_bytes=host_bytes(),
@@ -131,6 +164,7 @@ def look() -> Machine:
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
         native=why_not_cpu() or f"{instruction_set()} instructions",
         pages=page_note(),
+        assembler=_assembler(versions, gpus[0].capability if gpus else "8.0"),
     )
 
 
@@ -163,6 +197,8 @@ def described(machine: Machine) -> dict[str, str]:
     lines["python"] = platform.python_version()
     installed = [f"{name} {version}" for name, version in machine.versions.items()]
     lines["packages"] = ", ".join(installed)
+    if machine.assembler:
+        lines["assembler"] = f"ptxas {machine.assembler.release}, {machine.assembler.path}"
     device = machine.device
     if device:
         lines["jax uses"] = f"{device['kind']} ({device['platform']})"
@@ -174,7 +210,7 @@ def described(machine: Machine) -> dict[str, str]:
     lock = "unlimited" if machine.memlock is None else format_bytes(machine.memlock)
     # CUDA pins through its driver, which that limit does not hold.
     lines["pinned memory"] = (
-        f"at most {pinned_limit(machine)} GB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
+        f"at most {pinned_limit(machine)} GiB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
     )
     links = [gpu for gpu in machine.gpus if gpu.link]
     measured = machine.backend.get("link")
@@ -217,10 +253,10 @@ def taken(machine: Machine) -> int:
 
 
 def pinned_limit(machine: Machine) -> int:
-    """The cap on jax's pool of pinned host memory in GB, as select_device sets it."""
+    """The cap on jax's pool of pinned host memory in GiB, as select_device sets it."""
     if PINNED_LIMIT in machine.environment:
         return int(machine.environment[PINNED_LIMIT])
-    return pinned_gb(machine.host_bytes)
+    return pinned_gib(machine.host_bytes)
 
 
 # ---- what is wrong
@@ -301,6 +337,26 @@ def _of_packages(machine: Machine) -> Iterator[Problem]:
     if wrong:
         mend = f'pip install "jax[cuda{cuda}]=={jax}"'
         yield Problem(f"jax is {jax}, but {', '.join(wrong)}", mend)
+        return
+    if cuda == 13:
+        yield from _of_the_compiler(machine)
+
+
+def _of_the_compiler(machine: Machine) -> Iterator[Problem]:
+    """NVIDIA's compiler for CUDA 13: one release, which assembles."""
+    mend = f"pip install {' '.join(f'{name}=={COMPILER_RELEASE}' for name in COMPILER)}"
+    parts = {name: machine.versions[name] for name in COMPILER if name in machine.versions}
+    assembler = machine.assembler
+    if assembler and COMPILER[0] not in parts:
+        parts = {"ptxas": assembler.release, **parts}
+    releases = {tuple(version.split(".")[:2]) for version in parts.values()}
+    if len(releases) > 1:
+        found = ", ".join(f"{name} {version}" for name, version in parts.items())
+        text = "the CUDA compiler is of several releases, and the older one refuses what the newer "
+        yield Problem(f"{text}one writes: {found}", mend)
+    elif assembler and assembler.error:
+        text = f"{assembler.path} does not assemble for this GPU: {assembler.error}"
+        yield Problem(text, mend)
 
 
 def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
@@ -321,7 +377,7 @@ def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
             yield Problem(text, "sudo poweroff  # and seat it in a slot with all lanes")
     if PINNED_LIMIT in machine.environment:
         limit = pinned_limit(machine)
-        if limit < DEFAULT_PINNED_GB and limit < machine.host_bytes // 10**9:
+        if limit < DEFAULT_PINNED_GIB and limit < machine.host_bytes >> 30:
             text = f"{PINNED_LIMIT}={limit} leaves little pinned memory for experts"
             yield Problem(text, f"unset {PINNED_LIMIT}")
 
@@ -380,12 +436,49 @@ def _backend(timeout: float = 180.0) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *COMPILER):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _assembler(versions: Mapping[str, str], capability: str) -> Assembler | None:
+    """The assembler that XLA would call, and what it says of a tiny program for a GPU of this
+    compute capability."""
+    cuda = next((cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in versions), None)
+    path = _ptxas()
+    if cuda is None or path is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "tiny.ptx")
+        program.write_text(_TINY.format(version=_PTX[cuda]))
+        target = f"-arch=sm_{capability.replace('.', '')}"
+        try:
+            version = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=60
+            )
+            run = subprocess.run(
+                [path, target, str(program), "-o", str(Path(folder, "tiny.cubin"))],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return Assembler(path, "unknown", str(error))
+    release = re.search(r"\bV(\d[\d.]*)", version.stdout)
+    said = _first_line([run.stderr, run.stdout]).replace(f"{program}, ", "")
+    return Assembler(path, release[1] if release else "unknown", said if run.returncode else "")
+
+
+def _ptxas() -> str | None:
+    """The nvidia-cuda-nvcc wheel's, else that of a toolkit on PATH."""
+    package = importlib.util.find_spec("nvidia")
+    for root in (package and package.submodule_search_locations) or ():
+        if (path := Path(root, "cu13", "bin", "ptxas")).exists():
+            return str(path)
+    return shutil.which("ptxas")
 
 
 def _has_nvidia(devices: Path) -> bool:

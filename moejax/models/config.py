@@ -113,6 +113,7 @@ def _refuse_other_computations(raw: dict, source: str) -> None:
         ("is_encoder_decoder", False),
         ("attention_chunk_size", None),
         ("num_kv_shared_layers", 0),
+        ("kv_sharing_modes", None),
         ("per_layer_config", {}),
     ):
         value = raw.get(key)

@@ -66,7 +66,7 @@ class Rope:
         Longrope has one set of factors up to the original context length and another beyond it.
         Keys stay in the pages, so the set cannot change within a sequence: as in vLLM it is chosen
         once, by the longest sequence that the engine allows. transformers chooses by each call's
-        longest position; for Phi-3.5-MoE its 5.17 takes the short factors for any length (with
+        longest position; for Phi-3.5-MoE its 5.24 takes the short factors for any length (with
         long_mscale beyond the original one), unlike that model's own code.
         """
         longer = max_model_len > self.original_max_position_embeddings

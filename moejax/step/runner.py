@@ -81,11 +81,14 @@ host launches one for each turn of the loop over layers."""
 
 
 def compiler_options(platform: str, key: ProgramKey | None = None) -> dict[str, str | bool]:
-    """XLA options of every executable: without them equal programs may round differently. key: of a
-    decode step also that it is one CUDA graph, unless XLA_FLAGS say what graphs take."""
+    """XLA options of every executable: without them equal programs may round differently. On a GPU
+    XLA does not look for values to compute twice in order to save memory: the arena is sized to
+    what there is, so that search warns, takes time and finds nothing. key: of a decode step also
+    that it is one CUDA graph, unless XLA_FLAGS say what graphs take."""
     options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
         options["xla_gpu_autotune_level"] = "0"
+        options["xla_disable_hlo_passes"] = "rematerialization"
         graphs = "xla_gpu_enable_command_buffer"
         decodes = key is not None and key.kind == "decode" and key.part is None
         if decodes and graphs not in os.environ.get("XLA_FLAGS", ""):

@@ -11,7 +11,7 @@ GROUP_SCORES = ("max", "top2")
 
 @dataclasses.dataclass(frozen=True)
 class RouteRule:
-    """The rule of a model's routers, as transformers 5.17 computes it in evaluation.
+    """The rule of a model's routers, as transformers 5.24 computes it in evaluation.
 
     Softmax over experts and top-k: Switch and its successors (Mixtral, OLMoE, Qwen; DeepSeek-V2
     with groups, arXiv 2405.04434 eq. 20-22; ERNIE-4.5 with a correction). Sigmoid: DeepSeek-V3

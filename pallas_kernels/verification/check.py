@@ -228,10 +228,12 @@ def _write_last(store: jax.Array, records: jax.Array) -> jax.Array:
 
 
 def _compiler_options(platform: str) -> dict[str, str | bool]:
-    """Equal rounding in both programs; the reference's products need no tuning on the device."""
+    """Equal rounding in both programs; the reference's products need no tuning on the device, and
+    arenas of most of its memory no search for values to compute twice."""
     options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
         options["xla_gpu_autotune_level"] = "0"
+        options["xla_disable_hlo_passes"] = "rematerialization"
     return options
 
 

@@ -181,10 +181,30 @@ def lowered_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argn
         return jax.typeof(x).update(memory_space=jax.memory.Space.Host)
 
     args = [jax.tree.map(on_host, arg) if i in host else arg for i, arg in enumerate(args)]
-    gpu = AbstractDevice(device_kind=device_of(card).device_kind, num_cores=None, platform="gpu")
+    gpu = AbstractDevice(device_kind=_known_kind(card), num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = fn.trace(*args).lower(lowering_platforms=("cuda",))
     return lowered.compiler_ir("stablehlo")
+
+
+@functools.cache
+def _known_kind(card) -> str:
+    """The card's kind by a name that Pallas's Triton backend lowers for: since jax 0.12 it knows a
+    GPU that is not there by a table, and registered ones only without NVIDIA's name before it."""
+    kind = device_of(card).device_kind
+    try:
+        from jax._src.pallas.triton import gpu_info
+    except ImportError:
+        return kind
+    if gpu_info.gpu_version_from_device_kind(kind) is None:
+        kind = kind.removeprefix("NVIDIA ")
+        capability = device_of(card).compute_capability
+        gpu_info.registry[kind] = lambda: gpu_info.GpuInfo(
+            gpu_version=None,
+            arch_name=capability,
+            compute_capability=int(capability.replace(".", "")),
+        )
+    return kind
 
 
 @functools.cache
@@ -223,7 +243,7 @@ def _compile(module, device, compiler_options) -> Compiled:
             if "No PTX compilation provider" in str(e) or "libdevice not found" in str(e):
                 raise AotUnavailable(
                     "no CUDA assembler (ptxas) or device library (libdevice): "
-                    "pip install 'nvidia-cuda-nvcc==13.0.*'"
+                    "pip install nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88"
                 ) from e
             raise
         thunks, captured = (

@@ -21,7 +21,7 @@ from unittest import mock
 from tests.aot.aot_h200 import AotUnavailable, Compiled, compile_for
 
 _WRAPPER = """#!/bin/sh
-case "$1" in --version) exec {ptxas} "$@" ;; esac
+case "$1" in --version | --input-as-string) exec {ptxas} "$@" ;; esac
 cp "$1" {kept}/$$.ptx
 {ptxas} -v "$@" 2>{kept}/$$.log
 code=$?
@@ -97,7 +97,12 @@ def compile_kernels(fn, *args, card="h200", **options) -> tuple[Compiled, dict[s
         get_compile_options = compiler.get_compile_options
 
         def with_toolkit(*args, env_options_overrides, **kwargs):
-            overrides = {**env_options_overrides, "xla_gpu_cuda_data_dir": toolkit}
+            overrides = {
+                **env_options_overrides,
+                "xla_gpu_cuda_data_dir": toolkit,
+                # Where its wheel is installed, XLA would assemble with NVIDIA's library instead.
+                "xla_gpu_libnvjitlink_mode": "LIB_NV_JIT_LINK_MODE_DISABLED",
+            }
             return get_compile_options(*args, env_options_overrides=overrides, **kwargs)
 
         with mock.patch.object(compiler, "get_compile_options", with_toolkit):
@@ -126,7 +131,7 @@ def _ptxas() -> str:
             return str(path)
     if path := shutil.which("ptxas"):
         return path
-    raise AotUnavailable("no CUDA assembler (ptxas): pip install 'nvidia-cuda-nvcc==13.0.*'")
+    raise AotUnavailable("no CUDA assembler (ptxas): pip install nvidia-cuda-nvcc==13.0.88")
 
 
 def _entry(ptx: str, name: str) -> str:

@@ -8,8 +8,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from moejax.step.runner import compiler_options
 from tests.aot import aot_h200
-from tests.aot.aot_h200 import AotUnavailable, compile_for_h200
+from tests.aot.aot_h200 import AotUnavailable, compile_for, compile_for_h200
 
 pytestmark = pytest.mark.aot
 
@@ -140,6 +141,18 @@ def test_layer_cut_out_of_stacked_weights_is_a_copy():
     )
     fused = set(compiled.copies()) - set(compiled.copies(fused=False))
     assert [size for _, size in fused] == [2 * MiB]
+
+
+def test_no_search_for_values_to_compute_twice(capfd):
+    """XLA warns of it for any program that holds most of the memory, as an arena does."""
+    arena = Array((1 << 25, 2048), jnp.uint16)  # 128 GiB, and a copy
+
+    def said(**options) -> bool:
+        compile_for("h200", lambda arena: arena.at[0].set(1), arena, **options)
+        return "by rematerialization" in capfd.readouterr().err
+
+    assert said()
+    assert not said(compiler_options=compiler_options("gpu"))
 
 
 def test_missing_plugin_says_what_to_install(monkeypatch):

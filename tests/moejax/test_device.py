@@ -14,6 +14,7 @@ from moejax.device import (
     PINNED_LIMIT,
     THREADS,
     nvidia_smi,
+    pinned_gib,
     require_pinned_memory,
     select_device,
     take_free_memory,
@@ -55,10 +56,16 @@ def test_an_old_gpu_is_refused_by_name():
 
 def test_pinned_memory_beyond_the_limit_says_which_line_to_add(monkeypatch):
     monkeypatch.setenv(PINNED_LIMIT, "64")
-    require_pinned_memory(FakeGpu("9.0"), 60 * 10**9)
-    require_pinned_memory(jax.devices()[0], 600 * 10**9)  # a CPU's pool has no limit
-    with pytest.raises(UserError, match=rf'os.environ\["{PINNED_LIMIT}"\] = "104"'):
-        require_pinned_memory(FakeGpu("9.0"), 100 * 10**9)
+    require_pinned_memory(FakeGpu("9.0"), 64 << 30)  # XLA reads the limit in GiB
+    require_pinned_memory(jax.devices()[0], 600 << 30)  # a CPU's pool has no limit
+    with pytest.raises(UserError, match=rf'64 GiB; .* os.environ\["{PINNED_LIMIT}"\] = "104"'):
+        require_pinned_memory(FakeGpu("9.0"), 100 << 30)
+
+
+def test_the_cap_on_pinned_memory_is_the_machine_s_in_gib():
+    assert pinned_gib(96 << 30) == 96
+    assert pinned_gib((96 << 30) - 1) == 95
+    assert pinned_gib(16 << 30) == 64  # jax's own, which a smaller machine keeps
 
 
 def fake_smi(folder, text, status=0):

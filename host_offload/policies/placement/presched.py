@@ -127,13 +127,33 @@ def prefetches(f: float, most: int, hit: float) -> int:
     return count if count == 0 or benefit(f, count, hit) > 0 else count - 1
 
 
+def accelerator_seconds(
+    loads: int, costs: PlacementCosts, alpha: float, resident: int = 0, awaited: bool = False
+) -> float:
+    """T_G of a layer: seconds from its routing until the accelerator has computed its experts.
+
+    loads: experts that land one after the other once the link is free, in `alpha` seconds.
+    resident: experts that are there at the routing. awaited: whether the transfer that ends in
+    `alpha` seconds brings another expert of this layer. With t_g below t_io and without residents
+    it is the paper's α + loads·t_io + t_g (Premise 5); else experts that are there wait for the
+    accelerator.
+    """
+    seconds = resident * costs.accelerator
+    if awaited:
+        seconds = max(seconds, alpha) + costs.accelerator
+    if loads:
+        first, last = alpha + costs.load, alpha + loads * costs.load
+        waiting = max(seconds, first) + loads * costs.accelerator
+        seconds = max(waiting, last + costs.accelerator)
+    return seconds
+
+
 def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
     """Equation (2): the index from which on all are loaded, where the slower of both processors is
     done first; of equal ones the one with fewest loads."""
 
     def slower(first: int) -> float:
-        loads = len(current) - first
-        accelerator = alpha + loads * costs.load + costs.accelerator if loads else 0.0
+        accelerator = accelerator_seconds(len(current) - first, costs, alpha)
         return max(costs.on_cpu(current[:first]), accelerator)
 
     return min(range(len(current), -1, -1), key=slower)
@@ -172,21 +192,21 @@ def presched(
 
 
 def layer_seconds(
-    plan: LayerPlan, costs: PlacementCosts, alpha: float, resident: int = 0
+    plan: LayerPlan,
+    costs: PlacementCosts,
+    alpha: float,
+    resident: int = 0,
+    awaited: bool = False,
 ) -> tuple[float, float]:
     """What the equations say of a layer, if prefetches are right: seconds from its routing to the
     next layer's, and α there.
 
-    resident: experts that the accelerator has to begin with. Their time is mostly hidden behind
-    what lands (Premise 5), and counts where that is less.
+    resident, awaited: see accelerator_seconds.
     """
-    loads = alpha + len(plan.load) * costs.load
-    landing = len(plan.load) + (alpha > 0)
-    accelerator = max(
-        loads + costs.accelerator if landing else 0.0, (resident + landing) * costs.accelerator
-    )
+    accelerator = accelerator_seconds(len(plan.load), costs, alpha, resident, awaited)
     seconds = max(costs.on_cpu(plan.cpu), accelerator) + costs.attention
-    return seconds, max(loads + len(plan.prefetch) * costs.load - seconds, 0.0)
+    link = alpha + (len(plan.load) + len(plan.prefetch)) * costs.load
+    return seconds, max(link - seconds, 0.0)
 
 
 def followed(hit: float, found: bool, weight: float = 0.1) -> float:

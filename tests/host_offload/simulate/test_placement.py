@@ -68,7 +68,7 @@ def test_events_take_what_the_equations_say(tokens, costs, name):
         used = np.count_nonzero(tokens[layer])
         resident = used - len(plan.cpu) - len(plan.load) - (alpha > 0)
         assert times.alpha == alpha
-        seconds, alpha = layer_seconds(plan, costs, alpha, resident)
+        seconds, alpha = layer_seconds(plan, costs, alpha, resident, awaited=alpha > 0)
         assert times.seconds == seconds
         assert times.begun == len(plan.prefetch)
         assert times.cpu_s == costs.on_cpu(plan.cpu)

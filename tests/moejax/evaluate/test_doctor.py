@@ -3,14 +3,26 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from moejax.commands import main as cli
 from moejax.evaluate import backend_probe, doctor
-from moejax.evaluate.doctor import Gpu, Machine, described, judge, next_step, what_runs
+from moejax.evaluate.doctor import (
+    COMPILER,
+    COMPILER_RELEASE,
+    Assembler,
+    Gpu,
+    Machine,
+    described,
+    judge,
+    next_step,
+    what_runs,
+)
 from pallas_kernels import resolve_ops
 
 H200 = Gpu("NVIDIA H200", "580.159.04", "9.0", 143771 << 20, 143000 << 20, "PCIe 5, 16 of 16 lanes")
@@ -18,6 +30,8 @@ RTX = Gpu("NVIDIA GeForce RTX 4090", "580.1", "8.9", 24564 << 20, 24000 << 20)
 
 CUDA13 = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "0.10.2")
 CPU_ONLY = dict.fromkeys(("jax", "jaxlib"), "0.10.2")
+NVCC = dict.fromkeys(COMPILER, "13.0.88")
+INSTALL_NVCC = f"pip install {' '.join(f'{name}==13.0.88' for name in COMPILER)}"
 CUDA12 = {**CPU_ONLY, "jax-cuda12-plugin": "0.10.2", "jax-cuda12-pjrt": "0.10.2"}
 
 
@@ -36,7 +50,7 @@ GOOD = Machine(
     smi=None,
     pci=True,
     driver_loaded=True,
-    versions=CUDA13,
+    versions={**CUDA13, **NVCC},
     backend={"devices": [device()], "said": [], "link": 52e9},
     environment={},
     host_bytes=128 << 30,
@@ -44,10 +58,17 @@ GOOD = Machine(
     memlock=8 << 20,
     native="avx2 instructions",
     pages="huge pages, 1 NUMA node",
+    assembler=Assembler("/venv/nvidia/cu13/bin/ptxas", "13.0.88"),
 )
 ON_CPU = {"devices": [device("cpu")], "said": ["Unable to initialize backend 'cuda': no such file"]}
 NO_GPU = dataclasses.replace(
-    GOOD, gpus=(), pci=False, driver_loaded=False, versions=CPU_ONLY, backend=ON_CPU
+    GOOD,
+    gpus=(),
+    pci=False,
+    driver_loaded=False,
+    versions=CPU_ONLY,
+    backend=ON_CPU,
+    assembler=None,
 )
 
 
@@ -64,7 +85,8 @@ def test_nothing_is_wrong_with_a_good_machine():
     assert "jax-cuda13-plugin 0.10.2" in lines["packages"]
     assert lines["jax takes"] == "136.8 GiB"  # not 75%
     assert lines["link"].startswith("52.0 GB/s measured") and "16 of 16" in lines["link"]
-    assert "at most 137 GB" in lines["pinned memory"] and "ulimit -l: 8" in lines["pinned memory"]
+    assert lines["assembler"] == "ptxas 13.0.88, /venv/nvidia/cu13/bin/ptxas"
+    assert "at most 128 GiB" in lines["pinned memory"] and "ulimit -l: 8" in lines["pinned memory"]
     assert "expert_ffn" in lines["runs as pallas"]
     assert lines["native CPU ops"] == "avx2 instructions"
     assert "check-gpu --kernels" in next_step(GOOD, [])
@@ -173,6 +195,26 @@ def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
             "both set, which jax refuses",
             f"unset {doctor.MEMORY_SHARES[1]}",
         ),
+        (
+            dataclasses.replace(GOOD, versions={**CUDA13, **NVCC, "nvidia-nvvm": "13.5.37"}),
+            "of several releases, and the older one refuses what the newer one writes: "
+            "nvidia-cuda-nvcc 13.0.88, nvidia-cuda-crt 13.0.88, nvidia-nvvm 13.5.37",
+            INSTALL_NVCC,
+        ),
+        (
+            dataclasses.replace(GOOD, versions={**CUDA13, "nvidia-nvvm": "13.5.37"}),
+            "of several releases, and the older one refuses what the newer one writes: "
+            "ptxas 13.0.88, nvidia-nvvm 13.5.37",
+            INSTALL_NVCC,
+        ),
+        (
+            unused(
+                versions={**CUDA13, "nvidia-nvvm": "13.0.88"},
+                assembler=Assembler("/usr/bin/ptxas", "13.0.48", "Unsupported .version 9.4"),
+            ),
+            "/usr/bin/ptxas does not assemble for this GPU: Unsupported .version 9.4",
+            INSTALL_NVCC,
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_what_mends_it(machine, what, mend):
@@ -201,6 +243,48 @@ def test_lines_of_a_smaller_card():
         "lanes_missing": True,
     }
     assert doctor._link(["[N/A]", "16", "16"]) == doctor._link([]) == {}
+
+
+OLD_PTXAS = """\
+#!/bin/sh
+case "$1" in --version) echo "Cuda compilation tools, release 12.4, V12.4.131"; exit;; esac
+echo "ptxas $2, line 1; fatal   : Unsupported .version 9.0; current version is '8.4'"
+exit 255
+"""
+
+
+def test_the_assembler_is_given_a_program(tmp_path, monkeypatch):
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text(OLD_PTXAS)
+    ptxas.chmod(0o755)
+    monkeypatch.setattr(doctor, "_ptxas", lambda: str(ptxas))
+    found = doctor._assembler(CUDA13, "9.0")
+    assert (found.path, found.release) == (str(ptxas), "12.4.131")
+    assert "Unsupported .version 9.0; current version is '8.4'" in found.error
+    ptxas.write_text(OLD_PTXAS.replace("exit 255", "exit 0"))
+    assert doctor._assembler(CUDA13, "9.0").error == ""
+    assert doctor._assembler(CPU_ONLY, "9.0") is None
+    ptxas.unlink()
+    assert "No such file" in doctor._assembler(CUDA13, "9.0").error
+    monkeypatch.setattr(doctor, "_ptxas", lambda: None)
+    assert doctor._assembler(CUDA13, "9.0") is None
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "12.0"])
+def test_the_assembler_that_is_installed_assembles(capability):
+    found = doctor._assembler(CUDA13, capability)
+    assert found.error == "" and found.release.startswith("13.")
+    assert "is not defined for option" in doctor._assembler(CUDA13, "3.5").error
+
+
+def test_every_install_of_the_compiler_is_of_one_release(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    pinned = project["optional-dependencies"]["cuda13"][1:]
+    assert pinned == [f"{name}=={COMPILER_RELEASE}" for name in COMPILER]
+    for name in (".ci/run", "tests/aot/README.md", "tests/aot/aot_h200.py", "tests/aot/ptxas.py"):
+        found = re.findall(r"nvidia-(?:cuda-nvcc|nvvm)==([\d.*]+)", (repository / name).read_text())
+        assert set(found) == {COMPILER_RELEASE}, name
 
 
 def test_the_bus_is_searched_for_a_card(tmp_path):

@@ -62,7 +62,7 @@ MSCALED_YARN = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
 
 
 def _use_long_factors(model) -> None:
-    """transformers 5.17 computes Phi-3.5-MoE's frequencies without the length of the sequence, so
+    """transformers 5.24 computes Phi-3.5-MoE's frequencies without the length of the sequence, so
     always from the short factors; the model's own code and vLLM take the long ones."""
     rotary = model.model.rotary_emb
     function = rotary.rope_init_fn

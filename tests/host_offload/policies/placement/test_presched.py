@@ -12,6 +12,7 @@ from host_offload.policies.placement.presched import (
     PlacementCosts,
     Work,
     accelerator_queue,
+    accelerator_seconds,
     benefit,
     followed,
     hot_table,
@@ -181,6 +182,20 @@ def test_what_the_equations_say_of_a_layer():
     # Nobody computes but the accelerator: 1 + 2 + 1 + 3 s; prefetches end at 9 s, 2 s late.
     assert layer_seconds(LayerPlan((), load, ahead), costs, 1.0) == (7.0, 2.0)
     assert layer_seconds(LayerPlan((), ()), costs, 0.0, resident=4) == (7.0, 0.0)
+    # The transfer that ends after 5 s brings one of them: 5 + 1 + 3 s.
+    assert layer_seconds(LayerPlan((), ()), costs, 5.0, resident=3, awaited=True) == (9.0, 0.0)
+    assert layer_seconds(LayerPlan((), ()), costs, 5.0, resident=3) == (6.0, 0.0)
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.booleans(), all_costs, alphas)
+def test_the_accelerator_computes_experts_as_they_land(loads, resident, awaited, costs, alpha):
+    """One after the other, also where computing takes longer than landing."""
+    there = [0.0] * resident + [alpha] * awaited
+    there += [alpha + n * costs.load for n in range(1, loads + 1)]
+    seconds = 0.0
+    for landed in there:
+        seconds = max(seconds, landed) + costs.accelerator
+    assert accelerator_seconds(loads, costs, alpha, resident, awaited) == seconds
 
 
 # ---- rivals
@@ -192,7 +207,7 @@ def test_greedy_minimises_the_slower_processor(here, costs, alpha):
 
     def slower(first: int) -> float:
         plan = LayerPlan(current[:first], current[first:])
-        return layer_seconds(plan, costs, alpha if plan.load else 0.0)[0]
+        return layer_seconds(plan, costs, alpha)[0]
 
     first = greedy_split(current, costs, alpha)
     best = min(slower(i) for i in range(len(current) + 1))
