@@ -213,15 +213,3 @@ def followed(hit: float, found: bool, weight: float = 0.1) -> float:
     """R_hit after one more critical prefetch was used, or was not: an exponential average, which
     the paper leaves open."""
     return hit + weight * (found - hit)
-
-
-def hot_table(frequency: np.ndarray, capacity: int) -> np.ndarray:
-    """bool[L, E]: who is resident from the start, the `capacity` most used of all (layer, expert)
-    together (section 5). frequency: int[L, E]. Of equal ones the lower layer, then the lower id.
-    Raises ValueError for fewer than none."""
-    if capacity < 0:
-        raise ValueError(f"room for {capacity} experts: give 0 or more")
-    order = np.argsort(-frequency, axis=None, kind="stable")[:capacity]
-    table = np.zeros(frequency.size, bool)
-    table[order] = True
-    return table.reshape(frequency.shape)

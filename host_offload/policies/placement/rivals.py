@@ -1,7 +1,6 @@
 """Who else decides where misses are computed: the arms that PreScope is compared with.
 
-Each is a Scheduler (presched.py). What they predict by, and whether transfers run beside compute,
-is the simulation's to say (host_offload/simulate/placement.py). Sources: docs/prescope.md.
+Each is a Scheduler (presched.py). Sources: docs/prescope.md.
 """
 
 from __future__ import annotations
@@ -178,20 +177,6 @@ def klotski(
     the next layer's attention come the `hot` experts that it is predicted to need most. Who
     interleaves the batches is the caller."""
     return LayerPlan((), current[::-1], _heaviest(ahead)[:hot], after_experts=True)
-
-
-def expertflow(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
-    """ExpertFlow (Shen et al., arXiv:2510.26730): everybody is loaded, and after them whom all
-    layers of `ahead` are predicted to need, the nearest layer first; how far it reaches is its
-    adaptive step size (caches.Horizon)."""
-    return LayerPlan((), current, tuple(work for works in ahead for work in works[::-1]))
 
 
 SCHEDULERS: dict[str, Scheduler] = {

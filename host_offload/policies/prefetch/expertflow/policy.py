@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.placement.caches import Horizon
 from host_offload.policies.prefetch.expertflow.forest import HISTORY, Seen, scores
 from host_offload.policies.prefetch.fitted import Fitted, read_fitted
 from host_offload.policies.prefetch.next_layers import (
@@ -31,6 +30,21 @@ class Foreseen(NamedTuple):
     """Those of most rows first."""
     absent: tuple[int, ...]
     """Those of them that were not resident when they were predicted."""
+
+
+class Horizon(NamedTuple):
+    """ExpertFlow's step size S: how many layers ahead are prefetched, 1…`most` (the formulas are
+    ours)."""
+
+    most: int
+    steps: int = 1
+
+    def adjusted(self, late: int, unused: int) -> Horizon:
+        """After a layer: one more where it waited for an expert that had been predicted, one fewer
+        where experts came for nothing. late: predicted experts that it had to wait for; unused:
+        experts that came ahead for it and had no rows."""
+        change = 1 if late else -1 if unused else 0
+        return self._replace(steps=min(max(self.steps + change, 1), self.most))
 
 
 class Foreseeing(NamedTuple):

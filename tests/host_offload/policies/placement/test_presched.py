@@ -15,7 +15,6 @@ from host_offload.policies.placement.presched import (
     accelerator_seconds,
     benefit,
     followed,
-    hot_table,
     layer_seconds,
     merged,
     on_demand,
@@ -241,14 +240,3 @@ def test_fiddlers_code_is_its_enumeration():
     assert [bool(best >> e & 1) for e in range(len(tokens))] == [
         w in plan.cpu for w in queue(0, tokens)
     ]
-
-
-# ---- the hot table
-
-
-def test_the_hot_table_ranks_all_layers_together():
-    frequency = np.array([[9, 1, 1], [8, 7, 0], [1, 1, 1]])
-    assert np.argwhere(hot_table(frequency, 4)).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert hot_table(frequency, 0).sum() == 0 and hot_table(frequency, 99).all()
-    with pytest.raises(ValueError, match="give 0 or more"):
-        hot_table(frequency, -1)

@@ -7,7 +7,6 @@ from host_offload.policies.placement.rivals import (
     AFTER_EXPERTS,
     AHEAD,
     SCHEDULERS,
-    expertflow,
     hybrimoe_code,
     klotski,
 )
@@ -67,14 +66,6 @@ def test_klotski_loads_everybody_and_the_hot_ones_during_attention():
     assert klotski(queue(0, 3), (), costs, 0.0, 1.0).prefetch == ()
     wide = klotski((), [queue(1, 7, 9, 8)], costs, 0.0, 1.0, hot=3)
     assert experts(wide.prefetch) == [1, 2, 0]
-
-
-def test_expertflow_goes_through_all_layers_it_is_told_of_the_nearest_first():
-    costs = PlacementCosts(0.0, 0.0, 1.0, 1.0, 1.0)
-    ahead = [queue(1, 7, 9), queue(2, 50, 60)]
-    plan = expertflow(queue(0, 3, 1), ahead, costs, 0.0, 1.0)
-    assert plan.cpu == () and experts(plan.load) == [1, 0]
-    assert [(w.layer, w.expert) for w in plan.prefetch] == [(1, 1), (1, 0), (2, 1), (2, 0)]
 
 
 def test_who_prefetches_is_listed():

@@ -8,7 +8,6 @@ import pytest
 from sklearn.ensemble import RandomForestRegressor
 
 from host_offload.control.interface import Moment, Observation
-from host_offload.policies.placement.caches import Horizon
 from host_offload.policies.prefetch.expertflow import policy as policy_module
 from host_offload.policies.prefetch.expertflow.evaluation import evaluated
 from host_offload.policies.prefetch.expertflow.forest import (
@@ -18,7 +17,7 @@ from host_offload.policies.prefetch.expertflow.forest import (
     pre_gate,
     scores,
 )
-from host_offload.policies.prefetch.expertflow.policy import ExpertFlow, Foreseen
+from host_offload.policies.prefetch.expertflow.policy import ExpertFlow, Foreseen, Horizon
 from host_offload.policies.prefetch.expertflow.training import NoTrainer, Training, fit, seen_of
 from host_offload.policies.prefetch.llapor.training import principal, samples
 from host_offload.policies.prefetch.names import prefetch_policy
