@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, user_errors
 from moejax.models.json_values import MOST_YAML, parse_yaml
-from moejax.start.options import Description, Options, descriptions
+from moejax.start.options import WITHOUT_A_GPU, Description, Options, descriptions
 
 if TYPE_CHECKING:
     from moejax.serve.llm import LLM
@@ -38,6 +38,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     add_options(engine, "checkpoint")
     add_options(engine, "engine")
+    add_options(parser.add_argument_group(WITHOUT_A_GPU), WITHOUT_A_GPU)
 
 
 CLUSTER = {

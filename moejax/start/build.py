@@ -42,9 +42,10 @@ from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.placed import PlacedRunner
 from moejax.step.drivers.placed_queued import PlacedQueuedRunner
 from moejax.step.drivers.queued import QueuedRunner
+from moejax.step.drivers.stated import StatedRunner
 from moejax.step.drivers.stream import StreamRunner
 from moejax.step.drivers.stream_queued import QueuedStreamRunner
-from moejax.step.parts import StepSpec
+from moejax.step.parts import SecondProcessor, StepSpec
 from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer, start_trace
 
@@ -140,13 +141,17 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     return decide(settings, model, facts, costs)
 
 
+def _placed(second: SecondProcessor) -> type[PlacedRunner]:
+    return PlacedRunner if second.stated is None else StatedRunner
+
+
 def make_runner(
     steps: StepSpec, loaded: LoadedModel, device: jax.Device, *, slots: int, bound: int
 ) -> Runner:
     """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
     kind = (_SEPARATE if steps.separate else RUNNERS)[steps.driver]
     if steps.second is not None:
-        kind = PlacedQueuedRunner if steps.separate else PlacedRunner
+        kind = PlacedQueuedRunner if steps.separate else _placed(steps.second)
     return kind(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,

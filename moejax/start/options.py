@@ -38,6 +38,10 @@ checkpoint, of which the arena is the cache."""
 TRANSFERS = ("ops", "queue")
 """Who brings experts: the step's own ops, in their place, or a queue beside compute."""
 
+WITHOUT_A_GPU = "compare policies without a GPU"
+"""The group of options that state times which a CPU alone does not have, so that policies can be
+compared on it: of a link, and of two processors."""
+
 KV_OVERFLOW = ("swap", "recompute")
 """What happens to KV that makes room: moved to host memory, or dropped and computed again by the
 prefill path, which changes the bits of generated tokens' KV."""
@@ -209,14 +213,6 @@ class Options:
         "memory",
         metavar="NAME[,KEY=VALUE…]",
     )
-    placement_test: str | None = _option(
-        "for a placement on a CPU alone: threads=A+B of the steps' and the second processor's "
-        "experts, and times that these take at least: accelerator=TIME an expert of the steps', "
-        "startup=TIME an expert and per_token=TIME a row of the other's (default: what threads "
-        "there are, as fast as they go)",
-        "memory",
-        metavar="KEY=VALUE…",
-    )
     cache_aware_routing: float | None = _option(
         "routers favour experts that are resident: a missing one loses DELTA of its score (0 to 1 "
         "where scores are a softmax or sigmoid) when a layer chooses, not in the weights; fewer "
@@ -256,18 +252,6 @@ class Options:
         default="rtn",
         metavar="NAME",
     )
-    link_rate: float | None = _option(
-        "bytes a second at which experts reach the arena, at most, such as 2GB/s: for experiments "
-        "with the ratio of compute to transfers on a CPU with native ops; transfers then run "
-        "beside compute, by threads of their own (docs/transfers.md)",
-        "memory",
-        metavar="RATE",
-    )
-    link_latency: float | None = _option(
-        "what a piece of a transfer takes beside that, such as 20us (default: 0)",
-        "memory",
-        metavar="TIME",
-    )
     transfers: str | None = _option(
         "who brings experts: ops, the step's own, in their place, or queue, beside compute; on a "
         "GPU and with XLA ops that takes driver=host (default: queue with a link_rate, "
@@ -284,6 +268,26 @@ class Options:
         "threads that transfers run on; on a GPU and with XLA ops how many pieces of transfers "
         "ahead of need are on their way at once; of a queue (default: 2, or 4 that read files)",
         "memory",
+    )
+    link_rate: float | None = _option(
+        "bytes a second at which experts reach the arena, at most, such as 2GB/s: for experiments "
+        "with the ratio of compute to transfers on a CPU with native ops; transfers then run "
+        "beside compute, by threads of their own (docs/transfers.md)",
+        WITHOUT_A_GPU,
+        metavar="RATE",
+    )
+    link_latency: float | None = _option(
+        "what a piece of a transfer takes beside that, such as 20us (default: 0)",
+        WITHOUT_A_GPU,
+        metavar="TIME",
+    )
+    placement_test: str | None = _option(
+        "for a placement on a CPU alone: threads=A+B of the steps' and the second processor's "
+        "experts, and times that these take at least: accelerator=TIME an expert of the steps', "
+        "startup=TIME an expert and per_token=TIME a row of the other's (default: what threads "
+        "there are, as fast as they go)",
+        WITHOUT_A_GPU,
+        metavar="KEY=VALUE…",
     )
     driver: str = _option(
         "who walks through the layers: device runs a step as one executable, host calls them from "

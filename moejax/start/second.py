@@ -14,15 +14,15 @@ from host_offload.policies.placement.recorded import PREFIX
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_duration
 from moejax.start.options import Options
-from moejax.step.parts import SecondProcessor, StepSpec
+from moejax.step.parts import SecondProcessor, StatedTimes, StepSpec
 from pallas_kernels import Ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
 
-RATES = ("accelerator", "startup", "per_token", "attention")
-"""Times of placement_test, as fields of SecondProcessor and costs of a placement."""
+RATES = tuple(field.name for field in dataclasses.fields(StatedTimes))
+"""Times of placement_test, as fields of StatedTimes and costs of a placement."""
 
 
 def parse_placement_test(text: str | None) -> SecondProcessor:
@@ -44,7 +44,7 @@ def parse_placement_test(text: str | None) -> SecondProcessor:
             threads = int(parts[0]), int(parts[1])
         else:
             raise UserError(f"placement_test takes threads, {', '.join(RATES)}, not {key!r}")
-    return dataclasses.replace(SecondProcessor(threads), **found)
+    return SecondProcessor(threads, StatedTimes(**found) if found else None)
 
 
 def placement_of(options: Options) -> str | None:
@@ -59,7 +59,7 @@ def placement_of(options: Options) -> str | None:
     more = [
         f"{name}={value!r}"
         for name in RATES
-        if name not in given and (value := getattr(test, name))
+        if name not in given and (value := getattr(test.stated, name, 0.0))
     ]
     if options.link_rate and "load" not in given:
         more.append("load=link")

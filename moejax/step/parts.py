@@ -95,21 +95,28 @@ class StepShapes:
 
 
 @dataclasses.dataclass(frozen=True)
+class StatedTimes:
+    """Seconds that two processors take at least, to compare policies on a CPU alone."""
+
+    accelerator: float = 0.0
+    """An expert on the accelerator."""
+    startup: float = 0.0
+    """An expert on the second processor, beside its rows."""
+    per_token: float = 0.0
+    """One of its rows there."""
+    attention: float = 0.0
+    """From when both are done with a layer's experts to the next layer's routing."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SecondProcessor:
     """A processor that computes missed experts where their weights are, beside the one that has the
-    arena (docs/prescope.md). Rates are stated for tests on one machine: a processor that is done
-    earlier waits."""
+    arena (docs/prescope.md)."""
 
     threads: tuple[int, int] = (0, 0)
     """Most threads of the accelerator's and of the second processor's expert op; 0: all."""
-    accelerator: float = 0.0
-    """Seconds that an expert takes on the accelerator at least."""
-    startup: float = 0.0
-    """On the second processor, beside its rows."""
-    per_token: float = 0.0
-    """What one of its rows takes there."""
-    attention: float = 0.0
-    """From when both are done with a layer's experts to the next layer's routing, at least."""
+    stated: StatedTimes | None = None
+    """What both take at least (moejax/step/drivers/stated.py); None: what they take."""
     implementation: str = ""
     """That of expert_ffn on it; empty: the steps' own."""
     same_bits: bool = True

@@ -23,7 +23,7 @@ from moejax.step.drivers.host import HostRunner, Parts
 from moejax.step.experts import Elsewhere
 from moejax.step.hooks import Hooks
 from moejax.step.layer_programs import PLACED_PARTS
-from moejax.step.parts import Routing, SecondProcessor, StepOutput
+from moejax.step.parts import Routing, StepOutput
 from moejax.step.programs import ProgramKey
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, TransferFailure
 from pallas_kernels.stage import Entries
@@ -78,8 +78,6 @@ class WithSecond(HostRunner):
     """What the runners of StepSpec.second share: who was given what, and who computed what."""
 
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
-        assert self.steps.second is not None
-        self._second: SecondProcessor = self.steps.second
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
         self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
         self._placed = self._nothing_placed()
@@ -169,10 +167,6 @@ class PlacedRunner(WithSecond):
 
     expert_parts = PLACED_PARTS
 
-    serial = False
-    """The second processor begins when the accelerator has what it loads and is done: what
-    transfers beside compute are measured against (scripts.policies processors)."""
-
     def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
         self._reader: Reader | None = None
         if self.store.files:
@@ -196,10 +190,7 @@ class PlacedRunner(WithSecond):
             self._reader.close()
 
     def _routed(self) -> None:
-        now = time.perf_counter()
-        if self._ended is not None:
-            now = _at_least(self._ended, self._second.attention)
-        self._routed_at = now
+        self._routed_at = time.perf_counter()
 
     def _experts(
         self,
@@ -212,26 +203,22 @@ class PlacedRunner(WithSecond):
     ) -> tuple[jax.Array, jax.Array]:
         rows, beside, order = self._given(parts, layer, np.asarray(routing.ids))
         index = self._index[layer]
-        mine, second, totals = np.flatnonzero(beside), self._second, self._totals
+        mine, totals = np.flatnonzero(beside), self._totals
         began = time.perf_counter()
         if self._ended is not None:
             totals.pass_between(began - self._ended, began - self._routed_at)
-        operands = parts, normed, routing.ids, index, mine, int(rows[mine].sum())
-        other = None if self.serial else self._beside(*operands)
+        other = self._beside(parts, normed, routing.ids, index, mine, int(rows[mine].sum()))
         try:
             y, self.arena, self.tables, counts = parts["accelerate", None](
                 *(self.stores, self.arena, self.tables, normed, routing.ids, index),
                 Elsewhere._make([beside, order]),
             )
-            if not (len(mine) or second.accelerator or second.attention):
+            if not self._is_timed(len(mine)):
                 self._ended = None
                 return parts["combine", None](x, y, routing.weights), counts
             y.block_until_ready()
             here = int(np.count_nonzero(rows)) - len(mine)
-            loaded = time.perf_counter() if self.serial else began
-            self._ended = ended = _at_least(loaded, here * second.accelerator)
-            if self.serial:
-                other = self._beside(*operands)
+            self._ended = ended = self._accelerated(began, here)
         finally:
             # A step that fails leaves nobody reading the store.
             result = None if other is None else settled(other)
@@ -253,24 +240,28 @@ class PlacedRunner(WithSecond):
             return None
         listed = np.full(self._placed.shape[1], -1, np.int32)
         listed[: len(mine)] = mine
-        second, count = self._second, np.int32(len(mine))
+        count = np.int32(len(mine))
         reader = None if self._reader is None else self._reader.arena
-        takes = len(mine) * second.startup + rows * second.per_token
 
         def compute() -> tuple[jax.Array, float]:
             began = time.perf_counter()
             y = parts["beside", None](self.stores, reader, x, ids, index, listed, count)
             y.block_until_ready()
-            return y, _at_least(began, takes)
+            return y, self._computed_beside(began, len(mine), rows)
 
         return self._thread.submit(compute)
 
+    def _is_timed(self, beside: int) -> bool:
+        """Whether a layer's experts are waited for, of which so many are computed beside."""
+        return beside > 0
 
-def _at_least(began: float, seconds: float) -> float:
-    """Now, but not before so many seconds have passed since `began`."""
-    while (left := began + seconds - time.perf_counter()) > 0:
-        time.sleep(left)
-    return time.perf_counter()
+    def _accelerated(self, began: float, experts: int) -> float:
+        """When the accelerator, which is done with so many experts of a layer, was done."""
+        return time.perf_counter()
+
+    def _computed_beside(self, began: float, experts: int, rows: int) -> float:
+        """As _accelerated of the second processor, in its thread."""
+        return time.perf_counter()
 
 
 def settled(future: Future) -> Callable[[], Any]:

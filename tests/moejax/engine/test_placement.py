@@ -169,21 +169,6 @@ def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
     assert stats["between"] % 3 == 0
 
 
-def test_the_second_processor_waits_for_the_loads_where_transfers_are_not_beside():
-    """The bits are the same, and the seconds those of one after the other."""
-    test = "threads=1+1,accelerator=1ms,startup=1ms"
-    with open_llm(placement=None, policies=[Anyhow(0.5)], placement_test=test) as llm:
-        llm.engine.runner.serial = True
-        with recorded() as spans:
-            found = run(llm, mixed_jobs()[:2], check=False)
-        stats = llm.stats()["placement"]
-    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=False))
-    experts = [span for span in spans if span.op == "expert_ffn"]
-    assert len(experts) > 50 and all(a.end <= b.begin for a, b in itertools.pairwise(experts))
-    # gap: from when the accelerator was done to when the second one was, all its work.
-    assert stats["gap_s"] >= 1e-3 * stats["experts"] > 0
-
-
 def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_at(monkeypatch):
     """Whoever did not compute an expert has NaN in its slots here: a sum would show it."""
     with open_llm() as llm:
