@@ -62,6 +62,18 @@ def _aot_missing() -> str | None:
     return None
 
 
+def pytest_configure() -> None:
+    """The native ops of all tests are the released ones but for faults in the queue, which tests
+    inject; the first run compiles them, some seconds."""
+    from pallas_kernels.cpu.build import BuildError
+    from scripts.parts.faults import use_faulty_library
+
+    try:
+        use_faulty_library()
+    except BuildError as error:
+        raise pytest.UsageError(f"tests put faults into the native queue: {error}") from error
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -68,20 +68,6 @@ class _Options(ctypes.Structure):
     )
 
 
-class _Faults(ctypes.Structure):
-    _fields_ = (
-        ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_double) for name in ("delay", "errors", "short_reads")),
-        *((name, ctypes.c_double) for name in ("delayed", "ahead_errors", "ahead_delayed")),
-    )
-
-
-class _FaultCounts(ctypes.Structure):
-    """TransferFaultCounts."""
-
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("delays", "errors", "short_reads"))
-
-
 class _Totals(ctypes.Structure):
     """TransferTotals."""
 
@@ -135,8 +121,6 @@ def _library() -> ctypes.CDLL:
         "transfers_totals": (None, (handle, ctypes.POINTER(_Totals))),
         "transfers_keep_settled": (None, (handle, ctypes.c_int32)),
         "transfers_step": (ctypes.c_int32, (handle,)),
-        "transfers_inject": (None, (handle, ctypes.POINTER(_Faults))),
-        "transfers_injected": (None, (handle, ctypes.POINTER(_FaultCounts))),
         "transfers_record": (None, (handle, ctypes.c_int32)),
         "transfers_events": (number, (handle, ctypes.POINTER(_Event), number)),
         "checksum": (ctypes.c_uint64, (ctypes.c_int32, ctypes.c_void_p, number)),
@@ -145,33 +129,6 @@ def _library() -> ctypes.CDLL:
         function = getattr(functions, f"moejax_{name}")
         function.restype, function.argtypes = result, arguments
     return functions
-
-
-@dataclasses.dataclass(frozen=True)
-class Faults:
-    """What a test puts in the way of chunks: up to so many seconds before and after each, the
-    share of them that fails, the share of reads that return less than was asked for, the share of
-    places for a delay that have one."""
-
-    seed: int = 0
-    delay: float = 0.0
-    errors: float = 0.0
-    short_reads: float = 0.0
-    delayed: float = 1.0
-    ahead_errors: float = 0.0
-    """As errors, of chunks that were not queued as demands, besides."""
-    ahead_delayed: float = 0.0
-    """As delayed, of those."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FaultCounts:
-    """How often faults were put in the way since the queue was made."""
-
-    delays: int
-    errors: int
-    short_reads: int
-    """Only reads from files have them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,18 +335,6 @@ class NativeQueue:
         """Carries out one chunk in this thread; False where none waits."""
         self._require_open()
         return bool(self._calls.moejax_transfers_step(self.handle))
-
-    def inject(self, faults: Faults) -> None:
-        """For tests, before anything is submitted."""
-        self._require_open()
-        self._calls.moejax_transfers_inject(self.handle, _Faults(*dataclasses.astuple(faults)))
-
-    def injected(self) -> FaultCounts:
-        """What `inject` led to so far."""
-        self._require_open()
-        counts = _FaultCounts()
-        self._calls.moejax_transfers_injected(self.handle, counts)
-        return FaultCounts(counts.delays, counts.errors, counts.short_reads)
 
     def record(self) -> None:
         """From now on `spans` has something to say."""

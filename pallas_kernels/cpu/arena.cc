@@ -2,10 +2,10 @@
 
 #include <sys/mman.h>
 
-#include <chrono>
 #include <map>
 #include <new>
-#include <thread>
+
+#include "pallas_kernels/cpu/faults.h"
 
 namespace moejax {
 namespace {
@@ -38,6 +38,7 @@ OwnedArena::OwnedArena(int64_t rows, int64_t hidden) : rows(rows), hidden(hidden
 
 OwnedArena::~OwnedArena() {
   supply_.reset();  // closes the queue, which writes here
+  faults::forget(this);
   munmap(data, mapped_);
 }
 
@@ -55,7 +56,7 @@ std::string OwnedArena::begin_read(uint32_t writes) {
 }
 
 void OwnedArena::end_read() {
-  if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+  faults::hold(this);
   std::lock_guard<std::mutex> lock(mutex_);
   readers_--;
 }
@@ -68,7 +69,7 @@ std::string OwnedArena::begin_write(uint32_t writes) {
 }
 
 uint32_t OwnedArena::end_write() {
-  if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+  faults::hold(this);
   std::lock_guard<std::mutex> lock(mutex_);
   writing_ = false;
   return ++writes_;
@@ -109,10 +110,6 @@ MOEJAX_CALLED void* moejax_cpu_arena_data(uint32_t handle) {
 MOEJAX_CALLED uint32_t moejax_cpu_arena_writes(uint32_t handle) {
   const auto arena = find_arena(handle);
   return arena ? arena->writes() : 0;
-}
-
-MOEJAX_CALLED void moejax_cpu_arena_delay(uint32_t handle, int64_t microseconds) {
-  if (const auto arena = find_arena(handle)) arena->delay_us = microseconds;
 }
 
 // The memory goes when the last op that runs on it has ended.

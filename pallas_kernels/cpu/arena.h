@@ -35,7 +35,6 @@ class OwnedArena {
 
   const int64_t rows, hidden;  // uint16[rows, hidden]
   uint16_t* data = nullptr;
-  int64_t delay_us = 0;  // of tests: readers and writers hold the arena for so long
 
  private:
   std::string out_of_order(const char* what, uint32_t writes) const;

@@ -147,10 +147,6 @@ class ArenaMemory:
             for i in range(min(count, _MOST_TOLD))
         ]
 
-    def delay(self, microseconds: int) -> None:
-        """For tests: every op holds the arena for so much longer."""
-        _functions().delay(self.handle, microseconds)
-
 
 def abstract_arena(rows: int, hidden: int) -> OwnedArena:
     """An owned arena as programs are traced with, without memory."""
@@ -194,7 +190,6 @@ class _Functions:
     new: ctypes._NamedFuncPointer
     data: ctypes._NamedFuncPointer
     writes: ctypes._NamedFuncPointer
-    delay: ctypes._NamedFuncPointer
     attach: ctypes._NamedFuncPointer
     failures: ctypes._NamedFuncPointer
     close: ctypes._NamedFuncPointer
@@ -209,7 +204,6 @@ def _functions() -> _Functions:
         found[name].argtypes = [ctypes.c_uint32]
     found["new"].restype = found["writes"].restype = ctypes.c_uint32
     found["data"].restype = ctypes.c_void_p
-    found["delay"].argtypes = [ctypes.c_uint32, ctypes.c_int64]
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     found["attach"].argtypes = [
         *(ctypes.c_uint32, ctypes.c_int32, pointer, pointer, pointer),
@@ -220,5 +214,5 @@ def _functions() -> _Functions:
         *(pointer, number),
     ]
     found["attach"].restype, found["failures"].restype = ctypes.c_int32, number
-    found["delay"].restype = found["close"].restype = None
+    found["close"].restype = None
     return _Functions(**found)

@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libmoejax_cpu.so"
+OBJECTS = HERE / "objects"
 COMMAND = "python -m pallas_kernels.cpu"
 COMPILERS = ("c++", "g++", "clang++")
 """What is looked for on PATH if CXX does not name a compiler."""
@@ -93,21 +95,45 @@ def translation_units(compiler: str) -> dict[str, list[str]]:
 
 
 def build(folder: Path = HERE) -> Path:
-    """Compiles the library into a folder, about 20 seconds of two cores. Raises BuildError."""
+    """Compiles the library into a folder, about 20 seconds of two cores. Its objects stay beside
+    the sources, for a build that differs in some of them. Raises BuildError."""
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        units = translation_units(compiler)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [
-                pool.submit(_run, [compiler, *arguments, "-o", str(Path(work) / name)])
-                for name, arguments in units.items()
-            ]
-        for job in jobs:
-            job.result()
+        objects = compile_units(compiler, translation_units(compiler), Path(work))
+        library = link(compiler, objects, folder)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(OBJECTS, ignore_errors=True)
+            OBJECTS.mkdir()
+            for path in objects:
+                shutil.copy(path, OBJECTS)
+            (OBJECTS / digest()).touch()
+    return library
+
+
+def kept_objects() -> Path | None:
+    """The folder of the objects that `build` left of these sources; None: there are none."""
+    return OBJECTS if (OBJECTS / digest()).exists() else None
+
+
+def compile_units(compiler: str, units: Mapping[str, Sequence[str]], folder: Path) -> list[Path]:
+    """The objects of translation units, in a folder. Raises BuildError."""
+    objects = [folder / name for name in units]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(_run, [compiler, *told, "-o", str(path)])
+            for told, path in zip(units.values(), objects, strict=True)
+        ]
+    for job in jobs:
+        job.result()
+    return objects
+
+
+def link(compiler: str, objects: Sequence[Path], folder: Path) -> Path:
+    """The library of these objects, placed into a folder. Raises BuildError."""
+    with tempfile.TemporaryDirectory() as work:
         linked = Path(work) / LIBRARY
-        objects = [str(Path(work) / name) for name in units]
-        _run([compiler, "-shared", "-pthread", *objects, "-o", str(linked)])
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
         return place(linked, folder)
 
 

@@ -159,15 +159,6 @@ MOEJAX_EXPORT int32_t moejax_transfers_step(int32_t handle) {
   return queue && queue->step();
 }
 
-MOEJAX_EXPORT void moejax_transfers_inject(int32_t handle, const TransferFaults* faults) {
-  if (const auto queue = find_transfer_queue(handle)) queue->inject(*faults);
-}
-
-MOEJAX_EXPORT void moejax_transfers_injected(int32_t handle, TransferFaultCounts* counts) {
-  const auto queue = find_transfer_queue(handle);
-  *counts = queue ? queue->injected() : TransferFaultCounts{};
-}
-
 MOEJAX_EXPORT void moejax_transfers_record(int32_t handle, int32_t on) {
   if (const auto queue = find_transfer_queue(handle)) queue->record(on != 0);
 }

@@ -5,6 +5,7 @@
 #include "pallas_kernels/cpu/transfer_queue.h"
 
 #include "pallas_kernels/cpu/copy.h"
+#include "pallas_kernels/cpu/faults.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -129,7 +130,10 @@ TransferQueue::TransferQueue(const TransferOptions& options) : options_(options)
   }
 }
 
-TransferQueue::~TransferQueue() { close(); }
+TransferQueue::~TransferQueue() {
+  close();
+  faults::forget(this);
+}
 
 int32_t TransferQueue::add_file(const std::string& path, bool direct, std::string* why) {
   int flags = O_RDONLY | O_CLOEXEC;
@@ -510,14 +514,9 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
 }
 
 std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& bounce) {
-  if (faulty_) {
-    delay(transfer);
-    const auto hits = [this](double TransferFaults::*share) {
-      return strikes(share, &TransferFaultCounts::errors);
-    };
-    if (hits(&TransferFaults::errors) || (transfer.asked && hits(&TransferFaults::ahead_errors))) {
-      return (transfer.file ? transfer.file->path : "memory") + ": an injected error";
-    }
+  faults::delay(this, transfer.asked);
+  if (const char* const error = faults::error(this, transfer.asked)) {
+    return (transfer.file ? transfer.file->path : "memory") + ": " + error;
   }
   auto* const to = reinterpret_cast<uint8_t*>(transfer.request.destination) + chunk.first;
   const int64_t from = transfer.request.source + chunk.first;
@@ -530,7 +529,7 @@ std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& 
   } else {
     copy(to, reinterpret_cast<const uint8_t*>(from), chunk.bytes);
   }
-  if (faulty_) delay(transfer);
+  faults::delay(this, transfer.asked);
   return failure;
 }
 
@@ -598,16 +597,12 @@ std::string TransferQueue::read(Transfer& transfer, uint8_t* to, int64_t at, int
   return "";
 }
 
-// Bytes read, fewer than n at the end of the file or where a test wants it; -errno.
+// Bytes read, fewer than n at the end of the file; -errno.
 int64_t TransferQueue::read_some(int fd, void* to, int64_t n, int64_t at) {
   ssize_t got;
   do got = pread(fd, to, (size_t)n, (off_t)at);
   while (got < 0 && errno == EINTR);
-  if (got < 0) return -errno;
-  if (got > 1 && faulty_ && strikes(&TransferFaults::short_reads, &TransferFaultCounts::short_reads)) {
-    return 1 + (int64_t)(draw() * (double)(got - 1));
-  }
-  return got;
+  return got < 0 ? -errno : faults::cut(this, got);
 }
 
 // ---- waiting and seeing
@@ -797,46 +792,7 @@ void TransferQueue::close() {
   for (auto& thread : threads) thread.join();
 }
 
-// ---- tests
-
-void TransferQueue::inject(const TransferFaults& faults) {
-  Held held(faults_mutex_);
-  faults_ = faults;
-  random_.seed(faults.seed);
-  faulty_ = faults.delay > 0 || faults.errors > 0 || faults.ahead_errors > 0 ||
-            faults.short_reads > 0;
-}
-
-TransferFaultCounts TransferQueue::injected() {
-  Held held(faults_mutex_);
-  return fault_counts_;
-}
-
-double TransferQueue::draw() {
-  Held held(faults_mutex_);
-  return std::uniform_real_distribution<double>(0, 1)(random_);
-}
-
-// Whether a fault that has this share of all happens, which is counted.
-bool TransferQueue::strikes(double TransferFaults::*share, int64_t TransferFaultCounts::*count) {
-  Held held(faults_mutex_);
-  const bool now = std::uniform_real_distribution<double>(0, 1)(random_) < faults_.*share;
-  fault_counts_.*count += now;
-  return now;
-}
-
-void TransferQueue::delay(const Transfer& transfer) {
-  Held held(faults_mutex_);
-  const double most = faults_.delay;
-  held.unlock();
-  if (most <= 0) return;
-  const auto hits = [this](double TransferFaults::*share) {
-    return strikes(share, &TransferFaultCounts::delays);
-  };
-  if (hits(&TransferFaults::delayed) || (transfer.asked && hits(&TransferFaults::ahead_delayed))) {
-    sleep_until(now() + draw() * most);
-  }
-}
+// ---- what happened
 
 void TransferQueue::record(bool on) {
   Held held(mutex_);

@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -67,20 +66,6 @@ struct TransferOptions {
   int64_t chunk_bytes;
   double rate;          // bytes per second of the link; 0: as fast as it goes
   double latency;       // seconds from a chunk's end on the link until its bytes count as there
-};
-
-// What a test puts in the way: the most seconds, and shares of 1.
-struct TransferFaults {
-  uint64_t seed;
-  double delay, errors, short_reads;
-  double delayed;  // share of the places for a delay, two a chunk, that have one
-  // The same of chunks that were not queued as demands, besides.
-  double ahead_errors, ahead_delayed;
-};
-
-// How often it did.
-struct TransferFaultCounts {
-  int64_t delays, errors, short_reads;
 };
 
 // What the queue did since it was made.
@@ -160,8 +145,6 @@ class TransferQueue {
   bool step();   // carries out one chunk in the caller's thread; false: none waits
   void close();  // cancels what has not begun, ends what has
 
-  void inject(const TransferFaults& faults);
-  TransferFaultCounts injected();  // since the queue was made
   void record(bool on);
   std::vector<TransferEvent> events();
 
@@ -197,9 +180,6 @@ class TransferQueue {
   std::string open_file(Transfer& transfer);
   std::string read(Transfer& transfer, uint8_t* to, int64_t at, int64_t n, Bounce& bounce);
   int64_t read_some(int fd, void* to, int64_t n, int64_t at);
-  double draw();
-  bool strikes(double TransferFaults::*share, int64_t TransferFaultCounts::*count);
-  void delay(const Transfer& transfer);
   void note(TransferEvent::Kind kind, int64_t ticket, int64_t a, int64_t b);
   static TransferRecord record_of(const Transfer& transfer);
 
@@ -221,11 +201,6 @@ class TransferQueue {
   bool link_taken_ = false, stopping_ = false, forgetful_ = false;
   std::vector<std::thread> threads_;
 
-  std::mutex faults_mutex_;
-  TransferFaults faults_{};
-  TransferFaultCounts fault_counts_{};
-  std::mt19937_64 random_;
-  std::atomic<bool> faulty_{false};
   bool recording_ = false;
   std::vector<TransferEvent> events_;
 };

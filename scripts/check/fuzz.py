@@ -43,7 +43,6 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.memory.tables import empty_tables
 from host_offload.policies.eviction.names import EVICTION
-from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.convert import convert
 from moejax.engine.control import control_of
@@ -55,6 +54,7 @@ from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.controllers import start_controller
+from scripts.parts.faults import Faults, inject, injected, use_faulty_library
 from scripts.parts.text_table import show
 
 MOST_STEPS = 20_000
@@ -463,7 +463,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
     if (queue := engine.runner.queue) is not None:
-        queue.inject(conditions.transfers or Faults())
+        inject(queue, conditions.transfers or Faults())
     if conditions.stages:
         policies, length = [RandomStages(seed)], scheduler.max_model_len
         controller = start_controller(engine.runner, policies, max_model_len=length, seed=seed)
@@ -554,7 +554,7 @@ def _totals(llm: LLM) -> dict[str, int]:
     totals, queue = engine.runner.transfer_totals(), engine.runner.queue
     queued = {}
     if totals is not None and queue is not None:
-        injected = dataclasses.asdict(queue.injected())
+        faults = dataclasses.asdict(injected(queue))
         queued = {
             "demands that came": totals.demands,
             "prefetches that came": totals.ahead,
@@ -562,7 +562,7 @@ def _totals(llm: LLM) -> dict[str, int]:
             "transfers cancelled": totals.cancelled,
             "transfers failed": totals.failed,
             "prefetches tried again": totals.retried,
-            **{f"injected {name.replace('_', ' ')}": n for name, n in injected.items()},
+            **{f"injected {name.replace('_', ' ')}": n for name, n in faults.items()},
             "waits for transfers": totals.waits,
         }
     stats = kv_stats(engine.scheduler)
@@ -657,6 +657,7 @@ def differs(request: Request, alone: Request) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     positive(args, "steps", "check_every")
+    use_faulty_library()
     with contextlib.ExitStack() as stack:
         return run([stack.enter_context(llm) for llm in opened(args, stack)], args)
 

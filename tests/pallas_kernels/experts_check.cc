@@ -17,6 +17,7 @@
 #include "pallas_kernels/cpu/ops.h"
 #include "pallas_kernels/cpu/pool.h"
 #include "pallas_kernels/cpu/supply.h"
+#include "scripts/parts/faults.h"
 
 using namespace moejax;
 
@@ -83,7 +84,7 @@ struct Round {
         TransferOptions{pick(1, 3), chunks[pick(0, 2)], pick(0, 2) ? 0 : 2e8, 0});
     faults = {rng(), 300e-6, pick(0, 3) ? 0 : 0.01, 0, pick(0, 1) ? 0.9 : 0.1,
               pick(0, 2) ? 0 : 0.3, pick(0, 2) ? 0 : 0.7};
-    queue->inject(faults);
+    inject(queue.get(), faults);
     Sources sources{1, kLayers, kExperts, {}, {}};
     const int64_t record = format.rows * format.hidden * 2;
     for (int64_t i = 0; i < kLayers * kExperts; i++) {

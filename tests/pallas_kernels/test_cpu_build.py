@@ -118,6 +118,16 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
 
 
 @NATIVE
+def test_the_released_library_has_no_faults():
+    """Its queue fails for no test: only the tests' own library can be told to."""
+    released, of_tests = (
+        (folder / build.LIBRARY).read_bytes() for folder in (build.HERE, library.HERE)
+    )
+    for name in (b"an injected error", b"transfers_inject", b"arena_delay"):
+        assert name not in released and name in of_tests
+
+
+@NATIVE
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(library, "digest", lambda: "another")
     assert "built from other sources" in library._load.__wrapped__()[1]

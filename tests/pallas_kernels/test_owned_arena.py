@@ -15,6 +15,7 @@ from host_offload.memory.swap import move_pages, read_pages, write_pages
 from pallas_kernels.cpu import arena as owned
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, move_rows, read_rows, write_rows
 from pallas_kernels.fill import fill
+from scripts.parts.faults import delay_arena
 from tests.pallas_kernels.contract import NATIVE, pinned
 
 pytestmark = NATIVE
@@ -171,7 +172,7 @@ def test_a_read_that_a_write_overtakes_is_found(memory):
         compiled = jax.jit(lambda *given, d=dependent: step(*given, d), donate_argnums=0)
         program = compiled.lower(on(memory), x).compile()
         assert ("u32[2]{0} copy(" in program.as_text()) == (not dependent)
-        memory.delay(2000)
+        delay_arena(memory, 2000)
         if dependent:
             jax.block_until_ready(program(on(memory), x))
         else:
@@ -195,7 +196,7 @@ def test_of_a_read_and_a_write_at_once_one_is_refused(memory):
     arena = on(memory)
     read = jax.jit(lambda arena: read_rows(arena, ints(0), 8, width=HIDDEN)).lower(arena).compile()
     write = jax.jit(filled).lower(arena).compile()
-    memory.delay(500_000)
+    delay_arena(memory, 500_000)
     refused = []
 
     def run(program):

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.cpu import build
+from scripts.parts.faults import FAULTS
 from tests.conftest import REPOSITORY
 
 X86 = "-DMOEJAX_X86" if "x86_64" in build._run([build.find_compiler(), "-dumpmachine"]) else "-DARM"
-FLAGS = ("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Werror", "-I", str(REPOSITORY), X86)
+FLAGS = (
+    *("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Werror", "-I", str(REPOSITORY), X86),
+    FAULTS,
+)
 QUEUE = build.HERE / "transfer_queue.cc"
 CHECK = REPOSITORY / "tests" / "pallas_kernels" / "transfers_check.cc"
 

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "pallas_kernels/cpu/transfer_queue.h"
+#include "scripts/parts/faults.h"
 
 using namespace moejax;
 
@@ -334,7 +335,7 @@ std::string run(Rng& rng, const std::vector<uint8_t>& source, const char* path, 
   std::string why;
   round.file = round.queue->add_file(path, pick(rng, 0, 1), &why);
   expect(round.file >= 0, why);
-  round.queue->inject(round.faults);
+  inject(round.queue.get(), round.faults);
   round.queue->record(true);
   std::vector<std::thread> clients;
   for (int i = 0; i < 3; i++) clients.emplace_back([&round, seed = rng()] { round.client(seed, 60); });

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.queue import native
-from host_offload.queue.native import Faults, NativeQueue, checksum
+from host_offload.queue.native import NativeQueue, checksum
 from host_offload.queue.order import TransferQueue
 from host_offload.queue.transfer import DEMAND, Load, QueueError, Source, Transfer
 from host_offload.queue.virtual import VirtualQueue
 from pallas_kernels.cpu.library import why_not_cpu
+from scripts.parts.faults import Faults, inject
 from tests.host_offload.queue.operations import operations, play
 
 pytestmark = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cpu()}")
@@ -201,7 +202,7 @@ def test_three_parts_of_an_expert_pass_at_once(threads):
     With one thread they pass one after the other."""
     to, parts = cell(), (40_000, 40_000, 20_003)
     with NativeQueue(threads=threads, chunk_bytes=max(parts)) as queue:
-        queue.inject(Faults(seed=3, delay=0.03))
+        inject(queue, Faults(seed=3, delay=0.03))
         queue.record()
         for _ in range(4):
             queue.wait(queue.submit(transfer(), from_memory(to, parts)))
@@ -223,7 +224,7 @@ def test_what_is_computed_while_later_parts_fly():
         load = from_memory(to, (40_000, 40_000, 20_003), entry=entry.ctypes.data, value=1)
         with NativeQueue(threads=3, chunk_bytes=40_000) as queue:
             # Long beside what a busy machine takes to let this thread go on.
-            queue.inject(Faults(seed=seed, delay=0.1))
+            inject(queue, Faults(seed=seed, delay=0.1))
             ticket = queue.submit(transfer(), load)
             queue.wait(ticket, 0)
             queue.wait(ticket, 1)
@@ -401,11 +402,11 @@ def test_refuses_files_that_cannot_be_read(queue, path, tmp_path):
 def test_an_injected_error_fails_one_transfer_and_its_cell(path):
     to = cell()
     with NativeQueue(chunk_bytes=1000) as queue:
-        queue.inject(Faults(seed=1, errors=1.0))
+        inject(queue, Faults(seed=1, errors=1.0))
         settled = queue.wait(queue.submit(transfer(3), from_file(path, to)))
         assert settled and settled.message == f"{path}: an injected error"
         assert queue.wait_cell(3) == "failed"
-        queue.inject(Faults())
+        inject(queue, Faults())
         queue.wait(queue.submit(transfer(3), from_file(path, to)))
         assert queue.wait_cell(3) == "done"
 
@@ -413,7 +414,7 @@ def test_an_injected_error_fails_one_transfer_and_its_cell(path):
 def test_short_reads_are_read_on(path):
     to = cell()
     with NativeQueue(chunk_bytes=20_000) as queue:
-        queue.inject(Faults(seed=2, short_reads=0.7))
+        inject(queue, Faults(seed=2, short_reads=0.7))
         settled = queue.wait(queue.submit(transfer(), from_file(path, to)))
     assert settled and settled.state == "done"
     np.testing.assert_array_equal(to, BYTES)
@@ -451,7 +452,7 @@ def test_close_ends_what_has_begun():
 def test_close_waits_for_a_chunk_in_a_callers_hands():
     to = cell()
     queue = NativeQueue(threads=0)
-    queue.inject(Faults(delay=0.5))
+    inject(queue, Faults(delay=0.5))
     queue.submit(transfer(0), from_memory(to))
     caller = threading.Thread(target=queue.step)
     caller.start()

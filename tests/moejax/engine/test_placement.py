@@ -18,7 +18,6 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.eviction.names import eviction_policy
 from host_offload.policies.placement import names
-from host_offload.queue.native import Faults
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
@@ -27,6 +26,7 @@ from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.step.programs import ProgramKey
 from pallas_kernels.cpu.spans import recorded
+from scripts.parts.faults import Faults, inject
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
@@ -272,7 +272,7 @@ def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypat
         assert queue is not None and llm.engine.control is not None
         run(llm, mixed_jobs()[:1], check=False)  # until the table is known
         before = dict(llm.engine.statistics.paging)
-        queue.inject(Faults(seed=1, delay=1e-3))
+        inject(queue, Faults(seed=1, delay=1e-3))
         found = run(llm, mixed_jobs(), check=False)
         assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
         after = llm.engine.statistics.paging

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from host_offload.memory.arena import SlotClass
-from host_offload.queue.native import Faults
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import LLM
 from moejax.engine.resize import cells_of, know_cells
+from scripts.parts.faults import Faults, inject
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
@@ -74,7 +74,7 @@ def test_cells_go_on_while_experts_fly(options, at_rest, tmp_path):
     """What was on its way into a cell that another layer got is nobody's."""
     with LLM("demo", **options, **HOST, trace=tmp_path / "t") as llm:
         if (queue := llm.engine.runner.queue) is not None:
-            queue.inject(Faults(seed=2, delay=1e-3, delayed=0.3))
+            inject(queue, Faults(seed=2, delay=1e-3, delayed=0.3))
         assert_same_bits(run(llm, mixed_jobs(), check=False), at_rest)
         assert not llm.engine.runner.faults()
         assert llm.engine.control.controller.pool.handed > 100

@@ -12,7 +12,6 @@ import pytest
 import moejax.step.drivers.device
 import moejax.step.experts
 from host_offload.control.window import PACKED
-from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.random_model import random_model, shape
@@ -25,6 +24,7 @@ from moejax.start.decide.stream import used_experts
 from moejax.start.options import Options
 from moejax.start.settings import settings_of
 from pallas_kernels.cpu.spans import recorded
+from scripts.parts.faults import Faults, delay_arena, inject
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
@@ -75,7 +75,7 @@ def test_the_bits_are_those_of_full_residency(options):
     of up to 200 µs a chunk and no wait but the ops' own."""
     with open_llm(**options) as llm:
         found = [run(llm, mixed_jobs()[:4])]
-        llm.engine.runner.queue.inject(Faults(seed=1, delay=2e-4))
+        inject(llm.engine.runner.queue, Faults(seed=1, delay=2e-4))
         found.append(run(llm, mixed_jobs()[:4], check=False))
         assert not llm.engine.runner.faults()
         stats = llm.stats()
@@ -173,11 +173,11 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
     assert not runner.faults()  # and the first layer is there
     residents = int((runner.window.tier == PACKED).sum())  # came before it
     runner.queue.record()
-    runner.queue.inject(Faults(seed=layers, delay=load))
-    runner.memory.delay(compute)
+    inject(runner.queue, Faults(seed=layers, delay=load))
+    delay_arena(runner.memory, compute)
     with recorded() as ops:
         found = run(running, short_jobs(), check=False)
-        runner.memory.delay(0)
+        delay_arena(runner.memory, 0)
         wrong = runner.faults()
     if not all(a.same_bits(b) for a, b in zip(found, at_rest_of(layers), strict=True)):
         wrong.append("other bits")
@@ -298,11 +298,11 @@ def test_a_layer_that_does_not_come_ends_the_requests_of_its_step_only():
         engine, queue = llm.engine, llm.engine.runner.queue
         want = [llm.generate(p, GREEDY)[0].outputs[0].token_ids for p in PROMPTS]
         first = engine.add(PROMPTS[0], GREEDY)
-        queue.inject(Faults(seed=1, errors=1.0))
+        inject(queue, Faults(seed=1, errors=1.0))
         while first.error is None:
             engine.step()
         assert "could not be read: memory: an injected error" in str(first.error)
-        queue.inject(Faults())
+        inject(queue, Faults())
         while not engine.idle:
             engine.step()
         assert not engine.runner.faults()

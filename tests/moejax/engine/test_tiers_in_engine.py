@@ -7,10 +7,10 @@ import pytest
 
 import moejax.step.experts
 from host_offload.control.window import PACKED_VERSION
-from host_offload.queue.native import Faults
 from moejax import LLM, UserError
 from moejax.device import select_device
 from moejax.start.tiers import measured_rates
+from scripts.parts.faults import Faults, inject
 from tests.moejax.engine.test_stream import LIMITS, LINK, at_rest, out_of_order
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
@@ -50,7 +50,7 @@ def test_the_bits_and_bytes_of_packed_residents(tiers, dense, packed, options):
     direct = tiers.startswith("flux-direct")
     with open_llm(tiers, **options) as llm:
         found = [run(llm, mixed_jobs()[:4])]
-        llm.engine.runner.queue.inject(Faults(seed=1, delay=2e-4))
+        inject(llm.engine.runner.queue, Faults(seed=1, delay=2e-4))
         found.append(run(llm, mixed_jobs()[:4], check=False))
         assert not llm.engine.runner.faults()
         stats = llm.stats()

@@ -11,8 +11,8 @@ import pytest
 
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.queue import native
-from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams, UserError
+from scripts.parts.faults import Faults, inject, injected
 from tests.moejax.engine_runs import mixed_jobs, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
 
@@ -67,7 +67,7 @@ def test_the_bits_are_those_of_experts_that_are_there(options):
         found = []
         for delay in (1e-3, 0.0):  # some move experts in the first run only
             delayed = 0.1 if options.get("chunk_bytes") == 1000 else 1.0
-            queue.inject(Faults(seed=1, delay=delay, delayed=delayed))
+            inject(queue, Faults(seed=1, delay=delay, delayed=delayed))
             found.append(run(llm, mixed_jobs(), check=False))
             assert not llm.engine.runner.faults()
         stats = llm.stats()["transfers"]
@@ -89,14 +89,14 @@ def test_a_transfer_that_fails_ends_the_requests_of_its_step_only(driver):
     with open_llm(expert_budget="40%", driver=driver) as llm:
         engine, queue = llm.engine, llm.engine.runner.queue
         want = [llm.generate(p, params)[0].outputs[0].token_ids for p in prompts]
-        queue.inject(Faults(seed=1, errors=1.0))
+        inject(queue, Faults(seed=1, errors=1.0))
         first, second = (engine.add(p, params) for p in prompts)
         set_budget_to_nothing_resident(engine)
         while first.error is None:
             engine.step()
         assert "expert" in str(first.error) and "an injected error" in str(first.error)
         assert first.finish_reason == "abort"
-        queue.inject(Faults())
+        inject(queue, Faults())
         while not engine.idle:
             engine.step()
         if second.error is None:  # it was in none of the steps that were under way
@@ -105,10 +105,10 @@ def test_a_transfer_that_fails_ends_the_requests_of_its_step_only(driver):
         assert llm.stats()["transfers"]["failed"] > 0
         # What failed is absent, and comes again.
         assert [llm.generate(p, params)[0].outputs[0].token_ids for p in prompts] == want
-        queue.inject(Faults(seed=1, errors=1.0))
+        inject(queue, Faults(seed=1, errors=1.0))
         with pytest.raises(UserError, match="could not be read: memory: an injected error"):
             llm.score(list(range(300, 340)))
-        queue.inject(Faults())
+        inject(queue, Faults())
 
 
 @pytest.mark.parametrize("delay", [0.0, 2e-3])
@@ -117,11 +117,11 @@ def test_a_prefetch_that_failed_is_tried_again_when_it_is_needed(delay):
     with open_llm(expert_budget="60%", prefetch="random", link_rate="2GB/s") as llm:
         queue = llm.engine.runner.queue
         faults = Faults(seed=1, delay=delay, delayed=0.0, ahead_errors=1.0, ahead_delayed=1.0)
-        queue.inject(faults)
+        inject(queue, faults)
         found = run(llm, mixed_jobs(), check=False)
         assert not llm.engine.runner.faults()
         stats = llm.stats()["transfers"]
-        assert stats["tried_again"] > 0 and queue.injected().errors > 0
+        assert stats["tried_again"] > 0 and injected(queue).errors > 0
         assert stats["prefetches"] == {"in_time": 0, "late": 0}
     assert all(a.same_bits(b) for a, b in zip(found, at_rest()[0], strict=True))
 
@@ -134,11 +134,11 @@ def test_what_a_failed_step_led_to_is_nobodys_prefix():
     prompt = list(range(30, 230))
     with open_llm(expert_budget=0, max_num_batched_tokens=64) as llm:
         engine, queue = llm.engine, llm.engine.runner.queue
-        queue.inject(Faults(seed=1, errors=1.0))
+        inject(queue, Faults(seed=1, errors=1.0))
         failed = engine.add(prompt, params)
         engine.step()
         jax.block_until_ready(engine._pending.results)
-        queue.inject(Faults())
+        inject(queue, Faults())
         while not engine.idle:
             engine.step()
         assert failed.error is not None
@@ -193,7 +193,7 @@ def test_results_name_the_link():
 @pytest.mark.slow
 def test_budgets_move_while_experts_fly():
     with open_llm(expert_budget="100%", prefetch="random", eviction="lru") as llm:
-        llm.engine.runner.queue.inject(Faults(seed=2, delay=2e-3, delayed=0.25))
+        inject(llm.engine.runner.queue, Faults(seed=2, delay=2e-3, delayed=0.25))
         for cells in ([3, 9, 16, 0], [12] * 4, [1, 1, 1, 1]):
             set_budget(llm, cells, 3)
             found = run(llm, mixed_jobs(), check=False)

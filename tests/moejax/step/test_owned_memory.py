@@ -23,6 +23,7 @@ from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.arena import OwnedArena, abstract_arena, read_rows
+from scripts.parts.faults import delay_arena
 from tests.hlo import arena_copies, compile_to_read
 from tests.moejax.step.test_constant_memory import (
     DECODE,
@@ -193,11 +194,11 @@ def test_slow_readers_and_writers_change_no_bit(llm):
     memory = memory_of(llm.engine.runner)
     want = answers(llm)
     writes, missed = memory.token()[1], llm.stats()["experts"]["fills"]
-    memory.delay(300)
+    delay_arena(memory, 300)
     try:
         assert answers(llm) == want
     finally:
-        memory.delay(0)
+        delay_arena(memory, 0)
     assert memory.token()[1] - writes > 2 * len(want[0][0]) and missed > 0
 
 
