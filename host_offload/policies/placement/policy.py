@@ -12,6 +12,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.policies.placement.presched import (
     LayerPlan,
+    LayerWork,
     PlacementCosts,
     Queue,
     followed,
@@ -126,7 +127,8 @@ class Placement:
             alpha = seen.progress.bytes_left / state.record_bytes * state.costs.load
         current = queue_of(layer, counts, there[layer])
         resident = queue_of(layer, counts, ~there[layer])
-        plan = SCHEDULERS[self.scheduler](current, ahead, state.costs, alpha, state.hit, resident)
+        given = LayerWork(current, ahead, state.costs, alpha, state.hit, resident)
+        plan = SCHEDULERS[self.scheduler](given)
         # Residents stay where they are, whatever the rule says of them.
         stay = {*resident}
         plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in stay))

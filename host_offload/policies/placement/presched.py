@@ -62,9 +62,23 @@ class LayerPlan(NamedTuple):
     """Prefetches begin only when the layer's experts are computed, as in HybriMoE."""
 
 
-Scheduler = Callable[[Queue, Sequence[Queue], PlacementCosts, float, float, Queue], LayerPlan]
-"""(the layer's work, that of the layers to come as it is predicted, costs, α, R_hit, work of the
-layer's residents) → plan."""
+class LayerWork(NamedTuple):
+    """What a scheduler goes by at a layer's routing."""
+
+    current: Queue
+    """The layer's work."""
+    ahead: Sequence[Queue]
+    """The predicted work of the layers that follow, the next one first; the last layer has none."""
+    costs: PlacementCosts
+    alpha: float
+    """α: seconds until the link is free of a prefetch that was begun."""
+    hit: float
+    """R_hit, 0…1."""
+    resident: Queue = ()
+    """The work of the layer's residents."""
+
+
+Scheduler = Callable[[LayerWork], LayerPlan]
 
 
 def queue_of(layer: int, tokens: np.ndarray, there: np.ndarray) -> Queue:
@@ -159,22 +173,13 @@ def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
     return min(range(len(current), -1, -1), key=slower)
 
 
-def presched(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
-    """Algorithm 1 for one layer, at its routing.
-
-    current: its work. ahead: the predicted work of the layers that follow, the next one first;
-    empty for the last layer, where nothing is to be weighed against and equation (2) decides
-    (ours). alpha: seconds until the link is free of a prefetch that was begun. hit: R_hit, 0…1.
-    Where the next layer wants nobody on the accelerator (Q4), the same rule is asked for the layer
-    after it, as far as `ahead` goes. resident: not read (Premise 5).
+def presched(seen: LayerWork) -> LayerPlan:
+    """Algorithm 1 for one layer. For the last one there is nothing to be weighed against, and
+    equation (2) decides (ours). Where the next layer wants nobody on the accelerator (Q4), the same
+    rule is asked for the layer after it, as far as `ahead` goes. Residents are not looked at
+    (Premise 5).
     """
+    current, ahead, costs, alpha, hit, _ = seen
     if not ahead:
         first = greedy_split(current, costs, alpha)
         return LayerPlan(current[:first], current[first:])

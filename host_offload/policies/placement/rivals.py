@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
 
 from host_offload.policies.placement.presched import (
     LayerPlan,
-    PlacementCosts,
+    LayerWork,
     Queue,
     Scheduler,
     greedy_split,
@@ -31,108 +30,50 @@ KLOTSKI_HOT = 2
 37c216b5)."""
 
 
-def greedy(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def greedy(seen: LayerWork) -> LayerPlan:
     """Layer by layer: equation (2), and the link full of whom the next layer is predicted to need,
     the heaviest first, until that layer is routed (section 3.3)."""
-    first = greedy_split(current, costs, alpha)
-    return LayerPlan(current[:first], current[first:], _heaviest(ahead))
+    first = greedy_split(seen.current, seen.costs, seen.alpha)
+    return LayerPlan(seen.current[:first], seen.current[first:], _heaviest(seen))
 
 
-def hybrimoe(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def hybrimoe(seen: LayerWork) -> LayerPlan:
     """HybriMoE as PreScope describes it (sections 2.2, 6.1): the greedy split of a queue by tokens,
     and prefetches during non-expert computation."""
-    return greedy(current, ahead, costs, alpha, hit)._replace(after_experts=True)
+    return greedy(seen)._replace(after_experts=True)
 
 
-def fiddler(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def fiddler(seen: LayerWork) -> LayerPlan:
     """Fiddler as PreScope describes it: misses are computed on the CPU, nothing is loaded."""
-    return LayerPlan(current, ())
+    return LayerPlan(seen.current, ())
 
 
-def fiddler_code(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def fiddler_code(seen: LayerWork) -> LayerPlan:
     """Fiddler's public code: of all configurations the one whose sum of costs is least, 7 a token
     on the CPU against 70 a load, so each expert by itself (its comment says the larger of both
     sums). Of equal ones the load."""
-    first = sum(FIDDLER_CPU * work.tokens < FIDDLER_LOAD for work in current)
-    return LayerPlan(current[:first], current[first:])
+    first = sum(FIDDLER_CPU * work.tokens < FIDDLER_LOAD for work in seen.current)
+    return LayerPlan(seen.current[:first], seen.current[first:])
 
 
-def capped(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-    *,
-    uploads: int = LLAMA_UPLOADS,
-) -> LayerPlan:
+def capped(seen: LayerWork, *, uploads: int = LLAMA_UPLOADS) -> LayerPlan:
     """A cap on the loads of a layer, the heaviest, the rest on the CPU: llama.cpp's way as the
     issue describes it."""
-    first = max(len(current) - uploads, 0)
-    return LayerPlan(current[:first], current[first:])
+    first = max(len(seen.current) - uploads, 0)
+    return LayerPlan(seen.current[:first], seen.current[first:])
 
 
-def fate(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def fate(seen: LayerWork) -> LayerPlan:
     """Fate: everybody is loaded, and after them whom the next layer is predicted to need."""
-    return LayerPlan((), current, _heaviest(ahead))
+    return LayerPlan((), seen.current, _heaviest(seen))
 
 
-def unpredicted(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def unpredicted(seen: LayerWork) -> LayerPlan:
     """PreSched that knows nothing of the layers to come: equation (2), and nothing ahead."""
-    return presched(current, (), costs, alpha, hit)
+    return presched(seen._replace(ahead=()))
 
 
-def hybrimoe_code(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-) -> LayerPlan:
+def hybrimoe_code(seen: LayerWork) -> LayerPlan:
     """HybriMoE's public code (`HSS` in ktransformers/operators/experts.py of
     PKU-SEC-Lab/HybriMoE, 508a85b9), for a layer of a decode step.
 
@@ -141,8 +82,9 @@ def hybrimoe_code(
     load takes its time beside what the accelerator has to do already; the CPU's start counts once a
     layer. α is not looked at. What comes ahead begins behind the loads.
     """
-    waiting = deque((*resident[::-1], *current[::-1]))
-    missing = {*current}
+    costs = seen.costs
+    waiting = deque((*seen.resident[::-1], *seen.current[::-1]))
+    missing = {*seen.current}
     accelerator = cpu = moved = 0.0
     on_cpu, load = [], []
     while waiting:
@@ -159,24 +101,15 @@ def hybrimoe_code(
             waiting.pop()
             cpu += ends
             on_cpu.append(last)
-    return LayerPlan(tuple(on_cpu), tuple(load), _heaviest(ahead))
+    return LayerPlan(tuple(on_cpu), tuple(load), _heaviest(seen))
 
 
-def klotski(
-    current: Queue,
-    ahead: Sequence[Queue],
-    costs: PlacementCosts,
-    alpha: float,
-    hit: float,
-    resident: Queue = (),
-    *,
-    hot: int = KLOTSKI_HOT,
-) -> LayerPlan:
+def klotski(seen: LayerWork, *, hot: int = KLOTSKI_HOT) -> LayerPlan:
     """Klotski (Fang et al., ASPLOS 2025, as PreScope describes it and in its public code):
     everybody is loaded, the heaviest first, and serves the rows of all interleaved batches; during
     the next layer's attention come the `hot` experts that it is predicted to need most. Who
     interleaves the batches is the caller."""
-    return LayerPlan((), current[::-1], _heaviest(ahead)[:hot], after_experts=True)
+    return LayerPlan((), seen.current[::-1], _heaviest(seen)[:hot], after_experts=True)
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -200,5 +133,6 @@ AFTER_EXPERTS = frozenset({"hybrimoe", "klotski"})
 """Those whose prefetches wait until the layer's experts are computed."""
 
 
-def _heaviest(ahead: Sequence[Queue]) -> Queue:
-    return ahead[0][::-1] if ahead else ()
+def _heaviest(seen: LayerWork) -> Queue:
+    """The next layer's work, as far as it is predicted."""
+    return seen.ahead[0][::-1] if seen.ahead else ()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from host_offload.policies.placement.presched import (
     LayerPlan,
+    LayerWork,
     PlacementCosts,
     Work,
     accelerator_queue,
@@ -149,7 +150,7 @@ def test_a_plan_has_each_miss_once_and_the_heaviest_of_the_next_layer(
     here, next_, costs, alpha, hit
 ):
     current, ahead = queue(0, here), queue(1, next_)
-    plan = presched(current, [ahead], costs, alpha, hit)
+    plan = presched(LayerWork(current, [ahead], costs, alpha, hit))
     assert plan.cpu + plan.load == current
     assert plan.prefetch == ahead[::-1][: len(plan.prefetch)]  # heaviest first
     every = merged(current, ahead)
@@ -159,17 +160,17 @@ def test_a_plan_has_each_miss_once_and_the_heaviest_of_the_next_layer(
 
 def test_the_last_layer_and_a_layer_without_misses():
     costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 4.0)
-    assert presched((), (), costs, 0.0, 1.0) == LayerPlan((), ())
-    plan = presched((), [queue(1, [9, 8, 7])], costs, 0.0, 1.0)
+    assert presched(LayerWork((), (), costs, 0.0, 1.0)) == LayerPlan((), ())
+    plan = presched(LayerWork((), [queue(1, [9, 8, 7])], costs, 0.0, 1.0))
     assert [w.tokens for w in plan.prefetch] == [9, 8]  # attention has room for two
 
 
 def test_where_the_next_layer_wants_nobody_the_one_after_it_is_asked():
     costs = PlacementCosts(1.0, 0.0, 8.0, 1.0, 8.0)
     light, heavy = queue(1, [1]), queue(2, [40, 30])
-    plan = presched((), [light, heavy], costs, 0.0, 1.0)
+    plan = presched(LayerWork((), [light, heavy], costs, 0.0, 1.0))
     assert plan.distance == 2 and [w.tokens for w in plan.prefetch] == [40]
-    near = presched((), [queue(1, [20]), heavy], costs, 0.0, 1.0)
+    near = presched(LayerWork((), [queue(1, [20]), heavy], costs, 0.0, 1.0))
     assert near.distance == 1 and [w.tokens for w in near.prefetch] == [20]
 
 
@@ -212,21 +213,22 @@ def test_greedy_minimises_the_slower_processor(here, costs, alpha):
     best = min(slower(i) for i in range(len(current) + 1))
     assert slower(first) == best
     assert all(slower(i) > best for i in range(first + 1, len(current) + 1))
-    plan = greedy(current, [queue(1, [2, 5])], costs, alpha, 1.0)
+    plan = greedy(LayerWork(current, [queue(1, [2, 5])], costs, alpha, 1.0))
     assert plan.load == current[first:] and [w.tokens for w in plan.prefetch] == [5, 2]
-    late = hybrimoe(current, [queue(1, [2, 5])], costs, alpha, 1.0)
+    late = hybrimoe(LayerWork(current, [queue(1, [2, 5])], costs, alpha, 1.0))
     assert late == plan._replace(after_experts=True) != plan
 
 
 def test_both_readings_of_fiddler_a_cap_and_fate():
     costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 3.0)
     current, ahead = queue(0, [1, 9, 10, 11, 40]), [queue(1, [3, 7])]
-    assert fiddler(current, ahead, costs, 0.0, 1.0) == LayerPlan(current, ())
+    seen = LayerWork(current, ahead, costs, 0.0, 1.0)
+    assert fiddler(seen) == LayerPlan(current, ())
     # 7 a token against 70: ten tokens are as dear as a load, which is then taken.
-    assert fiddler_code(current, ahead, costs, 0.0, 1.0) == LayerPlan(current[:2], current[2:])
-    assert capped(current, ahead, costs, 0.0, 1.0, uploads=1).load == current[4:]
-    assert capped(current, ahead, costs, 0.0, 1.0, uploads=9).cpu == ()
-    assert fate(current, ahead, costs, 0.0, 1.0) == LayerPlan((), current, ahead[0][::-1])
+    assert fiddler_code(seen) == LayerPlan(current[:2], current[2:])
+    assert capped(seen, uploads=1).load == current[4:]
+    assert capped(seen, uploads=9).cpu == ()
+    assert fate(seen) == LayerPlan((), current, ahead[0][::-1])
 
 
 def test_fiddlers_code_is_its_enumeration():
@@ -236,7 +238,7 @@ def test_fiddlers_code_is_its_enumeration():
         range(1 << len(tokens)),
         key=lambda c: (sum(costs[e, 0 if c >> e & 1 else 1] for e in range(len(tokens))), c),
     )
-    plan = fiddler_code(queue(0, tokens), (), PlacementCosts(1, 1, 1, 1, 1), 0.0, 1.0)
+    plan = fiddler_code(LayerWork(queue(0, tokens), (), PlacementCosts(1, 1, 1, 1, 1), 0.0, 1.0))
     assert [bool(best >> e & 1) for e in range(len(tokens))] == [
         w in plan.cpu for w in queue(0, tokens)
     ]
