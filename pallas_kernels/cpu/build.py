@@ -95,20 +95,25 @@ def translation_units(compiler: str) -> dict[str, list[str]]:
 
 
 def build(folder: Path = HERE) -> Path:
-    """Compiles the library into a folder, about 20 seconds of two cores. Its objects stay beside
-    the sources, for a build that differs in some of them. Raises BuildError."""
+    """Compiles the library into a folder, about 20 seconds of two cores. In a checkout its objects
+    stay beside the sources, for a build that differs in some of them. Raises BuildError."""
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         objects = compile_units(compiler, translation_units(compiler), Path(work))
         library = link(compiler, objects, folder)
-        with contextlib.suppress(OSError):
-            shutil.rmtree(OBJECTS, ignore_errors=True)
-            OBJECTS.mkdir()
-            for path in objects:
-                shutil.copy(path, OBJECTS)
-            (OBJECTS / digest()).touch()
+        if (HERE.parents[1] / "setup.py").is_file():
+            _keep(objects)
     return library
+
+
+def _keep(objects: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(OBJECTS, ignore_errors=True)
+        OBJECTS.mkdir()
+        for path in objects:
+            shutil.copy(path, OBJECTS)
+        (OBJECTS / digest()).touch()
 
 
 def kept_objects() -> Path | None:
