@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import heapq
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +20,6 @@ from typing import Any
 from moejax.errors import UserError
 from moejax.serve.cluster.ray_cluster import Node, nodes, require_ray
 from moejax.serve.cluster.worker import Outcome, Place, Started, Worker
-
-log = logging.getLogger("moejax")
 
 MOST_DEATHS = 4
 """Ends of workers and nodes that a task may be there for; alone with a worker one is enough."""
