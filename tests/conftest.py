@@ -66,7 +66,7 @@ def pytest_configure() -> None:
     """The native ops of all tests are the released ones but for faults in the queue, which tests
     inject; the first run compiles them, some seconds."""
     from pallas_kernels.cpu.build import BuildError
-    from scripts.parts.faults import use_faulty_library
+    from tests.faults import use_faulty_library
 
     try:
         use_faulty_library()

@@ -1,5 +1,5 @@
 // What tests put in the way of the queue and the arena: nothing here. A build for tests names a header
-// that has it (scripts/parts/faults.py).
+// that has it (tests/faults.py).
 #pragma once
 
 #ifdef MOEJAX_FAULTS

@@ -54,8 +54,8 @@ from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
 from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.controllers import start_controller
-from scripts.parts.faults import Faults, inject, injected, use_faulty_library
 from scripts.parts.text_table import show
+from tests.faults import Faults, inject, injected, use_faulty_library
 
 MOST_STEPS = 20_000
 """An episode that takes more has no end."""

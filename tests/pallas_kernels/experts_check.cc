@@ -17,7 +17,7 @@
 #include "pallas_kernels/cpu/ops.h"
 #include "pallas_kernels/cpu/pool.h"
 #include "pallas_kernels/cpu/supply.h"
-#include "scripts/parts/faults.h"
+#include "tests/faults.h"
 
 using namespace moejax;
 

@@ -15,7 +15,7 @@ from host_offload.memory.swap import move_pages, read_pages, write_pages
 from pallas_kernels.cpu import arena as owned
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, move_rows, read_rows, write_rows
 from pallas_kernels.fill import fill
-from scripts.parts.faults import delay_arena
+from tests.faults import delay_arena
 from tests.pallas_kernels.contract import NATIVE, pinned
 
 pytestmark = NATIVE

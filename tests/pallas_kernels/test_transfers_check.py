@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.cpu import build
-from scripts.parts.faults import FAULTS
 from tests.conftest import REPOSITORY
+from tests.faults import FAULTS
 
 X86 = "-DMOEJAX_X86" if "x86_64" in build._run([build.find_compiler(), "-dumpmachine"]) else "-DARM"
 FLAGS = (

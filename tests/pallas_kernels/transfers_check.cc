@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "pallas_kernels/cpu/transfer_queue.h"
-#include "scripts/parts/faults.h"
+#include "tests/faults.h"
 
 using namespace moejax;
 

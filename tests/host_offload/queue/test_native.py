@@ -18,7 +18,7 @@ from host_offload.queue.order import TransferQueue
 from host_offload.queue.transfer import DEMAND, Load, QueueError, Source, Transfer
 from host_offload.queue.virtual import VirtualQueue
 from pallas_kernels.cpu.library import why_not_cpu
-from scripts.parts.faults import Faults, inject
+from tests.faults import Faults, inject
 from tests.host_offload.queue.operations import operations, play
 
 pytestmark = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cpu()}")

@@ -26,7 +26,7 @@ from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.step.programs import ProgramKey
 from pallas_kernels.cpu.spans import recorded
-from scripts.parts.faults import Faults, inject
+from tests.faults import Faults, inject
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 

@@ -13,7 +13,7 @@ from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import LLM
 from moejax.engine.resize import cells_of, know_cells
-from scripts.parts.faults import Faults, inject
+from tests.faults import Faults, inject
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 

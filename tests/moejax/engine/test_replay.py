@@ -23,7 +23,6 @@ from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.names import PER_LAYER, POLICIES, with_eviction
 from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import PREFETCH
-from host_offload.queue.native import Faults
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, read_trace
@@ -32,6 +31,7 @@ from moejax import LLM, SamplingParams
 from moejax.engine.control import control_of, layer_hooks, spec_of_engine
 from moejax.traces.tracer import start_trace
 from scripts.parts.controllers import start_controller
+from tests.faults import Faults, inject
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.control.policy_runs import scripted
 from tests.moejax.engine.test_control import NextLayer
@@ -359,7 +359,7 @@ def test_decisions_by_single_transfers_are_made_again(tmp_path, separate):
     options: dict[str, Any] = {"driver": "host", "expert_budget": "40%", **link, **LIMITS}
     with LLM("demo", progress=False, policies=policies, **options) as llm:
         if (queue := llm.engine.runner.queue) is not None:
-            queue.inject(Faults(seed=3, delay=1e-3, delayed=0.2))
+            inject(queue, Faults(seed=3, delay=1e-3, delayed=0.2))
         trace = traced(llm, tmp_path / "t", "lru", policies)
         assert llm.stats()["transfers"]["prefetches"]["in_time"] > 0
     seen = [each.progress for each in trace.progress()]
@@ -389,7 +389,7 @@ def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
     link = {"link_rate": "300MB/s", "chunk_bytes": "16KiB", "expert_budget": "40%"}
     with LLM("demo", progress=False, policies=policies, **link, **LIMITS) as llm:
         queue = llm.engine.runner.queue
-        queue.inject(Faults(seed=3, delay=1e-3, delayed=0.2))
+        inject(queue, Faults(seed=3, delay=1e-3, delayed=0.2))
         trace = traced(llm, tmp_path / "t", "lru", policies)
     decided = list(trace.decided())
     staged = [bool(d["decision"]["stages"]) for d in decided]

@@ -24,7 +24,7 @@ from moejax.start.decide.stream import used_experts
 from moejax.start.options import Options
 from moejax.start.settings import settings_of
 from pallas_kernels.cpu.spans import recorded
-from scripts.parts.faults import Faults, delay_arena, inject
+from tests.faults import Faults, delay_arena, inject
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 

@@ -10,7 +10,7 @@ from host_offload.control.window import PACKED_VERSION
 from moejax import LLM, UserError
 from moejax.device import select_device
 from moejax.start.tiers import measured_rates
-from scripts.parts.faults import Faults, inject
+from tests.faults import Faults, inject
 from tests.moejax.engine.test_stream import LIMITS, LINK, at_rest, out_of_order
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE

@@ -12,7 +12,7 @@ import pytest
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.queue import native
 from moejax import LLM, SamplingParams, UserError
-from scripts.parts.faults import Faults, inject, injected
+from tests.faults import Faults, inject, injected
 from tests.moejax.engine_runs import mixed_jobs, run, set_budget
 from tests.pallas_kernels.contract import NATIVE
 

@@ -23,7 +23,7 @@ from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from pallas_kernels.cpu.arena import OwnedArena, abstract_arena, read_rows
-from scripts.parts.faults import delay_arena
+from tests.faults import delay_arena
 from tests.hlo import arena_copies, compile_to_read
 from tests.moejax.step.test_constant_memory import (
     DECODE,

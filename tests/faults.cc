@@ -1,5 +1,5 @@
-// As scripts/parts/faults.py calls faults.h.
-#include "scripts/parts/faults.h"
+// As tests/faults.py calls faults.h.
+#include "faults.h"
 
 #include "pallas_kernels/cpu/arena.h"
 #include "pallas_kernels/cpu/transfer_queue.h"

@@ -16,7 +16,7 @@ from pallas_kernels.cpu import build, library
 from pallas_kernels.cpu.arena import ArenaMemory
 
 HERE = Path(__file__).resolve().parent
-FAULTS = '-DMOEJAX_FAULTS="scripts/parts/faults.h"'
+FAULTS = f'-DMOEJAX_FAULTS="{HERE / "faults.h"}"'
 """What tells the compiler that a source has faults."""
 
 OTHERS = ("cpu_transfer_queue.o", "cpu_arena.o")

@@ -1,5 +1,5 @@
 // What tests put in the way of a queue's chunks, and of ops on an arena: what
-// pallas_kernels/cpu/faults.h is in the builds of scripts/parts/faults.py and of the tests' own.
+// pallas_kernels/cpu/faults.h is in the builds of tests/faults.py and of the tests' own.
 #pragma once
 
 #include <chrono>
