@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from unittest import mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.control.control import Control
 from host_offload.control.controller import Controller, Decided, Observed
 from host_offload.control.interface import (
     Costs,
@@ -19,22 +18,18 @@ from host_offload.control.interface import (
     Moment,
     Stage,
     StagedTransfer,
-    State,
-    Transition,
 )
 from host_offload.control.rules import PolicyError
 from host_offload.control.staging import choose_cell
-from host_offload.control.step_record import LayerRouting, StepRows
+from host_offload.control.step_record import StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.names import EVICTION
 from host_offload.queue.transfer import Flying, Progress, Settled, Transfer
 from pallas_kernels.plan import Tables, plan
-from pallas_kernels.stage import Entries, stage
 from tests.host_offload.control.policy_runs import (
     CELLS,
     EXPERTS,
     LAYERS,
-    MemoryDevice,
     Simulation,
     random_sets,
     record,
@@ -64,7 +59,7 @@ def end(controller: Controller, step: int, *, sets=((0, 1), (2, 3)), **changes) 
 
 
 def test_a_policy_sees_what_it_needs_at_the_moments_it_asked_for_and_nothing_else():
-    needs = {"counts", "running", "state", "cells", "in_flight"}
+    needs = {"counts", "running", "state", "cells", "in_flight", "last_used", "clock"}
     controller = Controller(spec(), [scripted(moments={BEGIN, END}, needs=needs)])
     assert controller.needs_residency
     controller.see(empty())
@@ -78,35 +73,42 @@ def test_a_policy_sees_what_it_needs_at_the_moments_it_asked_for_and_nothing_els
     want = np.zeros((LAYERS, EXPERTS), int)
     want[0, [0, 1]] = want[1, [1, 7]] = 1
     np.testing.assert_array_equal(after.counts, want)
-    assert after.running == 1 and not after.state.any()
+    assert after.running == 1 and not after.state.any() and not after.clock.any()
+    assert (after.last_used == -1).all()
     assert after.ids is None and after.weights is None and after.frequency is None
     controller.begin_step(1, seconds=1.0)
     assert seen(controller)[-1].running == 1 and seen(controller)[-1].counts is None
 
 
-def test_arrays_are_read_only_and_errors_name_the_policy():
-    class Writer(type(scripted())):
-        def decide(self, state, observation):
-            observation.counts[0, 0] = 9
+@dataclasses.dataclass(frozen=True)
+class Answers(type(scripted())):
+    """Decides what a function says of an observation."""
 
-    policy = Writer(needs=frozenset({"counts"}))
-    with pytest.raises(ValueError, match="read-only") as caught:
+    answer: Any = None
+
+    def decide(self, state, observation):
+        return self.answer(observation)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "match", "needs"),
+    [
+        (lambda seen: seen.counts.fill(9), ValueError, "read-only", "counts"),
+        (lambda seen: ((), Decision(prior=seen.counts * 1)), TypeError, "NoneType", "missed"),
+        (lambda seen: None, PolicyError, "STEP_END of step 3: decide must return", "counts"),
+        (lambda seen: Decision(), PolicyError, "decide must return", "counts"),
+        (lambda seen: ((), Decision(), 1), PolicyError, "decide must return", "counts"),
+    ],
+)
+def test_errors_name_the_policy_and_what_it_did_not_ask_for(answer, error, match, needs):
+    policy = Answers(needs=frozenset({needs}), answer=answer)
+    with pytest.raises(error, match=match) as caught:
         end(Controller(spec(), [policy]), 3)
-    assert caught.value.__notes__ == ["in policy Writer at STEP_END of step 3"]
-
-
-def test_a_field_that_is_not_needed_is_named_with_the_line_to_write():
-    class Forgetful(type(scripted())):
-        def decide(self, state, observation):
-            return state, Decision(prior=observation.counts.astype(np.int32))
-
-    policy = Forgetful(needs=frozenset({"missed"}))
-    with pytest.raises(AttributeError) as caught:
-        end(Controller(spec(), [policy]), 3)
-    where, needs = caught.value.__notes__
-    assert where == "in policy Forgetful at STEP_END of step 3"
-    assert "counts is None" in needs
-    assert needs.endswith("needs = frozenset({'counts', 'missed'})")
+    if error is not PolicyError:
+        where, *more = caught.value.__notes__
+        assert where == "in policy Answers at STEP_END of step 3"
+        assert (needs == "missed") == any("counts is None" in note for note in more)
+        assert all(note.endswith("frozenset({'counts', 'missed'})") for note in more)
 
 
 def test_errors_of_init_name_the_policy():
@@ -119,47 +121,11 @@ def test_errors_of_init_name_the_policy():
     assert caught.value.__notes__ == ["in policy Wrong at its init"]
 
 
-def test_a_refused_decision_leaves_the_state_as_it_was():
-    controller = Controller(spec(), [scripted({(Moment.STEP_END, 1): None})])
-    end(controller, 0)
-    with pytest.raises(PolicyError, match="not NoneType"):
-        end(controller, 1)
-    assert [observation.step for observation in seen(controller)] == [0]
-
-
-@pytest.mark.parametrize("answer", [None, Decision(), ((), Decision(), 1)])
-def test_decide_returns_a_pair(answer):
-    class Wrong(type(scripted())):
-        def decide(self, state, observation):
-            return answer
-
-    with pytest.raises(PolicyError, match=r"Wrong at STEP_END of step 0: decide must return"):
-        end(Controller(spec(), [Wrong()]), 0)
-
-
 @pytest.mark.parametrize("need", ["costs", "router"])
 def test_what_the_spec_does_not_have_is_refused(need):
     policy = scripted(needs={need})
     with pytest.raises(PolicyError, match=f"policy Scripted needs '{need}', which this Spec"):
         Controller(spec(), [policy])
-
-
-def test_what_the_spec_has_goes_to_those_who_need_it():
-    pair, none = np.zeros(2), np.zeros((0, 2))
-    costs = Costs(pair, pair, none, pair, {}, 0.0, 0.0, 0.0)
-    given = spec(costs=costs, router=np.zeros((LAYERS, 4, EXPERTS), np.float32))
-    specs = []
-
-    class Keeps(type(scripted())):
-        def init(self, spec):
-            specs.append(spec)
-            return ()
-
-    policies = [Keeps(needs=frozenset({"router", "costs"})), Keeps()]
-    controller = Controller(given, policies)
-    assert specs[0].router is given.router and specs[1].router is None
-    end(controller, 0)
-    assert seen(controller)[0].costs is costs and seen(controller, 1)[0].costs is None
 
 
 @pytest.mark.parametrize(
@@ -184,19 +150,17 @@ def test_intervals_sum_counts(interval, steps):
     assert all(o.counts[0, 1] == 1 for o in ends)
 
 
-def test_a_long_step_passes_several_intervals_at_once():
-    policy = scripted(moments={Moment.INTERVAL}, needs={"counts"}, interval="2 tokens")
-    controller = Controller(spec(), [policy])
-    end(controller, 0, ids=np.repeat(record().ids, 5, axis=0))
-    (mark,) = seen(controller)
-    assert mark.interval == 2 and mark.counts[0, 0] == 5
-
-
-def test_a_turn_ends_with_each_finished_request():
-    controller = Controller(spec(), [scripted(moments={Moment.TURN_END}, needs={"request"})])
-    end(controller, 0)
-    end(controller, 1, finished=(4, 9))
-    assert [(o.step, o.turn) for o in seen(controller)] == [(1, 4), (1, 9)]
+def test_a_turn_ends_with_each_finished_request_and_has_its_pages():
+    pair, none = np.zeros(2), np.zeros((0, 2))
+    costs = Costs(pair, pair, none, pair, {}, 0.0, 0.0, 0.0)
+    policy = scripted(moments={Moment.TURN_END}, needs={"request", "kv_refs", "costs"})
+    controller = Controller(spec(costs=costs), [policy])
+    row = dict(user=np.array([7], np.int32), position=np.array([16], np.int32))
+    end(controller, 0, **row)
+    end(controller, 1, **row, finished=(5, 9))
+    five, nine = seen(controller)
+    assert [(o.step, o.turn) for o in (five, nine)] == [(1, 5), (1, 9)] and five.costs is costs
+    assert five.kv_refs.tolist() == [[7, 0], [7, 1]] and not len(nine.kv_refs)
 
 
 # ---- decisions
@@ -228,15 +192,6 @@ def test_decisions_merge_and_are_handed_out_once():
     ]
 
 
-def test_decisions_are_counted():
-    script = {(END, s): Decision(kv_pages=7) for s in range(9)}
-    policy = scripted(script, writes={"kv_pages"})
-    controller = Controller(spec(), [policy])
-    for step in range(9):
-        end(controller, step)
-    assert controller.stats()["decisions"] == {"Scripted": 9}
-
-
 def test_a_budget_waits_until_it_can_be_carried_out():
     cells = np.array([3, 2])
     policy = scripted({(END, 0): Decision(cells=cells, kv_pages=8)}, writes={"cells", "kv_pages"})
@@ -255,11 +210,6 @@ def test_a_budget_waits_until_it_can_be_carried_out():
 @functools.cache
 def planner():
     return jax.jit(functools.partial(plan, layer=0))
-
-
-@functools.cache
-def stager():
-    return jax.jit(stage)
 
 
 WEIGHTS = [(1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (3, -2, 5)]
@@ -281,22 +231,19 @@ def used_tables(draw) -> tuple[Tables, list[int]]:
     return tables_of([pager], weights), absent
 
 
-def one_layer(**changes):
-    sizes = {"dense": np.array([100]), "small": np.array([40])}
-    return spec(layers=1, version_bytes=sizes, min_cells=np.zeros(1), cell_bound=6, **changes)
-
-
 @settings(max_examples=40)
 @given(used_tables())
 def test_the_cells_are_those_that_plan_would_take(case):
     """Staging all absent experts, as if the next reference missed them and needed nobody else."""
     tables, absent = case
-    policy = scripted(moments={BEGIN}, writes={"stages"})
     wanted = tuple(Stage(0, e, int(tables.fill_version[0, e])) for e in absent)
-    with mock.patch.dict(policy.script, {(BEGIN, 0): Decision(stages=wanted)}):
-        controller = Controller(one_layer(stage_entries=8, staging_bytes=10**6), [policy])
-        controller.see(Residency(*tables))
-        controller.begin_step(0, seconds=0.0)
+    script = {(BEGIN, 0): Decision(stages=wanted)}
+    policy = scripted(script, moments={BEGIN}, writes={"stages"})
+    sizes = {"dense": np.array([100]), "small": np.array([40])}
+    one_layer = dict(layers=1, version_bytes=sizes, min_cells=np.zeros(1), cell_bound=6)
+    controller = Controller(spec(**one_layer, stage_entries=8, staging_bytes=10**6), [policy])
+    controller.see(Residency(*tables))
+    controller.begin_step(0, seconds=0.0)
     entries = controller.stages(0)
     active = np.isin(np.arange(EXPERTS), absent)
     _, work = planner()(jax.tree.map(jnp.asarray, tables), active=active)
@@ -305,28 +252,6 @@ def test_the_cells_are_those_that_plan_would_take(case):
     assert [e.version for e in entries] == work.fill_version[:count].tolist()
     rows = tables.cell_row[0, [e.cell for e in entries]]
     np.testing.assert_array_equal(rows, work.fill_row[:count])
-
-
-@settings(max_examples=40)
-@given(used_tables())
-def test_on_the_very_tables_every_entry_is_carried_out(case):
-    """Except where the owner was used by the last reference, which the device alone can know."""
-    tables, absent = case
-    wanted = {(BEGIN, 0): Decision(stages=tuple(Stage(0, e) for e in absent))}
-    policy = scripted(wanted, moments={BEGIN}, writes={"stages"})
-    controller = Controller(one_layer(stage_entries=8, staging_bytes=10**6), [policy])
-    controller.see(Residency(*tables))
-    controller.begin_step(0, seconds=0.0)
-    entries = controller.stages(0)
-    lists = np.full((4, 8), -1, np.int32)
-    lists[:, : len(entries)] = np.array(entries, np.int32).reshape(-1, 4).T
-    stores = (jnp.zeros((1, EXPERTS, 1, 4), jnp.uint16),) * 2
-    arena = jnp.zeros((60, 4), jnp.uint16)
-    device = jax.tree.map(jnp.asarray, tables)
-    _, _, done = stager()(arena, device, stores, INT(0), Entries(*lists))
-    cells = [e.cell for e in entries]
-    busy = (tables.owner[0] >= 0) & (tables.last_used[0] == tables.clock[0])
-    np.testing.assert_array_equal(done[: len(entries)], ~busy[cells])
 
 
 def test_a_wrong_formula_would_be_noticed():
@@ -363,33 +288,6 @@ def counts(controller: Controller, cause: str = "prefetch") -> dict:
     return {k: v for k, v in controller.stats()["transfers"][cause].items() if v}
 
 
-def test_a_list_is_bounded_by_entries_and_bytes_and_keeps_the_order():
-    controller = wanting(*(Stage(1, e) for e in (7, 2, 5, 0, 3)), staging_bytes=300)
-    first = controller.stages(0)
-    assert [(e.layer, e.expert, e.version, e.cell) for e in first] == [
-        (1, 7, 0, 0),
-        (1, 2, 0, 1),
-        (1, 5, 0, 2),
-    ]
-    # Three are in flight: there are no bytes for a fourth until the step was read.
-    assert controller.stages(1) == []
-    end(controller, 0, staged=flags(1, 0, 1), tables=None)
-    controller.see(empty())
-    assert [e.expert for e in controller.stages(2)] == [2, 0, 3]
-    assert counts(controller)["deferred"] == 4  # two had to wait, for two lists
-
-
-def test_nobody_is_sent_who_is_there_or_on_the_way():
-    tables = empty()
-    address, owner = tables.address.copy(), tables.owner.copy()
-    address[0, 3], owner[0, 5] = tables.cell_row[0, 5], 3
-    controller = wanting(Stage(0, 3), Stage(0, 4))
-    controller.see(tables._replace(address=address, owner=owner))
-    assert [(e.expert, e.cell) for e in controller.stages(0)] == [(4, 0)]
-    assert controller.stages(1) == []
-    assert counts(controller) == {"issued": 1}
-
-
 def test_the_life_of_a_transfer():
     needs = {"state", "finished", "retired", "in_flight"}
     controller = wanting(Stage(0, 4), Stage(1, 6, cause="guess"), Stage(0, 5), needs=needs)
@@ -416,27 +314,6 @@ def test_the_life_of_a_transfer():
     assert counts(controller) == {"issued": 3, "done": 1, "skipped": 2, "used": 1, "bytes": 100}
     assert counts(controller, "guess") == {"issued": 1, "done": 1, "unused": 1, "bytes": 100}
     assert [t.expert for t in events if isinstance(t, StagedTransfer)] == [5, 5, 4, 6]
-
-
-def test_a_miss_means_that_it_was_evicted_before_its_use():
-    controller = wanting(Stage(0, 4))
-    controller.stages(0)
-    tables = empty()
-    there = tables._replace(address=np.where(np.arange(16).reshape(2, 8) == 4, 4, -1))
-    end(controller, 0, staged=flags(1), tables=there)
-    missed = np.zeros((LAYERS, EXPERTS), bool)
-    missed[0, 4] = True
-    end(controller, 1, sets=((4, 0), (1, 2)), missed=missed, tables=there)
-    assert counts(controller)["unused"] == 1
-
-
-def test_the_end_of_a_run_retires_the_rest():
-    controller = wanting(Stage(0, 4))
-    controller.stages(0)
-    end(controller, 0, staged=flags(1))
-    end(controller, 1, sets=((0, 1), (2, 3)), tables=None)
-    controller.finish()
-    assert counts(controller)["unused"] == 1
 
 
 def test_who_is_no_longer_wanted_is_cancelled_and_a_pause_holds_all_back():
@@ -474,68 +351,6 @@ def test_a_step_whose_results_were_lost_skipped_its_entries():
     assert [e.expert for e in controller.stages(2)] == [4]
 
 
-def full(version: int = 0) -> Residency:
-    """Two cells a layer, held by experts 0 and 1, of which 0 was used first."""
-    tables = empty()
-    row = np.where(np.arange(CELLS) < 2, tables.cell_row, -1)
-    owner = np.full_like(row, -1)
-    owner[:, :2] = 0, 1
-    last_used = np.zeros_like(row)
-    last_used[:, :2] = 1, 2
-    address = np.full((LAYERS, EXPERTS), -1, np.int32)
-    address[:, :2] = row[:, :2]
-    return tables._replace(
-        cell_row=row, owner=owner, last_used=last_used, address=address, clock=np.int32([3, 3])
-    )
-
-
-def test_the_unwanted_make_room_before_the_less_urgent():
-    controller = wanting(Stage(0, 5), Stage(0, 0), Stage(0, 6), Stage(0, 7))
-    controller.see(full())
-    # 0 is the older one, but wanted; then 6 would take its cell, and is less urgent.
-    assert [(e.expert, e.cell) for e in controller.stages(0)] == [(5, 1)]
-    assert counts(controller) == {"issued": 1, "deferred": 2}
-    controller = wanting(Stage(0, 5), Stage(0, 6), Stage(0, 1), Stage(0, 0))
-    controller.see(full())
-    assert [(e.expert, e.cell) for e in controller.stages(0)] == [(5, 0), (6, 1)]
-
-
-def test_a_new_prior_counts_for_the_next_list():
-    prior = np.zeros((LAYERS, EXPERTS), int)
-    prior[0, 0] = 5
-    start = Decision(stages=(Stage(0, 5),), prior=prior, victim_weights=np.array([0, 0, 1]))
-    policy = scripted(
-        {(BEGIN, 0): start}, moments={BEGIN}, writes={"stages", "prior", "victim_weights"}
-    )
-    controller = Controller(spec(), [policy])
-    controller.see(full())
-    controller.begin_step(0, seconds=0.0)
-    assert [e.cell for e in controller.stages(0)] == [1]
-
-
-def test_transitions_go_first_and_are_counted_by_direction():
-    start = Decision(stages=(Stage(0, 4),), transitions=(Transition(0, 0, 1), Transition(0, 6, 0)))
-    policy = scripted(
-        {(BEGIN, 0): start}, moments={BEGIN, END}, needs={"state"}, writes={"stages", "transitions"}
-    )
-    controller = Controller(spec(), [policy])
-    tables = full()
-    cell_version = tables.cell_version.copy()
-    cell_version[0, 2] = 1
-    row = tables.cell_row.copy()
-    row[0, 2] = 2
-    controller.see(tables._replace(cell_version=cell_version, cell_row=row))
-    controller.begin_step(0, seconds=0.0)
-    # 6 takes the cell of 1, since 0 is wanted; then 4 finds none.
-    assert [tuple(e) for e in controller.stages(0)] == [(0, 0, 1, 2), (0, 6, 0, 1)]
-    assert counts(controller, "demotion") == {"issued": 1}
-    assert counts(controller, "promotion") == {"issued": 1}
-    controller.begin_step(1, seconds=0.0)
-    state = seen(controller)[-1].state
-    assert state[0, 0] == State.DEMOTING and state[0, 1] == State.RESIDENT
-    assert state[0, 6] == State.ARRIVING and state[0, 4] == State.ABSENT
-
-
 # ---- between layers
 
 
@@ -567,102 +382,6 @@ def test_single_transfers_are_seen_between_layers():
     assert [e.progress.settled for e in looks] == [(quiet[0],), (quiet[1],)]
     with pytest.raises(PolicyError, match=r"needs 'progress'.*driver='device' has none"):
         Controller(spec(), [scripted(moments={Moment.STEP_END}, needs={"progress"})])
-
-
-def test_policies_between_layers():
-    moments = {Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.TRANSFER}
-    wanted = {(Moment.ROUTED, 3): Decision(stages=(Stage(1, 4),))}
-    policy = scripted(
-        wanted,
-        moments=moments,
-        needs={"ids", "counts", "finished", "request", "position", "embedding"},
-        writes={"stages"},
-    )
-    controller = Controller(spec(driver="host"), [policy])
-    rows = StepRows(*np.array([[4, 6], [-1, -1], [10, 11], [1, 1]]), embedding=np.ones((2, 3)))
-    call = functools.partial(
-        controller.between_layers, step=3, seconds=0.0, rows=rows, tables=empty()
-    )
-    routed = LayerRouting(np.array([[[0, 5]], [[5, 7]]]), np.ones((2, 1, 2)))
-    assert call(Moment.EMBEDDED, layer=-1) == []
-    assert call(Moment.LAYER_BEGIN, layer=0) == []
-    assert [tuple(e) for e in call(Moment.ROUTED, layer=0, routing=routed)] == [(1, 4, 0, 0)]
-    # Not asked for EXPERTS_BEGIN; its call settles the list, so TRANSFER comes before layer 1.
-    assert call(Moment.EXPERTS_BEGIN, layer=0, routing=routed, done=flags(1)) == []
-    assert call(Moment.LAYER_BEGIN, layer=1) == []
-    asked = [(o.moment.name, o.layer, o.age) for o in seen(controller)]
-    assert asked == [
-        ("EMBEDDED", -1, 0),
-        ("LAYER_BEGIN", 0, 0),
-        ("ROUTED", 0, 0),
-        ("TRANSFER", 0, 0),
-        ("LAYER_BEGIN", 1, 0),
-    ]
-    embedded, begin, routed_, transfer, _ = seen(controller)
-    assert embedded.ids is None and begin.ids is None and transfer.ids is None
-    for told in (embedded, begin, routed_):
-        assert told.request.tolist() == [4, 6] and told.position.tolist() == [10, 11]
-        assert told.embedding.shape == (2, 3)
-    assert transfer.request is None
-    assert routed_.ids.shape == (2, 1, 2)
-    np.testing.assert_array_equal(routed_.counts[0], [1, 0, 0, 0, 0, 2, 0, 1])
-    assert not routed_.counts[1].any()
-    assert [(t.issued, t.published) for t in transfer.finished] == [(3, 3)]
-    # Layer 1 computes after that and used it, in the same step.
-    tables = empty()
-    there = tables._replace(address=np.where(np.arange(16).reshape(2, 8) == 12, 8, -1))
-    end(controller, 3, sets=((0, 5), (4, 6)), tables=there)
-    assert counts(controller) == {"issued": 1, "done": 1, "used": 1, "bytes": 100}
-
-
-class CountingDevice(MemoryDevice):
-    """Counts what a Control reads of it."""
-
-    def __init__(self, *shape: int):
-        super().__init__(*shape)
-        self.read: list[str] = []
-
-    def snapshot(self):
-        self.read.append("tables")
-        return super().snapshot()
-
-    def carried_out(self):
-        self.read.append("done")
-        return super().carried_out()
-
-
-@pytest.mark.parametrize(
-    ("moments", "wanted", "lists", "read"),
-    [
-        # All of it fits: nothing is read before the moment that asks again.
-        ({Moment.ROUTED}, 2, [2, 0, 0, 0], ["tables", "done", "tables"]),
-        # Lists of two: the next moment hands out more, whoever is asked there.
-        ({Moment.ROUTED}, 5, [2, 2, 1, 0], ["tables", *["done", "tables"] * 3]),
-        # Somebody is told at once.
-        ({Moment.ROUTED, Moment.TRANSFER}, 2, [2, 0, 0, 0], ["tables", "done", "tables", "tables"]),
-    ],
-)
-def test_nothing_is_read_between_layers_where_nobody_asks(moments, wanted, lists, read):
-    stages = tuple(Stage(1, expert) for expert in range(wanted))
-    script = {(Moment.ROUTED, 0): Decision(stages=stages)}
-    policy = scripted(script, moments=moments, needs=(), writes={"stages"})
-    controller = Controller(spec(driver="host", stage_entries=2), [policy])
-    device = CountingDevice(LAYERS, EXPERTS, 2, 6)
-    control = Control(device, controller)
-    control.before_step(0)
-    rows = StepRows(*np.array([[4], [-1], [10], [1]]))
-    routed = LayerRouting(np.array([[[0, 5]]]), np.ones((1, 1, 2)))
-    device.read.clear()
-    found = []
-    for moment, layer in ((2, 0), (3, 0), (1, 1), (2, 1)):
-        entries = control.between_layers(Moment(moment), layer, rows, routed)
-        if entries:
-            device.carry_out(entries, coming=layer)
-        found.append(len(entries))
-        if layer == 0:  # wanted once
-            policy.script.clear()
-    assert found == lists and device.read == read
-    assert counts(controller)["done"] == wanted
 
 
 # ---- under way

@@ -6,23 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import host_offload.control.kv_references
-from host_offload.control.kv_references import KVReferences
+from host_offload.control.kv_references import MOST_TURNS, KVReferences
 
 
 def see(references: KVReferences, *rows: tuple[int, int, int]) -> None:
     request, user, position = np.array(rows, np.int32).T
     references.see(request, user, position)
-
-
-def test_a_turn_has_each_page_once():
-    references = KVReferences(page_tokens=16)
-    see(references, *((4, 7, position) for position in range(17)), (5, -1, 0))
-    see(references, (5, -1, 1), (4, 7, 17))
-    assert references.end(4).tolist() == [[7, 0], [7, 1]]
-    assert references.end(5).tolist() == [[-6, 0]]
-    # It has ended, and the step that was already dispatched for it begins nothing that counts.
-    assert references.end(4).shape == (0, 2)
 
 
 def test_the_next_turn_of_a_session_has_its_pages_again():
@@ -34,12 +23,10 @@ def test_the_next_turn_of_a_session_has_its_pages_again():
     assert references.end(1).tolist() == [*first.tolist(), [3, 1], [3, 2]]
 
 
-def test_requests_that_never_end_are_forgotten(monkeypatch):
-    monkeypatch.setattr(host_offload.control.kv_references, "MOST_TURNS", 3)
-    references = KVReferences(page_tokens=16)
-    for request in range(10):
-        see(references, (request, -1, 0))
-    assert len(references._turns) == 3 and len(references.end(9)) == 1
+def test_requests_that_never_end_are_forgotten():
+    references, many = KVReferences(page_tokens=16), np.arange(MOST_TURNS + 7, dtype=np.int32)
+    references.see(many, np.full_like(many, -1), np.zeros_like(many))
+    assert [len(references.end(request)) for request in (0, 6, 7, MOST_TURNS + 6)] == [0, 0, 1, 1]
 
 
 @given(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Stage
-from host_offload.control.pool import PooledStaging, by_worth
+from host_offload.control.pool import PooledStaging
 from host_offload.control.rules import PolicyError
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import HandOver, HandOvers, Residency, hand_over_cells
@@ -19,9 +19,8 @@ from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.weights import GlobalLRU
 from host_offload.simulate.simulator import simulate
 from pallas_kernels.plan import Tables
-from pallas_kernels.plan.victim import LOG2_UNIT
 from tests.host_offload.control.policy_runs import scripted, spec
-from tests.host_offload.traces.traces_of import write_trace
+from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 LAYERS, EXPERTS, CELLS = 3, 6, 4
 
@@ -82,46 +81,6 @@ def test_cells_go_to_other_layers_on_the_device_as_in_the_simulator(tables, give
     assert np.all(tables.cell_row[held] >= 0)
 
 
-@given(used_tables(), st.integers(0, LAYERS - 1), st.integers(0, 2**32))
-def test_the_victim_has_the_smallest_product_of_all_layers(tables, layer, seed):
-    """fMoE's property 5 over one pool: probability times 1 + frequency, brute force."""
-    rng = np.random.default_rng(seed)
-    probability = 2.0 ** rng.integers(-8, 0, (LAYERS, EXPERTS))
-    tables = tables._replace(
-        frequency=2 ** rng.integers(0, 6, (LAYERS, EXPERTS), np.int32) - 1,
-        prior=(np.log2(probability) * LOG2_UNIT).astype(np.int32),
-        last_used=rng.integers(0, 5, (LAYERS, CELLS), np.int32),
-        victim_weights=np.array([0, 1, 1], np.int32),
-    )
-
-    def key(place):
-        at, cell = place
-        owner = tables.owner[place]
-        if owner < 0:
-            return 0, at != layer, at, cell
-        product = probability[at, owner] * (1 + tables.frequency[at, owner])
-        age = 5 - tables.last_used[place] + (at >= layer)
-        return 1, product, -age, at, owner
-
-    granted = [tuple(place) for place in np.argwhere(tables.cell_row >= 0).tolist()]
-    ranks = by_worth(tables, layer)
-    assert sorted(granted, key=lambda place: ranks[place]) == sorted(granted, key=key)
-    assert np.all(ranks[tables.cell_row < 0] > LAYERS * CELLS)
-
-
-def routed(
-    steps: int, seed: int, needed: tuple[int, ...] = (EXPERTS,) * LAYERS
-) -> list[np.ndarray]:
-    """ids int[N, L, 2] of steps with one or two tokens. needed: how many experts of each layer ever
-    are."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(steps):
-        tokens = range(rng.integers(1, 3))
-        found.append(np.array([[rng.permutation(n)[:2] for n in needed] for _ in tokens]))
-    return [np.sort(ids, axis=2) for ids in found]
-
-
 def cached(routing, cells: int, worth) -> list[list[int]]:
     """Hits of each step and layer of one cache of all layers, in plain Python. worth(used, count):
     the smallest goes; of equals who was used the longest ago, by time, then the smallest id."""
@@ -163,25 +122,13 @@ WORTH = {
 @pytest.mark.parametrize("cells", [1, 2, 4])
 def test_it_is_one_cache_of_all_layers(name, cells, tmp_path):
     """Hit for hit; the order of experts with equal counts is by their last use."""
-    routing = routed(60, seed=cells)
+    routing = random_routing(np.random.default_rng(cells), 60, LAYERS, EXPERTS, 2)
     trace = write_trace(tmp_path / "t", routing, EXPERTS)
     found = simulate(trace, eviction=name, cells=cells, driver="host")
     assert found.hits.tolist() == cached(routing, cells * LAYERS, WORTH[name])
     # Three cells that layers use in turn: the least recently used is who comes next.
     assert found.hits.sum() > 0 or (name, cells) == ("global-lru", 1)
     assert found.read_through.sum() == 0 or cells == 1
-
-
-@pytest.mark.parametrize("weights", ["lru", "lfu"])
-def test_layers_that_need_more_cells_get_them(weights, tmp_path):
-    """Of nine experts that are ever needed layer 0 has two, layer 2 four; nine cells hold them."""
-    trace = write_trace(tmp_path / "t", routed(80, 5, (2, 3, 4)), EXPERTS)
-    own, pool = (
-        simulate(trace, eviction=name, cells=3, driver="host")
-        for name in (weights, f"global-{weights}")
-    )
-    assert pool.misses.sum() == 9 < own.misses.sum()
-    assert pool.hits.sum() > own.hits.sum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,14 +216,6 @@ def test_room_that_was_made_is_for_what_is_missing():
     (entry,) = staging.entries(0, tables, between_layers=True)
     assert staging.take_hand_overs() == [HandOver(1, 0, 0, 0, 3)]
     assert entry == (1, 7, 0, 1) and tables.owner[0, 3] == -1 and tables.cell_row[0, 3] == 40
-
-
-def test_who_is_wanted_too_stays_while_somebody_is_not():
-    staging, tables = staging_of(used=3)
-    tables.last_used[1, 0] = 0
-    staging.want("stages", [Stage(1, 7), Stage(1, 0)], tables)
-    staging.look(0, tables, 1, None, room=False)
-    assert staging.entries(0, tables, between_layers=True) == [(1, 7, 0, 1)]
 
 
 def test_what_a_pool_cannot_be_is_refused():

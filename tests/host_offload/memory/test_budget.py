@@ -10,7 +10,6 @@ from host_offload.memory.budget import (
     BudgetError,
     Share,
     cells_per_layer,
-    format_bytes,
     resolve_budget,
 )
 from host_offload.memory.layout import slot_layout
@@ -37,17 +36,13 @@ def slots_of(budget):
     ("given_numbers", "expected"),
     [
         (dict(), (FULL, 0, FULL, EVERY)),
-        (dict(expert_budget=Share(1.0)), (FULL, 0, FULL, EVERY)),
         (dict(memory=90 * SLOT), (26, 0, 26, EVERY)),
         (dict(kv_budget=12 * SLOT), (12, 0, 12, EVERY)),
         # The store is there already, so what is free is KV's, which is cut before the experts.
         (dict(available_bytes=20 * SLOT), (20, 0, 20, EVERY)),
-        (dict(available_bytes=20 * SLOT, memory=80 * SLOT), (16, 0, 16, EVERY)),
         # Where numbers leave out an expert, and where a sequence has no room, as ever.
         (dict(expert_budget=63 * SLOT), (63 + FULL, 63, FULL, 0)),
-        (dict(memory=72 * SLOT), (72, 61, LEAST, 0)),
         (dict(available_bytes=40 * SLOT, kv_budget=30 * SLOT), (30, 0, 30, EVERY)),
-        (dict(available_bytes=90 * SLOT, expert_budget=10 * SLOT), (90, 10, 80, 0)),
     ],
 )
 def test_experts_in_place_take_no_slots(given_numbers, expected):
@@ -58,67 +53,31 @@ def test_experts_in_place_take_no_slots(given_numbers, expected):
         assert budget == resolve(**given_numbers)
 
 
-def test_in_place_refuses_what_is_refused_without_it():
-    for given_numbers in (
-        dict(available_bytes=(LEAST - 1) * SLOT),
-        dict(available_bytes=20 * SLOT, kv_budget=21 * SLOT),
-        dict(available_bytes=20 * SLOT, memory=85 * SLOT),
-    ):
-        with pytest.raises(BudgetError) as found:
-            resolve(in_place=True, **given_numbers)
-        with pytest.raises(BudgetError) as wanted:
-            resolve(**given_numbers)
-        assert str(found.value) == str(wanted.value)
-
-
-def test_the_numbers_this_file_counts_with():
-    assert (SLOT, DEMO.pages_per_slot, DEMO.page.block_size) == (96 * 1024, 6, 16)
-
-
 @pytest.mark.parametrize(
     ("given_numbers", "expected"),
     [
         (dict(), (EVERY + FULL, EVERY, FULL)),
         (dict(expert_budget=Share(0.25)), (16 + FULL, 16, FULL)),
-        (dict(expert_budget=Share(0.0)), (FULL, 0, FULL)),
-        (dict(expert_budget=Share(1.0)), (EVERY + FULL, EVERY, FULL)),
-        (dict(expert_budget=0), (FULL, 0, FULL)),
         (dict(expert_budget=3 * SLOT - 1), (2 + FULL, 2, FULL)),
         (dict(expert_budget=1000 * SLOT), (EVERY + FULL, EVERY, FULL)),
-        (dict(kv_budget=12 * SLOT + 1), (EVERY + 12, EVERY, 12)),
         (dict(kv_budget=20 * SLOT, expert_budget=5 * SLOT), (25, 5, 20)),
-        (dict(memory=100 * SLOT, expert_budget=5 * SLOT), (100, 5, 95)),
         (dict(memory=100 * SLOT, kv_budget=60 * SLOT), (100, 40, 60)),
-        (dict(memory=200 * SLOT, kv_budget=60 * SLOT), (200, EVERY, 60)),
         (dict(memory=30 * SLOT, expert_budget=5 * SLOT, kv_budget=20 * SLOT), (30, 5, 20)),
         # Only memory: an eighth or one sequence for KV; then what experts cannot use.
-        (dict(memory=40 * SLOT), (40, 29, LEAST)),
         (dict(memory=72 * SLOT), (72, 61, LEAST)),
         (dict(memory=90 * SLOT), (90, EVERY, 26)),
-        (dict(memory=12 * SLOT + 5), (12, 1, LEAST)),
         (dict(memory=LEAST * SLOT), (LEAST, 0, LEAST)),
         (dict(memory=200 * SLOT), (200, EVERY, 136)),
-        (dict(memory=300 * SLOT), (300, EVERY, 236)),
         # Cut to what is available.
         (dict(available_bytes=100 * SLOT, expert_budget=5 * SLOT), (100, 5, 95)),
         (dict(available_bytes=50 * SLOT, kv_budget=20 * SLOT), (50, 30, 20)),
-        (dict(available_bytes=100 * SLOT), (100, EVERY, 36)),
         (dict(available_bytes=(EVERY + FULL - 1) * SLOT), (EVERY + FULL - 1, EVERY, FULL - 1)),
-        (dict(available_bytes=LEAST * SLOT), (LEAST, 0, LEAST)),
     ],
 )
 def test_what_is_given_fixes_the_rest(given_numbers, expected):
     budget = resolve(**given_numbers)
     assert slots_of(budget) == expected
     assert budget.pages == budget.kv_slots * 6
-
-
-def test_every_expert_fits_where_a_slot_is_larger_than_an_expert():
-    # head_dim 96 does not divide hidden 128, so slots are rounded up.
-    layout = slot_layout(hidden=128, width=96, itemsize=2, layers=8, kv_heads=8, head_dim=96)
-    assert layout.slot_bytes > layout.records[0].nbytes
-    budget = resolve_budget(layout, **MODEL, available_bytes=PLENTY, expert_budget=Share(1.0))
-    assert budget.expert_slots == EVERY
 
 
 def test_notes_say_what_was_rounded():
@@ -129,17 +88,6 @@ def test_notes_say_what_was_rounded():
         "memory of 2.813 MiB (2949125 bytes) less the other budget",
         "memory 2.813 MiB = 30 slots of 96 KiB",
     )
-
-
-def test_notes_say_what_was_cut():
-    notes = resolve(available_bytes=50 * SLOT).notes
-    assert notes == (
-        "expert budget: 39 of 64 experts (3.656 MiB), cut from 6 MiB to 3.656 MiB to fit "
-        "the 4.688 MiB (4915200 bytes) that the device has free",
-        "kv budget: 66 pages of 16 tokens (1.031 MiB), cut from 16.03 MiB to 1.031 MiB to fit "
-        "the 4.688 MiB (4915200 bytes) that the device has free",
-    )
-    assert not any("cut" in note for note in resolve().notes)
 
 
 @pytest.mark.parametrize(
@@ -255,19 +203,6 @@ def test_sums_and_idempotence(memory, expert_budget, kv_budget, available):
     assert slots_of(again) == slots_of(budget)
 
 
-@given(
-    st.sampled_from(["available_bytes", "memory"]), EXPERT_BUDGETS, st.none() | SLOTS, SLOTS, SLOTS
-)
-def test_more_memory_never_gives_less(which, expert_budget, kv_budget, a, b):
-    numbers = dict(expert_budget=expert_budget, kv_budget=kv_budget)
-    try:
-        small = resolve(**numbers, **{which: min(a, b)})
-    except BudgetError:
-        return
-    large = resolve(**numbers, **{which: max(a, b)})
-    assert all(x <= y for x, y in zip(slots_of(small), slots_of(large), strict=True))
-
-
 @given(st.integers(1, 64), st.integers(1, 256), st.data())
 def test_cells_are_shared_evenly(layers, experts, data):
     slots = data.draw(st.integers(0, layers * experts))
@@ -275,12 +210,8 @@ def test_cells_are_shared_evenly(layers, experts, data):
     assert len(cells) == layers and sum(cells) == slots
     assert max(cells) <= min(experts, math.ceil(slots / layers))
     assert max(cells) - min(cells) <= 1 and list(cells) == sorted(cells, reverse=True)
-
-
-@pytest.mark.parametrize("slots", [-1, 65])
-def test_cells_beyond_the_experts_are_refused(slots):
-    with pytest.raises(ValueError, match=r"expert_slots must be in \[0, 64\].* got"):
-        cells_per_layer(slots, 4, 16)
+    with pytest.raises(ValueError, match=r"expert_slots must be in \[0, .*\].* got"):
+        cells_per_layer(layers * experts + 1, layers, experts)
 
 
 def test_a_share_is_between_none_and_all():
@@ -290,7 +221,3 @@ def test_a_share_is_between_none_and_all():
             Share(fraction)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Share(0.5).fraction = 1.0  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_format_bytes_uses_binary_units():
-    assert [format_bytes(n) for n in (0, 1536, 96 << 10)] == ["0 B", "1.5 KiB", "96 KiB"]

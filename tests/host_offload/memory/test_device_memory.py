@@ -8,7 +8,7 @@ import pytest
 
 from host_offload.memory import device_memory
 from host_offload.memory.arena import allocate_arena
-from host_offload.memory.device_memory import HUGE_PAGES, LEAST, advise, node_mask, page_note
+from host_offload.memory.device_memory import HUGE_PAGES, LEAST, advise, page_note
 
 
 def machine(folder, enabled: str | None, nodes: str | None):
@@ -73,11 +73,6 @@ def test_whole_pages_are_advised_and_spread(tmp_path, monkeypatch, small):
     assert not kernel.calls, "little memory is left as it comes"
     advise(page, LEAST, machine(tmp_path / "one", "[always]", "0"))
     assert [name for name, *_ in kernel.calls] == ["madvise"], "one node has nothing to spread"
-
-
-def test_a_bit_for_each_node():
-    assert node_mask((0, 1, 5)).tolist() == [0b100011]
-    assert node_mask((3, 64)).tolist() == [8, 1]
 
 
 def test_an_arena_is_zeros_and_stays_writable():

@@ -1,41 +1,49 @@
 """Slots, cells and pages as plain numbers."""
 
+from collections import Counter
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from host_offload.memory.layout import (
     BLOCK_SIZES,
-    PageLayout,
     SlotLayout,
     slot_layout,
 )
-from pallas_kernels.records import RecordFormat
+from host_offload.memory.placement import (
+    ResidentSpec,
+    capacity,
+    place,
+    resident_spec,
+    slots_for,
+)
+from host_offload.memory.pools import CellPools
 
-DEMO: dict[str, Any] = dict(hidden=128, width=128, layers=4, kv_heads=2, head_dim=32)
 QWEN3_30B: dict[str, Any] = dict(hidden=2048, width=768, layers=48, kv_heads=4, head_dim=128)
-
-
-def test_expert_record():
-    record = RecordFormat("dense", 2048, 768, "bfloat16")
-    assert (record.rows, record.nbytes) == (2304, 2304 * 2048 * 2)
-    record = RecordFormat("dense", 128, 64, "float32")
-    assert (record.rows, record.nbytes) == (384, 192 * 128 * 4)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (dict(itemsize=1), "2 or 4 bytes a value, not 1"),
-        (dict(itemsize=2, versions=("int3",)), "unknown expert version 'int3'"),
-        (dict(itemsize=2, dtype="float32"), "a value of float32 does not have 2 bytes"),
+        (dict(versions=("int3",)), "unknown expert version 'int3'"),
+        (dict(dtype="float32"), "a value of float32 does not have 2 bytes"),
+        (dict(versions=()), "name each resident version once"),
+        (dict(versions=("int4", "int4")), "name each resident version once"),
+        (dict(block_size=48), r"block_size must be one of \(16, 32, 64\), not 48"),
+        (dict(kv_heads=2, head_dim=576, latent=512), "not 2 heads and latent 512 of 576"),
+        (dict(head_dim=576, latent=577), "not 1 heads and latent 577 of 576"),
+        (dict(head_dim=576, latent=-1), "not 1 heads and latent -1 of 576"),
     ],
 )
-def test_records_that_are_refused(fields, message):
+def test_what_cannot_be_laid_out_is_refused(fields, message):
+    shape = dict(hidden=8, width=8, layers=1, kv_heads=1, head_dim=8, itemsize=2)
     with pytest.raises(ValueError, match=message):
-        slot_layout(hidden=8, width=8, layers=1, kv_heads=1, head_dim=8, **fields)
+        slot_layout(**{**shape, **fields})
 
 
 @pytest.mark.parametrize(
@@ -60,37 +68,6 @@ def test_slots_hold_whole_records_of_every_version(versions, cells, slot):
     assert largest <= layout.slot_rows <= slot * largest
 
 
-@pytest.mark.parametrize("versions", [(), ("int4", "int4")])
-def test_versions_are_named_once(versions):
-    with pytest.raises(ValueError, match="name each resident version once"):
-        slot_layout(**DEMO, itemsize=2, versions=versions)
-
-
-def test_dtype_reaches_the_format():
-    layout = slot_layout(**DEMO, itemsize=2, dtype="float16", versions=("dense", "int8"))
-    assert [record.dtype for record in layout.records] == ["float16"] * 2
-
-
-def test_page():
-    page = PageLayout(layers=48, kv_heads=4, head_dim=128, itemsize=2, block_size=16)
-    assert (page.row_elements, page.rows_per_token, page.rows_per_layer) == (128, 8, 128)
-    assert page.rows == 48 * 128
-    assert page.nbytes == 16 * 48 * 2 * 4 * 128 * 2  # tokens, layers, K and V, heads, values, bytes
-
-
-def test_latent_page():
-    """DeepSeek-V2-Lite: 512 latent and 64 rotary values, once per token and layer."""
-    page = PageLayout(layers=27, kv_heads=1, head_dim=576, itemsize=2, block_size=16, latent=512)
-    assert (page.row_elements, page.rows_per_token, page.rows_per_layer) == (576, 1, 16)
-    assert page.nbytes == 16 * 27 * 576 * 2  # tokens, layers, values, bytes
-
-
-@pytest.mark.parametrize(("kv_heads", "latent"), [(2, 512), (1, 577), (1, -1)])
-def test_latent_page_refuses(kv_heads, latent):
-    with pytest.raises(ValueError, match=rf"not {kv_heads} heads and latent {latent} of 576"):
-        PageLayout(2, kv_heads, 576, 2, 16, latent)
-
-
 @pytest.mark.parametrize(("hidden", "layers"), [(2048, 27), (5120, 60), (7168, 61)])
 def test_slots_of_latent_pages_begin_at_whole_rows(hidden, layers):
     """DeepSeek-V2-Lite, V2 and V3: 576 values do not divide a hidden size."""
@@ -101,31 +78,6 @@ def test_slots_of_latent_pages_begin_at_whole_rows(hidden, layers):
     assert slot.page.latent == 512 and slot.page.rows_per_token == 1
     assert slot.kv_rows_per_slot * 576 == slot.slot_rows * hidden
     assert slot.slot_rows - slot.records[0].rows < 18 and slot.cells_per_slot == (1,)
-
-
-def test_qwen3_30b_slot():
-    slot = slot_layout(**QWEN3_30B, itemsize=2)
-    assert slot.slot_rows == slot.records[0].rows == 2304
-    assert slot.cells_per_slot == (1,)
-    # A slot of 9 MiB holds 6 pages of 16 tokens or 3 of 32, both exactly: the smaller is taken.
-    assert (slot.page.block_size, slot.pages_per_slot) == (16, 6)
-    assert slot.pages_per_slot * slot.page.nbytes == slot.slot_bytes
-
-
-def test_refuses_a_block_size():
-    with pytest.raises(ValueError, match=r"block_size must be one of \(16, 32, 64\), not 48"):
-        slot_layout(**DEMO, itemsize=2, block_size=48)
-
-
-def test_chosen_block_size():
-    for size in BLOCK_SIZES:
-        assert slot_layout(**DEMO, itemsize=2, block_size=size).page.block_size == size
-
-
-def test_slot_grows_to_hold_one_page():
-    slot = slot_layout(hidden=64, width=8, itemsize=2, layers=64, kv_heads=4, head_dim=64)
-    assert slot.pages_per_slot == 1 and slot.page.block_size == 16
-    assert slot.slot_rows > slot.records[0].rows
 
 
 @hypothesis.given(
@@ -159,3 +111,154 @@ def test_addresses(is_latent, **shape):
             start = slot.page_row(index, number) * page.row_elements
             assert start == first + number * page.nbytes // 2
             assert start + page.nbytes // 2 <= end
+
+
+# ---- cells of several versions
+
+DENSE_INT4 = slot_layout(
+    hidden=128,
+    width=128,
+    itemsize=2,
+    layers=4,
+    kv_heads=2,
+    head_dim=32,
+    versions=("dense", "int4"),
+)
+"""One dense or four int4 cells a slot."""
+
+
+def allocated(pools: CellPools, count: int) -> list[int]:
+    """Rows of so many cells of version 1."""
+    rows = [pools.allocate(1) for _ in range(count)]
+    return [row for row in rows if row is not None]
+
+
+def pools(slots=4, cells=(1, 3)) -> CellPools:
+    return CellPools(range(slots), 6, (6, 2), cells)
+
+
+# ---- pools
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_cells_are_disjoint_and_slots_come_back(data):
+    """Any order of taking, giving back and compacting: no arena row is taken twice, counts are
+    right, and compaction leaves at most one partial slot of a version."""
+    mine, taken = pools(slots=6), {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        what = data.draw(st.sampled_from(["take", "take", "give", "compact"]))
+        version = data.draw(st.integers(0, 1))
+        if what == "take":
+            possible = mine.free_slots or mine.free_cells(version)
+            row = mine.allocate(version)
+            assert (row is not None) == bool(possible)
+            if row is not None:
+                assert row not in taken
+                taken[row] = version
+        elif what == "give" and taken:
+            row = data.draw(st.sampled_from(sorted(taken)))
+            mine.release(row)
+            del taken[row]
+        elif what == "compact":
+            while pairs := mine.compact(version, lambda row: True, 1):
+                ((source, target),) = pairs
+                assert target not in taken and taken.pop(source) == version
+                taken[target] = version
+            cells = Counter(row // 6 for row, v in taken.items() if v == version)
+            assert sum(count < (1, 3)[version] for count in cells.values()) <= 1
+        rows = [r for row, v in taken.items() for r in range(row, row + (6, 2)[v])]
+        assert len(rows) == len(set(rows)) and max(rows, default=0) < 36
+        slots = [{row // 6 for row, v in taken.items() if v == version} for version in (0, 1)]
+        assert not slots[0] & slots[1]
+        assert mine.free_slots == 6 - len(slots[0]) - len(slots[1])
+        for v, per_slot in enumerate((1, 3)):
+            used = sum(other == v for other in taken.values())
+            assert mine.free_cells(v) == per_slot * len(slots[v]) - used
+    for row in taken:
+        mine.release(row)
+    assert mine.free_slots == 6
+
+
+@pytest.mark.parametrize("row", [0, 6, 1, 100])
+def test_what_is_not_taken_cannot_be_given_back(row):
+    mine = pools()
+    taken = allocated(mine, 2)
+    mine.release(taken[0])
+    with pytest.raises(ValueError, match=f"no cell is taken at arena row {row}"):
+        mine.release(row)
+    with pytest.raises(ValueError, match="9 slots wanted, 3 are free"):
+        mine.remove(9)
+
+
+# ---- what fits
+
+
+def test_capacity_is_the_papers_in_whole_slots():
+    assert DENSE_INT4.cells_per_slot == (1, 4)
+    # (30 + 1) slots of dense ones and ⌈(34 + 1) / 4⌉ = 9 of int4.
+    assert capacity(DENSE_INT4, 40, 64) == (30, 64)
+    assert slots_for(DENSE_INT4, (30, 34), 1) == 40 < slots_for(DENSE_INT4, (31, 33), 1)
+    assert capacity(DENSE_INT4, 66, 64) == (64, 64)
+    assert capacity(DENSE_INT4, 18, 64) == (1, 64)
+
+
+@given(
+    per_slot=st.tuples(st.integers(1, 8), st.integers(1, 16)),
+    total=st.integers(1, 60),
+    spares=st.integers(1, 4),
+    slots=st.integers(1, 80),
+)
+def test_every_number_of_high_experts_up_to_the_capacity_fits(per_slot, total, spares, slots):
+    """By brute force, also where one high expert more needs a slot less."""
+    where = ResidentSpec(
+        *(slots, 8, (2, 1), per_slot, np.ones((1, total), np.int8), (0, total), spares, 1, 1, 4)
+    )
+
+    def fits(high: int) -> bool:
+        pairs = zip((high, total - high), per_slot, strict=True)
+        return sum(-(-(count + spares) // cells) for count, cells in pairs) <= slots
+
+    wanted = next((n - 1 for n in range(total + 1) if not fits(n)), total)
+    assert where.most_high(slots) == wanted
+    if wanted >= 0:
+        least = where.least_slots(wanted)
+        assert least <= slots and where.most_high(least) >= wanted > where.most_high(least - 1)
+
+
+def test_too_little_is_refused_at_the_start():
+    with pytest.raises(ValueError, match=r"64 experts in int4 and 1 spare .* take 18 slots"):
+        capacity(DENSE_INT4, 17, 64)
+    with pytest.raises(ValueError, match="at least one spare cell"):
+        capacity(DENSE_INT4, 99, 64, spares=0)
+    one = slot_layout(hidden=128, width=128, itemsize=2, layers=4, kv_heads=2, head_dim=32)
+    with pytest.raises(ValueError, match="between two versions, not 1"):
+        capacity(one, 99, 64)
+    every_low = np.ones((4, 16), int)
+    with pytest.raises(ValueError, match="version numbers 0…1"):
+        resident_spec(DENSE_INT4, 40, every_low + 1)
+    with pytest.raises(ValueError, match="31 experts begin in dense, 30 fit with 1 spare"):
+        resident_spec(DENSE_INT4, 40, np.arange(64).reshape(4, 16) >= 31)
+    with pytest.raises(ValueError, match="the map takes 16 slots"):
+        resident_spec(DENSE_INT4, 15, every_low, spares=0)
+    with pytest.raises(ValueError, match="step_bytes must be at least 1"):
+        resident_spec(DENSE_INT4, 40, every_low, step_bytes=0)
+
+
+def test_a_start_gives_every_expert_a_cell():
+    start = np.arange(64).reshape(4, 16) % 3 > 0  # 22 high ones
+    where = resident_spec(DENSE_INT4, 40, start)
+    assert where.capacity == (30, 64) and where.cell_bound == 20
+    tables = place(where).contents
+    sizes = np.array([r.rows for r in DENSE_INT4.records])
+    rows = [
+        r
+        for row, v in zip(tables["address"].flat, tables["version"].flat, strict=True)
+        for r in range(row, row + sizes[v])
+    ]
+    assert len(rows) == len(set(rows)) == sizes[start.astype(int)].sum()
+    np.testing.assert_array_equal(tables["version"], start)
+    np.testing.assert_array_equal(tables["cell_row"][:, :16], tables["address"])
+    assert (tables["cell_row"][:, 16:] == -1).all() and (tables["owner"][:, 16:] == -1).all()
+    fixed = resident_spec(DENSE_INT4, 33, start, spares=0)
+    assert fixed.cell_bound == 16 and fixed.capacity == (22, 42)

@@ -1,14 +1,17 @@
-"""The pinned store: the bits of every record, in place, complete."""
+"""What every builder of a store keeps: the bits of every record, once each, complete, in pinned
+memory; written in place, updated by jax, or as separate arrays of pieces."""
 
 import concurrent.futures
 import dataclasses
-import weakref
+import itertools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from host_offload.memory import store as store_module
 from host_offload.memory.store import (
@@ -18,127 +21,102 @@ from host_offload.memory.store import (
     copy_transposed,
     update,
 )
-from host_offload.versions.encoders import NUMPY_DTYPES, encode
+from host_offload.queue.pinned import PinnedBuilder
+from host_offload.versions.encoders import encode
 from pallas_kernels.records import RecordFormat
 
 LAYOUT = RecordFormat("dense", 16, 4, "bfloat16")
 RECORDS = np.arange(2 * 3 * 12 * 16, dtype=np.uint16).reshape(2, 3, 12, 16)
+MATRIX = 4 * 16 * 2
 
 
-@pytest.fixture(autouse=True, params=["written in place", "updated by jax"])
-def platform(request, monkeypatch):
-    """The CPU's own way, and the way of devices whose pinned memory only jax can write."""
+@pytest.fixture(params=["in place", "updated by jax", "pieces"])
+def build(request, monkeypatch):
+    """The CPU's own way, that of devices whose pinned memory only jax can write, and that of
+    transfers beside compute."""
     if request.param == "updated by jax":
         monkeypatch.setattr(store_module, "shares_memory", lambda device: False)
-    return request.param
+    kind = PinnedBuilder if request.param == "pieces" else StoreBuilder
+    return lambda: kind(LAYOUT, 2, 3, jax.devices()[0])
 
 
-def builder(layout=LAYOUT):
-    return StoreBuilder(layout, 2, 3, jax.devices()[0])
-
-
-def test_whole_layers():
-    build = builder()
-    for layer in (1, 0):
-        build.put(layer, 0, RECORDS[layer])
-    store = build.finish()
+def content(store: ExpertStore) -> np.ndarray:
     array = store.arrays["dense"]
-    np.testing.assert_array_equal(np.asarray(array), RECORDS)
-    assert array.dtype == jnp.uint16 and array.sharding.memory_kind == "pinned_host"
-    assert store.layouts == {"dense": LAYOUT}
-    assert store.nbytes == RECORDS.nbytes
+    if isinstance(array, jax.Array):
+        assert array.sharding.memory_kind == "pinned_host"
+        return np.asarray(array)
+    pieces = [array.of(layer, expert) for layer in range(2) for expert in range(3)]
+    assert {p.sharding.memory_kind for each in pieces for p in each} == {"pinned_host"}
+    return np.stack([np.concatenate(each) for each in pieces]).reshape(RECORDS.shape)
 
 
-def test_pieces_in_any_order():
-    build = builder()
-    pieces = [
-        (layer, expert, row) for layer in range(2) for expert in range(3) for row in (0, 4, 8)
-    ]
-    for i in np.random.default_rng(0).permutation(len(pieces)):
-        layer, expert, row = pieces[i]
-        build.put(layer, expert, RECORDS[layer, expert, row : row + 4][None], row)
-    np.testing.assert_array_equal(np.asarray(build.finish().arrays["dense"]), RECORDS)
+def jobs(cuts) -> list[tuple[int, int, int, int]]:
+    edges = [0, *cuts, 12]
+    pairs = [*itertools.pairwise(edges)]
+    return [(layer, expert, a, b) for layer in range(2) for expert in range(3) for a, b in pairs]
 
 
-def test_no_copy_is_made(platform):
-    build = builder()
-
-    def address():
-        if platform == "written in place":
-            return build._memory.ctypes.data
-        return build._array.unsafe_buffer_pointer()
-
-    before = address()
-    build.put(0, 0, RECORDS[0])
-    with build.piece(1, 0, 3, 0, 12) as piece:
-        piece[:] = RECORDS[1]
-    assert address() == before
-    array = build.finish().arrays["dense"]
-    assert array.unsafe_buffer_pointer() == before
-    np.testing.assert_array_equal(np.asarray(array), RECORDS)
-
-
-def test_pieces_from_threads():
-    build = builder()
-
-    def fill(place):
-        layer, expert, row = place
-        with build.piece(layer, expert, 1, row, 4) as piece:
-            piece[:] = RECORDS[layer, expert, row : row + 4]
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        places = [
-            (layer, expert, row) for layer in (1, 0) for expert in range(3) for row in (0, 4, 8)
-        ]
-        list(pool.map(fill, places))
-    np.testing.assert_array_equal(np.asarray(build.finish().arrays["dense"]), RECORDS)
-
-
-def test_piece_that_fails_stays_missing():
-    build = builder()
-    build.put(1, 0, RECORDS[1])
-    with pytest.raises(OSError, match="disk"), build.piece(0, 0, 3, 0, 12):
-        raise OSError("disk")
-    with pytest.raises(ValueError, match="36 rows were never written"):
-        build.finish()
-    build.put(0, 0, RECORDS[0])
-    build.finish()
-
-
-def test_caller_may_reuse_its_buffer():
-    build, buffer = builder(), np.empty((1, 12, 16), np.uint16)
-    for layer in range(2):
-        for expert in range(3):
-            buffer[0] = RECORDS[layer, expert]
-            build.put(layer, expert, buffer)
-            buffer[:] = 9999
-    np.testing.assert_array_equal(np.asarray(build.finish().arrays["dense"]), RECORDS)
-
-
-def test_delete_frees_the_arrays():
-    build = builder()
-    build.put(0, 0, RECORDS[0])
-    build.put(1, 0, RECORDS[1])
-    store = build.finish()
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cuts=st.lists(st.integers(1, 11), unique=True, max_size=4).map(sorted),
+    order=st.randoms(use_true_random=False),
+)
+def test_records_come_in_any_order_of_pieces(build, cuts, order):
+    """And the caller may use its buffer again."""
+    builder, buffer, todo = build(), np.empty((1, 12, 16), np.uint16), jobs(cuts)
+    order.shuffle(todo)
+    for layer, expert, first, end in todo:
+        piece = buffer[:, : end - first]
+        piece[:] = RECORDS[layer, expert, first:end]
+        builder.put(layer, expert, piece, first)
+        piece[:] = 9999
+    store = builder.finish()
+    np.testing.assert_array_equal(content(store), RECORDS)
+    assert store.nbytes == RECORDS.nbytes and store.layouts == {"dense": LAYOUT}
     store.delete()
-    assert store.arrays["dense"].is_deleted()
+    store.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        content(store)
     with pytest.raises(dataclasses.FrozenInstanceError):
         store.arrays = {}  # pyright: ignore[reportAttributeAccessIssue]
 
-    build = builder()
-    held = weakref.ref(build._array if build._memory is None else build._memory)
-    build.close()
-    build.close()
-    assert held() is None or held().is_deleted()
+
+def test_pieces_from_threads(build):
+    builder = build()
+
+    def fill(place):
+        layer, expert, first, end = place
+        with builder.piece(layer, expert, 1, first, end - first) as piece:
+            piece[:] = RECORDS[layer, expert, first:end]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, jobs([4, 8])))
+    np.testing.assert_array_equal(content(builder.finish()), RECORDS)
+
+
+def test_a_row_is_written_exactly_once_and_a_piece_that_fails_stays_missing(build):
+    builder = build()
+    builder.put(0, 0, RECORDS[0, :1, :4])
+    with pytest.raises(ValueError, match=r"layer 0, experts 0\+3, rows 3\+2: written twice"):
+        builder.put(0, 0, RECORDS[0, :, 3:5], 3)
+    with pytest.raises(OSError, match="disk"), builder.piece(0, 0, 1, 4, 8):
+        raise OSError("disk")
+    with pytest.raises(ValueError, match="68 rows were never written, first: layer 0, expert 0, r"):
+        builder.finish()
+    builder.put(0, 0, RECORDS[0, :1, 4:], 4)
+    builder.put(0, 1, RECORDS[0, 1:])
+    builder.put(1, 0, RECORDS[1])
+    np.testing.assert_array_equal(content(builder.finish()), RECORDS)
+    with pytest.raises(ValueError, match="the store is finished"):
+        builder.put(0, 0, RECORDS[0])
+    with pytest.raises(ValueError, match="the store is finished"):
+        builder.finish()
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            (0, 0, RECORDS[0].astype(np.int32)),
-            r"must be uint16\[n, r, 16\], not int32\[3, 12, 16\]",
-        ),
+        ((0, 0, RECORDS[0].astype(np.int32)), r"must be uint16\[n, r, 16\], not int32\[3, 12, 16"),
         ((0, 0, RECORDS[0, 0]), r"must be uint16\[n, r, 16\]"),
         ((0, 0, RECORDS[0, :, :, :8]), r"must be uint16\[n, r, 16\]"),
         ((2, 0, RECORDS[0]), "outside of the store"),
@@ -147,76 +125,62 @@ def test_delete_frees_the_arrays():
         ((0, 0, RECORDS[0], 1), r"rows 1\+12.*outside"),
     ],
 )
-def test_put_refuses(args, message):
+def test_what_has_no_place_is_refused(build, args, message):
+    builder = build()
     with pytest.raises(ValueError, match=message):
-        builder().put(*args)
+        builder.put(*args)
+    builder.close()
+    builder.close()
 
 
-def test_a_row_is_written_exactly_once():
-    build = builder()
-    build.put(0, 0, RECORDS[0, :1, :4])
-    with pytest.raises(ValueError, match=r"layer 0, experts 0\+3, rows 3\+2: written twice"):
-        build.put(0, 0, RECORDS[0, :, 3:5], 3)
-    with pytest.raises(
-        ValueError, match="68 rows were never written, first: layer 0, expert 0, row 4"
-    ):
-        build.finish()
-
-
-def test_builder_is_used_up():
-    build = builder()
-    build.put(0, 0, RECORDS[0])
-    build.put(1, 0, RECORDS[1])
-    build.finish()
-    with pytest.raises(ValueError, match="the store is finished"):
-        build.put(0, 0, RECORDS[0])
-    with pytest.raises(ValueError, match="the store is finished"):
-        build.finish()
-
-
-def test_more_than_the_machine_has():
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_cannot_be_built_is_refused(shared, monkeypatch):
+    monkeypatch.setattr(store_module, "shares_memory", lambda device: shared)
     with pytest.raises(MemoryError, match=r"cannot allocate 3145728\.0 GiB of pinned host memory"):
         StoreBuilder(RecordFormat("dense", 2**40, 4, "bfloat16"), 2, 64, jax.devices()[0])
+    with pytest.raises(ValueError, match="separate pinned arrays are for dense experts, not int8"):
+        PinnedBuilder(RecordFormat("int8", 64, 32, "bfloat16"), 1, 1, jax.devices()[0])
+    with pytest.raises(MemoryError):
+        aligned_empty((2**62, 16), np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 1, MATRIX // 2, 3 * MATRIX])
+def test_no_piece_has_rows_of_two_matrices(chunk_bytes):
+    builder = PinnedBuilder(LAYOUT, 2, 3, jax.devices()[0], chunk_bytes=chunk_bytes)
+    builder.put(0, 0, RECORDS[0])
+    builder.put(1, 0, RECORDS[1])
+    records = builder.finish().arrays["dense"]
+    assert records.shape == records.absent.shape == RECORDS.shape
+    assert max(records.sizes) <= max(min(chunk_bytes or MATRIX, MATRIX), 32)
+    assert {0, 4, 8, 12} <= {*records.edges}
+
+
+def test_no_copy_is_made():
+    """Neither of what is finished nor of aligned memory that jax takes."""
+    builder = StoreBuilder(LAYOUT, 2, 3, jax.devices()[0])
+    with builder.piece(0, 0, 3, 0, 12) as piece:
+        piece[:] = RECORDS[0]
+        address = piece.ctypes.data
+    builder.put(1, 0, RECORDS[1])
+    assert builder.finish().arrays["dense"].unsafe_buffer_pointer() == address
+    values = aligned_empty((3, 5), np.dtype(np.float32))
+    array = jax.device_put(values, jax.devices("cpu")[0], may_alias=True)
+    assert array.unsafe_buffer_pointer() == values.ctypes.data
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-def test_record(dtype):
-    """gate, up and down^T rows, readable again through a view of the run's dtype."""
-    rng = np.random.default_rng(1)
-    dtype, (width, hidden) = np.dtype(dtype), (4, 16)
-    gate, up = (rng.normal(size=(width, hidden)).astype(np.float32) for _ in range(2))
-    down = rng.normal(size=(hidden, width)).astype(np.float32)
-    layout = RecordFormat("dense", hidden, width, dtype.name)
-    weights = np.concatenate([gate, up, down.T]).astype(dtype)
+def test_the_device_sees_the_values_that_were_encoded(dtype):
+    """Any bits, NaN payloads included; a 32-bit value is a pair, the low half first."""
+    dtype = np.dtype(dtype)
+    layout = RecordFormat("dense", 64, 4, dtype.name)
+    bits = np.random.default_rng(0).bytes(12 * 64 * dtype.itemsize)
+    weights = np.frombuffer(bits, dtype).reshape(12, 64)
     record = encode(weights[None], layout)[0]
-    assert record.dtype == np.uint16 and record.shape == (layout.rows, hidden)
-    rows = record.view(dtype).reshape(3 * width, hidden)
-    np.testing.assert_array_equal(rows[:4], gate.astype(dtype))
-    np.testing.assert_array_equal(rows[4:8], up.astype(dtype))
-    np.testing.assert_array_equal(rows[8:], down.T.astype(dtype))
-    # The device sees the same values: a 32-bit value is a pair, the low half first.
-    device = jnp.asarray(record).reshape(3 * width, hidden, -1)
+    assert record.dtype == np.uint16 and record.shape == (layout.rows, 64)
+    device = jnp.asarray(record).reshape(12, 64, -1)
     device = device[..., 0] if dtype.itemsize == 2 else device
-    np.testing.assert_array_equal(np.asarray(jax.lax.bitcast_convert_type(device, dtype)), rows)
-
-
-def test_rows_keep_bits():
-    """No conversion touches bits that are already of the run's dtype, NaN payloads included."""
-    bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
-    for dtype in ("bfloat16", "float16"):
-        layout = RecordFormat("dense", 256, 256, dtype)
-        weights = np.concatenate([bits, bits, bits.T]).view(NUMPY_DTYPES[dtype])
-        record = encode(weights[None], layout)[0]
-        np.testing.assert_array_equal(record, np.concatenate([bits, bits, bits.T]))
-
-
-def test_store_of_several_versions():
-    """Bytes and deletion cover all of them."""
-    arrays = {"dense": jnp.zeros(4, jnp.uint16), "other": jnp.zeros(6, jnp.uint16)}
-    store = ExpertStore({}, arrays)
-    assert store.nbytes == 20
-    store.delete()
-    assert all(array.is_deleted() for array in arrays.values())
+    found = jax.lax.bitcast_convert_type(device, dtype)
+    assert np.asarray(found).tobytes() == bits
 
 
 @pytest.mark.aot
@@ -242,7 +206,7 @@ def test_update_is_in_place_at_full_size_on_an_h200():
     assert compiled.memory.temp_bytes < 2**20 and compiled.memory.host_temp_bytes == 0
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (48, 40), (7, 5), (1, 3), (16, 1)])
+@pytest.mark.parametrize("shape", [(48, 40), (7, 5), (16, 1)])
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_transposed(shape, dtype):
     matrix = np.arange(shape[0] * shape[1], dtype=dtype).reshape(shape)
@@ -250,12 +214,3 @@ def test_transposed(shape, dtype):
     copy_transposed(wide[:, 2:-1], matrix)  # a part of wider rows
     np.testing.assert_array_equal(wide[:, 2:-1], matrix.T)
     assert not wide[:, :2].any() and not wide[:, -1].any()
-
-
-def test_aligned_memory_is_taken_without_a_copy():
-    values = aligned_empty((3, 5), np.dtype(np.float32))
-    values[:] = 7
-    array = jax.device_put(values, jax.devices("cpu")[0], may_alias=True)
-    assert array.unsafe_buffer_pointer() == values.ctypes.data
-    with pytest.raises(MemoryError):
-        aligned_empty((2**62, 16), np.dtype(np.float32))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from host_offload.policies.precision.dynaexq import DynaExq, Hotness
 from host_offload.policies.precision.maps import HI, LO, random_map, top_map
 from host_offload.policies.precision.names import precision_of
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, spec
+from tests.host_offload.memory.resident_device import resident, spec_for
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -94,15 +94,6 @@ def test_without_memory_and_margin_it_is_the_top_of_the_last_interval(counts):
             assert not high.any() or not (~high).any() or count[high].min() >= count[~high].max()
 
 
-def test_ties_go_to_insiders_then_to_the_lower_id():
-    first, second = np.zeros((2, LAYERS, EXPERTS), int)
-    first[:, [2, 5, 6, 7]] = 4
-    second[:, [0, 5, 6, 7]] = 4
-    states = run(DynaExq(alpha=0, margin=0), [first, second])
-    assert np.flatnonzero(states[0].high[0]).tolist() == [2, 5, 6]
-    assert np.flatnonzero(states[1].high[0]).tolist() == [0, 5, 6]
-
-
 def crossing(below: float, rounds: int = 40) -> np.ndarray:
     """Two experts that change places in each interval; the one ahead leads by `below` of the mean,
     six others are equal."""
@@ -158,29 +149,6 @@ def test_the_high_set_fits_and_is_made_of_who_was_used(counts, given_settings, c
             assert state.high.sum() == min(capacity, used.sum())
 
 
-@given(intervals, settings)
-def test_decisions_come_from_the_past_and_are_repeated(counts, given_settings):
-    """Causal: what follows does not change them. Deterministic: a second run gives them again."""
-    policy = DynaExq(**given_settings)
-    whole = run(policy, counts)
-    for state, again in zip(whole, run(policy, counts[: len(counts) // 2 + 1]), strict=False):
-        np.testing.assert_array_equal(state.high, again.high)
-        np.testing.assert_array_equal(state.score, again.score)
-
-
-def test_decide_changes_nothing_that_it_is_given():
-    policy = DynaExq()
-    state = policy.init(spec(capacity=(6, 16)))
-    before = pickle.dumps(state)
-    counts = np.arange(LAYERS * EXPERTS, dtype=np.int32).reshape(LAYERS, EXPERTS)
-    observation = observed(counts, state.high)
-    for array in (observation.counts, observation.version, observation.state):
-        assert array is not None
-        array.flags.writeable = False
-    policy.decide(state, observation)
-    assert pickle.dumps(state) == before
-
-
 # ---- rank slack
 
 
@@ -197,23 +165,6 @@ def test_slack_keeps_insiders_that_are_near():
 
 
 # ---- scopes
-
-
-def test_a_global_set_gives_a_layer_what_it_needs():
-    counts = np.zeros((1, LAYERS, EXPERTS), int)
-    counts[0, 0, :5], counts[0, 1, :1] = 10, 10
-    (state,) = run(DynaExq(scope="global"), counts)
-    assert state.high.sum(axis=1).tolist() == [5, 1]
-    (state,) = run(DynaExq(), counts)
-    assert state.high.sum(axis=1).tolist() == [3, 1]
-
-
-def test_weights_prefer_who_loses_most_by_the_low_version():
-    counts = np.full((1, LAYERS, EXPERTS), 10)
-    weights = np.ones((LAYERS, EXPERTS))
-    weights[1] = 3
-    (state,) = run(DynaExq(scope="error-weighted", weights=weights), counts)
-    assert state.high.sum(axis=1).tolist() == [0, 6]
 
 
 def test_where_experts_are_paged_a_layer_wants_what_it_has_cells_for():
@@ -271,18 +222,6 @@ def test_absent_experts_fill_what_is_wanted():
 # ---- the start
 
 
-def test_a_warm_start_begins_with_the_scores_high_set():
-    scores = np.zeros((LAYERS, EXPERTS))
-    scores[0, :4], scores[1, 4:] = 7, 7
-    policy = DynaExq(scores=scores)
-    start = policy.init(spec(capacity=(6, 16)))
-    assert [np.flatnonzero(row).tolist() for row in start.high] == [[0, 1, 2], [4, 5, 6]]
-    np.testing.assert_array_equal(policy.start(LAYERS, EXPERTS, 6) == HI, start.high)
-    # Scores of before count as an interval of before.
-    (state,) = run(policy, np.zeros((1, LAYERS, EXPERTS), int))
-    np.testing.assert_array_equal(state.score, scores / 2)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -310,6 +249,38 @@ def test_what_belongs_to_another_model_is_refused():
         DynaExq().init(spec())
     with pytest.raises(PolicyError, match="interval '16 bytes' is not a number of"):
         check_policies([DynaExq(interval="16 bytes")], "device")
+
+
+def test_dynaexq_follows_the_capacity_at_once():
+    """n falls and rises between intervals; who goes is the coldest, who comes the hottest."""
+    where = resident([[1] * 4, [1] * 4], 10, capacity=(6, 8))
+    policy = DynaExq(resized=True, margin=0.0, alpha=0.0)
+    state = policy.init(spec_for(where))
+    counts = np.array([[9, 5, 7, 1], [2, 8, 4, 6]], np.int32)
+    version, resting = np.ones((2, 4), np.int8), np.ones((2, 4), np.int8)
+
+    def asked(moment: Moment, capacity: int, **more):
+        nonlocal state
+        seen = Observation(
+            *(moment, 1, 1, 1, -1, -1, 0.0),
+            capacity=capacity,
+            version=version,
+            state=resting,
+            **more,
+        )
+        state, decision = policy.decide(state, seen)
+        return decision.transitions
+
+    queue = asked(Moment.INTERVAL, 6, counts=counts)
+    assert {(t.layer, t.expert) for t in queue} == {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 3)}
+    version[...] = 1 - state.high
+    assert asked(Moment.STEP_END, 6, counts=counts) is None
+    queue = asked(Moment.STEP_END, 4, counts=9 - counts)
+    assert {tuple(t) for t in queue} == {(0, 1, 1), (1, 2, 1)}, "by the interval's scores"
+    version[...] = 1 - state.high
+    queue = asked(Moment.STEP_END, 5, counts=counts)
+    assert {tuple(t) for t in queue} == {(0, 1, 0)}
+    assert DynaExq().moments == {Moment.INTERVAL} and "capacity" not in DynaExq().needs
 
 
 # ---- maps

@@ -1,34 +1,170 @@
-"""Eviction policies by name."""
+"""Eviction policies page as their definitions in plain Python, and are found by name."""
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.controller import Controller
+from host_offload.memory.pager import Pager
+from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction import hot_table, static
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.fifo import FIFO
+from host_offload.policies.eviction.names import (
+    EVICTION,
+    PER_LAYER,
+    POLICIES,
+    eviction_policy,
+    with_eviction,
+)
+from host_offload.policies.eviction.static import Static
 from host_offload.simulate.simulator import simulate
-from pallas_kernels.plan.victim import MAX_WEIGHT
-from tests.host_offload.control.policy_runs import spec
+from tests.host_offload.control.policy_runs import LAYERS, Simulation, random_sets, scripted, spec
 from tests.host_offload.traces.traces_of import write_trace
 
 
-def test_weights():
-    assert EVICTION["lru"] == (1, 0, 0)
-    assert EVICTION["lfu"] == (0, 1, 0)
+def run(policies, sets, cells: int) -> Simulation:
+    """All steps over those policies, to the last read."""
+    simulation = Simulation(Controller(spec(), policies), cells)
+    for step in sets:
+        simulation.step(*step)
+    while simulation.pending:
+        simulation.read()
+    return simulation
 
 
-@pytest.mark.parametrize("eviction", EVICTION)
-def test_weights_are_within_what_the_key_can_hold(eviction):
-    assert all(abs(weight) <= MAX_WEIGHT for weight in EVICTION[eviction])
+def test_names():
+    assert set(PER_LAYER) == {"lru", "lfu", "lfru", "fifo", "static", "hot-table"}
+    assert set(POLICIES) == {*PER_LAYER, "global-lru", "global-lfu", "global-lfru"}
+    assert EVICTION == {"lru": (1, 0, 0), "lfu": (0, 1, 0), "lfru": (1, 1, 0)}
+    with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, g"):
+        eviction_policy("mru")
+    mine, other = scripted(writes={"victim_weights"}), scripted(writes={"stages"})
+    assert with_eviction(None, [other]) == ("lru", (eviction_policy("lru"), other))
+    assert with_eviction(None, [other, mine]) == ("Scripted", (other, mine))
+    assert with_eviction("fifo", [mine]) == ("fifo", (FIFO(), mine))
+    with pytest.raises(ValueError, match="policies must be a list of policies, not Scripted"):
+        with_eviction(None, mine)
 
 
-def test_a_static_set_is_learned_from_a_trace(tmp_path):
-    """The hottest first in each layer, ties by id."""
-    routed = [np.array([[[3, 1], [0, 2]], [[3, 2], [2, 3]]]), np.array([[[2, 3], [0, 2]]])]
-    trace = write_trace(tmp_path / "trace", [np.sort(ids) for ids in routed], 4)
-    assert static.fit(trace).hot == ((3, 2, 1, 0), (2, 0, 3, 1))
+# ---- weights
+
+
+SEQUENCES = {
+    "zipf": lambda rng, step: rng.zipf(1.6, rng.integers(1, 5)) % 16,
+    "drifting": lambda rng, step: (step // 6 + rng.integers(0, 6, 4)) % 16,
+    "cyclic": lambda rng, step: np.arange(3 * step, 3 * step + 3) % 16,
+}
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_lru_and_lfu_are_the_textbooks(eviction, sequence):
+    """LFU: the least often active goes, of equals the least recently used, of these the lowest id.
+    A step's experts stay, and what finds no cell is read through."""
+    rng = np.random.default_rng(0)
+    sets = [{*map(int, SEQUENCES[sequence](rng, step))} for step in range(60)]
+    for capacity in (3, 4, 7, 11):
+        pager = Pager(cold_tables(np.array([capacity]), 16, EVICTION[eviction]))
+        resident: set[int] = set()
+        frequency: Counter[int] = Counter()
+        last: dict[int, int] = {}
+        for step, active in enumerate(sets):
+            missing, kept = active - resident, active & resident
+            for e in sorted(missing):
+                idle = resident - active
+                if len(resident) == capacity and idle:
+                    order = [(frequency[i] * (eviction == "lfu"), last[i], i) for i in idle]
+                    resident.remove(min(order)[2])
+                if len(resident) < capacity:
+                    resident.add(e)
+                    kept.add(e)
+            found = pager.reference(np.isin(np.arange(16), [*active])[None])
+            assert set(np.flatnonzero(found.missing[0])) == missing
+            assert set(np.flatnonzero(pager.tables.address[0] >= 0)) == resident
+            frequency.update(active)
+            last.update(dict.fromkeys(kept, step))
+
+
+# ---- FIFO
+
+
+def fifo_misses(sets, capacity: int, layer: int) -> list[set[int]]:
+    """Textbook: a queue in order of insertion, by id within a step."""
+    queue: list[int] = []
+    misses = []
+    for step in sets:
+        active = set(step[layer])
+        missing = sorted(active - set(queue))
+        for expert in missing:
+            if len(queue) == capacity:
+                queue.remove(next(e for e in queue if e not in active))
+            queue.append(expert)
+        misses.append(set(missing))
+    return misses
+
+
+def test_fifo_is_exact_where_the_lag_cannot_matter():
+    """Six cells and two experts a step: there are always older ones than those of two steps."""
+    sets = random_sets(np.random.default_rng(0), 60)
+    simulation = run([FIFO()], sets, cells=6)
+    for layer in range(LAYERS):
+        got = [set(np.flatnonzero(missed[layer]).tolist()) for missed in simulation.missed]
+        assert got == fifo_misses(sets, 6, layer)
+
+
+# ---- static
+
+
+def test_static_keeps_the_experts_of_its_warm_up_and_lets_no_other_in():
+    warm = [[[0, 1], [5, 6]], [[0, 2], [5, 7]], [[0, 1], [5, 6]]]
+    # By turns, because a step's list takes no cell whose owner the step used.
+    later = [[[3, 4], [0, 1]], [[5, 6], [2, 3]], [[7, 3], [4, 0]]] * 4
+    simulation = run([Static(warmup=3)], warm + later, cells=2)
+    assert simulation.resident(0) == {0, 1} and simulation.resident(1) == {5, 6}
+    # What is not hot is read through, again and again, once the two steps of lag are over.
+    for missed in simulation.missed[-4:]:
+        assert missed[0].sum() == missed[1].sum() == 2
+    stats = simulation.control.controller.stats()
+    assert stats["decisions"] == {"Static": 2} and stats["queued"] == 0
+
+
+def test_static_brings_a_given_hot_set_in():
+    hot = ((7, 6, 5), (4, 3, 2))
+    simulation = run([Static(hot=hot)], [[[0, 1], [0, 1]], [[2, 3], [5, 6]]] * 5, cells=2)
+    assert simulation.resident(0) == {7, 6} and simulation.resident(1) == {4, 3}
+    assert simulation.control.controller.stats()["transfers"]["hot"]["done"] == 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "match"),
+    [
+        (Static(hot=((0,),)), "hot names experts of 1 layers, not 2"),
+        (Static(hot=((0,), (8,))), r"hot\[1\] must be different experts in 0…7"),
+        (Static(hot=((0, 0), (1,))), r"hot\[0\] must be different"),
+        (hot_table.HotTable(counts=((1, 2),)), "counts are of 1×2 experts, and the model has 2 la"),
+        (hot_table.HotTable(hot=((1,), (2,))), "give no hot"),
+    ],
+)
+def test_experts_that_do_not_exist_are_refused(policy, match):
+    with pytest.raises(ValueError, match=match):
+        Controller(spec(), [policy])
+
+
+# ---- the tutorial's
+
+
+def test_recent_prefetch_restores_what_was_used_before():
+    """LFU holds on to what was popular once, and newcomers evict each other; the policy brings
+    them back in place of the old ones, so that nothing is missed in the end."""
+    once, now = ([[[e], [e]] for e in experts] for experts in ((0, 1, 2, 3), (4, 5, 6, 7)))
+    pattern = once * 9 + now * 6
+    plain = run([eviction_policy("lfu")], pattern, cells=4)
+    ahead = run([eviction_policy("lfu"), RecentPrefetch(window=4)], pattern, cells=4)
+    assert all(missed.sum() == LAYERS for missed in plain.missed[-6:])
+    assert not any(missed.any() for missed in ahead.missed[-6:])
 
 
 # ---- the hot table
@@ -41,35 +177,19 @@ def test_the_table_is_ranked_over_all_layers():
     assert hot_table.shared_by_rank(counts, 99).tolist() == [4, 4, 4]
 
 
-def test_a_table_is_learned_from_a_trace_and_simulated(tmp_path):
-    """All of layer 0 is used evenly, one expert of layer 1: once the cells have moved the table has
-    three experts of layer 0 and one of layer 1, and nobody else comes in."""
-    routed = [np.array([[[i % 3], [3]]]) for i in range(40)]
+def test_a_table_is_learned_from_a_trace_and_leaves_spare_cells_to_who_comes_ahead(tmp_path):
+    """Experts 0, 1, 2 of layer 0 in turn, one of layer 1. Once the cells have moved the table has
+    all four. Of three cells each, of which one is spare, two are hot and hit; the third is read
+    through and gets no cell, and nobody is staged."""
+    routed = [np.array([[[i % 3], [3]]]) for i in range(60)]
     trace = write_trace(tmp_path / "trace", routed, 4)
+    assert static.fit(trace).hot == ((0, 1, 2, 3), (3, 0, 1, 2))
     policy = hot_table.fit(trace)
-    assert policy.counts == ((14, 13, 13, 0), (0, 0, 0, 40))
+    assert policy.counts == ((20, 20, 20, 0), (0, 0, 0, 60))
     hot = simulate(trace, policies=(policy,), cells=2)
     flat = simulate(trace, policies=(static.fit(trace),), cells=2)
     assert hot.misses[-20:].sum() == 0 < flat.misses[-20:].sum()
-
-
-def test_a_table_leaves_spare_cells_to_who_comes_ahead(tmp_path):
-    """Experts 0, 1, 2 of layer 0 in turn, in three cells each layer of which one is spare: two are
-    hot and hit, the third is read through and gets no cell; nobody is staged."""
-    routed = [np.array([[[i % 3], [3]]]) for i in range(60)]
-    trace = write_trace(tmp_path / "trace", routed, 4)
-    table = dataclasses.replace(
-        hot_table.beside_prefetches(1), counts=hot_table.fit(trace).counts, least=3
-    )
+    table = dataclasses.replace(hot_table.beside_prefetches(1), counts=policy.counts, least=3)
     found = simulate(trace, policies=(table,), cells=3)
     assert found.misses[-30:, 0].sum() == found.read_through[-30:, 0].sum() == 10
     assert found.control is not None and not found.control["transfers"]
-    whole = dataclasses.replace(table, spare=0)
-    assert simulate(trace, policies=(whole,), cells=3).misses[-30:].sum() == 0
-
-
-def test_a_table_of_another_model_is_refused():
-    with pytest.raises(ValueError, match="counts are of 1×2 experts, and the model has 2 layers"):
-        Controller(spec(), [hot_table.HotTable(counts=((1, 2),))])
-    with pytest.raises(ValueError, match="give no hot"):
-        Controller(spec(), [hot_table.HotTable(hot=((1,), (2,)))])

@@ -5,33 +5,53 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Observation, Spec
 from host_offload.control.staging import choose_cell
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import policy as expert_map
-from host_offload.policies.prefetch.expert_map.policy import ExpertMap, Matching
+from host_offload.policies.prefetch.expert_map.matcher import Matcher
+from host_offload.policies.prefetch.expert_map.policy import ExpertMap, Matching, recorded
 from host_offload.policies.prefetch.expert_map.store import (
     MapStore,
     Trajectory,
-    dot_products,
     empty_store,
     selected,
     semantic_scores,
     stored,
     with_rows,
 )
-from host_offload.policies.prefetch.names import FIT, prefetch_policy
-from host_offload.simulate.simulator import spec_of
+from host_offload.policies.prefetch.expert_map.trackers import TRACKERS
+from host_offload.policies.prefetch.fitted import learned_bytes
+from host_offload.policies.prefetch.moe_infinity import MoEInfinity
+from host_offload.policies.prefetch.names import prefetch_policy
+from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
+from tests.host_offload.memory.layered_device import LayeredDevice
+from tests.host_offload.policies.kinds import (
+    EXPERTS,
+    KINDS,
+    LAYERS,
+    PROBABILITIES,
+    ROUTER,
+    ROUTES,
+    TOP_K,
+    experts,
+    routed,
+    trace_of_kinds,
+    wanted,
+)
 from tests.host_offload.traces.traces_of import write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -66,47 +86,6 @@ def test_searches_are_cosines_layer_by_layer():
             assert scores[x, y] == pytest.approx(wanted, abs=1e-6)
 
 
-class Watched(np.ndarray):
-    """Notes the multiplications of each product that BLAS is asked for."""
-
-    asked: ClassVar[list[int]] = []
-
-    def __array_ufunc__(self, ufunc, method, *inputs, **settings):
-        plain = [np.asarray(each) for each in inputs]
-        if ufunc is np.matmul:
-            self.asked.append(plain[0].shape[-2] * plain[0].shape[-1] * plain[1].shape[-1])
-        return getattr(ufunc, method)(*plain, **settings)
-
-
-@pytest.mark.parametrize("length", [1, 300, 2048])
-@pytest.mark.parametrize(("rows", "count"), [(1, 1), (1, 1000), (31, 130), (33, 129), (70, 0)])
-def test_products_are_those_of_one_thread(rows, count, length):
-    """fMoE: inference never waits for a search, so none waits for another thread of BLAS."""
-    rng = np.random.default_rng(rows)
-    new, kept = (rng.normal(size=(n, length)).astype(np.float32) for n in (rows, count))
-    Watched.asked.clear()
-    found = dot_products(new, kept.view(Watched))
-    np.testing.assert_allclose(found, new.astype(float) @ kept.T, rtol=1e-4, atol=1e-4)
-    assert found.dtype == np.float32 and max(Watched.asked) <= 65536 * 4
-
-
-def test_sigmoid_scores_become_distributions():
-    embeddings, maps = draw(0, 4)
-    factors = np.random.default_rng(1).uniform(0.5, 3, (4, L, 1))
-    plain, scaled = stored(embeddings, maps), stored(embeddings, maps * factors)
-    np.testing.assert_allclose(scaled.maps, plain.maps, rtol=1e-6)
-    one = Trajectory.of(plain, 4).after(plain, 0, maps[:, 0])
-    other = Trajectory.of(plain, 4).after(plain, 0, (maps * factors)[:, 0])
-    np.testing.assert_allclose(one.scores(plain, 0), other.scores(plain, 0), rtol=1e-5)
-
-
-def test_what_has_no_direction_is_like_nothing():
-    store = stored(np.zeros((1, D)), np.zeros((1, L, E)))
-    assert semantic_scores(store, np.ones((1, D))).tolist() == [[0]]
-    trajectory = Trajectory.of(store, 1).after(store, 0, np.full((1, E), 1 / E))
-    assert trajectory.scores(store, 0).tolist() == [[0]]
-
-
 # ---- selection
 
 
@@ -127,19 +106,6 @@ def test_selection_is_the_smallest_set_that_there_is(seed, score, top_k):
     surely = [size for size, most in sums.items() if most >= threshold + 1e-6] or [E]
     assert enough[0] <= chosen.sum() <= surely[0]
     assert p[chosen].min() >= p[~chosen].max(initial=0)
-
-
-def test_the_less_alike_the_more_is_selected():
-    maps = draw(3, 20)[1].reshape(-1, E).astype(np.float32)
-    sizes = [
-        selected(maps, np.full(len(maps), score), K).sum(axis=1)
-        for score in (1.0, 0.7, 0.4, 0.1, 0.0, -0.5)
-    ]
-    assert (sizes[0] == K).all()
-    assert all((more >= fewer).all() for fewer, more in itertools.pairwise(sizes))
-    assert (sizes[3] > K).any()
-    np.testing.assert_array_equal(sizes[-1], sizes[-2])  # clipped: never more than all
-    assert (selected(maps, np.zeros(len(maps)), K, by_similarity=False).sum(axis=1) == K).all()
 
 
 # ---- replacement
@@ -181,14 +147,6 @@ def test_rows_replace_who_they_make_redundant(distance):
         same_store(store, rows)
 
 
-def test_a_duplicate_replaces_itself():
-    embeddings, maps = draw(0, 6)
-    store = stored(embeddings, maps)
-    again = with_rows(store, embeddings[2:3], maps[2:3], capacity=6, distance=3)
-    for got, want in zip(again, store, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
 # ---- the policy
 
 
@@ -203,13 +161,10 @@ def spec(tmp_path: Path):
     return dataclasses.replace(spec_of(header), driver="host")
 
 
-def with_store(state: Any, store: MapStore) -> Matching:
-    return state._replace(tracker=dataclasses.replace(state.tracker, store=store))
-
-
 def begun(policy: ExpertMap, told: Spec, store: MapStore) -> Matching:
     """The policy's state with these maps."""
-    return with_store(policy.init(told), store)
+    state: Any = policy.init(told)
+    return state._replace(tracker=dataclasses.replace(state.tracker, store=store))
 
 
 def store_of(state: Any) -> MapStore:
@@ -274,18 +229,6 @@ def test_nearer_and_likelier_goes_first(tmp_path):
         assert {n for n, _ in got} == {*range(layer + 1, min(max(layer, -1) + 4, L))}
 
 
-def test_rows_are_united_and_their_probabilities_maxed(tmp_path):
-    policy = ExpertMap(distance=1)
-    embeddings, maps = draw(0, 3)
-    state = begun(policy, spec(tmp_path), stored(embeddings, maps))
-    seen = of_moment(Moment.EMBEDDED, 2, embedding=embeddings[:2])
-    state, decision = policy.decide(state, seen)
-    top = [{int(e) for e in np.argsort(-maps[row, 0])[:K]} for row in range(2)]
-    assert {e for _, e in wanted_of([decision])[0]} == top[0] | top[1]
-    np.testing.assert_allclose(state.likely[0], maps[:2, 0].max(axis=0), rtol=1e-6)
-    assert np.all(state.likely[1:] == 1 / E), "nothing was predicted for them"
-
-
 def test_evicted_is_the_least_probability_times_frequency(tmp_path):
     """Property 5 of eviction: the tables' victim under the policy's weights and prior; recency
     decides nothing."""
@@ -308,42 +251,6 @@ def test_evicted_is_the_least_probability_times_frequency(tmp_path):
     for expert in np.argsort(maps[0, 0] * (1 + frequency[0])):
         assert choose_cell(tables, 0, 0, taken=kept) == expert
         kept.append(int(expert))
-
-
-def test_a_store_that_is_empty_asks_for_nothing_and_learns(tmp_path):
-    policy = ExpertMap(distance=2, capacity=3)
-    state = policy.init(spec(tmp_path))
-    decisions, state = walk(policy, state, *draw(0, 2))
-    assert wanted_of(decisions) == [[]] * (L + 1) and store_of(state).size == 2
-    decisions, state = walk(policy, state, *draw(1, 2))
-    assert wanted_of(decisions)[0] and store_of(state).size == 3
-
-
-def test_a_step_asks_for_nothing_that_the_step_before_wanted(tmp_path):
-    policy, told = ExpertMap(distance=2, tracker="map_t"), spec(tmp_path)
-    store = stored(*draw(0, 4))
-    first = begun(policy, told, store)
-    after = with_store(walk(policy, first, *draw(5, 2))[1], store)
-    assert after.wanted.any()
-    runs = (wanted_of(walk(policy, state, *draw(6, 1))[0]) for state in (first, after))
-    assert next(runs) == next(runs)
-
-
-def test_the_ablations(tmp_path):
-    """Map (T) predicts nothing for the first layers, Map (T+S) takes top-k; any distance."""
-    embeddings, maps = draw(0, 4)
-    store, step = stored(embeddings, maps), (-embeddings.sum(axis=0)[None], draw(9, 1)[1])
-    told = spec(tmp_path)
-
-    def run(**given: Any):
-        policy = ExpertMap(**given)
-        return wanted_of(walk(policy, begun(policy, told, store), *step)[0])
-
-    whole, trajectory = run(distance=2), run(distance=2, tracker="map_t")
-    assert whole[0] and not trajectory[0] and {n for n, _ in trajectory[1]} == {2}
-    assert len(trajectory[1]) == K
-    assert len(run(distance=2, tracker="map_ts")[0]) == 2 * K < len(whole[0])
-    assert {n for n, _ in run(distance=4)[0]} == {0, 1, 2, 3}
 
 
 def test_a_prompt_as_one_row(tmp_path):
@@ -377,24 +284,6 @@ def trace_of_maps(directory: Path, steps: int, *, arrays: bool = True) -> Trace:
     return read_trace(directory / "maps")
 
 
-def test_fit_takes_a_trace_as_the_engine_would_and_keeps_it_in_a_file(tmp_path):
-    trace = trace_of_maps(tmp_path, 9)
-    fit: Any = FIT["expert_map"]
-    policy = fit(trace, capacity=7, distance=2)
-    rows = []
-    for number in range(9):
-        pairs = zip(*(a.astype(np.float16) for a in draw(number, 2)), strict=True)
-        rows = plain_with_rows(rows, [(e.astype(float), m.astype(float)) for e, m in pairs], 7, 2)
-    told = spec(tmp_path)
-    same_store(store_of(policy.init(told)), rows)
-    policy.fitted.write(tmp_path / "maps.safetensors")
-    again = prefetch_policy(f"expert_map={tmp_path / 'maps.safetensors'}")
-    assert isinstance(again, ExpertMap) and (again.capacity, again.distance) == (7, 2)
-    same_store(store_of(again.init(told)), rows)
-    assert not policy.learns and not again.learns
-    assert policy.fitted.nbytes == 7 * (D + L * E) * 4
-
-
 def test_refusals(tmp_path):
     told = spec(tmp_path)
     for wrong, match in (
@@ -414,3 +303,208 @@ def test_refusals(tmp_path):
         dataclasses.replace(policy, capacity=4).init(told)
     with pytest.raises(ValueError, match="fitted to a model with layers 5, this one has 6"):
         policy.init(dataclasses.replace(told, layers=6))
+
+
+# ---- what takes the matcher's place, and searches beside inference
+
+
+def moment(which: Moment, kinds: list[int], layer: int = -1, step: int = 0, turn: int = -1):
+    """All that a moment of a step of these kinds may show, row r of request r."""
+    rows = slice(None) if layer < 0 else slice(layer, layer + 1)
+    seen = routed(max(layer, 0), kinds)
+    return dataclasses.replace(
+        seen,
+        moment=which,
+        layer=layer,
+        step=step,
+        turn=turn,
+        request=np.arange(len(kinds), dtype=np.int32),
+        phase=np.ones(len(kinds), np.uint8),
+        embedding=np.eye(KINDS, dtype=np.float16)[kinds],
+        probs=PROBABILITIES[kinds][:, rows],
+        ids=ROUTES[kinds].astype(np.int16)[:, rows],
+    )
+
+
+def walk_kinds(policy: ExpertMap, state: Any, kinds: list[int], step: int = 0):
+    """A step: (what was wanted at EMBEDDED and after each router, the state after)."""
+    state, decision = policy.decide(state, moment(Moment.EMBEDDED, kinds, step=step))
+    found = [wanted(decision)]
+    for layer in range(LAYERS):
+        state, decision = policy.decide(state, moment(Moment.ROUTED, kinds, layer, step))
+        found.append(wanted(decision))
+    return found, policy.decide(state, moment(Moment.STEP_END, kinds, step=step))[0]
+
+
+def test_speculate_asks_the_gate_of_a_later_layer(told):
+    policy = ExpertMap(tracker="speculate", distance=2)
+    found, _ = walk_kinds(policy, policy.init(told), [4])
+    assert not found[0] and set(found[1]) == experts(2, 4)
+    assert set(found[2]) == experts(2, 4) | experts(3, 4) and set(found[3]) == experts(3, 4)
+    best = int(np.argmax(ROUTER[2, 4]))
+    assert found[1][0] == (2, best)
+    assert policy.needs == {"gate_input", "router"} and policy.memory(told) == 0
+
+
+def test_hit_count_takes_the_nearest_request_and_what_was_popular(told):
+    policy = ExpertMap(tracker="hit_count", distance=1, capacity=2)
+    state = policy.init(told)
+    for turn, kind in enumerate((0, 0, 3)):  # of the first two the older one goes
+        found, state = walk_kinds(policy, state, [kind], turn)
+        state, _ = policy.decide(state, moment(Moment.TURN_END, [kind], turn=0))
+    assert len(state.tracker.collection) == 2 and not state.tracker.running
+    found, state = walk_kinds(policy, state, [3], 3)
+    # Popular of two requests: what either used.
+    assert len(found[0]) == TOP_K and {n for n, _ in found[0]} == {0}
+    assert set(found[0]) <= experts(0, 0, 3)
+    for layer in range(LAYERS - 1):
+        assert set(found[layer + 1]) == experts(layer + 1, 3)
+    # Counts are the request's, over its steps.
+    assert state.tracker.running[0].sum() == LAYERS * TOP_K
+    again = walk_kinds(policy, state, [3], 4)[1]
+    assert again.tracker.running[0].sum() == 2 * LAYERS * TOP_K
+    # What a step counts between layers is not counted again at its end.
+    assert state.tracker.step[0].sum() == state.tracker.running[0].sum()
+
+
+def test_every_tracker_runs_and_the_maps_know_what_repeats(told, tmp_path):
+    """Property 3 with a cache: with the trace's maps and room, no layer behind the first ones
+    misses; the cells hold what is wanted and no more. (Kinds 1 and 3 have one first layer.)"""
+    rng = np.random.default_rng(1)
+    kinds = [[int(rng.integers(3)), int(rng.integers(4, 6))] for _ in range(40)]
+    trace = trace_of_kinds(tmp_path, kinds)
+    run: dict[str, Any] = dict(cells=TOP_K * 2, driver="host", spec=told)
+    misses = {}
+    for tracker in TRACKERS:
+        policy = ExpertMap(tracker=tracker, distance=2)
+        if tracker != "speculate":
+            policy = expert_map.fit(trace, distance=2, tracker=tracker)
+        misses[tracker] = simulate(trace, policies=[policy], **run).misses
+    assert not misses["map_t"][:, 2:].any() and misses["map_t"][:, :2].any()
+    assert not misses["map_ts"].any() and not misses["map_tsd"].any()
+    assert not misses["speculate"][:, 2:].any() and misses["speculate"][:, :2].any()
+    assert misses["hit_count"].sum() > misses["map_t"].sum()
+
+
+# ---- offline and online
+
+
+def test_offline_fills_the_store_with_a_share_of_the_requests(trace, told, tmp_path):
+    """Of two requests the first, and nothing is added while it runs; online adds."""
+    half = expert_map.fit(trace, distance=2, share=0.5)
+    assert half.fitted is not None and len(half.fitted.arrays["maps"]) == 40
+    for kind in range(KINDS):
+        is_there = any(
+            np.allclose(one, PROBABILITIES[kind].astype(np.float32), atol=1e-3)
+            for one in half.fitted.arrays["maps"]
+        )
+        assert is_there == (kind < 3)
+    state = walk_kinds(half, half.init(told), [5])[1]
+    assert state.tracker.store.size == 40
+    online = dataclasses.replace(half, learns=True)
+    assert walk_kinds(online, online.init(told), [5])[1].tracker.store.size == 41
+    half.fitted.write(tmp_path / "half")
+    again: Any = prefetch_policy(f"expert_map={tmp_path / 'half'}")
+    assert not again.learns and again.tracker == "map_tsd"
+    counts = expert_map.fit(trace, distance=2, tracker="hit_count", share=0.5)
+    assert counts.fitted is not None and counts.fitted.arrays["matrices"].shape[0] == 1
+    counts.fitted.write(tmp_path / "counts")
+    again = prefetch_policy(f"expert_map={tmp_path / 'counts'}")
+    assert again.tracker == "hit_count" and len(again.init(told).tracker.collection) == 1
+
+
+def test_what_cannot_be_fitted_is_refused(trace, told, tmp_path):
+    for wrong in ({"share": 0.0}, {"share": 1.5}, {"tracker": "speculate"}, {"capacity": 0}):
+        with pytest.raises(ValueError, match=r"share lie in \(0, 1\], and tracker learn something"):
+            expert_map.fit(trace, distance=2, **wrong)
+    nameless = trace_of_kinds(tmp_path, [[0]] * 2, absent=("token.request",))
+    for asked in ({"share": 0.5}, {"tracker": "hit_count"}):
+        with pytest.raises(TraceError, match="does not say which request a token belongs to"):
+            expert_map.fit(nameless, distance=2, **asked)
+    maps = expert_map.fit(trace, distance=2)
+    with pytest.raises(ValueError, match="fit with tracker='hit_count'"):
+        dataclasses.replace(maps, tracker="hit_count").init(told)
+    counts = expert_map.fit(trace, distance=2, tracker="hit_count")
+    with pytest.raises(ValueError, match="2 requests are given and capacity is 1"):
+        dataclasses.replace(counts, capacity=1).init(told)
+
+
+def test_memory_of_a_store_counts_before_it_is_full(trace, told):
+    row = KINDS + LAYERS * EXPERTS + LAYERS
+    online = ExpertMap(capacity=50)
+    assert online.memory(told) == 50 * row * 4
+    fitted = expert_map.fit(trace, capacity=50, distance=2)
+    assert fitted.fitted is not None and fitted.memory(told) == fitted.fitted.nbytes
+    assert dataclasses.replace(fitted, learns=True).memory(told) == 50 * row * 4
+    full = walk_kinds(online, online.init(told), [0] * 50)[1]
+    assert online.stats(full)["learned_bytes"] == 50 * row * 4
+    counts = ExpertMap(tracker="hit_count", capacity=50)
+    assert counts.memory(told) == 50 * LAYERS * EXPERTS * 4
+    assert learned_bytes([RandomPrefetch(), online], told) == 50 * row * 4
+    assert learned_bytes([MoEInfinity(capacity=3)], told) == 3 * LAYERS * EXPERTS * 4
+
+
+# ---- beside inference
+
+
+class Held:
+    """Keeps a matcher's thread busy until it is let go."""
+
+    def __init__(self, matcher: Matcher):
+        self._go = threading.Event()
+        matcher._thread.submit(self._go.wait, 3.0)  # a caller that waits fails, and does not hang
+
+    def let_go(self, matcher: Matcher) -> None:
+        self._go.set()
+        matcher.wait()
+
+
+def asynchronous(trace: Trace, **given: Any) -> ExpertMap:
+    policy = expert_map.fit(trace, distance=2)
+    return dataclasses.replace(policy, asynchronous=True, **given)
+
+
+def test_inference_waits_for_no_search_and_a_late_one_is_counted(trace, told):
+    policy = asynchronous(trace)
+    state: Any = policy.init(told)
+    held = Held(state.tracker)
+    # The thread is held, and every moment returns, wanting nothing.
+    found, state = walk_kinds(policy, state, [4])
+    assert found == [[]] * (LAYERS + 1) and policy.stats(state)["late"] == 0
+    held.let_go(state.tracker)
+    # Found now: of a step that has ended. And the next step has what comes in time.
+    state, decision = policy.decide(state, moment(Moment.EMBEDDED, [4], step=1))
+    state.tracker.wait()
+    late = policy.stats(state)["late"]
+    assert late >= LAYERS - 1  # the embedding's, and all but the last two routers'
+    state, decision = policy.decide(state, moment(Moment.ROUTED, [4], 0, 1))
+    assert set(wanted(decision)) == experts(1, 4)  # layer 0 is too late
+    assert policy.stats(state)["late"] == late + 1
+    state.tracker.wait()
+    state, decision = policy.decide(state, moment(Moment.ROUTED, [4], 1, 1))
+    assert set(wanted(decision)) == experts(2, 4)
+    assert policy.stats(state)["searches"] == LAYERS + 1 + 3
+
+
+def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_path):
+    """Through the controller: whatever came in time in the run, the same is decided again."""
+    policy = dataclasses.replace(asynchronous(trace), pool=False)  # this device has no pool
+    events: list = []
+    device = LayeredDevice(Controller(told, [policy], listener=events.append), 4)
+    device.run(trace)
+    decided = tuple((e.step, e.moment.name, e.decision) for e in events if hasattr(e, "decision"))
+    assert len(decided) == 40 * (LAYERS + 1)  # each is in the trace, wanted or not
+    again = dataclasses.replace(policy, decisions=decided)
+    found: list = []
+    other = LayeredDevice(Controller(told, [again], listener=found.append), 4)
+    other.run(trace)
+    assert list(map(repr, found)) == list(map(repr, events))
+    np.testing.assert_array_equal(other.missed, device.missed)
+    said = device.control.controller.stats()["said"]["ExpertMap"]
+    assert said["searches"] == 40 * (LAYERS + 1)
+    assert other.control.controller.stats()["said"] == {"ExpertMap": {"decisions": 200}}
+    state = again.init(told)
+    with pytest.raises(TraceError, match="decided nothing at ROUTED of step 0 in the trace"):
+        again.decide(state, moment(Moment.ROUTED, [0], 0))
+    with pytest.raises(TraceError, match="has no decisions of ExpertMap"):
+        recorded(trace, policy)

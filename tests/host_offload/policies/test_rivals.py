@@ -16,14 +16,12 @@ from host_offload.control.staging import choose_cell
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch import moe_infinity
-from host_offload.policies.prefetch.deepspeed import DeepSpeedInference, LayerStreaming
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import fitted
 from host_offload.policies.prefetch.mixtral_offloading import MixtralOffloading
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
-from host_offload.policies.prefetch.promoe import network as training
 from host_offload.policies.prefetch.promoe import policy as promoe
-from host_offload.policies.prefetch.promoe.network import Network, Training
+from host_offload.policies.prefetch.promoe.network import Training
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
@@ -252,13 +250,6 @@ def test_fate_favours_shallow_layers(trace, told):
     assert shallow.misses[:, 0].sum() < even.misses[:, 0].sum()
 
 
-def test_fate_leaves_eviction_to_others(trace, told):
-    policy = Fate(cache="none")
-    assert policy.writes == {"stages"} and policy.victim_weights is None
-    run = simulate(trace, cells=4, spec=told, driver="host", eviction="lfu", policies=[policy])
-    assert not run.misses[:, 1:].any()
-
-
 # ---- ProMoE
 
 
@@ -288,31 +279,6 @@ def test_promoe_learns_what_no_linear_map_knows():
     assert errors[-1] < 0.3 * errors[0]
     linear = np.linalg.lstsq(np.c_[x, np.ones(len(x))], y, rcond=None)[0]
     assert np.ptp((np.c_[x, np.ones(len(x))] @ linear)[:, 0]) < 0.3
-
-
-def test_training_follows_the_gradient_and_ends():
-    """Steps of Adam against differences of the loss; no more passes than are asked for."""
-    rng = np.random.default_rng(1)
-    network = Network.drawn(3, 5, 4, rng)
-    x = rng.normal(size=(6, 3)).astype(np.float32)
-    y = rng.random((6, 4)).astype(np.float32)
-    gradients = training._gradients(network, x, y, 0.0, rng)
-
-    def loss(changed: Network) -> float:
-        return float(np.abs(changed.scores(x).astype(np.float64) - y).mean())
-
-    for name, array in network._asdict().items():
-        at = tuple(int(rng.integers(n)) for n in array.shape)
-        change = np.zeros_like(array)
-        change[at] = 1e-2
-        slope = loss(network._replace(**{name: array + change})) - loss(
-            network._replace(**{name: array - change})
-        )
-        assert slope / 2e-2 == pytest.approx(float(getattr(gradients, name)[at]), abs=2e-3)
-    _, errors = Training(epochs=3).trained(x, y)
-    assert len(errors) == 3
-    _, errors = Training(window=2, least=1.0).trained(x, y)
-    assert len(errors) == 4
 
 
 def test_promoe_refuses_what_it_cannot_learn_from(trace, tmp_path):
@@ -429,11 +395,6 @@ def test_moe_infinity_s_first_layers_take_the_most_popular(trace, told):
         MoEInfinity(first=-1).init(told)
 
 
-def test_moe_infinity_evicts_the_least_frequently_used(told):
-    policy = MoEInfinity()
-    assert policy.victim_weights == (0, 1, 0) and "prior" not in policy.writes
-
-
 def test_moe_infinity_keeps_what_was_fitted_and_replaces_the_least_used(trace, told):
     fitted_to = moe_infinity.fit(trace, capacity=4)
     state = fitted_to.init(told)
@@ -469,26 +430,3 @@ def test_moe_infinity_fits_to_sequences_that_differ(tmp_path, told):
     nameless = trace_of_kinds(tmp_path / "y", kinds, absent=("token.request",))
     with pytest.raises(TraceError, match="does not say which request a token belongs to"):
         moe_infinity.fit(nameless)
-
-
-# ---- DeepSpeed
-
-
-def test_deepspeed_inference_is_demand_with_a_cache(trace):
-    run = simulate(trace, cells=4, policies=[DeepSpeedInference()])
-    assert not run.staged.any() and run.hits.any() and run.misses.any()
-    lfu = simulate(trace, cells=4, eviction="lfu")
-    np.testing.assert_array_equal(run.misses, lfu.misses)
-
-
-def test_layer_streaming_wants_all_of_the_layer_the_absent_first(trace):
-    state = np.full((LAYERS, EXPERTS), State.ABSENT, np.int8)
-    state[2, [0, 5]] = State.RESIDENT
-    seen = Observation(Moment.LAYER_BEGIN, 0, 0, 0, -1, 2, 0.0, state=state)
-    _, decision = LayerStreaming().decide(None, seen)
-    assert wanted(decision) == [(2, e) for e in (1, 2, 3, 4, 6, 7, 0, 5)]
-    # Half a layer at a time: half of it crosses the link in each step, whatever is routed.
-    run = simulate(trace, cells=4, driver="host", policies=[LayerStreaming()])
-    assert (run.staged[1:] == 4).all()
-    whole = simulate(trace, cells=8, driver="host", policies=[LayerStreaming()])
-    assert not whole.misses.any() and not whole.staged[1:].any()

@@ -3,15 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from host_offload.queue.device import DeviceQueue, TransferLost
-from host_offload.queue.order import TransferQueue
 from host_offload.queue.pinned import PinnedBuilder, PinnedRecords
 from host_offload.queue.transfer import DEMAND, Load, QueueError, Transfer
 from pallas_kernels.records.format import RecordFormat
-from tests.host_offload.queue.operations import operations, play
 
 LAYERS, EXPERTS = 2, 4
 FORMAT = RecordFormat("dense", 8, 4, "bfloat16")
@@ -169,16 +165,6 @@ def test_a_record_that_is_taken_before_it_is_there_ends_when_it_was_read():
     assert totals.busy_seconds > 0 and totals.wait_seconds is None
 
 
-def test_waiting_begins_what_comes_before_and_ends_with_the_part():
-    queue = queue_on(link := Link(), ahead=1)
-    first, second = queue.submit(transfer(0, 0)), queue.submit(transfer(0, 1))
-    assert queue.wait(second, 0) is None
-    assert link.begun == ["0.0 g", "0.0 u", "0.0 d", "0.1 g"]
-    settled = queue.wait(second)
-    assert settled and settled.state == "done"
-    assert queue.wait(first) and queue.totals().flying == 0
-
-
 @pytest.mark.parametrize("error", [OSError("no"), MemoryError("no")], ids=str)
 def test_a_copy_that_does_not_begin_fails_its_transfer_alone(error):
     queue = queue_on(link := Link())
@@ -194,16 +180,6 @@ def test_a_copy_that_does_not_begin_fails_its_transfer_alone(error):
     link.fails.clear()
     queue.begin()
     assert queue.wait(again) and not queue.failed(again)
-
-
-def test_a_record_of_which_a_later_piece_fails_is_not_handed_over():
-    queue = queue_on(link := Link(), ahead=1)
-    link.fails["0.1 u"] = OSError("gone")
-    ticket = queue.submit(transfer(0, 1))
-    queue.begin()
-    with pytest.raises(TransferLost, match="OSError: gone"):
-        queue.take(ticket, lambda pieces: pytest.fail("taken"))
-    assert not queue.totals().flying
 
 
 def test_a_copy_that_fails_on_its_way_is_found_when_it_ends():
@@ -226,42 +202,6 @@ def test_what_nobody_wants_is_cancelled_or_ends_without_being_handed_over():
     assert link.begun == ["0.0 g", "0.0 u", "0.0 d"]
     assert queue.arrived() == [] and queue.totals().flying == 0
     assert [s.state for s in queue.observe().settled] == ["cancelled", "done"]
-
-
-@given(operations())
-def test_one_chunk_at_a_time_it_begins_what_the_specification_begins(listed):
-    """Each step of the specification is a `begin` after all under way has arrived, with room for
-    one chunk: a demand's others, which begin with it, come next in the specification too."""
-    queue, order = queue_on(link := Link(), ahead=1), TransferQueue(PIECE)
-    names: dict[int, str] = {}
-    """By ticket."""
-    wanted: list[str] = []
-    for operation in listed:
-        match operation:
-            case ("step",):
-                queue.begin()
-                while len(wanted) < len(link.begun):
-                    chunk = play(order, operation)
-                    wanted.append(f"{names[chunk.ticket]} {'gud'[chunk.part]}")
-                assert wanted == link.begun
-                link.arrive(len(link.under_way))
-                queue.observe()
-            case ("submit", wish, _):
-                ticket = play(order, ("submit", wish, RECORDS.sizes))
-                assert play(Submitting(queue), ("submit", wish, RECORDS.sizes)) == ticket
-                names[ticket] = f"{wish.layer}.{wish.expert}"
-            case _:
-                assert play(queue, operation) == play(order, operation)
-
-
-class Submitting:
-    """A DeviceQueue that is given parts, as the specification."""
-
-    def __init__(self, queue: DeviceQueue):
-        self._queue = queue
-
-    def submit(self, transfer, parts):
-        return self._queue.submit(transfer, Load(parts))
 
 
 def test_several_records_are_handed_over_to_one_program_or_none_is():
@@ -327,50 +267,3 @@ def test_jax_carries_it_out():
     assert np.array_equal(found[0], VALUES[1, 1])
     assert found[0].devices() == {device}
     queue.close()
-
-
-# ---- the store
-
-
-@given(
-    chunk_bytes=st.none() | st.integers(1, 3 * PIECE),
-    cuts=st.lists(st.integers(1, FORMAT.rows - 1), unique=True, max_size=4).map(sorted),
-    order=st.randoms(use_true_random=False),
-)
-def test_records_are_built_of_pieces_in_any_order(chunk_bytes, cuts, order):
-    builder = PinnedBuilder(FORMAT, LAYERS, EXPERTS, jax.devices()[0], chunk_bytes=chunk_bytes)
-    edges = [0, *cuts, FORMAT.rows]
-    jobs = [(layer, i) for layer in range(LAYERS) for i in range(len(edges) - 1)]
-    order.shuffle(jobs)
-    for layer, i in jobs:
-        rows = VALUES[layer, :, edges[i] : edges[i + 1]]
-        builder.put(layer, 0, rows, edges[i])
-    store = builder.finish()
-    records = store.arrays["dense"]
-    assert store.nbytes == records.nbytes == VALUES.nbytes
-    assert records.shape == VALUES.shape and records.absent.shape == VALUES.shape
-    assert max(records.sizes) <= max(min(chunk_bytes or PIECE, PIECE), 16)
-    assert {0, 4, 8, 12} <= {*records.edges}  # no piece has rows of two matrices
-    for layer, expert in np.ndindex(LAYERS, EXPERTS):
-        pieces = records.of(layer, expert)
-        assert {piece.sharding.memory_kind for piece in pieces} == {"pinned_host"}
-        assert np.array_equal(np.concatenate(pieces), VALUES[layer, expert])
-    store.delete()
-    store.delete()
-    with pytest.raises(RuntimeError, match="deleted"):
-        np.asarray(records.of(0, 0)[0])
-
-
-def test_a_store_that_is_not_whole_is_refused():
-    builder = PinnedBuilder(FORMAT, LAYERS, EXPERTS, jax.devices()[0])
-    builder.put(0, 0, VALUES[0])
-    builder.put(1, 0, VALUES[1, :3])
-    with pytest.raises(ValueError, match="rows were never written, first: layer 1, expert 3"):
-        builder.finish()
-    with pytest.raises(ValueError, match="written twice"):
-        builder.put(0, 0, VALUES[0])
-    builder.close()
-    with pytest.raises(ValueError, match="the store is finished"):
-        builder.put(1, 3, VALUES[1, 3:])
-    with pytest.raises(ValueError, match="separate pinned arrays are for dense experts, not int8"):
-        PinnedBuilder(RecordFormat("int8", 64, 32, "bfloat16"), 1, 1, jax.devices()[0])

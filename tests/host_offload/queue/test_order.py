@@ -1,11 +1,14 @@
 """The queue without threads or clock."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.queue.order import TransferQueue
-from host_offload.queue.transfer import DEMAND, Chunk, QueueError, Transfer, chunks_of
+from host_offload.queue.transfer import DEMAND, Chunk, Load, QueueError, Transfer
+from host_offload.queue.virtual import VirtualQueue
 from tests.host_offload.queue.operations import operations, play
 
 
@@ -16,14 +19,6 @@ def transfer(cell=0, cause="prefetch", priority=0):
 def begun(queue):
     """Tickets of all chunks that wait, in the order in which they begin; none of them ends."""
     return [chunk.ticket for chunk in iter(queue.next_chunk, None)]
-
-
-def test_chunks_have_bytes_of_one_part_in_order():
-    assert list(chunks_of(3, (5, 2), 4)) == [
-        Chunk(3, 0, 0, 4),
-        Chunk(3, 0, 4, 1),
-        Chunk(3, 1, 5, 2),
-    ]
 
 
 def test_demands_go_first_then_priority_then_who_came_first():
@@ -54,24 +49,6 @@ def test_what_has_begun_ends_and_what_has_not_can_be_cancelled():
     assert [s.state for s in queue.observe(0).settled] == ["cancelled"]
 
 
-def test_a_prefetch_that_is_needed_now_becomes_a_demand():
-    queue = TransferQueue(1)
-    queue.submit(transfer(0, priority=-9), (2,))
-    queue.submit(transfer(1), (3,))
-    queue.reorder(2, DEMAND, 0)
-    assert begun(queue) == [2, 2, 2, 1, 1]
-    assert not queue.reorder(1, DEMAND, 0) or queue.there(1, 0) is False
-
-
-def test_a_cell_has_one_writer():
-    queue = TransferQueue(4)
-    queue.submit(transfer(7), (4,))
-    with pytest.raises(QueueError, match="cell 7 has a transfer under way, ticket 1; wait for it"):
-        queue.submit(transfer(7, DEMAND), (4,))
-    queue.end(queue.next_chunk())
-    assert queue.submit(transfer(7), (4,)) == 2
-
-
 def test_parts_are_there_one_by_one():
     queue = TransferQueue(4)
     queue.submit(transfer(), (4, 6))
@@ -96,31 +73,12 @@ def test_a_failed_chunk_is_the_last_to_begin():
     assert queue.submit(transfer(), (1,)) == 2
 
 
-def test_an_end_is_observed_once():
-    queue = TransferQueue(1)
-    queue.submit(transfer(), (1,))
-    queue.end(queue.next_chunk())
-    assert [s.ticket for s in queue.observe(0).settled] == [1]
-    assert queue.observe(0).settled == ()
-    with pytest.raises(QueueError, match="no ticket 1, or its end was observed"):
-        queue.there(1)
-
-
-@pytest.mark.parametrize("parts", [(), (3, 0), (-1,)])
-def test_a_transfer_has_bytes(parts):
-    with pytest.raises(QueueError, match="needs bytes in each part"):
-        TransferQueue().submit(transfer(), parts)
-
-
-def test_refuses_what_is_not_there():
+def test_what_has_no_bytes_is_refused():
+    for parts in ((), (3, 0), (-1,)):
+        with pytest.raises(QueueError, match="needs bytes in each part"):
+            TransferQueue().submit(transfer(), parts)
     with pytest.raises(QueueError, match="chunks of 0 bytes"):
         TransferQueue(0)
-    queue = TransferQueue()
-    with pytest.raises(QueueError, match="no ticket 1"):
-        queue.there(1)
-    queue.submit(transfer(), (1,))
-    with pytest.raises(QueueError, match="ticket 1 has 1 parts, no part 1"):
-        queue.there(1, 1)
 
 
 @given(st.data())
@@ -140,3 +98,71 @@ def test_every_transfer_settles_once_and_all_its_bytes_move(data):
     assert sorted(end.ticket for end in ends) == sorted(bytes_of)
     for end in ends:
         assert moved.get(end.ticket, 0) == (bytes_of[end.ticket] if end.state == "done" else 0)
+
+
+# ---- over a clock
+
+
+def test_bytes_take_their_time_and_the_latency_once():
+    queue = VirtualQueue(rate=100, latency=0.5, chunk_bytes=50)
+    ticket = queue.submit(transfer(), Load((100, 100)))
+    queue.advance(1.0)
+    (flying,) = queue.observe().flying
+    assert (flying.bytes_left, flying.begun, queue.observe().bytes_left) == (150, True, 150)
+    queue.wait(ticket, 0)
+    assert queue.now == pytest.approx(1.5)
+    settled = queue.wait(ticket)
+    assert settled and settled.state == "done"
+    assert queue.now == pytest.approx(2.5)
+    assert queue.observe().busy_seconds == pytest.approx(2.5)
+
+
+def test_a_failure_frees_the_cell_and_says_why():
+    queue = VirtualQueue(rate=10, chunk_bytes=5, fails=lambda chunk: "gone" if chunk.first else "")
+    settled = queue.wait(queue.submit(transfer(), Load((5, 5, 5))))
+    assert settled and (settled.state, settled.message) == ("failed", "gone")
+    assert queue.now == pytest.approx(1)
+    queue.submit(transfer(), Load((1,)))
+
+
+@pytest.mark.parametrize(("rate", "latency"), [(0, 0), (-1, 0), (1, -1), (float("nan"), 0)])
+def test_refuses_a_link_that_cannot_be(rate, latency):
+    with pytest.raises(QueueError, match="a link of"):
+        VirtualQueue(rate, latency)
+
+
+def test_the_clock_does_not_go_back():
+    queue = VirtualQueue(1)
+    queue.advance(2)
+    with pytest.raises(QueueError, match=r"the clock is at 2 s, after 1"):
+        queue.advance(1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0, 3), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 20),
+    st.floats(0, 1),
+)
+def test_the_clock_keeps_its_bounds(asked, chunk_bytes, latency):
+    """The link is never faster than its rate, loses no time while something waits, and a demand's
+    first chunk waits for one chunk and for demands before it."""
+    spans = []
+    queue = VirtualQueue(10, latency, chunk_bytes=chunk_bytes, log=lambda *span: spans.append(span))
+    came, demands = {}, {}
+    for cell, (size, pause, demand) in enumerate(asked):
+        cause = DEMAND if demand else "prefetch"
+        ticket = queue.submit(transfer(cell, cause), Load((size,)))
+        came[ticket], demands[ticket] = queue.now, size if demand else 0
+        queue.advance(queue.now + pause)
+    for ticket in came:
+        queue.wait(ticket)
+    assert sum(chunk.bytes for chunk, _, _ in spans) == sum(size for size, _, _ in asked)
+    for (chunk, begin, end), (later, next_begin, _) in itertools.pairwise(spans):
+        assert end - begin == pytest.approx(chunk.bytes / 10)
+        assert next_begin == pytest.approx(max(end, came[later.ticket])) or next_begin == end
+    first = {chunk.ticket: begin for chunk, begin, _ in reversed(spans)}
+    for ticket, size in demands.items():
+        before = sum(demands[other] for other in demands if other < ticket)
+        if size:
+            assert first[ticket] <= came[ticket] + (chunk_bytes + before) / 10 + 1e-9
+    assert queue.now >= spans[-1][2] + latency - 1e-9

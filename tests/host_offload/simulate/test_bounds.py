@@ -11,20 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.recent_prefetch import RecentPrefetch
-from host_offload.policies.eviction.names import PER_LAYER
-from host_offload.policies.eviction.static import Static
 from host_offload.simulate.bounds import (
-    in_one_pool,
     min_bytes,
     min_transfers,
     read_references,
     references_of,
     stall_bound,
 )
-from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import TraceError
-from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -98,56 +92,6 @@ def test_pfoo_trades_moments():
     assert min_transfers(references, 1).tolist() == [3]
     assert min_bytes(references, np.array([[1, 1]]), 1) == 3
     assert min_bytes(references, np.array([[4, 4]]), 5) == 10  # 10 of 12 bytes × moments: 2.5
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**32))
-def test_one_pool_is_one_layer_of_all_experts(seed):
-    rng = np.random.default_rng(seed)
-    active = rng.random((4, 2, 3)) < 0.4
-    pool = in_one_pool(references_of(active))
-    cells = max(int(pool.largest.max()), 1) + 1
-    sets = [
-        {layer * 3 + int(e) for e in np.flatnonzero(active[step, layer])}
-        for step in range(4)
-        for layer in range(2)
-    ]
-    assert min_transfers(pool, cells).tolist() == [optimum(sets, [1] * 6, cells)]
-
-
-@settings(max_examples=4)
-@given(seed=st.integers(0, 2**32), rows=st.integers(1, 3))
-def test_no_policy_moves_less(tmp_path_factory, seed, rows):
-    rng = np.random.default_rng(seed)
-    layers, experts, k = 2, 8, 2
-    routing = random_routing(rng, 60, layers, experts, k, rows)
-    waves = (rng.random(60) < 0.1) + 1
-    trace = write_trace(
-        tmp_path_factory.mktemp("min") / "t", routing, experts, waves=waves.tolist()
-    )
-    references = read_references(trace)
-    cells = references.largest
-    least = min_transfers(references, cells)
-    decode = min_transfers(read_references(trace, "decode"), cells)
-    size = np.full((layers, experts), 100)
-    pool = min_bytes(references, size, int(cells.sum()) * 100)
-    assert pool <= least.sum() * 100
-    own = [(RecentPrefetch(),), (Static(warmup=9),), (Erratic(needs=frozenset({"state"})),)]
-    for eviction, policies in [*((name, ()) for name in PER_LAYER), *((None, p) for p in own)]:
-        found = simulate(trace, eviction=eviction, policies=policies, cells=cells)
-        assert (least <= found.transfers.sum(axis=0)).all()
-        assert (decode <= found.transfers[found.of_kind("decode")].sum(axis=0)).all()
-        assert found.bytes is not None and pool <= found.bytes.sum()
-
-
-def test_a_loop_one_larger_than_the_cache(tmp_path):
-    """LRU misses always; three of four stay and the fourth is read through, which MIN counts."""
-    sets = as_array([{step % 4} for step in range(40)], 4)
-    assert min_transfers(references_of(sets), 3).tolist() == [4 + 36 // 4]
-    trace = write_trace(tmp_path / "t", [np.array([[[step % 4]]]) for step in range(40)], 4)
-    assert simulate(trace, eviction="lru", cells=3).transfers.sum() == 40
-    hot = simulate(trace, policies=(Static(hot=((0, 1, 2),)),), cells=3).transfers
-    assert hot.sum() <= 4 + 36 // 4 + 3  # until it is there
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.control.interface import Decision, Moment, Stage, Transition
+from host_offload.control.interface import Decision, Moment, Stage
 from host_offload.control.paging import PagedSpec
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
 from host_offload.simulate.timeline import Link
-from host_offload.sizing.cost_model import CostError, Work
-from host_offload.sizing.version_costs import VersionCounts, compute_s, move_s, version_work
-from host_offload.traces.reader import TraceHeader
-from host_offload.traces.schema import written_columns
-from tests.host_offload.sizing.cost_models import LOW, MODEL, table
+from host_offload.sizing.cost_model import CostError
+from tests.host_offload.sizing.cost_models import LOW, MODEL
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 EXPERTS = 4
@@ -59,12 +56,6 @@ def test_a_trace_by_hand(tmp_path):
     assert slow.stall_bound_share == pytest.approx((8000 - 4 * BASE) / 8000)
 
 
-def test_what_has_no_cell_is_read_through(tmp_path):
-    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
-    found = predict(trace, MODEL, cells=0)
-    assert found.stall_s.tolist() == [16 + 16] * 4
-
-
 def test_a_prefill_step_counts_chunks_spans_tiles_and_experts(tmp_path):
     # 130 tokens of one request, at positions 0…129: chunks of 64, 64 and 2, which attend to
     # 1 + 2 + 3 spans. All tokens need experts 0 and 1: 130 rows are 3 tiles of 64 each.
@@ -79,57 +70,6 @@ def test_a_prefill_step_counts_chunks_spans_tiles_and_experts(tmp_path):
     assert found.tokens_per_s == 1 / found.seconds.sum()
 
 
-def test_rows_decide_the_executable_and_positions_the_spans(tmp_path):
-    # 9 rows at positions 0…8 of the first step, 60…68 of the 61st.
-    steps = [np.repeat(one_token([0, 1], [0, 1]), 9, axis=0)] * 61
-    found = predict(write_trace(tmp_path / "t", steps, EXPERTS), MODEL, cells=4)
-    tiles = 4 * (3 - 1)  # 9 rows of each expert are three tiles of 4
-    least = 2000 + 90 + 4 * 100 + tiles * 50
-    assert found.compute_s[0] == least + 9
-    assert found.compute_s[60] == least + 4 + 5 * 2  # positions from 64 on have a second span
-
-
-def test_a_trace_without_rows_positions_and_times_is_decoded(tmp_path):
-    every = TraceHeader(2, EXPERTS, 2, "", {}, {}, [], "")
-    kept = ("token.ids", "token.user", "step.number", "step.tokens")
-    absent = [name for name in written_columns(every) if name not in kept]
-    trace = write_trace(tmp_path / "t", STEPS, EXPERTS, absent=absent)
-    full = write_trace(tmp_path / "full", STEPS, EXPERTS)
-    found = predict(trace, MODEL, cells=2)
-    assert found.seconds.tolist() == predict(full, MODEL, cells=2).seconds.tolist()
-    assert found.of_kind("decode").all()
-
-
-@dataclasses.dataclass(frozen=True)
-class Fetching:
-    """Wants the experts 2 and 3 of layer 0 after the first step, and records when it was asked."""
-
-    seen: list = dataclasses.field(default_factory=list, compare=False)
-    moments = frozenset({Moment.STEP_END})
-    needs = frozenset({"ids", "costs", "state"})
-    writes = frozenset({"stages"})
-
-    def init(self, spec):
-        assert spec.costs is not None
-        return spec.costs
-
-    def decide(self, state, observation):
-        assert observation.costs is state
-        self.seen.append((observation.step, observation.seconds))
-        return state, Decision(stages=(Stage(0, 2), Stage(0, 3)))
-
-
-def test_policies_see_the_models_costs_and_times(tmp_path):
-    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
-    policy = Fetching()
-    found = predict(trace, MODEL, cells=4, policies=[policy])
-    assert policy.seen == list(enumerate(found.read_s.tolist()))  # the trace says 1.5, 2.5, …
-    # Step 0 is read when step 1 was dispatched, so the list goes with step 2.
-    assert found.simulation.staged.tolist() == [[0, 0], [0, 0], [2, 0], [0, 0]]
-    assert found.compute_s.tolist() == [BASE + 3] * 4  # someone looks
-    assert found.stall_s.tolist() == [28, 10, 10 + 7 + 60, 0]
-
-
 def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
     routed = random_routing(np.random.default_rng(3), 12, 2, EXPERTS, 2)
     trace = write_trace(tmp_path / "t", routed, EXPERTS)
@@ -138,42 +78,6 @@ def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
         plain = simulate(trace, cells=2, costs=MODEL.costs(), **options)
         assert np.array_equal(one.seconds, other.seconds)
         assert np.array_equal(one.simulation.transfers, plain.transfers)
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), factor=st.floats(1, 50), cells=st.integers(0, 4))
-def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
-    rng = np.random.default_rng(seed)
-    trace = write_trace(
-        tmp_path_factory.mktemp("t") / "t", random_routing(rng, 6, 2, EXPERTS, 2), EXPERTS
-    )
-
-    def slower(pairs):
-        return pairs * np.array([1, factor])
-
-    slow = dataclasses.replace(
-        MODEL,
-        fill=slower(MODEL.fill),
-        read_through=slower(MODEL.read_through),
-        stage=slower(MODEL.stage),
-        link_per_byte=MODEL.link_per_byte * factor,
-    )
-    options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
-    fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
-    assert (late.seconds >= fast.seconds).all()
-    assert late.tokens_per_s <= fast.tokens_per_s
-    assert late.stall_bound_share >= fast.stall_bound_share
-
-
-@settings(max_examples=15)
-@given(seed=st.integers(0, 2**32))
-def test_all_resident_is_never_slower_than_less(tmp_path_factory, seed):
-    """Under LRU with the same costs for fills and what is read through, misses fall with cells."""
-    routed = random_routing(np.random.default_rng(seed), 8, 2, EXPERTS, 2)
-    trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
-    same = dataclasses.replace(MODEL, fill=table((1, 10)), read_through=table((1, 10)))
-    times = [predict(trace, same, cells=cells).seconds.sum() for cells in (0, 2, 4)]
-    assert times == sorted(times, reverse=True)
 
 
 def test_another_models_trace_is_refused(tmp_path):
@@ -205,32 +109,6 @@ def test_misses_travel_beside_computing_and_hits_hide_them(tmp_path):
     assert predict(trace, MODEL, cells=2, link=LINK).events == ()
 
 
-def test_what_is_read_through_has_two_buffers(tmp_path):
-    ids = [np.array([[[0, 1], [0, 1]], [[2, 3], [0, 1]]])]
-    trace = write_trace(tmp_path / "t", ids, EXPERTS)
-    found = predict(trace, MODEL, cells=0, link=dataclasses.replace(LINK, rate=10.0), draw=True)
-    carried = [e for e in found.events if e.track == "link" and e.layer == 0]
-    begins = {e.name: e.begin for e in carried}
-    # The third waits for the buffer of the first: until its products have ended.
-    first = next(e for e in found.events if e.name == "layer 0 down")
-    assert begins["demand 0.1 part 0"] == pytest.approx(begins["demand 0.0 part 0"] + 10.0)
-    assert begins["demand 0.2 part 0"] == pytest.approx(first.end)
-
-
-def test_a_prefetch_reaches_over_the_border_of_a_step(tmp_path):
-    """Staged with step 2's list behind layer 0, needed in step 3: there is all of layer 1 and the
-    border between."""
-    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
-    slow = Link(rate=0.2, chunk_bytes=100)
-    found = predict(trace, MODEL, cells=4, policies=[Fetching()], link=slow, draw=True)
-    ahead = predict(trace, MODEL, cells=4, link=slow)
-    carried = [e for e in found.events if e.track == "link" and e.name[-10:-7] in ("0.2", "0.3")]
-    ends = np.cumsum(found.seconds)
-    assert ends[1] < carried[0].begin < ends[2] < carried[-1].begin < ends[3]
-    assert found.seconds[3] < ahead.seconds[3] - 100
-    assert found.simulation.staged.sum() == 2
-
-
 @dataclasses.dataclass(frozen=True)
 class Between:
     """Wants expert 2 of layer 1 at a moment of layer 0 of step 0."""
@@ -248,23 +126,6 @@ class Between:
     def decide(self, state, observation):
         wanted = observation.step == 0 and observation.layer == 0
         return state, Decision(stages=(Stage(1, 2),) if wanted else ())
-
-
-@pytest.mark.parametrize(
-    ("moment", "before"), [(Moment.LAYER_BEGIN, "layer 0"), (Moment.ROUTED, "layer 0 gate and up")]
-)
-def test_what_is_staged_between_layers_travels_from_there(tmp_path, moment, before):
-    ids = [one_token([0, 1], [2, 3])]
-    trace = write_trace(tmp_path / "t", ids, EXPERTS)
-    options = {"cells": 4, "driver": "host", "link": Link(rate=100.0), "draw": True}
-    found = predict(trace, MODEL, policies=[Between(moment)], **options)
-    moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
-    begins = {e.name: e.begin for e in reversed(found.events) if e.track == "device"}
-    # Two demands of layer 0, a second each, go first where they are known.
-    assert moved.begin == pytest.approx(
-        begins[before] + (2 if moment == Moment.ROUTED else 0), abs=1
-    )
-    assert found.simulation.misses.tolist() == [[2, 1]]
 
 
 @pytest.mark.parametrize("link", [None, Link(rate=100.0)])
@@ -291,68 +152,6 @@ def test_looking_between_layers_costs_each_moment_and_each_list(tmp_path, link):
     assert predict(trace, lists, **options).seconds.tolist() == free.seconds.tolist()
     plain = predict(trace, costly, cells=4, driver="host", link=link)
     assert plain.seconds.tolist() == predict(trace, MODEL, cells=4, link=link).seconds.tolist()
-
-
-@dataclasses.dataclass(frozen=True)
-class Watches(Between):
-    """The same, and looks at other moments too."""
-
-    others: frozenset[Moment] = frozenset()
-
-    @property
-    def moments(self):
-        return self.others | {self.moment}
-
-    def decide(self, state, observation):
-        wanted = observation.moment == self.moment
-        return super().decide(state, observation) if wanted else (state, Decision(stages=()))
-
-
-@pytest.mark.parametrize("link", [None, Link(rate=100.0)])
-@pytest.mark.parametrize(
-    ("moment", "others", "looks", "glances", "after_a_list"),
-    [
-        (Moment.ROUTED, {Moment.LAYER_BEGIN}, 2, 2, 0),
-        (Moment.ROUTED, {Moment.EMBEDDED}, 2, 1, 0),
-        (Moment.ROUTED, {Moment.EMBEDDED, Moment.LAYER_BEGIN}, 2, 3, 0),
-        # Behind the list of layer 0 the tables are others.
-        (Moment.LAYER_BEGIN, {Moment.ROUTED}, 2, 2, 1),
-    ],
-    ids=str,
-)
-def test_the_tables_are_copied_where_they_changed(
-    tmp_path, link, moment, others, looks, glances, after_a_list
-):
-    """Two steps of two layers. What is copied once more behind a list is seen over a link, where it
-    is known when the list is handed out."""
-    trace = write_trace(tmp_path / "t", [one_token([0, 1], [2, 3])] * 2, EXPERTS)
-    policies = [Watches(moment, frozenset(others))]
-    options = {"cells": 4, "driver": "host", "link": link, "policies": policies}
-    free = predict(trace, MODEL, **options)
-    found = predict(trace, dataclasses.replace(MODEL, look=1000.0, glance=10.0), **options)
-    told = looks * 1000 + glances * 10
-    assert (found.compute_s - free.compute_s).tolist() == [told, told]
-    more = found.seconds - free.seconds
-    copied = 990 * after_a_list if link else 0
-    assert more.tolist() == pytest.approx([told + copied, told])
-
-
-def test_a_prefill_step_moves_beside_its_waves(tmp_path):
-    ids = np.tile(np.array([[[0, 1], [0, 1]], [[2, 3], [2, 3]]]), (65, 1, 1))
-    trace = write_trace(tmp_path / "t", [ids], EXPERTS, waves=[2])
-    for rate, cells in ((1.0, 4), (1.0, 1), (0.1, 2)):
-        found = predict(trace, MODEL, cells=cells, link=Link(rate, chunk_bytes=10))
-        compute, moved = found.compute_s.sum(), 8 * 100 / rate
-        assert max(compute, moved) < found.seconds.sum() < compute + moved
-
-
-def test_a_cell_that_is_wanted_again_has_one_writer(tmp_path):
-    """One cell, a link that hardly moves: every fill but the first waits for the one before."""
-    steps = [one_token([0, 1], [0, 1]), one_token([2, 3], [2, 3])] * 3
-    trace = write_trace(tmp_path / "t", steps, EXPERTS)
-    found = predict(trace, MODEL, cells=1, link=Link(rate=1e-3, chunk_bytes=100), draw=True)
-    moved = 4 * 100 * len(steps) / 1e-3
-    assert found.seconds.sum() == pytest.approx(moved, rel=0.2)
 
 
 @settings(max_examples=25)
@@ -402,89 +201,9 @@ def test_two_versions_by_hand(tmp_path):
     assert found.bytes == 4 * 100 + (100 + 25) + (100 + 25) + 3 * 25
     assert found.active_bytes.tolist() == [400, 325, 250, 100]
     assert found.link_per_byte == 0.05
-
-
-def test_all_in_one_version_costs_what_that_version_costs(tmp_path):
-    """Two cells of the version, and none of the other one."""
-    plain = write_trace(tmp_path / "t", STEPS, EXPERTS)
-    for number, model in enumerate((MODEL, LOW)):
-        cells = np.zeros((2, 2), np.int64)
-        cells[:, number] = 2
-        paged = PagedSpec(cells, np.full((2, EXPERTS), number, np.int8)).said
-        mixed = predict(paged_trace(tmp_path / f"{number}", paged=paged), BOTH)
-        alone = predict(plain, model, cells=2)
-        np.testing.assert_allclose(mixed.seconds, alone.seconds, rtol=1e-12)
-        assert mixed.bytes == alone.bytes
-
-
-def test_the_costs_version_moves_its_own_bytes(tmp_path):
-    """A trace of dense experts, predicted in int4."""
-    trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
-    found = predict(trace, LOW, cells=2)
-    assert found.bytes == 8 * 25
-    assert found.compute_s.tolist() == [LOW_BASE] * 4
-    by_name = predict(write_trace(tmp_path / "u", STEPS, EXPERTS), {"dense": MODEL}, cells=2)
-    assert by_name.seconds.tolist() == predict(trace, MODEL, cells=2).seconds.tolist()
-
-
-@dataclasses.dataclass(frozen=True)
-class Promoting:
-    """Wants expert 2 of layer 0 high after the first step."""
-
-    moments = frozenset({Moment.STEP_END})
-    needs = frozenset({"ids"})
-    writes = frozenset({"transitions"})
-
-    def init(self, spec): ...
-
-    def decide(self, state, observation):
-        return state, Decision(transitions=(Transition(0, 2, 0),) if observation.step == 0 else ())
-
-
-def test_a_transition_is_staged_in_its_version(tmp_path):
-    paged = PagedSpec(np.array([[1, 2]] * 2), np.ones((2, EXPERTS), np.int8)).said
-    routed = [one_token([2, 3], [2, 3])] * 4
-    found = predict(paged_trace(tmp_path / "t", routed, paged=paged), BOTH, policies=[Promoting()])
-    # The list goes with step 2; then one of four active experts is high.
-    assert found.simulation.staged.tolist() == [[0, 0], [0, 0], [1, 0], [0, 0]]
-    assert found.stall_s.tolist() == [2 * 6, 0, 7 + 30, 0]
-    looked = LOW_BASE + 1
-    assert found.compute_s.tolist() == [looked] * 3 + [1011 + 100 + 3 * 40 + 3]
-    assert found.bytes == 4 * 25 + 100
-
-
-def test_a_layer_that_moves_two_versions_pays_each_share():
-    def counts(**given):
-        none = np.zeros((2, 2), np.int64)
-        return VersionCounts(
-            np.zeros((2, EXPERTS)),
-            *(np.array(given.get(n, none)) for n in VersionCounts._fields[1:]),
-        )
-
-    def seconds(prefill=False, **given):
-        return move_s((MODEL, LOW), counts(**given), prefill=prefill)
-
-    assert seconds() == 0
-    # Two at once are 14 high and 6 low.
-    assert seconds(fills=[[1, 1], [0, 0]]) == (14 + 6) / 2
-    assert seconds(fills=[[2, 0], [0, 2]]) == 14 + 6
-    assert seconds(fills=[[3, 1], [0, 0]]) == 0.75 * 20 + 0.25 * 10
-    assert seconds(read_through=[[1, 2], [0, 0]]) == pytest.approx(8 + 2 * 2)
-    assert seconds(staged=[[1, 0], [0, 1]]) == 30 + 12 + 7  # one list, the dearer
-    assert seconds(prefill=True, fills=[[1, 2], [0, 0]]) == pytest.approx(40 + 2 * 12)
-
-
-def test_experts_and_tiles_are_counted_by_version():
-    rows = np.array([[9, 4, 0, 1], [0, 5, 0, 0]])
-    version = np.array([[0, 1, 1, 1], [0, 0, 0, 0]])
-    experts, tiles = version_work(rows, version, 4, 2)
-    assert experts.tolist() == [2, 2] and tiles.tolist() == [2 + 1, 0]
-    work = Work(parts=9, spans=9, experts=0, tiles=0)
-    high, low = 2 * 100 + 3 * 50, 2 * 40
-    assert compute_s((MODEL, LOW), work, experts, tiles, 9) == 2000 + 90 + 9 + high + low
-    # 5000 + 9·500 + 9·20, then experts and tiles of a prefill step, whose costs are alike here.
-    prefill = 5000 + 9 * 500 + 9 * 20 + 4 * 200 + 3 * 100
-    assert compute_s((MODEL, LOW), work, experts, tiles, None) == prefill
+    plain = write_trace(tmp_path / "u", STEPS, EXPERTS)
+    assert predict(plain, LOW, cells=2).bytes == 8 * 25  # the costs' version moves its own bytes
+    assert PagedSpec(np.ones((2, 2), np.int64), np.zeros((2, 4), np.int8)).capacity == (2, 2)
 
 
 def test_what_has_no_price_is_refused(tmp_path):

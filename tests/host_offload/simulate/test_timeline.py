@@ -1,12 +1,17 @@
 """Compute and transfers on one clock."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.queue.transfer import DEMAND, QueueError, Transfer
+from host_offload.simulate.stream_timeline import StreamedLayer, stream_passes
 from host_offload.simulate.timeline import (
     DEVICE,
     Event,
@@ -38,16 +43,6 @@ def line(rate=RATE, latency=0.0):
     return Timeline({"link": Link(rate, latency, chunk_bytes=1)})
 
 
-def test_transfers_in_series_take_the_sum():
-    timeline = line()
-    for layer in range(8):
-        timeline.compute("before", COST.before)
-        ticket = timeline.submit("link", transfer(layer, DEMAND), PARTS)
-        timeline.wait("link", ticket)
-        timeline.experts(layer, COST, "link", [])
-    assert timeline.now == pytest.approx(8 * 2 * COST.total)
-
-
 def test_a_layer_waits_for_gate_and_up_first():
     """A demand after the router takes 2 s; gate and up are there after 4/3 s, and down's part
     travels during their products."""
@@ -57,49 +52,6 @@ def test_a_layer_waits_for_gate_and_up_first():
     assert timeline.now == pytest.approx(0.5 + 4 / 3 + 1.0 + 0.5)
     waited = [e for e in timeline.events if e.name == "wait"]
     assert sum(e.end - e.begin for e in waited) == pytest.approx(4 / 3)
-
-
-def test_a_layer_ahead_takes_the_larger_and_fills_the_pipeline():
-    timeline = line()
-    tickets = [timeline.submit("link", transfer(layer), PARTS) for layer in range(8)]
-    for layer, ticket in enumerate(tickets):
-        timeline.layer(layer, NONE, "link", [need(ticket)])
-    first = timeline.now
-    assert COST.total * 8 < first < COST.total * 9.01
-
-
-def test_over_the_border_of_a_step_nothing_is_lost():
-    timeline = line()
-    ahead = [timeline.submit("link", transfer(layer), PARTS) for layer in range(8)]
-    timeline.wait_until(8 * COST.total)
-    began = timeline.now
-    for step in range(1, 4):
-        coming = [timeline.submit("link", transfer(8 * step + n), PARTS) for n in range(8)]
-        for layer, ticket in enumerate(ahead):
-            timeline.layer(layer, NONE, "link", [need(ticket)])
-        ahead = coming
-    assert timeline.now - began == pytest.approx(3 * 8 * COST.total)
-
-
-def test_a_demand_waits_for_one_chunk_of_a_prefetch():
-    timeline = Timeline({"link": Link(rate=1.0, chunk_bytes=2)})
-    timeline.submit("link", transfer(0), (10,))
-    timeline.compute("before", 3.0)
-    timeline.wait("link", timeline.submit("link", transfer(1, DEMAND), (1,)))
-    assert timeline.now == pytest.approx(5.0)
-
-
-def test_a_disk_in_front_of_the_link_and_a_worker_beside_the_device():
-    timeline = Timeline({"disk": Link(1.0), "link": Link(10.0)})
-    timeline.wait("disk", timeline.submit("disk", transfer(0), (4,)))
-    timeline.wait("link", timeline.submit("link", transfer(0), (4,)))
-    assert timeline.now == pytest.approx(4.4)
-    ends = timeline.give("decoder", "decode 0.0", 1.0)
-    assert timeline.give("decoder", "decode 0.1", 1.0) == pytest.approx(ends + 1.0)
-    timeline.compute("layer 0", 0.25)
-    timeline.wait_until(ends)
-    assert timeline.now == pytest.approx(5.4)
-    assert {e.track for e in timeline.events} == {DEVICE, "disk", "link", "decoder"}
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(0, 3)), max_size=8), st.floats(0.2, 4))
@@ -116,32 +68,6 @@ def test_the_time_lies_between_the_larger_and_the_sum(layers, rate):
     for event in timeline.events:
         assert event.begin >= by_track.get(event.track, 0.0) - 1e-9
         by_track[event.track] = event.end
-
-
-def test_what_is_there_is_computed_while_the_rest_travels():
-    """Two seconds of hits cover a transfer's gate and up; what is needed goes before a prefetch
-    that was queued between."""
-    timeline = Timeline({"link": Link(1.0, chunk_bytes=1)})
-    tickets = [timeline.submit("link", transfer(n), PARTS) for n in range(3)]
-    hits = LayerCost(before=0.0, gate_up=2.0, down=0.0)
-    timeline.experts(0, hits, "link", [Need(tickets[2], 1.0, 1.0), Need(tickets[0], 1.0, 1.0)])
-    # 0: gate and up there at 2, computed until 3, then down. 2: there at 5, until 6, then down.
-    assert timeline.now == pytest.approx(7.0)
-    carried = [e.name for e in timeline.events if e.track == "link"]
-    assert carried[:6] == [f"demand 0.{n} part {i}" for n in (0, 2) for i in range(3)]
-    assert carried[6] == "prefetch 0.1 part 0"
-
-
-def test_what_has_come_goes_before_what_was_queued_first():
-    timeline = Timeline({"link": Link(1.0, chunk_bytes=1)})
-    first = timeline.submit("link", Transfer(0, 0, 0, 0, DEMAND, priority=9), (30, 30, 30))
-    second = timeline.submit("link", transfer(1, DEMAND), PARTS)
-    hits = LayerCost(before=0.0, gate_up=3.0, down=1.0)
-    timeline.experts(0, hits, "link", [Need(first, 1.0, 1.0), Need(second, 1.0, 1.0)])
-    # The second from 4 on until 6; the first's gate and up are there at 63, its down at 93.
-    assert timeline.now == pytest.approx(94.0)
-    waits = [(e.begin, e.end) for e in timeline.events if e.name == "wait"]
-    assert waits[0][0] == pytest.approx(6.0)
 
 
 def test_what_has_no_cell_passes_through_buffers():
@@ -180,3 +106,123 @@ def test_a_trace_that_perfetto_reads(tmp_path):
     assert names == [DEVICE, "link"]
     span = [e for e in read["traceEvents"] if e["ph"] == "X"][1]
     assert (span["ts"], span["dur"], span["tid"]) == (1000.0, 1000.0, 1)
+
+
+# ---- Algorithm 1 on the virtual clock, under random durations
+
+MATRICES = (2, 2, 3)
+PASSES = 3
+
+DURATIONS = st.floats(0.01, 4.0)
+
+
+SEVERAL = st.integers(2, 5)
+
+
+@st.composite
+def plays(draw, layers=SEVERAL):
+    """(layers, link, passes) of random durations."""
+    count, streamed = draw(layers), draw(st.integers(1, 3))
+
+    def layer() -> StreamedLayer:
+        cost = LayerCost(*(draw(DURATIONS) for _ in range(4)))
+        return StreamedLayer(cost, [(draw(DURATIONS), draw(DURATIONS)) for _ in range(streamed)])
+
+    link = Link(draw(st.floats(0.5, 20.0)), draw(st.floats(0.0, 1.0)), chunk_bytes=2)
+    return count, link, [[layer() for _ in range(count)] for _ in range(PASSES)]
+
+
+def out_of_order(layers: int, link: Link, passes) -> list[str]:
+    """What a played run has against Algorithm 1. count: layers so far, over all passes."""
+    timeline = Timeline({"link": link})
+    stream_passes(timeline, "link", MATRICES, passes)
+    streamed, wrong = len(passes[0][0].streamed), []
+    ends, products = [0.0] * layers * PASSES, []
+    count, last = -1, -1
+    for event in timeline.events:
+        if event.track != DEVICE:
+            continue
+        if event.name == f"layer {event.layer}" and event.layer is not None:
+            count += 1
+        ends[count] = max(ends[count], event.end)
+        products.append((count, event))
+        last = max(last, count)
+    assert last == layers * PASSES - 1
+    loads: dict[int, list] = {}
+    seen: dict[int, int] = {}
+    for event in timeline.events:
+        if event.track == "link":
+            number = re.fullmatch(r"\S+ (\d+)\.(\d+) part (\d)", event.name)
+            assert number
+            layer = int(number[1])
+            nth = seen.setdefault(layer, 0)
+            loads.setdefault(layer + nth * layers, []).append((int(number[3]), event))
+            chunks = sum(-(-n // link.chunk_bytes) for n in MATRICES) * streamed
+            if len(loads[layer + nth * layers]) == chunks:
+                seen[layer] += 1
+    for count, chunks in loads.items():
+        for _, event in chunks:
+            if count >= 2 and event.begin < ends[count - 2] - 1e-9:
+                wrong.append(f"load {count} began while layer {count - 2} computed")
+        mine = [event for c, event in products if c == count]
+        for name, part in (("gate and up", 1), ("down", 2)):
+            # All that a layer computes of these streams here: the n-th needs n parts to be there.
+            # Those that were there before it began are computed at once, first.
+            begun = [e.begin for e in mine if e.name.endswith(name)][1:]
+            here = streamed - len(begun)
+            there = sorted(e.end + link.latency for p, e in chunks if p == part)
+            per_part = -(-MATRICES[part] // link.chunk_bytes)
+            for n, begin in enumerate(begun):
+                if begin < there[(here + n + 1) * per_part - 1] - 1e-9:
+                    wrong.append(f"{name} of layer {count} before its load")
+    return wrong
+
+
+@given(plays())
+def test_no_load_overtakes_a_layer_and_no_layer_its_load(play):
+    """Checkable property 1 of shared/papers.md 3.7."""
+    assert not out_of_order(*play)
+
+
+@given(plays(st.just(3)))
+def test_a_ring_by_the_layers_parity_collides(play):
+    """With three layers the last one and the first one of the next pass have one half."""
+    layers, link, passes = play
+    original = Timeline.submit
+
+    def submit(self, queue, transfer, parts):
+        cell = transfer.layer % 2 * len(passes[0][0].streamed) + transfer.expert
+        return original(self, queue, dataclasses.replace(transfer, cell=cell), parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Timeline, "submit", submit)
+        slow = Link(link.rate / 100, link.latency, chunk_bytes=2)
+        with pytest.raises(QueueError):
+            out_of_order(layers, slow, passes)
+
+
+@given(plays())
+def test_a_wait_left_out_is_found(play):
+    """Products begin when their turn comes, whatever is there of their expert."""
+    layers, link, passes = play
+    slow = Link(link.rate / 100, link.latency, chunk_bytes=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Timeline, "wait", lambda *_: None)
+        with pytest.raises(QueueError):  # the cells are taken while they are written
+            out_of_order(layers, slow, passes)
+
+
+def test_a_pass_takes_the_longer_of_computing_and_loading():
+    """And no more than a layer beside it."""
+    layers, rate = 4, 14.0
+
+    def seconds(product: float) -> list[float]:
+        one = StreamedLayer(LayerCost(1.0, 0.0, 0.0), [(product, product)] * 2)
+        timeline = Timeline({"link": Link(rate, chunk_bytes=1)})
+        return stream_passes(timeline, "link", MATRICES, [[one] * layers] * 4)
+
+    compute, load = 1 + 2 * 2 * 1.0, 2 * sum(MATRICES) / rate
+    assert load == 1.0
+    assert seconds(1.0)[1:] == pytest.approx([layers * compute] * 3)
+    # The last expert's products follow its load.
+    assert seconds(0.0)[1:] == pytest.approx([layers * 1.0] * 3, rel=0.3)

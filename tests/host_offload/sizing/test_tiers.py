@@ -4,12 +4,9 @@ shared/papers.md 3.7."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import host_offload.sizing.tiers as tiers
 from host_offload.control.window import WindowSpec, tiers_of
@@ -20,7 +17,6 @@ from host_offload.sizing.tiers import (
     PACKED,
     PlannerState,
     StorageModel,
-    balanced_split,
     moved,
     moved_in_one_layer,
     planned,
@@ -34,53 +30,6 @@ MODEL = StorageModel(
 )
 TWO_TIERS = StorageModel(layers=6, experts=32, record_bytes=1000, host_rate=1e6)
 ALL = 6 * 32 * 1000
-
-
-# ---- the split
-
-
-@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=3))
-def test_the_split_is_the_one_that_ends_soonest(rates):
-    """Against all splits in hundredths."""
-    split = balanced_split(rates)
-    assert sum(split) == pytest.approx(1)
-
-    def slowest(shares):
-        return max(share / rate for share, rate in zip(shares, rates, strict=True))
-
-    assert slowest(split) == pytest.approx(1 / sum(rates))
-    grid = itertools.product(range(101), repeat=len(rates) - 1)
-    others = ([n / 100 for n in (*given, 100 - sum(given))] for given in grid if sum(given) <= 100)
-    assert min(map(slowest, others)) >= slowest(split) - 1e-9
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        lambda rates: (1 / len(rates),) * len(rates),
-        lambda rates: tuple((1 / rate) / sum(1 / other for other in rates) for rate in rates),
-        lambda rates: tuple(float(rate == max(rates)) for rate in rates),
-    ],
-    ids=["even", "the slow one more", "the fastest alone"],
-)
-def test_a_split_with_a_mistake_is_found(mistake, monkeypatch):
-    monkeypatch.setitem(globals(), "balanced_split", mistake)
-    with pytest.raises(AssertionError):
-        test_the_split_is_the_one_that_ends_soonest.hypothesis.inner_test([1.0, 3.0])
-
-
-def test_whole_experts_are_split_as_near_as_they_can_be():
-    seconds = [MODEL.load_seconds(uniform_placement(MODEL, 0, packed)) for packed in range(33)]
-    assert MODEL.most_packed == int(np.argmin(seconds)) == 24  # 32 · 3 / (3 + 1)
-    assert MODEL.most_packed / 32 == balanced_split([3e6, 1e6])[0]
-    # V-shaped: beyond it more packed experts load longer.
-    assert seconds[32] > seconds[24] < seconds[0]
-
-
-@pytest.mark.parametrize("rates", [[], [1.0, 0.0], [-1.0]])
-def test_rates_that_cannot_be_are_refused(rates):
-    with pytest.raises(ValueError, match="rates are positive"):
-        balanced_split(rates)
 
 
 def test_what_no_machine_is_is_refused():
@@ -117,13 +66,6 @@ def test_the_engines_window_takes_what_the_model_says(direct):
         assert np.array_equal(spec.placement, placement)
     streamed = 10 + (0 if direct else 20) + 6 * direct
     assert spec.half == streamed
-
-
-def test_experts_that_are_computed_as_they_are_packed_need_no_time_to_load():
-    direct = dataclasses.replace(MODEL, direct=True)
-    assert direct.most_packed == 32 and MODEL.most_packed == 24
-    placement = uniform_placement(MODEL, 0, 24)
-    assert direct.load_seconds(placement) == pytest.approx(6 * 8 * 1000 / 1e6)
 
 
 # ---- moves
@@ -222,27 +164,6 @@ def test_the_planner_comes_to_rest_in_the_dead_zone_or_at_a_bound(model, compute
     for seed, start in enumerate(starts):
         states = plant(model, start, lambda _: compute, room, seed=seed)
         assert not wrong_with(model, states, compute, room)
-
-
-def test_it_is_in_the_dead_zone_where_whole_experts_can_be():
-    for compute in (0.045, 0.06, 0.08, 0.11):
-        states = plant(
-            MODEL, uniform_placement(MODEL, 0, 0), lambda _, c=compute: c, lambda _: 2 * ALL
-        )
-        assert DEAD_ZONE <= rho(MODEL, states[-1], compute) <= 1.0
-
-
-def test_it_follows_a_batch_that_grows_and_shrinks():
-    room = lambda _: 2 * ALL  # noqa: E731
-    compute = lambda step: 0.11 if step < 1000 else 0.05  # noqa: E731
-    states = plant(MODEL, uniform_placement(MODEL, 0, 0), compute, room)
-    assert not wrong_with(MODEL, states[:1000], 0.11, room)
-    assert not wrong_with(MODEL, states, 0.05, room)
-    held = [int(state.placement[0, :2].sum()) for state in states]
-    assert held[-1] > held[999] > 0
-    back = plant(MODEL, states[-1].placement, lambda _: 0.11, room)
-    assert DEAD_ZONE <= rho(MODEL, back[-1], 0.11) <= 1.0
-    assert back[-1].placement[0, :2].sum() < held[-1]
 
 
 def test_kv_wins_at_once_and_gives_back():

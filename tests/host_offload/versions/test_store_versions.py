@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from host_offload.memory import store as store_module
-from host_offload.memory.store import ExpertStore, StoreBuilder
+from host_offload.memory.store import StoreBuilder
 from host_offload.versions import store_versions
 from host_offload.versions.encoders import encode
 from host_offload.versions.quantizers import mse
@@ -117,7 +117,3 @@ def test_relative_errors():
     exact = np.array([[[3.0, 4.0]]], np.float32)
     found = relative_error(exact, np.array([[[3.0, 3.0]]], np.float32))
     np.testing.assert_allclose(found, [0.2], rtol=1e-6)
-
-
-def test_an_empty_store_has_no_bytes():
-    assert ExpertStore({}, {}).nbytes == 0

@@ -17,11 +17,9 @@ from host_offload.policies.placement.names import (
     ALIASES,
     placement_policy,
     said,
-    seconds,
     with_placement,
 )
 from host_offload.policies.placement.policy import COSTS, Placement, costs_of
-from host_offload.policies.placement.rivals import SCHEDULERS
 from host_offload.policies.prefetch.llapor.policy import Learned
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.queue.transfer import Flying, Progress, Transfer
@@ -120,14 +118,6 @@ def test_hybrimoe_prefetches_when_the_layer_s_experts_are_computed():
     assert policy.decide(state, begun)[1] == Decision()
 
 
-def test_without_predictions_it_asks_for_nothing_more_and_stages_nothing():
-    for name in SCHEDULERS:
-        policy = placement_policy(f"{name},{STATED}")
-        assert policy.needs == {"counts", "version", "cells"}
-        assert policy.writes == {"execute", "load_order"}
-    assert placement_policy("fiddler").needs == {"counts", "version", "cells", "costs"}
-
-
 def test_costs_are_what_is_stated_then_what_was_measured():
     measured = told(costs=MODEL.costs())
     found = costs_of(placement_policy("prescope,load=3ms"), measured, 100)
@@ -148,13 +138,6 @@ def test_a_name_says_all_that_a_replay_needs():
     wanted = costs_of(policy, told(costs=MODEL.costs()), 100)
     assert costs_of(again, told(), 100) == wanted
     assert set(dict(again.stated)) == {*COSTS} and ALIASES == {"cross_layer": "prescope"}
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds_of"), [("20us", 2e-5), ("1.5ms", 1.5e-3), ("2", 2.0), ("4e-05", 4e-5)]
-)
-def test_times_have_units(text, seconds_of):
-    assert seconds(text) == pytest.approx(seconds_of)
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,18 @@ import pytest
 from sklearn.ensemble import RandomForestRegressor
 
 from host_offload.control.interface import Moment, Observation
-from host_offload.policies.prefetch.expertflow import policy as policy_module
 from host_offload.policies.prefetch.expertflow.evaluation import evaluated
 from host_offload.policies.prefetch.expertflow.forest import (
-    Seen,
     features,
     forest_of,
     pre_gate,
-    scores,
 )
-from host_offload.policies.prefetch.expertflow.policy import ExpertFlow, Foreseen, Horizon
+from host_offload.policies.prefetch.expertflow.policy import ExpertFlow, Foreseen
 from host_offload.policies.prefetch.expertflow.training import NoTrainer, Training, fit, seen_of
 from host_offload.policies.prefetch.llapor.training import principal, samples
 from host_offload.policies.prefetch.names import prefetch_policy
 from host_offload.policies.prefetch.next_layers import gate_scores
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, victim_key
 from tests.host_offload.policies.prefetch.llapor.test_llapor import (
@@ -95,30 +92,6 @@ def test_the_forest_answers_as_the_one_that_was_trained(trace, router, learned):
     # A row's bits do not depend on who is beside it: a replay has rows in another order.
     assert np.array_equal(mine.predicted(x)[::-1], mine.predicted(x[::-1]))
     assert np.array_equal(mine.predicted(x)[:3], mine.predicted(x[:3]))
-
-
-def test_what_the_forest_is_told():
-    """The gate's guess, the choice with its weights, two layers before, what is left of the
-    input."""
-    ids, weights = np.array([[0, 2]]), np.array([[0.75, 0.25]], np.float32)
-    given = np.array([[1.0, 2.0]], np.float32)
-    base = np.full((1, 3), 0.5, np.float32)
-    mean, basis = np.array([1.0, 0.0], np.float32), np.array([[0.0], [2.0]], np.float32)
-    past = [np.array([[1, 2]]), np.array([[0, 1]]), np.array([[0, 2]])]
-    for history, wanted in (
-        (past, [0, 1, 1, 1, 1, 0]),
-        (past[:1], [0, 1, 1, 0, 0, 0]),
-        ([], [0] * 6),
-    ):
-        told = features(Seen(given, ids, weights, history), base, mean, basis)
-        assert told.tolist() == [[0.5] * 3 + [0.75, 0, 0.25] + wanted + [4.0]]
-    assert pre_gate(np.array([[9.0, 0.0, 0.0]]), 2)[0, 0] == 1  # nobody is chosen twice
-    assert np.isclose(pre_gate(np.zeros((1, 4)), 2), 0.5).all()
-
-
-def test_what_is_the_same_twice(trace, router, learned):
-    rows = split(trace, (0.8,))[0]
-    assert fit(trace, router, training=QUICK, rows=rows) == learned
 
 
 def test_what_cannot_be_learned_from(trace, router, tmp_path, monkeypatch):
@@ -198,23 +171,6 @@ def test_it_wants_whom_layers_within_the_step_size_will_use(trace, router, learn
     assert all(each.layer > 0 for each in again.ahead)
 
 
-def test_the_history_is_of_the_rows_of_this_step(trace, router, learned, monkeypatch):
-    told = []
-
-    def spy(arrays, layer, ahead, seen, said):
-        told.append((layer, ahead, [each.tolist() for each in seen.history]))
-        return scores(arrays, layer, ahead, seen, said)
-
-    monkeypatch.setattr(policy_module, "scores", spy)
-    state = learned.init(dataclasses.replace(spec_of(trace.header), router=router))
-    every = np.zeros((LAYERS, EXPERTS), np.int8)
-    ids = next(iter(trace.step_traces())).ids
-    for layer in range(LAYERS):
-        state, _ = learned.decide(state, observed(trace, layer, every))
-    of = [ids[:, layer].tolist() for layer in range(LAYERS)]
-    assert told == [(0, 1, []), (1, 1, [of[0]]), (2, 1, [of[1], of[0]])]
-
-
 def test_two_levels_of_residents(trace, router, learned):
     """High: whom their layer used last and whom a layer within the step size is predicted to need;
     no recency makes up for it."""
@@ -248,27 +204,3 @@ def test_a_file_keeps_it_and_another_model_is_refused(trace, router, learned, tm
         prefetch_policy("expertflow")
     with pytest.raises(ValueError, match="was fitted to a model with experts 8, this one has 9"):
         learned.init(dataclasses.replace(spec_of(trace.header), experts=9, router=router))
-
-
-@pytest.mark.parametrize("pool", [True, False])
-def test_the_simulator_has_it_ahead_of_need(trace, router, learned, pool):
-    """Of one pool layers behind the first take what they miss ahead of need; a layer of its own
-    has no cells for all whom a step uses."""
-    policy = dataclasses.replace(learned, pool=pool)
-    spec = dataclasses.replace(spec_of(trace.header), router=router, stage_entries=64)
-    alone = simulate(trace, cells=4, driver="host", spec=spec)
-    found = simulate(trace, cells=4, driver="host", spec=spec, policies=[policy])
-    assert found.control is not None and found.control["transfers"]["expertflow"]["used"] > 100
-    if pool:
-        assert found.misses[:, 1:].sum() < 0.6 * alone.misses[:, 1:].sum()
-
-
-def test_the_step_size_stays_within_what_was_trained(trace, router, learned):
-    """There are forests of up to two layers ahead, whatever is late."""
-    spec = dataclasses.replace(spec_of(trace.header), router=router)
-    nobody = np.full((LAYERS, EXPERTS), -1, np.int8)
-    state = learned.init(spec)
-    for step in range(2):
-        for layer in range(LAYERS):
-            state, _ = learned.decide(state, observed(trace, layer, nobody, step))
-    assert state.horizon == Horizon(2, 2)

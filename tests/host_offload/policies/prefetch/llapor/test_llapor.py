@@ -1,6 +1,8 @@
 """LLaPor: its networks, losses, metrics, and what it learns (docs/prescope.md)."""
 
 import dataclasses
+import itertools
+import threading
 from pathlib import Path
 
 import jax
@@ -9,19 +11,24 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation
-from host_offload.policies.prefetch.llapor import training as training_module
+from host_offload.policies.placement.names import with_placement
+from host_offload.policies.prefetch.llapor import training
 from host_offload.policies.prefetch.llapor.evaluation import evaluated
 from host_offload.policies.prefetch.llapor.metrics import quality
-from host_offload.policies.prefetch.llapor.network import groups, of_layer, routing, scores
+from host_offload.policies.prefetch.llapor.network import of_layer, scores
+from host_offload.policies.prefetch.llapor.online import (
+    LearnedOnline,
+    Learning,
+    Tuning,
+    recorded,
+)
 from host_offload.policies.prefetch.llapor.policy import Learned
 from host_offload.policies.prefetch.llapor.training import (
     EDGE,
-    MIDDLE,
-    Samples,
     Training,
     fit,
     loss,
-    principal,
+    recall_of,
     samples,
     split,
     trained,
@@ -98,21 +105,11 @@ def test_it_learns_a_router_that_follows_from_the_layer_before(trace, parts, lea
         assert report.call_us > 0 and report.call_rows == ROWS and abs(report.cosine) < 1
 
 
-def test_what_is_the_same_twice(trace, parts, learned):
-    assert fit(trace, training=QUICK, rows=(parts[0], parts[1])) == learned
-
-
 def test_the_policy_wants_whom_rows_are_predicted_to_choose(trace, learned):
     policy_state = learned.init(spec_of(trace.header))
     step = next(iter(trace.step_traces()))
     wanted = []
-    for layer in range(LAYERS):
-        seen = Observation(
-            *(Moment.ROUTED, 0, 0, 0, -1, layer, 0.0),
-            ids=step.ids[:, layer : layer + 1],
-            weights=step.weights[:, layer : layer + 1],
-            gate_input=step.gate_input[:, layer : layer + 1],
-        )
+    for seen in itertools.islice(observations(trace), LAYERS):
         policy_state, decision = learned.decide(policy_state, seen)
         wanted.append([(s.layer, s.expert, s.cause) for s in decision.stages])
     for layer, entries in enumerate(wanted[:-1]):
@@ -137,16 +134,6 @@ def test_a_file_keeps_it(trace, learned, tmp_path):
 # ---- networks and losses
 
 
-def test_groups_have_networks_of_their_own(learned):
-    assert groups(47) == ["input"] * 6 + ["middle"] * 35 + ["output"] * 6
-    assert groups(5) == ["input", *["middle"] * 3, "output"]
-    assert groups(3, edge=0) == ["middle"] * 3 and groups(1) == ["input"]
-    names = [set(of_layer(learned.fitted.arrays, layer)) for layer in range(4)]
-    shallow = {"mean", "basis", "input", "input_bias", "output", "output_bias"}
-    block = {"inner1", "inner1_bias", "inner2", "inner2_bias", "gate", "gate_bias"}
-    assert names == [shallow, shallow | block, shallow, set()]
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_network_is_what_the_paper_draws(learned, layer):
     """Against the equations written out with jax's own gelu and sigmoid, one row at a time."""
@@ -167,12 +154,6 @@ def test_a_network_is_what_the_paper_draws(learned, layer):
         np.testing.assert_allclose(found[row], z @ a["output"] + a["output_bias"], atol=2e-4)
 
 
-def test_routing_has_weights_where_rows_went():
-    found = routing(np.array([[0, 3], [1, 2]]), np.array([[0.7, 0.3], [0.6, 0.4]]), 4)
-    expected = np.array([[0.7, 0, 0, 0.3], [0, 0.6, 0.4, 0]], np.float32)
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_losses_are_the_papers():
     """By its formulas, in numpy: BCE over f_i, and the focal term with the probability of the true
     label."""
@@ -191,21 +172,6 @@ def test_losses_are_the_papers():
     )
 
 
-def test_principal_components_are_the_directions_of_largest_variance():
-    rng = np.random.default_rng(0)
-    turn = np.linalg.qr(rng.normal(size=(6, 6)))[0]
-    inputs = rng.normal(size=(4000, 6)) * [9, 5, 3, 0.1, 0.1, 0.1] @ turn + 7
-    mean, basis = principal(inputs, 3)
-    found = (inputs - mean) @ basis
-    assert np.mean(found**2) == pytest.approx(1, 1e-3)
-    deviations = found.std(axis=0)
-    np.testing.assert_allclose(deviations / deviations[0], [1, 5 / 9, 3 / 9], rtol=0.1)
-    np.testing.assert_allclose(np.abs(basis.T @ turn.T)[:, 3:], 0, atol=0.02)
-    assert principal(inputs, 99)[1].shape == (6, 6)
-    flat = principal(np.ones((5, 4), np.float32), 2)
-    assert np.isfinite(flat[1]).all()
-
-
 # ---- training
 
 
@@ -221,40 +187,6 @@ def test_the_epoch_with_the_best_recall_is_kept_and_it_ends_early(trace, parts):
     test = some.of(parts[1])
     found = scores(own, test.gate_input, test.ids, test.weights)
     assert quality(found, test.later, test.step).recall == pytest.approx(max(recalls))
-
-
-def test_rare_experts_count_more_near_input_and_output(monkeypatch):
-    """The balance that the loss gets is 1 / f relative to an even use, at most ten, and none in the
-    middle."""
-    told = []
-
-    def step_of(group, training, batches):
-        def step(weights, state, some, balance, key):
-            told.append(balance)
-            return weights, state
-
-        return step
-
-    monkeypatch.setattr(training_module, "_step_of", step_of)
-    later = np.stack([np.zeros(40), [1] * 30 + [2] * 10], axis=1).astype(int)
-    nothing = np.zeros((40, 3), np.float32)
-    some = Samples(nothing, later, np.ones((40, 2)), later, np.arange(40))
-    for group in (EDGE, MIDDLE):
-        trained(some, some, 4, group, Training(width=4, epochs=1))
-    # Shares 1, 3/4, 1/4 and 0 of 40 rows; evenly it would be 1/2.
-    np.testing.assert_allclose(told[0], [0.5, 2 / 3, 2.0, 10.0], rtol=1e-6)
-    assert told[-1] is None
-
-
-def test_parts_are_whole_requests_in_their_order(trace):
-    found = split(trace, (0.6, 0.2))
-    request = trace.array("token.request")
-    assert [sorted(set(request[part].tolist())) for part in found] == [
-        list(range(9)),
-        list(range(9, 12)),
-        list(range(12, 15)),
-    ]
-    assert (np.sum(found, axis=0) == 1).all()
 
 
 def test_what_it_cannot_learn_from_is_refused(trace, learned, tmp_path):
@@ -285,21 +217,125 @@ def test_metrics_of_a_step_by_hand():
     assert found.tokens == (3 + 2 + 1) / 8
 
 
-def test_the_window_is_two_wider_and_takes_ties_in():
-    later = np.repeat(np.arange(8), [9, 8, 7, 6, 5, 5, 5, 1])[:, None]
-    for hot, within in ((6, 1.0), (7, 0.75)):  # 6 ties with the sixth; 7 does not
-        predicted = np.repeat([0, 1, 2, hot], [12, 12, 12, 10])
-        found = quality(np.eye(8)[predicted], later, np.zeros(46, int))
-        assert found.hot == within
+# ---- going on to learn: rounds, who waits for them (nobody), and decisions taken again
+
+TUNING = Tuning(rows=40, iterations=30, rate=2e-3)
 
 
-def test_steps_count_once_each():
-    later = np.array([[0], [0], [0], [1]])
-    found = quality(np.eye(4)[[0, 0, 0, 0]], later, np.array([5, 5, 5, 9]))
-    assert found.tokens == 0.5 and found.recall == 0.75
+@pytest.fixture(scope="module")
+def begun(trace) -> LearnedOnline:
+    """One epoch: it has learned little."""
+    learned = fit(trace, training=Training(width=32, batch=64, epochs=1))
+    return LearnedOnline(learned.fitted, tuning=TUNING)
 
 
-def test_networks_of_both_kinds_are_used():
-    assert (EDGE.deep, MIDDLE.deep) == (False, True)
-    assert EDGE.components < MIDDLE.components and EDGE.rate < MIDDLE.rate
-    assert EDGE.decay < MIDDLE.decay and EDGE.warmup == 5
+def observations(trace):
+    """What routing of each layer of each step shows."""
+    for step in trace.step_traces():
+        for layer in range(LAYERS):
+            yield Observation(
+                moment=Moment.ROUTED,
+                step=step.number,
+                layer=layer,
+                age=0,
+                interval=0,
+                turn=None,
+                seconds=0.0,
+                gate_input=step.gate_input[:, layer : layer + 1],
+                ids=step.ids[:, layer : layer + 1],
+                weights=step.weights[:, layer : layer + 1],
+            )
+
+
+def recalls(trace, arrays) -> list[float]:
+    found = []
+    for layer in range(LAYERS - 1):
+        some = samples(trace, layer, 1)
+        said = scores(of_layer(arrays, layer), some.gate_input, some.ids, some.weights)
+        found.append(recall_of(said, some.later))
+    return found
+
+
+def test_rounds_learn_from_what_steps_route_and_come_into_use_between_steps(trace, begun):
+    state = begun.init(spec_of(trace.header))
+    before = state.tuner.arrays
+    for seen in observations(trace):
+        used = state.tuner.arrays
+        state, decision = begun.decide(state, seen)
+        assert seen.layer == 0 or state.tuner.arrays is used
+        assert decision.stages is not None
+        state.tuner.wait()
+    assert begun.stats(state)["rounds"] == STEPS * 8 // 40 - 1  # the last one is not in use yet
+    after = recalls(trace, state.tuner.arrays)
+    assert min(np.subtract(after, recalls(trace, before))) > 0.1
+    assert before is begun.fitted.arrays  # which is as it was
+    assert np.array_equal(state.tuner.arrays["0.basis"], before["0.basis"])
+
+
+def test_no_step_waits_for_a_round(trace, begun, monkeypatch):
+    """A round that does not end until the run is over: all steps go on with what there was. The
+    policy begins in the middle of a step, which is left out."""
+    go_on, run = threading.Event(), training.tuned
+
+    def slow(*args):
+        assert go_on.wait(60)
+        return run(*args)
+
+    monkeypatch.setattr(training, "tuned", slow)
+    state = begun.init(spec_of(trace.header))
+    for seen in itertools.islice(observations(trace), 2, None):
+        state, _ = begun.decide(state, seen)
+    assert begun.stats(state)["rounds"] == 0
+    go_on.set()
+    state.tuner.wait()
+    state.tuner.swap()
+    assert state.tuner.rounds == 1
+
+
+def test_what_a_round_raises_is_raised_at_the_next_step(trace, begun, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(training, "tuned", broken)
+    state = begun.init(spec_of(trace.header))
+    seen = list(observations(trace))
+    for one in seen[: 5 * LAYERS]:
+        state, _ = begun.decide(state, one)
+    state.tuner.wait()
+    with pytest.raises(RuntimeError, match="no memory"):
+        begun.decide(state, seen[5 * LAYERS])
+
+
+def test_decisions_are_taken_again_from_the_trace(trace, begun, monkeypatch):
+    state, lines, wanted = begun.init(spec_of(trace.header)), [], []
+    for seen in observations(trace):
+        state, decision = begun.decide(state, seen)
+        wanted.append(decision.stages)
+        stages = [[*stage] for stage in decision.stages]
+        line = {"step": seen.step, "moment": "ROUTED", "policy": "LearnedOnline"}
+        lines.append({**line, "decision": {"stages": stages}})
+    with pytest.raises(TraceError, match="has no decisions of LearnedOnline"):
+        recorded(trace, begun)
+    monkeypatch.setattr(type(trace), "decided", lambda self: iter(lines))
+    again = recorded(trace, begun)
+    state = again.init(spec_of(trace.header))
+    assert isinstance(state, Learning) and again.stats(state) == {"rounds": 0}
+    found = []
+    for seen in observations(trace):
+        state, decision = again.decide(state, seen)
+        found.append(decision.stages)
+    assert found == wanted
+    with pytest.raises(TraceError, match="decided nothing more in step"):
+        again.decide(state, seen)
+
+
+def test_what_cannot_be_is_refused(trace, begun, tmp_path):
+    file = tmp_path / "learned"
+    begun.fitted.write(file)
+    policy = prefetch_policy(f"learned_online={file}")
+    assert isinstance(policy, LearnedOnline) and policy.tuning == Tuning()
+    for tuning in (Tuning(rows=0), Tuning(iterations=0), Tuning(rate=0.0)):
+        with pytest.raises(ValueError, match="tuning needs rows, iterations and a rate"):
+            dataclasses.replace(begun, tuning=tuning).init(spec_of(trace.header))
+    with pytest.raises(ValueError, match="networks that stay as they are"):
+        with_placement("prescope", [policy])

@@ -1,62 +1,84 @@
-"""The online controller over streams of turns: it finds the split, follows a shift, and costs what
-a miss was seen to cost."""
+"""Budget policies over streams of turns: the online controller finds the split, follows a shift and
+costs what a miss was seen to cost; the closed form as printed and by turns; width, KV and cells
+together."""
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from host_offload.control.controller import Controller
-from host_offload.control.interface import Costs, Decision, Moment, Observation
-from host_offload.control.rules import PolicyError
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.control.rules import PolicyError, check_decision
+from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
+from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
 from host_offload.sizing.configurator import Streams
-from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
-from host_offload.sizing.split import MissCosts, SplitError, division_of, objective
+from host_offload.sizing.split import (
+    Division,
+    MissCosts,
+    SplitError,
+    division_of,
+    objective,
+    peak_headroom,
+)
 from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import tails
 from host_offload.traces.writer import TraceWriter
-from tests.host_offload.control.policy_runs import record, spec, use
+from tests.host_offload.control.policy_runs import spec
+from tests.host_offload.memory.resident_device import resident, spec_for
+from tests.host_offload.policies.test_contract import COSTS
+from tests.host_offload.sizing.test_split import CAP, PAGE
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
 LAYERS, EXPERTS = 2, 16
-TOLD = spec(
-    experts=EXPERTS,
-    cell_bound=EXPERTS,
-    version_bytes={"dense": np.full(LAYERS, 100)},
-    budget_bytes=4000,
-    slot_bytes=100,
-    page_bytes=20,
-    kv_floor_bytes=200,
-)
+DENSE = {"version_bytes": {"dense": np.full(LAYERS, 100)}, "slot_bytes": 100, "kv_floor_bytes": 200}
+TOLD = spec(experts=EXPERTS, cell_bound=EXPERTS, budget_bytes=4000, page_bytes=20, **DENSE)
 """40 slots; 32 hold all experts; five pages a slot, ten the floor."""
+SMALL = spec(budget_bytes=2000, costs=COSTS, **DENSE)
+"""Two layers of eight experts; 20 slots of ten pages, two of them the floor."""
 
 
 @dataclasses.dataclass
 class Run:
-    """A policy alone with a stream of turns, each of some steps of one row."""
+    """A policy alone with a stream of turns. Its wishes for KV are carried out, and checked."""
 
-    policy: MvWsa
+    policy: Any
+    told: Spec = TOLD
     kv_pages: int = 100
-    running: int = 1
-    waiting: int = 0
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What each observation has beside the stream."""
 
     def __post_init__(self):
-        self.state = self.policy.init(TOLD)
+        self.state = self.policy.init(self.told)
         self.step, self.seconds = 0, 0.0
         self.decisions: list[Decision] = []
 
-    def turn(self, ids: np.ndarray, pages: np.ndarray, *, miss_s: float = 0.0, rng=None) -> None:
-        """ids int[steps, L, k]. miss_s: what a miss costs in this world."""
+    def ask(self, moment: Moment, **fields) -> Decision:
+        known = dict(kv_pages=self.kv_pages, bucket=8, compiled=False, phase=np.ones(1, np.uint8))
+        known |= dict(running=1, waiting=0, waiting_tokens=0, kv_swapped=0) | self.facts | fields
+        place = moment, self.step, 1, 0, -1, -1, self.seconds
+        self.state, decision = self.policy.decide(self.state, Observation(*place, **known))
+        check_decision(decision, self.policy, self.told, moment.name)
+        if decision.kv_pages is not None:
+            self.decisions.append(decision)
+            self.kv_pages = decision.kv_pages
+        return decision
+
+    def turn(
+        self, ids: np.ndarray, pages: np.ndarray, *, miss_s: float = 0.0, rng=None
+    ) -> Decision:
+        """ids int[steps, L, k] of one row. miss_s: what a miss costs in this world."""
         for row in ids:
             missed = np.zeros((LAYERS, EXPERTS), bool)
             if rng is not None:
@@ -64,32 +86,7 @@ class Run:
             self.seconds += 0.01 + miss_s * np.count_nonzero(missed)
             self.ask(Moment.STEP_END, ids=row[None].astype(np.int16), missed=missed)
             self.step += 1
-        decision = self.ask(Moment.TURN_END, kv_refs=pages)
-        if decision.kv_pages is not None:
-            self.decisions.append(decision)
-            self.kv_pages = decision.kv_pages
-
-    def ask(self, moment: Moment, **fields) -> Decision:
-        self.state, decision = self.policy.decide(
-            self.state,
-            Observation(
-                moment=moment,
-                step=self.step,
-                age=1,
-                interval=0,
-                turn=-1,
-                layer=-1,
-                seconds=self.seconds,
-                kv_pages=self.kv_pages,
-                bucket=8,
-                compiled=False,
-                phase=np.ones(1, np.uint8),
-                running=self.running,
-                waiting=self.waiting,
-                **fields,
-            ),
-        )
-        return decision
+        return self.ask(Moment.TURN_END, kv_refs=pages)
 
     @property
     def split(self) -> float:
@@ -108,6 +105,9 @@ def turns(
         ids = np.argsort(-score, axis=2)[..., :2]
         held = [(turn % sessions, page) for page in range(pages)]
         yield ids, np.array(held, np.int64)
+
+
+# ---- the online controller
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_floor_is_what_runs_at_once():
     Whatever waits, it is at most `floor_share` of the memory."""
 
     def pages(policy: MvWsa, waiting: int) -> int:
-        run = Run(policy, running=2, waiting=waiting)
+        run = Run(policy, facts={"running": 2, "waiting": waiting})
         for number, (ids, held) in enumerate(
             turns(0, sessions=1, pages=12, skew=0.2, count=20, steps=20)
         ):
@@ -181,50 +181,6 @@ def test_the_floor_is_what_runs_at_once():
     assert 4 * 12 <= pages(MvWsa(costs=costs, calibrate=False), 2) < 4 * 12 + 10
     assert 8 * 12 <= pages(MvWsa(costs=costs, calibrate=False), 90) < 8 * 12 + 10  # of 8 rows
     assert pages(MvWsa(costs=costs, calibrate=False, floor_share=0.25), 90) == 50
-
-
-def test_the_floor_has_no_more_than_can_run():
-    """Steps have eight rows, of which an engine for three sequences uses three."""
-    policy = MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False)
-    floors = []
-    for most in (None, 3):
-        run = Run(policy, waiting=90)
-        run.state = policy.init(dataclasses.replace(TOLD, max_num_seqs=most))
-        for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=3):
-            run.turn(ids, held)
-        floors.append(policy.division_now(run.state).floor_pages)
-    assert floors == [8 * 12, 3 * 12]
-
-
-def test_a_wish_that_was_not_carried_out_is_wished_again():
-    """The device refuses every copy, so the pool stays as it was; the policy goes on wishing what
-    it decided last. Once the pool is as wished it says nothing."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
-    made = []
-    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=40, steps=20):
-        run.turn(ids, held)
-        made.append(run.decisions[-1].kv_pages if run.decisions else None)
-        run.kv_pages = 150
-    last = made[-1]
-    assert last is not None and last < 150 and len(run.decisions) > 30
-    assert run.decisions[-1].cells.tolist() == run.state.cells.tolist()
-    run.decisions, run.kv_pages = [], last
-    run.turn(ids, held)
-    assert run.decisions == []
-
-
-def test_the_floor_forgets_a_peak():
-    """Ten more wait for a tenth of the steps: the floor has the two that run or wait in the mean,
-    not eleven, whom a rule by the most (the mutation) keeps room for during `window` turns."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False))
-    for number, (ids, held) in enumerate(turns(0, sessions=1, pages=12, skew=0.2, count=3)):
-        run.waiting = 10
-        for row in ids[:4]:
-            facts = {"ids": row[None].astype(np.int16), "missed": np.zeros((LAYERS, EXPERTS), bool)}
-            run.ask(Moment.STEP_END, **facts)
-        run.waiting = 0
-        run.turn(ids[4:], held - np.array([1 + number, 0]))
-        assert run.policy.division_now(run.state).floor_pages == 2 * 12
 
 
 def turns_in_a_trace(directory: Path, stream, **header) -> Path:
@@ -276,15 +232,6 @@ def kv_pages_after(policy: MvWsa, stream) -> int:
     return run.kv_pages
 
 
-def test_expected_returns_are_the_places_of_held_pages():
-    held = PageRecency()
-    for session, pages in ((1, 2), (2, 3), (-5, 4)):
-        held, _ = page_references(held, np.array([(session, page) for page in range(pages)]))
-    # Session 2 had places 0 to 2 and 1 had 3 and 4; then four pages without a session came.
-    assert expected_returns(held, 9, 0.5, 1).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
-    assert expected_returns(held, 6, 0.5, 3).tolist() == [0, 0, 0, 0, 0.25, 0.25]
-
-
 def test_sessions_are_expected_back_until_they_had_time_to_return():
     """Without that (as printed) KV shrinks before the first session returns, and must grow again.
     Where none ever returns it wears off; requests without a session are not expected at all."""
@@ -320,30 +267,18 @@ def test_traces_that_are_of_no_use(tmp_path):
         init("pages")
 
 
-def test_policies_are_pure():
-    """Neither the state nor the observation changes, and equal ones give equal decisions."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), allocation="marginal"))
-    for ids, held in turns(0, sessions=2, pages=9, skew=1.0, count=6):
-        before = pickle.dumps(run.state)
-        states = []
-        for _ in range(2):
-            again = Run(run.policy)
-            again.state, again.step, again.seconds = run.state, run.step, run.seconds
-            again.turn(ids, held)
-            states.append(pickle.dumps((again.state, again.decisions)))
-        assert states[0] == states[1] and pickle.dumps(run.state) == before
+def test_a_wish_that_was_not_carried_out_is_wished_again():
+    """The device refuses every copy, so the pool stays as it was; the policy goes on wishing what
+    it decided last. Once the pool is as wished it says nothing."""
+    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
+    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=40, steps=20):
         run.turn(ids, held)
-
-
-def test_noise_moves_nothing():
-    """White noise: after it settled the line is still."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 0.0), calibrate=False), kv_pages=40)
-    for ids, held in turns(5, sessions=1, pages=1, skew=0.0, count=30, steps=100):
-        run.turn(ids, held)
-    settled = len(run.decisions)
-    for ids, held in turns(6, sessions=1, pages=1, skew=0.0, count=60, steps=100):
-        run.turn(ids, held)
-    assert len(run.decisions) == settled
+        run.kv_pages = 150
+    last = run.decisions[-1].kv_pages
+    assert last is not None and last < 150 and len(run.decisions) > 30
+    run.decisions, run.kv_pages = [], last
+    run.turn(ids, held)
+    assert run.decisions == []
 
 
 def test_it_learns_what_a_miss_costs():
@@ -358,28 +293,6 @@ def test_it_learns_what_a_miss_costs():
     assert still.costs_now(run.state).expert_s == 2e-4
 
 
-def seen(times: StepTimes, misses: int, now: float, usable: bool = True, tokens: int = 0):
-    return times.see(bucket=4, tokens=tokens, misses=misses, read_s=now, usable=usable, miss_s=1e-3)
-
-
-def test_step_times_refuse_what_says_nothing():
-    """Prefill steps, first runs, pauses, and steps that all miss as often."""
-    times = StepTimes()
-    for step in range(50):
-        times = seen(times, 7, 0.01 * (step + 1))
-    assert times.miss_s(3.0) == 3.0
-    rng, now, misses = np.random.default_rng(0), 1.0, 0
-    for step in range(500):
-        misses = int(rng.integers(20))
-        usable = step % 10 != 0
-        now += 0.01 + 1e-3 * misses * (1 if usable else 50)
-        times = seen(times, misses, now, usable)
-    assert times.miss_s(5e-4) == pytest.approx(1e-3, rel=0.15)
-    paused = seen(times, 3, now + 60.0)
-    assert paused.miss_s(5e-4) == times.miss_s(5e-4)
-    assert times.miss_s(1e-6) == pytest.approx(1e-5)
-
-
 def test_prefill_steps_say_what_a_prompt_token_costs():
     """0.3 ms a token beside 1 ms a miss; the start value is 1 ms. Where KV is moved out instead of
     computed again, they say nothing."""
@@ -388,7 +301,9 @@ def test_prefill_steps_say_what_a_prompt_token_costs():
         tokens, misses = int(rng.integers(10, 200)), int(rng.integers(30))
         pause = 30.0 * (rng.random() < 0.02)
         now += 3e-4 * tokens + 1e-3 * misses + pause
-        times = seen(times, misses, now, tokens=tokens)
+        times = times.see(
+            bucket=4, tokens=tokens, misses=misses, read_s=now, usable=True, miss_s=1e-3
+        )
     assert times.token_s(1e-3) == pytest.approx(3.9e-4, rel=0.1)  # 64 of 500 steps are 1 ms
     assert StepTimes().token_s(1e-3) == 1e-3
     policy = MvWsa(costs=MissCosts(1.0, 16e-3), kv_miss="recompute")
@@ -397,81 +312,151 @@ def test_prefill_steps_say_what_a_prompt_token_costs():
     assert MvWsa(costs=MissCosts(1.0, 16e-3)).costs_now(state).page_s == 16e-3
 
 
-def test_slots_per_layer_live():
-    """One layer loops over many experts, one over few: `marginal` moves cells to the first."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 0.0), calibrate=False, allocation="marginal"), 100)
-    for turn in range(20):
-        loop = np.add.outer(np.arange(24), [0, 1]) + 24 * turn
-        ids = np.stack([loop % 14, loop % 4], axis=1)
-        run.turn(np.sort(ids, axis=2), np.array([(0, 0)]))
-    cells = run.decisions[-1].cells
-    assert cells is not None and cells[0] >= 14 > cells[1] >= 4
-    assert run.decisions[-1].kv_pages == (40 - cells.sum()) * 5
-
-
 def test_layer_cells_keeps_the_number_of_cells():
-    policy = LayerCells(interval="24 steps")
-    state, decision = policy.init(TOLD), Decision()
+    """One layer loops over many experts, one over few: cells go to the first."""
+    run = Run(LayerCells(interval="24 steps"))
     cells = np.array([8, 12], np.int32)
     for step in range(24):
         ids = np.array([[[step % 14, (step + 1) % 14], [step % 4, (step + 1) % 4]]], np.int16)
-        facts = dict(step=step, age=1, interval=0, turn=-1, layer=-1, seconds=0.0)
-        seen = Observation(moment=Moment.STEP_END, ids=np.sort(ids), cells=cells, **facts)
-        state, decision = policy.decide(state, seen)
-        assert decision.cells is None
-    seen = Observation(moment=Moment.INTERVAL, ids=ids, cells=cells, **facts)
-    state, decision = policy.decide(state, seen)
-    assert decision.cells is not None and decision.cells.tolist() == [16, 4]
-    seen = dataclasses.replace(seen, cells=decision.cells)
-    assert policy.decide(state, seen)[1].cells is None
-    with pytest.raises(ValueError, match="cells are uniform, marginal, optimal, not 'x'"):
-        LayerCells(allocation="x").init(TOLD)
+        assert run.ask(Moment.STEP_END, ids=np.sort(ids), cells=cells).cells is None
+    found = run.ask(Moment.INTERVAL, ids=ids, cells=cells).cells
+    assert found is not None and found.tolist() == [16, 4]
+    assert run.ask(Moment.INTERVAL, ids=ids, cells=found).cells is None
 
 
-def test_it_runs_under_the_controller():
-    """The needs are met, decisions are accepted and held until the engine takes them."""
-    costs = Costs(
-        fill=np.array([0.0, 1e-9]),
-        stage=np.zeros(2),
-        gpu_expert=np.zeros((1, 2)),
-        cpu_expert=np.zeros(2),
-        step_s={1: 0.01},
-        attention_s=0.0,
-        prefill_s_per_token=1e-3,
-        kv_swap_s_per_byte=1e-8,
-    )
-    with pytest.raises(PolicyError, match="MvWsa needs 'costs', which this Spec does not have"):
-        Controller(TOLD, [MvWsa()])
-    controller = Controller(dataclasses.replace(TOLD, costs=costs), [MvWsa()])
-    assert not controller.needs_residency
-    step = 0
-    for turn, (ids, _) in enumerate(turns(0, sessions=1, pages=1, skew=0.3, count=20)):
-        for row in ids:
-            controller.begin_step(step, seconds=0.01 * step)
-            done = record(
-                step,
-                ids=np.sort(row[None].astype(np.int16)),
-                missed=np.zeros((LAYERS, EXPERTS), bool),
-                request=np.array([turn], np.int32),
-                user=np.array([-1], np.int32),
-                position=np.array([step % 40], np.int32),
-                rows=1,
-                compiled=False,
-                use=use(kv_pages=150, running=1, waiting=0),
-                finished=(turn,) if step % 40 == 39 else (),
-            )
-            controller.end_step(done, age=1, seconds=0.01 * step)
-            step += 1
-    assert controller.wanted_cells is not None
-    assert controller.wanted_cells.tolist() == [16, 16]
-    assert controller.wanted_kv_pages == 40
+# ---- the closed form, equations (8) to (10)
 
 
-def test_what_it_refuses():
-    with pytest.raises(ValueError, match="cells are uniform, marginal, optimal, not 'x'"):
-        MvWsa(allocation="x", costs=MissCosts(1, 1)).init(TOLD)
-    with pytest.raises(SplitError, match="no cap from 0 on works: raise the memory"):
-        MvWsa(costs=MissCosts(1, 1)).init(dataclasses.replace(TOLD, kv_floor_bytes=9999))
-    for fields in ({"window": 0}, {"concurrent": 0}, {"floor_share": 2.0}):
-        with pytest.raises(ValueError, match=r"at least 1|lies in"):
-            MvWsa(costs=MissCosts(1, 1), **fields).init(TOLD)
+def test_table_6():
+    """Qwen3, os: 36 → 40 moves 4 caps = 1.81·10⁹ bytes, KV 3.65 → 1.84, in 10⁹ bytes."""
+    total = 36 * CAP + 3_650_000_000
+    division = Division(total, CAP, PAGE, 128, 64, least_cap=8, page_tokens=16)
+    assert peak_headroom(division, peak_pages=1000, headroom=0.1, cap=36, dead=2) == 40
+    pages = division.pages_at(40)
+    assert round(pages * PAGE / 1e9, 2) == 1.84
+    assert round(4 * CAP / 1e9, 2) == 1.81
+    assert round((division.pages_at(36) - pages) * PAGE / 1e9, 2) == 1.81
+
+
+@given(
+    total=st.integers(3_000, 100_000),
+    cap_bytes=st.integers(20, 900),
+    page=st.integers(1, 60),
+    peak=st.integers(0, 3000),
+    cap=st.integers(0, 64),
+    floor=st.integers(0, 40),
+    least=st.integers(0, 1),
+    dead=st.integers(1, 4),
+)
+def test_what_remains_is_below_a_page(total, cap_bytes, page, peak, cap, floor, least, dead):
+    """WiSP, checkable 4: 0 ≤ B − C·b_e − N·b_k < b_k; the floor is never crossed; a move leaves
+    the dead zone; and KV gets all it wanted unless experts are at their least."""
+    try:
+        division = Division(total, cap_bytes, page, 64, floor, least)
+    except SplitError:
+        assert total - least * cap_bytes < floor * page
+        return
+    found = peak_headroom(division, peak_pages=peak, headroom=0.1, cap=cap, dead=dead)
+    if found is None:
+        return
+    pages = division.pages_at(found)
+    assert 0 <= total - found * cap_bytes - pages * page < page
+    assert pages >= floor and least <= found <= 64 and abs(found - cap) >= dead
+    assert pages >= 1.1 * peak or found == least
+
+
+def after(policy: PeakHeadroom, used, kv_pages: int) -> list[Decision]:
+    """The decisions after each turn. used: for each turn, the pages in use at its steps."""
+    run, made = Run(policy, SMALL, kv_pages), []
+    for turn in used:
+        assert all(run.ask(Moment.STEP_END, kv_used=pages) == Decision() for pages in turn)
+        made.append(run.ask(Moment.TURN_END, kv_used=turn[-1]))
+    return made
+
+
+def test_a_pool_at_its_peak_grows():
+    """What it wants is more than it has, until experts are at their least, top-k."""
+    made = after(PeakHeadroom(headroom=0.5, dead=1), [[40], [60], [100], [160]], kv_pages=40)
+    assert [d.kv_pages for d in made] == [60, 100, 160, None]
+    assert [None if d.cells is None else d.cells[0] for d in made] == [7, 5, 2, None]
+    (made,) = after(PeakHeadroom(headroom=0.5, dead=1, least_cap=0), [[160]], kv_pages=160)
+    assert made.kv_pages == 200
+
+
+def test_the_peak_of_some_turns_counts():
+    """A peak is remembered for `window` turns, then forgotten; a small change is none."""
+    made = after(PeakHeadroom(window=3, dead=2), [[90, 5], [5], [5], [5]], kv_pages=100)
+    assert [d.kv_pages for d in made] == [None, None, None, 40]
+    assert made[-1].cells is not None and made[-1].cells.tolist() == [8, 8]
+
+
+def test_the_closed_form_never_asks_for_less_than_all_low():
+    where = resident([[1] * 4, [1] * 4], 12, capacity=(7, 8))
+    told = spec_for(where, page_bytes=4, slot_bytes=8, budget_bytes=20 * 8, kv_floor_bytes=8)
+    run = Run(ResidentHeadroom(), told, 16, {"waiting": 3, "waiting_tokens": 900})
+    assert run.state.division.least_cap == -(-where.least_slots() // 2) == 3
+    decision = run.ask(Moment.TURN_END, kv_used=39)
+    assert decision.cells is None and decision.kv_pages == (20 - 6) * 2
+
+
+# ---- width, KV and cells together
+
+
+def test_it_widens_for_a_queue_and_only_then():
+    """Nobody waits: few pages, all experts. A queue: more rows and pages, at once and not when the
+    next turn ends. Prefill steps change nothing."""
+    two, rng = {"phase": np.ones(2, np.uint8), "running": 2}, np.random.default_rng(0)
+    run = Run(JointBudget(), SMALL, 60, two)
+    pages = np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1)
+    for _ in range(8):
+        for _ in range(20):
+            ids = np.sort(rng.permuted(np.tile(np.arange(8), (2, 2, 1)), axis=2)[..., :2])
+            assert run.ask(Moment.STEP_END, ids=ids) == Decision()
+        run.ask(Moment.TURN_END, ids=ids, kv_refs=pages)
+    (first,) = run.decisions
+    assert first.max_running == 8 and first.cells is not None and first.cells[0] == 8
+    assert run.state.chosen is not None and run.state.chosen.width == 2
+    queue = {"ids": ids, "waiting": 6, "waiting_tokens": 6}
+    decision = run.ask(Moment.STEP_END, **queue)
+    assert decision.kv_pages is not None and first.kv_pages is not None
+    assert decision.max_running is not None and decision.kv_pages > first.kv_pages
+    assert decision.max_running > 2 and decision.kv_pages >= 20 * decision.max_running
+    assert run.ask(Moment.STEP_END, **queue) == Decision()
+    state = run.state
+    run.ask(Moment.STEP_END, **queue, phase=np.zeros(2, np.uint8))
+    assert run.state is state
+    # A wish that was not carried out is wished again; no cap leaves KV room for a huge turn.
+    run.kv_pages = 60
+    assert run.ask(Moment.TURN_END, **queue, kv_refs=pages).kv_pages == decision.kv_pages
+    assert run.ask(Moment.TURN_END, **queue, kv_refs=np.zeros((10**5, 2), int)) == Decision()
+
+
+# ---- what is refused
+
+ONE = MissCosts(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "error", "match"),
+    [
+        (MvWsa(allocation="x", costs=ONE), {}, ValueError, "are uniform, marginal, optimal, not"),
+        (LayerCells(allocation="x"), {}, ValueError, "are uniform, marginal, optimal, not 'x'"),
+        (MvWsa(window=0, costs=ONE), {}, ValueError, "at least 1"),
+        (MvWsa(concurrent=0, costs=ONE), {}, ValueError, "at least 1"),
+        (MvWsa(floor_share=2.0, costs=ONE), {}, ValueError, "lies in"),
+        (MvWsa(costs=ONE), {"kv_floor_bytes": 9999}, SplitError, "no cap from 0 on works: raise"),
+        (JointBudget(), {"kv_floor_bytes": 9999}, SplitError, "no cap from 0 on works"),
+        (PeakHeadroom(window=0), {}, ValueError, "dead and window at least 1"),
+        (PeakHeadroom(), {"kv_floor_bytes": 3000}, SplitError, "no cap from 0 on works"),
+        (PeakHeadroom(least_cap=8), {"kv_floor_bytes": 500}, SplitError, "no cap from 8 on works"),
+        (ResidentHeadroom(), {}, ValueError, "for two versions with every expert resident"),
+    ],
+)
+def test_what_cannot_be_is_refused(policy, changes, error, match):
+    with pytest.raises(error, match=match):
+        policy.init(dataclasses.replace(SMALL, **changes))
+
+
+def test_no_row_at_all_is_refused():
+    with pytest.raises(PolicyError, match=r"max_running must be an integer of at least 1, not 0"):
+        check_decision(Decision(max_running=0), JointBudget(), SMALL, "x")

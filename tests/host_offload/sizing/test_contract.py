@@ -1,0 +1,365 @@
+"""Sizing finds the best of all that there is, against trying everything: cells over layers, width
+and cells, bytes over links, a working set; and the memory for a speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from host_offload.policies.prefetch.coactivation import fit
+from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
+from host_offload.sizing.coactivation import predicted_use
+from host_offload.sizing.joint import (
+    DecodeModel,
+    choose,
+    decode_model,
+    generated_sequences,
+    resident_seconds,
+    side_by_side,
+    widened,
+)
+from host_offload.sizing.miss_curves import curves_of, trace_curves
+from host_offload.sizing.right_size import (
+    memory_for,
+    right_size,
+    right_size_of_use,
+    users_for,
+    working_sets,
+)
+from host_offload.sizing.split import Division, SplitError
+from host_offload.sizing.tiers import balanced_split
+from host_offload.traces.reader import TraceError
+from tests.host_offload.traces.traces_of import random_routing, write_trace
+
+
+def cells_of_layers(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
+    layers, most = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+    misses = np.sort(rng.integers(0, 12, (layers, most + 1)), axis=1)[:, ::-1].astype(float)
+    least = rng.integers(0, 2, layers)
+    slots = int(rng.integers(least.sum(), layers * most + 3))
+    every = itertools.product(*(range(least[layer], most + 1) for layer in range(layers)))
+    rows = np.arange(layers)
+    sums = [misses[rows, list(c)].sum() for c in every if sum(c) <= slots]
+    cells = decide(misses, slots, least)
+    assert cells.sum() == min(slots, layers * most) and (cells >= least).all()
+    for rule in ALLOCATIONS:  # which know how far they are at most
+        found = allocate(rule, misses, slots, least=least)
+        assert found.misses == misses[rows, found.cells].sum()
+        assert found.misses - found.gap <= min(sums) + 1e-9
+    return misses[rows, cells].sum(), sums
+
+
+def optimal_cells(misses, slots, least):
+    return allocate("optimal", misses, slots, least=least).cells
+
+
+def one_cell_ahead(misses, slots, least):
+    """A mistake: it never gets to a cliff that is some cells away."""
+    cells = least.copy()
+    for _ in range(min(slots, misses.shape[1] * len(cells) - len(cells)) - least.sum()):
+        after = np.minimum(cells + 1, misses.shape[1] - 1)
+        rows = np.arange(len(cells))
+        gains = np.where(after > cells, misses[rows, cells] - misses[rows, after], -1)
+        cells[int(np.argmax(gains))] += 1
+    return cells
+
+
+def width_and_cells(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
+    misses = np.sort(np.sort(rng.random((4, 7)) * 20, axis=1)[:, ::-1], axis=0)
+    model = DecodeModel(np.array([1, 2, 4, 8]), misses, np.sort(rng.random(4)), 0.05)
+    division = Division(int(rng.integers(300, 1500)), 100, 10, 6, 5)
+    pages, demand = float(rng.uniform(0.5, 12)), int(rng.integers(13))
+    found = decide(model, division, pages_per_sequence=pages, demand=demand)
+    rates = {
+        (width, cap): -width / model.step_s(width, cap)
+        for width in range(1, min(max(demand, 1), 8) + 1)
+        for cap in range(7)
+        if division.pages_at(cap) >= max(5, width * pages)
+    }
+    assert found.pages == division.pages_at(found.cap) >= found.width * pages
+    return rates[found.width, found.cap], [*rates.values()]
+
+
+def as_wide_as_it_goes(model, division, **ask):
+    """A mistake: rows before cells."""
+    found = choose(model, division, **ask)
+    width = min(max(ask["demand"], 1), 8)
+    while division.pages_at(0) < width * ask["pages_per_sequence"]:
+        width -= 1
+    return found._replace(width=width, cap=0, pages=division.pages_at(0))
+
+
+def bytes_over_links(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
+    rates = rng.uniform(0.1, 10, rng.integers(1, 4)).tolist()
+    split = decide(rates)
+    assert sum(split) == pytest.approx(1)
+
+    def slowest(shares):
+        return max(share / rate for share, rate in zip(shares, rates, strict=True))
+
+    grid = itertools.product(range(51), repeat=len(rates) - 1)
+    every = [slowest([n / 50 for n in (*c, 50 - sum(c))]) for c in grid if sum(c) <= 50]
+    return slowest(split), [*every, 1 / sum(rates)]
+
+
+def working_set(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
+    curves, epsilon = curves_of(rng.random((30, 2, 8)) < 0.3), float(rng.uniform(0, 0.3))
+    allowed = epsilon * (curves.references - curves.first)
+    least = [int(np.argmax(curves.warm[layer] <= allowed[layer])) for layer in range(2)]
+    cells = decide(curves, epsilon)
+    assert (curves.warm[np.arange(2), cells] <= allowed).all()
+    return cells.sum(), [sum(least)]
+
+
+SUBJECTS: dict[str, tuple[Callable, Callable, list[Callable]]] = {
+    "cells": (cells_of_layers, optimal_cells, [one_cell_ahead]),
+    "width": (width_and_cells, choose, [as_wide_as_it_goes]),
+    "links": (
+        bytes_over_links,
+        balanced_split,
+        [
+            lambda rates: (1 / len(rates),) * len(rates),
+            lambda rates: tuple((1 / rate) / sum(1 / other for other in rates) for rate in rates),
+            lambda rates: tuple(float(rate == max(rates)) for rate in rates),
+        ],
+    ),
+    "working set": (working_set, right_size, [lambda curves, epsilon: right_size(curves, 0.0)]),
+}
+"""Name → an instance (what was decided is worth, what all there is is worth, of which the least is
+the best), what decides, mistakes."""
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@settings(max_examples=80)
+@given(seed=st.integers(0, 2**32))
+def test_it_is_the_best_of_all_that_there_is(name, seed):
+    instance, decide, _ = SUBJECTS[name]
+    found, every = instance(np.random.default_rng(seed), decide)
+    assert found == pytest.approx(min(every))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_mistake_is_found(name):
+    instance, _, mistakes = SUBJECTS[name]
+    for mistake in mistakes:
+        instances = (instance(np.random.default_rng(seed), mistake) for seed in range(40))
+        assert any(found > min(every) + 1e-6 for found, every in instances)
+
+
+# ---- cells
+
+
+def every_product(misses: np.ndarray, slots: int, least: np.ndarray) -> float:
+    """The optimum by min-plus products of all that there is, nothing ruled out."""
+    best = np.full(slots + 1, np.inf)
+    best[0] = 0.0
+    for curve, fewest in zip(misses, least.tolist(), strict=True):
+        grown = np.full(slots + 1, np.inf)
+        for c in range(fewest, min(len(curve) - 1, slots) + 1):
+            grown[c:] = np.minimum(grown[c:], best[: slots + 1 - c] + curve[c])
+        best = grown
+    return float(best.min())
+
+
+def test_optimal_takes_no_seconds_at_full_size():
+    misses = np.sort(np.random.default_rng(0).random((48, 129)), axis=1)[:, ::-1]
+    begin = time.thread_time()
+    optimal = allocate("optimal", misses, 48 * 64)
+    assert time.thread_time() - begin < 1  # 2 ms on an idle core
+    assert optimal.misses <= allocate("marginal", misses, 48 * 64).misses
+    least = np.zeros(48, np.int64)
+    assert optimal.misses == pytest.approx(every_product(misses, 48 * 64, least), rel=1e-9)
+
+
+# ---- width
+
+
+def test_side_by_side_is_a_batch(tmp_path):
+    """Curves by width from one trace: of each request's tokens in their order, next to others."""
+    rng = np.random.default_rng(0)
+    routing = random_routing(rng, 30, 2, 8, 2, 1)
+    trace = write_trace(tmp_path / "t", routing, 8)
+
+    class Requests:
+        """Request 0 has steps 0, 3, 6 …, in reverse order of position."""
+
+        def __init__(self, chunk):
+            self.chunk = chunk
+
+        def array(self, name):
+            found = self.chunk.array(name)
+            if name == "token.request":
+                return np.arange(len(found), dtype=np.int32) % 3
+            return found[::-1] if name == "token.position" else found
+
+    trace = dataclasses.replace(trace, chunks=tuple(Requests(c) for c in trace.chunks))
+    sequences = list(generated_sequences(trace))
+    assert [len(s) for s in sequences] == [10, 10, 10]
+    np.testing.assert_array_equal(sequences[0][0], routing[27][0])
+    sets = list(side_by_side(sequences, 2, 8))
+    assert len(sets) == 10  # the third has nobody beside it
+    both = np.zeros((2, 8), bool)
+    for ids in (routing[27][0], routing[28][0]):
+        both[np.arange(2)[:, None], ids] = True
+    np.testing.assert_array_equal(sets[0], both)
+    found = decode_model(trace, step_s={1: 0.5, 4: 0.7}, miss_s=0.1, users=3)
+    assert found.widths.tolist() == [1, 2, 3]
+    curves = curves_of(side_by_side(sequences, 1, 8))
+    np.testing.assert_allclose(found.misses[0], curves.warm.sum(axis=0) / 30)
+    assert found.resident_s.tolist() == [0.5, 0.7, 0.7]
+    assert found.step_s(1.5, 3) == pytest.approx((found.step_s(1, 3) + found.step_s(2, 3)) / 2)
+    with pytest.raises(
+        SplitError, match="steps of 4 sequences cannot be predicted: the trace has 3"
+    ):
+        decode_model(trace, step_s={4: 0.7}, miss_s=0.1, users=4)
+    header = dataclasses.replace(trace.header, absent=["token.phase"])
+    lacking = tuple(dataclasses.replace(c.chunk, header=header) for c in trace.chunks)
+    with pytest.raises(TraceError, match=r"has no token\.phase: it was converted or generated"):
+        list(generated_sequences(dataclasses.replace(trace, header=header, chunks=lacking)))
+
+
+def test_widened_is_what_independent_sequences_miss():
+    """A step of 4 sequences, 10 absent experts, each missed by a sequence with chance 0.1."""
+    misses, absent = np.array([10 * (1 - 0.9**4), 0.0]), np.array([10.0, 0.0])
+    found = widened(misses, 4, np.array([1, 4, 64]), absent)
+    np.testing.assert_allclose(found[:, 0], [1.0, misses[0], 10 * (1 - 0.9**64)])
+    assert not found[:, 1].any()
+
+
+# ---- working sets, and the memory for a speed
+
+
+def of_working_set(rng: np.random.Generator, sizes, steps: int = 300) -> list[np.ndarray]:
+    """ids int[1, L, 2]: layer l uses sizes[l] of 16 experts, each as often."""
+    own = [rng.permutation(16)[:size] for size in sizes]
+    return [
+        np.stack([np.sort(rng.permutation(experts)[:2]) for experts in own])[None]
+        for _ in range(steps)
+    ]
+
+
+def test_both_find_the_working_set(tmp_path):
+    """Where a user uses w experts of a layer, predicted and measured faults collapse at w."""
+    sizes = [4, 9, 2, 13]
+    routing = of_working_set(np.random.default_rng(0), sizes)
+    trace = write_trace(tmp_path / "t", routing, 16)
+    curves = trace_curves(trace)
+    assert right_size(curves, 0.0).tolist() == sizes
+    use = predicted_use(fit(trace).fitted.arrays["pairs"], 2)
+    np.testing.assert_allclose(use.sum(axis=1), 1)
+    assert right_size_of_use(use, 0.0).tolist() == sizes
+    for layer, size in enumerate(sizes):
+        assert not curves.warm[layer, size] and curves.warm[layer, size - 1]
+
+
+def test_the_users_with_most_tokens(tmp_path):
+    """Of nine users the four with most tokens, by their numbers; a model with one layer of experts
+    has nothing to predict from."""
+    rng = np.random.default_rng(5)
+    for layers in (1, 2):
+        routing = random_routing(rng, 60, layers, 8, 2)
+        trace = write_trace(tmp_path / str(layers), routing, 8)
+        owner = np.minimum(np.arange(60) ** 2 // 400, 8)
+
+        class Owned:
+            """A chunk whose tokens belong to those users."""
+
+            def __init__(self, chunk, owner):
+                self.chunk, self.path, self.owner = chunk, chunk.path, owner
+
+            def array(self, name):
+                return self.owner if name == "token.user" else self.chunk.array(name)
+
+        owned = dataclasses.replace(trace, chunks=tuple(Owned(c, owner) for c in trace.chunks))
+        found = working_sets(owned, most=4)  # type: ignore[arg-type]
+        assert [one.user for one in found] == [None, 0, 1, 2, 3]
+        assert [one.tokens for one in found[1:]] == np.bincount(owner)[:4].tolist()
+        assert all((one.by_coactivation is None) == (layers == 1) for one in found)
+
+
+MODEL = DecodeModel(
+    np.array([1, 4, 16]),
+    np.outer([8, 24, 60], (8 - np.arange(9)) / 8.0),
+    np.array([0.010, 0.012, 0.020]),
+    0.001,
+)
+DIVISION = Division(10_000, 400, 10, 8, 20, unit_bytes=100, unit_pages=10)
+
+
+@pytest.mark.parametrize(("users", "tpot_s"), [(1, 0.014), (4, 0.03), (16, 0.05), (10, 0.05)])
+def test_memory_for_a_speed_and_users_for_a_memory(users, tpot_s):
+    """The least cap that is fast enough, one less is not; and the memory serves those users."""
+    found = memory_for(MODEL, DIVISION, users=users, tpot_s=tpot_s, pages_per_user=15)
+    assert found.step_s <= tpot_s < MODEL.step_s(users, found.cap - 1)
+    assert found.memory == found.cap * 400 + -(-max(users * 15, 20) // 10) * 100
+    assert found.kv_pages >= users * 15
+    of_it = dataclasses.replace(DIVISION, total_bytes=found.memory)
+    served = users_for(MODEL, of_it, tpot_s=tpot_s, pages_per_user=15)
+    assert served.users >= users and served.step_s <= tpot_s
+    # A slot less and there is a cell less in each layer, or less KV than they need.
+    try:
+        less = dataclasses.replace(DIVISION, total_bytes=found.memory - 100)
+        fewer = users_for(MODEL, less, tpot_s=tpot_s, pages_per_user=15).users
+    except SplitError:
+        fewer = 0
+    assert fewer < users
+
+
+# ---- what is refused
+
+SMALL = dataclasses.replace(DIVISION, total_bytes=1000)
+TIGHT = Division(1000, 100, 10, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("ask", "match"),
+    [
+        (lambda: allocate("best", np.zeros((1, 3)), 1), "are uniform, marginal, optimal, not 'b"),
+        (lambda: allocate("uniform", np.array([[1, 2]]), 1), "curves .* that never increase"),
+        (lambda: allocate("uniform", np.zeros(3), 1), "must be curves"),
+        (lambda: allocate("marginal", np.zeros((2, 3)), 1, least=1), "1 slots cannot give 2 lay"),
+        (lambda: allocate("marginal", np.zeros((2, 3)), 9, least=3), "of at most 2 each"),
+        (lambda: resident_seconds({1: 0.1, 4: 0.2}, [1, 5]), "measured up to 4 rows, not 5"),
+        (lambda: MODEL.step_s(17, 0), "width 17 is not within 1…16"),
+        (lambda: with_model(widths=np.array([1, 1, 2])), "widths must ascend from at least 1"),
+        (lambda: with_model(resident_s=np.zeros(2)), "a row for each of 3 widths"),
+        (
+            lambda: choose(MODEL, TIGHT, pages_per_sequence=101, demand=1),
+            "have no room for 1 sequences of 101 pages",
+        ),
+        (lambda: balanced_split([]), "rates are positive"),
+        (lambda: balanced_split([1.0, 0.0]), "rates are positive"),
+        (
+            lambda: memory_for(MODEL, DIVISION, users=16, tpot_s=0.01, pages_per_user=1),
+            "every expert resident it takes 20 ms; ask for that",
+        ),
+        (
+            lambda: memory_for(MODEL, DIVISION, users=17, tpot_s=1.0, pages_per_user=1),
+            "width 17 is not within 1…16",
+        ),
+        (
+            lambda: users_for(MODEL, SMALL, tpot_s=0.001, pages_per_user=15),
+            "do not give 1 users a token every 1 ms: it would take",
+        ),
+        (
+            lambda: users_for(MODEL, SMALL, tpot_s=1.0, pages_per_user=500),
+            "their KV does not fit",
+        ),
+        (lambda: predicted_use(np.zeros((3, 2, 4, 4)), 2), "counts are empty in some layer"),
+    ],
+)
+def test_what_cannot_be_is_refused(ask, match):
+    with pytest.raises(ValueError, match=match):
+        ask()
+
+
+def with_model(**changes: Any) -> DecodeModel:
+    return dataclasses.replace(MODEL, **changes)
