@@ -427,7 +427,6 @@ def test_an_item_that_is_a_link_out_is_refused(run, tmp_path):
 
 
 def test_names_of_leaves_and_their_number(copy, map_of_all):
-    copy = copied(copy, map_of_all / "tree")
     path = copy / "_METADATA"
     content = json.loads(path.read_text())
     entry = next(iter(content["tree_metadata"].values()))

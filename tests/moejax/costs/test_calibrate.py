@@ -1,10 +1,11 @@
 """Calibration measures what it says, keeps it, and refuses what is not its own."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import logging
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from moejax.costs.store import (
 )
 from moejax.errors import UserError
 from moejax.serve import costs
-from moejax.serve.costs import cost_model_for, cost_model_of, costs_for
+from moejax.serve.costs import cost_model_for, costs_for
 from moejax.step.parts import StepSpec
 from pallas_kernels.cpu.spans import recorded
 from pallas_kernels.records import RecordFormat
@@ -48,9 +49,6 @@ def quick(monkeypatch):
     """Calibration of one round."""
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "STEPS", 1)
-
-
-# ---- files
 
 
 ABOUT = {"device": "Some GPU", "machine": "here", "jax": "1"}
@@ -96,12 +94,6 @@ def test_costs_of_another_machine_are_refused_and_name_it(tmp_path):
         load_cost_model(tmp_path / "none.json")
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"costs\.json cannot be written"):
-        write_cost_model(tmp_path / "file" / "costs.json", MODEL)
-
-
 def test_figures_of_other_executables_are_others():
     """An encoded expert that is decoded in transit has a dense cell and dense bytes, and steps that
     give out more are other programs; the default's identity has neither."""
@@ -125,9 +117,6 @@ def test_figures_of_other_executables_are_others():
         other = identity(dataclasses.replace(steps, **change))
         assert cost_file(other) != cost_file(plain)
         assert plain.items() <= other.items() and len(other) == len(plain) + 1
-
-
-# ---- measuring
 
 
 def test_costs_are_not_those_of_a_link():
@@ -225,33 +214,6 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
     assert not [r for r in caplog.records if "measuring what steps cost" in r.message]
 
 
-@pytest.mark.nightly
-def test_a_policy_that_needs_costs_has_them_measured(quick, caplog):
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with caplog.at_level(logging.INFO, "moejax"), LLM("demo", policies=[Priced()], **SMALL) as llm:
-        assert [r for r in caplog.records if "measuring what steps cost" in r.message]
-        assert cost_file(identity(llm.plan.steps)).exists()
-        first = llm.generate("Once", params)[0].outputs[0].token_ids
-        assert not llm.engine.runner.faults()
-    with LLM("demo", **SMALL) as llm:
-        assert llm.generate("Once", params)[0].outputs[0].token_ids == first
-
-
-OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--max-num-batched-tokens", "128"]
-
-
-@pytest.mark.nightly
-def test_the_command_measures(quick, capsys):
-    assert cli.main(["calibrate", "demo", "--quiet", *OPTIONS]) == 0
-    path = Path(capsys.readouterr().out.split("measured, kept in ")[1].strip())
-    assert cli.main(["calibrate", "demo", "--json", *OPTIONS]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found.pop("file") == str(path) and found == json.loads(path.read_text())
-    path.write_text("{")
-    assert cli.main(["calibrate", "demo", "--quiet", *OPTIONS]) == 2
-    assert "calibrate --force" in capsys.readouterr().err
-
-
 class StartedLLM:
     """What calibration asks of an LLM: its identity is ABOUT."""
 
@@ -278,6 +240,8 @@ def started(monkeypatch):
 
 
 SIZES = {"layers": 2, "experts": 4}
+
+
 MICRO = 1e-6
 
 
@@ -336,12 +300,6 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     assert "cannot be kept" in capsys.readouterr().err
 
 
-def test_a_path_is_started_and_closed(started, monkeypatch):
-    monkeypatch.setattr(costs, "cost_model_for", lambda llm: MODEL)
-    assert cost_model_of("m", max_num_seqs=2) is MODEL
-    assert started.last.closed and started.last.options["max_num_seqs"] == 2
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("driver", ["device", "host"])
 def test_forced_steps_move_what_they_should(driver):
@@ -380,16 +338,6 @@ def test_forced_steps_move_what_they_should(driver):
         sample = forced.prefill(2, 20, forced.cells, cold=True)
         assert sample.work.parts == 2 and sample.work.spans == 2
         assert sample.fills == sample.work.experts and sample.read_through == 0
-
-
-@pytest.mark.nightly
-def test_too_little_memory_is_refused():
-    with LLM("demo", expert_budget=0, **SMALL) as llm:
-        with pytest.raises(UserError, match="no room for the 4 experts of a token"):
-            cost_model_for(llm)
-        # It goes on as if nothing had been asked.
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        assert llm.generate("Once", params)[0].outputs[0].token_ids
 
 
 def test_experts_of_several_versions_are_refused():

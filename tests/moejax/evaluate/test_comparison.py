@@ -1,3 +1,5 @@
+"""Two runs compared: pairs, their interval, and what cannot be paired."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -37,11 +39,6 @@ def test_pairs_are_matched_by_key_and_weighed():
     assert (found.a, found.b) == (8.0, 8.75) and found.difference == 0.75
     # d − difference · w: 0 − 0.75 and 3 − 2.25.
     assert found.high == pytest.approx(0.75 + 1.959964 * math.sqrt(2 * 2 * 0.75**2) / 4)
-
-
-def test_one_pair_has_no_interval():
-    found = paired(units([1.0]), units([2.0]))
-    assert (found.difference, found.low, found.high) == (1.0, None, None)
 
 
 def test_nineteen_of_twenty_intervals_hold_the_truth():

@@ -26,10 +26,14 @@ from moejax.requests.tokenizer import (
 )
 
 DEMO = Path(moejax.__path__[0]) / "demo"
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
 MESSAGES = {"messages": [{"role": "user", "content": "The old house, é 你好"}]}
 
 
@@ -72,7 +76,6 @@ BOMBS = {
     "nested range": "{% for i in range(99999) %}{% for j in range(99999) %}"
     "{% endfor %}{% endfor %}",
     "power": "{{ 10**(10**9) }}",
-    "lipsum": "{{ lipsum(n=10000000) }}",
     "doubling": "{% set ns = namespace(s='ab') %}{% for i in range(40) %}"
     "{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
     "repeated": "{{ 'a' * 10**11 }}",
@@ -86,7 +89,6 @@ BOMBS = {
         # of any size: what is bound are a process's seconds and bytes.
         *("repeated", "doubling"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("nested range", "power")),
-        pytest.param("lipsum", marks=pytest.mark.nightly),
     ],
 )
 def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch, bomb):
@@ -101,6 +103,22 @@ def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch
     assert shared(MESSAGES)[1]
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(messages) }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{% include '/etc/hostname' %}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(template, shared):
+    shared._tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template of demo refuses these messages"):
+        shared(MESSAGES)
+
+
 def test_who_waits_is_told_when_it_is_interrupted(shared):
     shared._tokenizer.chat_template = TEMPLATE
     shared(MESSAGES)
@@ -112,12 +130,6 @@ def test_who_waits_is_told_when_it_is_interrupted(shared):
         shared(MESSAGES)
     assert time.monotonic() - began < bounded_process.WORK_S - 1
     timer.join()
-
-
-def test_no_process_without_need(encode):
-    encode("The old house")
-    encode([5, 6])
-    assert encode._bounded._process is None
 
 
 def test_a_process_ends_with_its_encoder(shared):

@@ -45,27 +45,6 @@ def test_given_numbers_add_up_also_after_a_move():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("precision", "said"),
-    [
-        ("dynaexq,margin=0", "all 64 of 4 layers, each in dense or int4"),
-        ("dynaexq,paged=true", "of 16 in each of 4 layers"),
-    ],
-)
-def test_two_versions_add_up(precision, said):
-    with LLM("demo", memory="4MiB", precision=precision, progress=False, **LIMITS) as llm:
-        found = check_sums(llm.explain())
-        assert said in str(llm.explain()) and "0 of 16" not in str(llm.explain())
-        counts = llm.stats()["arena"]["cells_used"]
-        records = {r.version: r.nbytes for r in llm.engine.runner.layout.records}
-        cells = sum(found[f"{name} cells"] // nbytes for name, nbytes in records.items())
-        if "paged" in precision:
-            assert cells == sum(llm.stats()["arena"]["cells_per_layer"]) > counts
-        else:
-            assert cells == counts == 64
-
-
-@pytest.mark.nightly
 def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
     """Where not everything fits, activations are measured: less is left than by the share."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -11,7 +11,6 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.kernels import kernel_shapes
-from moejax.step.parts import empty_prefill
 from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
@@ -98,17 +97,6 @@ def test_a_prefill_step_takes_the_fewest_chunks_that_hold_its_own():
 
     assert chunks(31 * 64) == (31,) and chunks(32 * 64) == (8, 32) and chunks(100 * 64) == (25, 100)
     assert chunks(8192, bucketed=False) == (128,) and chunks(8) == (1,)
-
-
-def test_chunks_of_a_smaller_step_are_the_first_ones():
-    shapes = shapes_of(2, 4096, batched=8192)
-    whole = empty_prefill(shapes)
-    for values in whole[:5] + whole[6:]:  # the count is a number
-        values[...] = np.arange(values.size).reshape(values.shape)
-    first = whole.of_chunks(8)
-    for name in ("tokens", "row", "start", "skip", "length", "targets"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(whole, name)[:8])
-    assert first.last is whole.last and first.count is whole.count
 
 
 @pytest.mark.parametrize(

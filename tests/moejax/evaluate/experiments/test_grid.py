@@ -2,12 +2,6 @@
 a grid that was stopped anywhere ends as an undisturbed one."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import pytest
@@ -24,6 +18,7 @@ from moejax.evaluate.experiments.records import COUNTS, UNEQUAL
 
 pytestmark = pytest.mark.slow  # counts of engine and simulator, in processes of their own
 
+
 FAILING = """
 import dataclasses
 from host_offload.control.interface import Decision, Moment
@@ -39,6 +34,7 @@ class Failing:
             raise RuntimeError("on purpose")
         return state + 1, Decision()
 """
+
 
 GRID = {
     "policies": ["lru", "lfu", "fifo", "static", "random", "deepspeed", "failing.py:Failing"],
@@ -195,21 +191,11 @@ def test_another_definition_is_refused_by_name(undisturbed, home):
     assert "output_tokens was 12 and is 13" in str(error.value)
 
 
-def test_a_folder_of_something_else_is_left_alone(home, tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"no directory of results, it has 'thesis\.tex'"):
-        moejax.ablate(home / "grid.yaml", tmp_path, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 def test_a_text_without_room_for_a_prompt_is_a_mistake(home, tmp_path):
     (tmp_path / "short.txt").write_text("Too short. " * 20)
     given = GRID | {"texts": [str(tmp_path / "short.txt")], "policies": ["lru"]}
     with pytest.raises(UserError, match="give a longer text or fewer prompt_tokens"):
         moejax.ablate(given, tmp_path / "out", progress=False)
-
-
-# ---- the file
 
 
 def test_lines_are_whole_or_not_there(tmp_path):
@@ -242,29 +228,6 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
         read_records(tmp_path / "none")
     with pytest.raises(UserError, match="cannot open"), open_records(tmp_path / "no" / "such"):
         pass
-
-
-# ---- kill -9
-
-
-@pytest.mark.nightly  # test_an_end_anywhere_changes_nothing shows the same of one end
-def test_a_grid_killed_ten_times_equals_an_undisturbed_one(undisturbed, home):
-    target, records = home / "killed", home / "killed" / RECORDS
-    command = [sys.executable, "-m", "moejax", "ablate", str(home / "grid.yaml"), "--quiet"]
-    draw, whole = random.Random(0), len(undisturbed.rows)
-    aims = sorted(draw.sample(range(1, whole - 1), 10))
-    for aim in aims:
-        process = subprocess.Popen([*command, "--output", str(target)], stdout=subprocess.DEVNULL)
-        while process.poll() is None:
-            lines = records.read_bytes().count(b"\n") if records.exists() else 0
-            if lines >= aim:
-                time.sleep(draw.random() * 0.05)
-                break
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert subprocess.run([*command, "--output", str(target)], check=False).returncode == 3
-    assert equal_part(read_records(records)) == equal_part(undisturbed.rows)
 
 
 def test_a_definition_that_was_half_written_is_written_again(tmp_path):

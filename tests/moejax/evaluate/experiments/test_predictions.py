@@ -75,13 +75,6 @@ def test_errors_are_relative_to_what_was_measured():
     assert (said["stall"], said["bound"]) == ("25%", "12%")
 
 
-def test_what_was_not_both_measured_and_predicted_has_no_row():
-    measured, predicted = pair(2, 1)
-    assert prediction_rows([measured]) == prediction_rows([predicted]) == []
-    assert prediction_rows([measured, {**predicted, "batch": 2}]) == []
-    assert len(prediction_rows([measured, predicted])) == 1
-
-
 GIVEN = {
     "policies": ["lru"],
     "budgets": ["50%"],

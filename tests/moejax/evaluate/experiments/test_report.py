@@ -32,6 +32,7 @@ ASKED = {
     "files": {"mine.py": "ab" * 32},
 }
 
+
 SESSION = {
     "session": 0,
     "at": "2026-11-22T12:00:00+00:00",
@@ -212,27 +213,6 @@ def test_a_grid_that_was_simulated_alone_says_how_fast(records):
     assert speed_rows(measured) == []
 
 
-def test_failures_are_in_the_table(records):
-    rows = [dict(r) for r in records.rows]
-    for one in rows:
-        if one["policy"] == "dir/mine.py:Mine":
-            one["error"] = "ValueError: <no>"
-    found = dataclasses.replace(records, rows=rows)
-    assert "failed: ValueError: <no>" in table(found)
-    assert "failed: ValueError: &lt;no&gt;" in page(found)
-    assert "12 of 26 runs failed" in "\n".join(found.notes())
-
-
-def test_seeds_are_one_line_with_a_range(records):
-    others = [dict(r) | {"seed": 1, "decode_misses": 6} for r in records.rows]
-    found = dataclasses.replace(
-        records, rows=[*records.rows, *others], asked=ASKED | {"seeds": [0, 1]}
-    )
-    (panel,) = panels(found)
-    assert len(panel.lines) == 4
-    assert table_rows(panel)[0][3] == "2.50 (2.00–3.00)"
-
-
 def test_the_page_needs_nothing_else(records):
     text = page(records)
     # A namespace is a name, not an address that is read.
@@ -335,24 +315,6 @@ def test_frames_and_plots_for_notebooks(records, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, name, None)
         with pytest.raises(UserError, match="pip install"):
             call()
-
-
-# ---- the command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ablate"], "name a definition: moejax ablate CONFIG.yaml"),
-        (["ablate", "grid.yaml", "--new", "x"], "leave out the rest"),
-        (["ablate", "grid"], "has no suffix; name a directory of results with --output"),
-        (["ablate", "none.yaml"], "none.yaml cannot be read"),
-    ],
-)
-def test_mistakes_on_the_command_line(arguments, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5)])

@@ -6,10 +6,6 @@ import numpy as np
 import pytest
 
 import moejax
-from host_offload.control.interface import routed_counts
-from host_offload.policies.precision.maps import HI
-from host_offload.policies.precision.names import precision_of
-from host_offload.traces.reader import read_trace
 from moejax import LLM
 from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
@@ -23,6 +19,8 @@ from moejax.evaluate.token_ids import TokenIds
 from tests.host_offload.traces.traces_of import write_trace
 
 MIX = 'hi="dense", lo="int4"'
+
+
 GRID = {
     "policies": ["lru", "lfu"],
     "precision": [
@@ -82,16 +80,6 @@ def test_what_errors_weigh_decides_over_all_layers(tmp_path, monkeypatch):
     assert policy.scores.tolist() == [[1, 2, 3, 0]]
 
 
-def test_settings_are_those_of_the_command_line(tmp_path):
-    found = mix_of('dynaexq(hi="int8", lo="int2", alpha=0.8, blocking=True)', tmp_path).precision
-    same = precision_of("dynaexq,alpha=0.8,blocking=true", hi="int8", lo="int2")
-    assert found == same
-    np.save(tmp_path / "map.npy", np.array([[0, 1]], np.int8))
-    given = mix_of("map=map.npy", tmp_path)
-    assert given.precision.given.tolist() == [[0, 1]]
-    assert given.files == (tmp_path / "map.npy",)
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     return moejax.ablate(GRID, tmp_path_factory.mktemp("mixed") / "out", progress=False)
@@ -114,18 +102,6 @@ def test_versions_have_equal_bytes_and_one_policy(mixed):
     # A map and DynaExq without its spares: as many high ones.
     (fixed,) = {row["hi"] for row in rows if row["precision"].startswith("map")}
     assert 10 < fixed < 24
-
-
-@pytest.mark.slow
-def test_a_learned_map_is_what_the_training_part_selects(mixed):
-    trace = read_trace(mixed.directory / "traces" / "train")
-    counts = sum(routed_counts(step.ids, 16) for step in trace.step_traces())
-    experiment = read_experiment(GRID)
-    name = GRID["precision"][1]
-    taught = experiment.mixes[name].taught(trace, "demo", {})
-    start = taught.precision.start(4, 16, 18)
-    for layer, high in enumerate(start == HI):
-        assert counts[layer][high].min() >= counts[layer][~high].max()
 
 
 @pytest.mark.slow

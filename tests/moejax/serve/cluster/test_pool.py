@@ -174,16 +174,6 @@ def test_pieces_come_as_they_are_and_only_the_rest_is_done_again(run):
     assert found == [1, 2, 3, 4, None]
 
 
-def test_workers_with_a_node_each(run):
-    ray = FakeRay(double, nodes=2)
-    run(ray, [Task(i) for i in range(20)], workers=4, whole_nodes=True)
-    assert [actor.options["num_cpus"] for actor in ray.actors] == [4.0, 4.0]
-    assert {actor.options["label_selector"]["ray.io/node-id"] for actor in ray.actors} == {
-        "n0",
-        "n1",
-    }
-
-
 def test_workers_that_only_end_end_the_job(run):
     def work(actor, payload):
         raise Die

@@ -15,6 +15,8 @@ from moejax.evaluate.experiments.conversations.workloads import (
 from moejax.traces import read_trace
 
 SIZES = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+
 TIGHT = {"kv_budget": "288KiB", "kv_overflow": "swap", "expert_budget": "25%"}
 
 

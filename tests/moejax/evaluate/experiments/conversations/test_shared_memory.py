@@ -14,6 +14,8 @@ from moejax.evaluate.experiments.report.page import write_report
 from moejax.evaluate.experiments.report.shared_memory import paired_ratio, shared_rows
 
 BURSTS = 'turns(sessions=3, turns=2, arrival="bursty", rate=8.0, document_tokens=60)'
+
+
 GRID = {
     "policies": ["lru", "mv_wsa", "mv_wsa=train", "peak_headroom"],
     "memory": "4MiB",

@@ -16,6 +16,8 @@ from moejax.evaluate.experiments.conversations.workloads import (
 )
 
 CORPUS = synthetic_corpus(512, seed=1, tokens=4096)
+
+
 MANY = Workload(sessions=200, turns=12, tool_share=0.3, shift_share=0.2, seed=5)
 
 
@@ -34,19 +36,6 @@ def test_a_seed_decides_everything(found):
     bursty = conversations(dataclasses.replace(MANY, arrival="bursty"), CORPUS)
     assert [c.turns for c in bursty] == [c.turns for c in found]
     assert [c.arrival_s for c in bursty] != [c.arrival_s for c in found]
-
-
-def test_every_session_has_a_document_of_its_own_behind_the_common_prefix():
-    workload = dataclasses.replace(MANY, sessions=30, system_tokens=20, document_tokens=100)
-    firsts = [each.turns[0] for each in conversations(workload, CORPUS)]
-    assert {turn.kind for turn in firsts} == {"document"}
-    assert len({turn.new_tokens[:20] for turn in firsts}) == 1
-    assert len({turn.new_tokens[20:120] for turn in firsts}) == 30
-    for turn in firsts:
-        document = np.asarray(turn.new_tokens[20:120])
-        text = np.concatenate([CORPUS[turn.domain]] * 2)
-        starts = np.flatnonzero(text == document[0])
-        assert any(np.array_equal(text[s : s + 100], document) for s in starts)
 
 
 def test_turns_are_of_the_kinds_and_lengths_that_were_asked_for(found):
@@ -72,26 +61,6 @@ def test_turns_are_of_the_kinds_and_lengths_that_were_asked_for(found):
         assert [a != b for a, b in itertools.pairwise(domains)] == shifts[1:]
 
 
-def test_tools_come_in_bursts_and_topics_shift_as_often_as_asked(found):
-    runs, free, shifts, bursts = [], 0, 0, 0
-    for each in found:
-        kinds = [t.kind for t in each.turns]
-        i = 1
-        while i < len(kinds):
-            # Where no burst runs, a turn shifts, or begins a burst, or neither.
-            free += 1
-            shifts += kinds[i] == "shift"
-            if kinds[i] != "tool":
-                i += 1
-                continue
-            bursts += 1
-            runs.append(kinds[i : i + MANY.tool_turns])
-            i += MANY.tool_turns
-    assert all(set(run) == {"tool"} for run in runs)
-    assert shifts / free == pytest.approx(0.2, abs=0.03)
-    assert bursts / (free - shifts) == pytest.approx(0.3, abs=0.03)
-
-
 def counts(times: np.ndarray, window: float) -> np.ndarray:
     return np.bincount((times // window).astype(int))[:-1]
 
@@ -113,14 +82,6 @@ def test_arrivals_have_their_rate_and_only_bursty_ones_are_bursty():
     assert dispersion["bursty"] == pytest.approx(expected, rel=0.1)
     steady = bursty_arrivals(np.random.default_rng(0), 4.0, 40_000, on_share=1.0)
     assert len(steady) / steady[-1] == pytest.approx(4.0, rel=0.05)
-
-
-def test_synthetic_domains_differ_and_keep_to_the_vocabulary():
-    tokens = {name: set(np.unique(ids)) for name, ids in CORPUS.items()}
-    assert all(min(ids) > 0 and max(ids) < 512 for ids in tokens.values())
-    top = [np.argsort(-np.bincount(ids, minlength=512))[:8].tolist() for ids in CORPUS.values()]
-    assert len({i for ids in top for i in ids}) > 16
-    assert all(ids.dtype == np.int32 and len(ids) == 4096 for ids in CORPUS.values())
 
 
 @pytest.mark.parametrize(
