@@ -30,7 +30,7 @@ from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config
-from moejax.models.directory import FOLLOW_LINKS, open_regular, read_bounded, read_json
+from moejax.models.directory import FOLLOW_LINKS, open_regular, read_bounded
 from moejax.models.json_values import MOST_VALUES
 from tests.moejax.checkpoints.conversions import copied, refuses
 from tests.moejax.checkpoints.random_checkpoint import (
@@ -340,7 +340,6 @@ SINGLE_FILE = [
     ("device", instead(SINGLE, lambda p: p.symlink_to("/dev/zero")), "a pipe, socket or device"),
     ("link out", link(SINGLE, "../secret"), f"a link out of .*{FOLLOW_LINKS}=1"),
     ("link to nothing", instead(SINGLE, lambda p: p.symlink_to("gone")), "a link to nothing"),
-    ("loop of links", instead(SINGLE, lambda p: p.symlink_to(p.name)), "cannot be read"),
     ("config link out", link("config.json", "../secret"), "config.json: a link out"),
     # what is there in place of weights
     (
@@ -348,7 +347,6 @@ SINGLE_FILE = [
         instead(SINGLE, lambda p: None),
         "neither model.safetensors nor .*index.json found$",
     ),
-    ("gguf", only("model-q4.gguf", pathlib.Path.touch), "only GGUF"),
     ("git lfs", text(SINGLE, "version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
     # tensors
     ("tensor missing", tensors(lambda t: t.pop(UP)), f"tensor {UP_RE} is missing$"),
@@ -365,7 +363,6 @@ SINGLE_FILE = [
         r"has shape \[16, 8\], but .*8, 16",
     ),
     ("int32", tensors(lambda t: t.update({UP: t[UP].astype(np.int32)})), "has dtype I32 .*GPTQ"),
-    ("uint8", tensors(lambda t: t.update({UP: t[UP].astype(np.uint8)})), "dtype U8 .*bitsandbytes"),
     ("fp8", entry(dtype="F8_E4M3", shape=[16, 16]), f"tensor {UP_RE} has dtype F8_E4M3 .*FP8"),
     (
         "head that is not tied",
@@ -374,7 +371,6 @@ SINGLE_FILE = [
     ),
     # pickles
     ("bin", only("pytorch_model.bin", pickled), "only PyTorch .bin.*pickles can run code"),
-    ("pth", only("consolidated.00.pth", zipped), "only PyTorch"),
     ("renamed pickle", instead(SINGLE, pickled), "a pickle or zip file under another name"),
     ("renamed zip", instead(SINGLE, zipped), "a pickle or zip file under another name"),
     # code
@@ -391,7 +387,6 @@ SINGLE_FILE = [
     ("deep header", raw_header(DEEP), "nested too deeply"),
     ("header not UTF-8", raw_header(b'{"\xff": 1}'), f"{DAMAGED} .*utf-8"),
     ("half a character", raw_header('{"\\ud800": 1}'), f"{DAMAGED} .*surrogates"),
-    ("escape codes", raw_header('{"\\u001b[31m": 1}'), r"name '\\x1b\[31m' has unprintable"),
     ("metadata", raw_header('{"__metadata__": {"a": 1}}'), "__metadata__ must be an object"),
     ("no tensors", raw_header("{}"), "the tensors end at byte 10 of"),
     ("entry is a list", raw_header('{"a": []}'), "must have dtype, shape and data_offsets"),
@@ -419,21 +414,17 @@ SINGLE_FILE = [
     ("bytes after the end", header(lambda t: None, extra=b"more"), "the tensors end at byte"),
     # dtypes
     ("dtype 7", entry(dtype=7), "dtype of tensor .* must be a name, 7"),
-    ("dtype null", entry(dtype=[]), "must be a name"),
     ("endless dtype", entry(dtype="X" * 10**5), r"has dtype X+\.\.\. \(not a dtype"),
     # config.json
     ("config NaN", raw_config('"rms_norm_eps": NaN'), "NaN is not a JSON number"),
     ("config 1e999", raw_config('"rope_theta": 1e999'), "the number 1e999 is too large"),
     ("config key twice", raw_config('"vocab_size": 24'), "'vocab_size' is there twice"),
-    ("config digits", raw_config('"x": ' + "9" * 5000), "cannot be read as JSON"),
     ("config deep", text("config.json", DEEP), "nested too deeply"),
     ("config not UTF-8", text("config.json", b'{"a": "\xff"}'), "cannot be read as JSON.*utf-8"),
     ("config 101 MiB", sparse("config.json", 101 * 2**20), "too many for a checkpoint's JSON"),
-    ("layers 10**9", config(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
     ("experts 10**12", config(num_experts=10**12), "num_experts must be at most"),
     ("too many experts", config(num_hidden_layers=4000, num_experts=60000), "experts in all"),
     ("hidden_size 2**40", config(hidden_size=2**40), "hidden_size must be at most"),
-    ("hidden_size 10**400", config(hidden_size=10**400), "hidden_size must be at most"),
 ]
 
 
@@ -556,19 +547,6 @@ def test_file_that_is_written_to(tmp_path, single):
         load_checkpoint(
             tmp_path / "checkpoint", progress=lambda *_: os.utime(shard.path, ns=(2, 2))
         )
-
-
-def test_slices_of_a_shard(single):
-    (shard,) = find_shards(single)
-    expected = load_file(single / SINGLE)[UP]
-    with shard.open() as reader:
-        for wanted in (0, -1, slice(2, 5), slice(None), slice(6, 100), slice(3, 3)):
-            np.testing.assert_array_equal(reader.get_rows(UP, wanted), expected[wanted])
-
-
-def test_json_with_nan_for_who_wants_it(tmp_path):
-    (tmp_path / "x.json").write_text('{"loss": NaN, "most": 1e999}')
-    assert np.isnan(read_json(tmp_path / "x.json", nan=True)["loss"])
 
 
 # ---- files that would hang, fill memory or take minutes

@@ -16,7 +16,7 @@ from host_offload.control.interface import Decision, Moment
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
-from moejax.costs import in_place, measure, store
+from moejax.costs import measure, store
 from moejax.costs.forced import Case, ForcedSteps
 from moejax.costs.store import (
     cost_file,
@@ -27,12 +27,7 @@ from moejax.costs.store import (
 from moejax.errors import UserError
 from moejax.serve import costs
 from moejax.serve.costs import cost_model_for, costs_for
-from moejax.step.parts import StepSpec
-from pallas_kernels.cpu.spans import recorded
-from pallas_kernels.records import RecordFormat
-from pallas_kernels.records.versions import VersionFormats
 from tests.host_offload.sizing.cost_models import MODEL
-from tests.pallas_kernels.contract import NATIVE
 
 SMALL = dict(
     eviction="lru", max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128, progress=False
@@ -94,70 +89,11 @@ def test_costs_of_another_machine_are_refused_and_name_it(tmp_path):
         load_cost_model(tmp_path / "none.json")
 
 
-def test_figures_of_other_executables_are_others():
-    """An encoded expert that is decoded in transit has a dense cell and dense bytes, and steps that
-    give out more are other programs; the default's identity has neither."""
-    steps: Any = StepSpec(
-        device_kind="Some GPU",
-        runtime="1",
-        driver="device",
-        ops=StepCost(1, 1, 1, 1, 1),  # type: ignore[arg-type]
-        config=StepCost(2, 2, 2, 2, 2),  # type: ignore[arg-type]
-        dtype="float32",
-        layout=types.SimpleNamespace(records=[types.SimpleNamespace(nbytes=96)]),  # type: ignore[arg-type]
-        shapes=StepCost(3, 3, 3, 3, 3),  # type: ignore[arg-type]
-    )
-    plain = identity(steps)
-    dense = RecordFormat("dense", 128, 128, "bfloat16")
-    packed = dataclasses.replace(dense, version="lossless12")
-    for change in (
-        {"formats": (VersionFormats(dense, packed),)},
-        {"trace_arrays": frozenset({"probs"})},
-    ):
-        other = identity(dataclasses.replace(steps, **change))
-        assert cost_file(other) != cost_file(plain)
-        assert plain.items() <= other.items() and len(other) == len(plain) + 1
-
-
 def test_costs_are_not_those_of_a_link():
     steps = types.SimpleNamespace(store="memory", queue=object())
     queued: Any = types.SimpleNamespace(stores=[None], steps=steps)
     with pytest.raises(UserError, match="measured without a link"):
         measure.measure(queued)
-
-
-@NATIVE
-@pytest.mark.slow
-def test_an_expert_on_the_cpu_is_one_of_the_op_that_a_second_processor_runs(monkeypatch):
-    """On its threads, where its experts are; and of what a call of none takes nothing."""
-    monkeypatch.setattr(in_place, "REPEATS", 5)
-    costs = "load=1ms,startup=1ms,per_token=1ms,accelerator=1ms,attention=1ms"
-    given = {**SMALL, "driver": "host", "placement_test": "threads=1+1"}
-    with LLM("demo", placement=f"fiddler,{costs}", **given) as llm:
-        runner, lowered = llm.engine.runner, []
-        jit = in_place.jax.jit
-
-        def shown(function):
-            compiled = jit(function)
-
-            def call(*args):
-                if not lowered:
-                    lowered.append(compiled.lower(*args).as_text())
-                return compiled(*args)
-
-            return call
-
-        monkeypatch.setattr(in_place.jax, "jit", shown)
-        with recorded() as spans:
-            startup, per_token = measure._cpu_expert(runner)
-        monkeypatch.undo()
-        assert identity(runner.steps)["second_threads"] == [1, 1]
-    assert "threads = 1 : i64" in lowered[0]
-    counted = [span for span in spans if span.op == "expert_ffn"]
-    assert len(counted) == len(in_place.ROWS) * 2 * 6
-    # Less than the longest call, for eight experts of 64 rows.
-    longest = max(span.end - span.begin for span in counted)
-    assert startup + per_token > 0 and 64 * per_token < longest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,21 +9,18 @@ import platform
 import numpy as np
 import pytest
 
-from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.prediction import predict
-from host_offload.simulate.replay import replay
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import simulate
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.configurator import turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size
-from host_offload.traces.reader import TraceError, read_trace
+from host_offload.traces.reader import read_trace
 from host_offload.traces.writer import TraceWriter
-from moejax import LLM, SamplingParams, UserError
+from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.commands.model import read_options
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
-from moejax.engine.control import spec_of_engine
 from moejax.start.options import Options
 from moejax.start.settings import parse_budget_options
 from tests.host_offload.sizing.replayed_splits import replay_split
@@ -86,28 +83,6 @@ def rewritten(directory, trace, steps, **header):
     return read_trace(directory)
 
 
-@pytest.fixture(scope="module")
-def alone(trace, tmp_path_factory):
-    """The first row of each decode step, as if served alone, one request of each turn."""
-    steps = [
-        step._replace(number=i, **{name: getattr(step, name)[:1] for name in ROWS})
-        for i, step in enumerate(s for s in trace.step_traces() if s.kind == "decode")
-    ]
-    ended = [*steps[:-1], steps[-1]._replace(finished=(int(steps[-1].request[0]),))]
-    return rewritten(tmp_path_factory.mktemp("alone") / "t", trace, ended)
-
-
-def test_where_every_set_fits_the_prediction_is_the_simulators(alone):
-    """With k cells or more in each layer the curve of one row is the pager's own."""
-    plan = Planner(alone, dataclasses.replace(COSTS, kv_swap_per_byte=0.0)).split(MEMORY)
-    assert 4 == alone.header.top_k <= min(plan.cells) <= max(plan.cells) < EXPERTS
-    missed = int(simulate(alone, cells=plan.cells).misses.sum())
-    ids = alone.array("token.ids")
-    seen = sum(len(np.unique(ids[:, layer])) for layer in range(LAYERS))
-    assert plan.expert_misses == missed - seen > 0
-    assert plan.link_bytes == missed * SLOT
-
-
 def test_what_each_user_needs_and_everybody(planner, trace):
     """Right-size per user and for the population: by each one's own reuse distances and by the
     co-activation predictor, from their tokens alone."""
@@ -128,37 +103,6 @@ def test_what_each_user_needs_and_everybody(planner, trace):
         curves = trace_curves(trace, user=one.user)
         assert one.by_reuse == tuple(right_size(curves, 0.01))
     assert min(sum(one.by_coactivation) for one in users) < sum(everybody.by_coactivation)
-
-
-def test_the_trace_says_what_cells_there_were_and_who_chose_them(trace):
-    """Without cells= a simulation has those of the run."""
-    spec = trace.header.spec
-    assert spec["cells"] == [7, 7, 7, 7] and spec["budgets"]["cells"] == "uniform"
-    run = sum(int(s.fills.sum() + s.read_through.sum()) for s in trace.step_traces())
-    assert simulate(trace).misses.sum() == run
-
-
-@pytest.mark.slow
-def test_a_trace_says_kvs_floor_in_pages(tmp_path):
-    """max_model_len 68 is 5 pages; the block table has 8, whole spans of 64 tokens. A replay whose
-    policy is told 8 refuses to go below them, which the run did."""
-    limits = {"max_model_len": 68, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-    budgets = {"memory": 29 * SLOT, "expert_budget": 4 * SLOT, "resize": "peak_headroom"}
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    with LLM("demo", trace=tmp_path / "t", progress=False, **limits, **budgets) as llm:
-        for i in range(20):
-            llm.generate([[5 + i, 7, 9] * 3], params, use_tqdm=False)
-        told = spec_of_engine(llm.engine.runner, max_model_len=68, seed=0)
-        pages = llm.stats()["arena"]["kv_pages"]
-    trace = read_trace(tmp_path / "t")
-    spec = spec_of(trace.header)
-    assert spec.kv_floor_bytes == told.kv_floor_bytes == 5 * spec.page_bytes
-    assert pages < 8, "the run went below whole spans"
-    replay(trace, policies=[PeakHeadroom()])
-    said = {name: value for name, value in trace.header.spec.items() if name != "kv_floor_bytes"}
-    older = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=said))
-    with pytest.raises(TraceError, match="decision: the trace has"):
-        replay(older, policies=[PeakHeadroom()])
 
 
 def test_more_memory_is_never_predicted_to_miss_more(planner):
@@ -219,19 +163,6 @@ def test_a_trace_of_two_versions_is_refused(trace, model):
     mixed = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=spec))
     with pytest.raises(UserError, match=r"mixes dense and int4, .* a plan is of one version"):
         Planner(mixed, model, link=1e9)
-
-
-def test_a_link_prices_layers_of_different_sizes_by_their_mean(trace):
-    """What crosses the link, where a cell has more; a page goes out and comes back."""
-    moved = {"dense": [SLOT, SLOT // 2, SLOT // 2, SLOT]}
-    spec = {**trace.header.spec, "link_bytes": moved}
-    header = dataclasses.replace(trace.header, spec=spec)
-    planner = Planner(dataclasses.replace(trace, header=header), None, link=1e9)
-    page = trace.header.spec["page_bytes"]
-    assert planner._miss_costs("swap") == pytest.approx((0.75 * SLOT / 1e9, 2 * page / 1e9))
-    plan = planner.split(MEMORY)
-    misses = trace_curves(trace).misses[range(LAYERS), plan.cells]
-    assert plan.link_bytes == misses @ np.array(moved["dense"])
 
 
 @pytest.mark.parametrize(
@@ -307,15 +238,6 @@ def test_a_plan_with_equal_cells_may_go_on_moving(trace, costs, capsys, tmp_path
     status, out, _ = run(capsys, *where)
     assert status == 0 and f"--expert-budget {found['expert_budget']} --kv-budget" in out
     assert "--cells" not in out
-
-
-def test_what_a_plan_says_that_is_no_good(trace, costs, capsys, tmp_path, monkeypatch):
-    where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
-    status, _, err = run(capsys, *where, "--output", str(tmp_path / "none" / "plan.json"))
-    assert status == 2 and "plan.json cannot be written (No such file" in err
-    monkeypatch.setattr("host_offload.sizing.configurator.MOST_MOVES", 0)
-    status, out, _ = run(capsys, *where)
-    assert status == 0 and "the rule did not come to rest" in out
 
 
 @pytest.mark.parametrize(

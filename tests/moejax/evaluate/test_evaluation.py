@@ -18,7 +18,6 @@ from moejax import LLM
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.evaluation import (
-    Window,
     check_windows,
     perplexity,
     result_json,
@@ -66,16 +65,6 @@ def test_windows_score_each_token_once(tokens, window, data):
     for w in windows:
         assert w.begin % stride == 0 and w.begin < w.first < w.end <= w.begin + window
         assert w.first - w.begin >= min(window - stride, w.first)
-
-
-def test_windows_are_those_of_the_guide_of_transformers():
-    assert sliding_windows(10, 4, 2) == [
-        Window(0, 4, 1),
-        Window(2, 6, 4),
-        Window(4, 8, 6),
-        Window(6, 10, 8),
-    ]
-    assert sliding_windows(9, 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)]
 
 
 @pytest.mark.parametrize(

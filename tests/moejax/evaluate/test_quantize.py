@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,7 +21,6 @@ from tests.moejax.checkpoints.conversions import (
     contents,
     copied,
     flip,
-    rewrite_manifest,
     write_source,
 )
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, UP, random_tensors, write
@@ -73,14 +71,6 @@ def test_versions_are_made_from_the_dense_one(source):
     assert errors.shape == (2, 3) and ((errors > 0.03) & (errors < 0.15)).all()
 
 
-def test_what_is_not_wanted_is_freed(source):
-    loaded = load_checkpoint(source)
-    kept = with_versions(loaded, ("int8",))
-    assert list(kept.store.layouts) == ["int8"]
-    assert loaded.store.arrays["dense"].is_deleted()
-    assert kept.store.nbytes == 2 * 3 * kept.store.layouts["int8"].nbytes
-
-
 def test_a_better_quantizer(source):
     errors = {}
     for quantizer in ("rtn", "mse"):
@@ -126,16 +116,6 @@ def test_weights_that_a_version_cannot_hold(tmp_path):
     assert not relative_errors(exact.store, "lossless12", "bfloat16").any()
 
 
-def test_escapes_that_overflow(tmp_path):
-    tensors = random_tensors(CONFIG)
-    shape = tensors[UP].shape
-    bits = np.random.default_rng(0).integers(0, 0x7F00, shape).astype(np.uint16)
-    tensors[UP] = bits.view(ml_dtypes.bfloat16)
-    source = write(tmp_path / "hf", tensors)
-    with pytest.raises(UserError, match="lossless12 cannot hold expert 2 of MoE layer 1: too many"):
-        with_versions(load_checkpoint(source), ("dense", "lossless12"))
-
-
 def test_a_run_takes_what_the_checkpoint_has(directory, source):
     assert_same_model(load_checkpoint(directory), load_checkpoint(source))
     made = with_versions(load_checkpoint(source), ("dense", *VERSIONS))
@@ -173,27 +153,6 @@ def test_in_another_dtype(directory, source):
     same_stores(loaded, made)
     with pytest.raises(UserError, match="lossless12 holds bfloat16 weights, not float32"):
         with_versions(loaded, ("int4", "lossless12"))
-
-
-@pytest.mark.slow
-def test_what_is_not_finite_is_said_of_a_quantized_checkpoint_too(tmp_path):
-    tensors = random_tensors(CONFIG)
-    tensors["model.norm.weight"][0] = np.nan
-    source = write(tmp_path / "hf", tensors)
-    converted = convert(source, tmp_path / "converted").directory
-    again = quantize(converted, tmp_path / "model", ("int4",)).conversion.directory
-    assert read_manifest(again / MANIFEST).nonfinite == {"model.norm.weight": 1}
-
-
-def test_a_directory_from_before_there_were_versions_loads(source, tmp_path):
-    directory = convert(source, tmp_path / "model").directory
-
-    def older(content):
-        assert content.pop("quantizers") == {} and content.pop("errors") == {}
-
-    rewrite_manifest(directory, older)
-    assert_same_model(load_checkpoint(directory), load_checkpoint(source))
-    assert list(load_checkpoint(directory, versions=("int4",)).store.layouts) == ["dense"]
 
 
 def test_an_expert_is_read_alone(directory, source):

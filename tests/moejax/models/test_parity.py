@@ -104,28 +104,6 @@ class Case:
 
 
 CASES = {
-    "Qwen3-MoE: biases, odd widths, one KV head, linear rope": Case(
-        {
-            **ODD,
-            "attention_bias": True,
-            "head_dim": 40,
-            "moe_intermediate_size": 80,
-            "norm_topk_prob": False,
-            "rope_parameters": LINEAR,
-        },
-        {"expert_budget": "0%"},
-        {"older_keys": True},
-    ),
-    "Qwen3-MoE: dense layers by list, llama3 rope": Case(
-        {
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "num_key_value_heads": 4,
-            "rope_parameters": LLAMA3,
-            "hidden_act": "gelu",
-        },
-        {"expert_budget": "25%"},
-    ),
     "Qwen3-MoE: window of one span, biases, llama3 rope by the older keys": Case(
         {
             "use_sliding_window": True,
@@ -173,19 +151,6 @@ CASES = {
         },
         {"expert_budget": "50%"},
         {"older_keys": True},
-        family="Olmoe",
-    ),
-    "OLMoE: no clipping, odd widths, yarn rope": Case(
-        {
-            "hidden_size": 90,
-            "num_attention_heads": 5,
-            "num_key_value_heads": None,
-            "intermediate_size": 72,
-            "vocab_size": 99,
-            "num_experts_per_tok": 4,
-            "rope_parameters": YARN,
-        },
-        {"expert_budget": "0%"},
         family="Olmoe",
     ),
     "Qwen2-MoE: windows by default pattern, a dense layer, biases": Case(
@@ -246,23 +211,6 @@ CASES = {
             "rope_parameters": MSCALED_YARN,
         },
         {"expert_budget": "50%"},
-        family="DeepseekV2",
-    ),
-    "DeepSeek-V2: greedy, whole queries, odd widths, tied": Case(
-        {
-            **ODD,
-            "num_key_value_heads": 3,
-            "q_lora_rank": None,
-            "kv_lora_rank": 40,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 6,
-            "v_head_dim": 20,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 0,
-            "moe_intermediate_size": 40,
-        },
-        {"expert_budget": "0%"},
-        {"older_keys": True},
         family="DeepseekV2",
     ),
     "DeepSeek-V3: groups, a dense layer, yarn rope that scales scores": Case(

@@ -173,22 +173,6 @@ QWEN_1_5_MOE = ROUTED | {
 }
 
 
-QWEN2_57B = QWEN_1_5_MOE | {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 28,
-    "moe_intermediate_size": 2560,
-    "num_attention_heads": 28,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "shared_expert_intermediate_size": 20480,
-    "sliding_window": 131072,
-}
-
-
 PHI_3_5_MOE = ROUTED | {
     "architectures": ["PhiMoEForCausalLM"],
     "attention_bias": True,
@@ -370,7 +354,6 @@ PUBLISHED = {
     "Qwen1.5-MoE-A2.7B": Published(
         QWEN_1_5_MOE, 14.32, {"windows": (None,) * 24, "attention_bias": True}
     ),
-    "Qwen2-57B-A14B": Published(QWEN2_57B, 57.41, {"windows": (None,) * 28, "shared_width": 20480}),
     "Phi-3.5-MoE": Published(
         PHI_3_5_MOE,
         41.87,

@@ -68,13 +68,6 @@ def _sequence(tokenizer, number=0, prompt=(3,), **params):
     return Sequence(str(number), list(prompt), given, ending)
 
 
-def test_metrics_count_from_arrival_and_are_none_before():
-    waiting = RequestMetrics(arrival_s=10.0)
-    assert (waiting.queue_s, waiting.ttft_s) == (None, None)
-    metrics = RequestMetrics(10.0, scheduled_s=10.25, first_token_s=10.5, finished_s=11.0)
-    assert (metrics.queue_s, metrics.ttft_s) == (0.25, 0.5)
-
-
 def test_a_request_of_several_sequences(tokenizer):
     (old,), (house,) = tokenizer.encode(" old"), tokenizer.encode(" house")
     stopped = _sequence(tokenizer, 4, n=1, stop="house").push(old, house)

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from moejax.models.config import load_config
 from moejax.requests import bounded_process
 from moejax.requests.prompts import QUICK_TEXT, PromptEncoder
 from moejax.requests.tokenizer import (
-    MOST_SMALL_FILE,
     check_vocabulary,
     is_plain,
     load_tokenizer,
@@ -73,8 +71,6 @@ def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
 
 
 BOMBS = {
-    "nested range": "{% for i in range(99999) %}{% for j in range(99999) %}"
-    "{% endfor %}{% endfor %}",
     "power": "{{ 10**(10**9) }}",
     "doubling": "{% set ns = namespace(s='ab') %}{% for i in range(40) %}"
     "{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
@@ -88,7 +84,7 @@ BOMBS = {
         # Long loops of the template's own and of a function of Jinja's end alike, and so do numbers
         # of any size: what is bound are a process's seconds and bytes.
         *("repeated", "doubling"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nested range", "power")),
+        pytest.param("power", marks=pytest.mark.slow),
     ],
 )
 def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch, bomb):
@@ -117,19 +113,6 @@ def test_a_template_stays_in_its_sandbox(template, shared):
     shared._tokenizer.chat_template = template
     with pytest.raises(UserError, match="the chat template of demo refuses these messages"):
         shared(MESSAGES)
-
-
-def test_who_waits_is_told_when_it_is_interrupted(shared):
-    shared._tokenizer.chat_template = TEMPLATE
-    shared(MESSAGES)
-    shared._tokenizer.chat_template = BOMBS["nested range"]
-    timer = threading.Timer(0.2, shared.interrupt)
-    began = time.monotonic()
-    timer.start()
-    with pytest.raises(UserError, match="the process for it ended"):
-        shared(MESSAGES)
-    assert time.monotonic() - began < bounded_process.WORK_S - 1
-    timer.join()
 
 
 def test_a_process_ends_with_its_encoder(shared):
@@ -194,17 +177,6 @@ def test_templates_that_repeat_or_add_much_are_not_plain(tokenizer, single, ids,
     assert is_plain(tokenizer) is plain
 
 
-@pytest.mark.slow  # until the process has all the memory that it may
-def test_a_normalizer_that_multiplies_text_ends_at_its_bound(tokenizer):
-    grows = normalizers.Sequence([normalizers.Replace("a", "a" * 100) for _ in range(5)])
-    tokenizer.backend_tokenizer.normalizer = grows
-    encode = PromptEncoder(tokenizer, "demo", 200_000)
-    with pytest.raises(UserError, match=r"the tokenizer of demo|the process|it took"):
-        encode("a" * 10)
-    assert not encode.quick("a")
-    encode.close()
-
-
 @pytest.fixture
 def directory(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -219,14 +191,6 @@ def test_a_sparse_file_is_refused_by_its_size(directory, name):
     with pytest.raises(
         UserError, match=f"{name}: 214748364800 bytes are too many for a tokenizer; at most"
     ):
-        load_tokenizer(directory)
-
-
-def test_a_template_of_60_megabytes_is_refused(directory):
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"chat_template": "x" * 60_000_000}
-    path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"for a tokenizer; at most {MOST_SMALL_FILE}"):
         load_tokenizer(directory)
 
 

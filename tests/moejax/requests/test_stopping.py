@@ -79,12 +79,6 @@ def test_a_stop_string_inside_a_token(tokenizer):
     assert _run(tokenizer, [token], stop=["se", "ho"])[0] == Finish("stop", "se")
 
 
-def test_a_stop_string_of_bytes_that_never_become_a_character(tokenizer):
-    half = _letters(tokenizer, "a🏚")[:-1]
-    finish, text, _, _ = _run(tokenizer, half, stop="\ufffd", max_tokens=len(half))
-    assert (finish, text) == (Finish("stop", "\ufffd"), "a")
-
-
 def test_nothing_stops_before_min_tokens(tokenizer):
     ids = _letters(tokenizer, "abababab")
     params = dict(stop="ab", min_tokens=3)

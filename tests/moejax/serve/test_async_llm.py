@@ -15,9 +15,6 @@ from unittest import mock
 import pytest
 
 from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
-from moejax.requests import bounded_process
-from moejax.requests.prompts import PromptEncoder
-from moejax.requests.submission import _with_text
 from scripts.check.kv_faults import kv_faults
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -110,23 +107,6 @@ def test_the_same_tokens_as_generate_as_they_come(llm):
         assert outputs[-1].prompt_token_ids == whole.prompt_token_ids
     assert len(found[0]) > 1  # as they come, not at the end
     assert found[2][-1].prompt == "Once"
-
-
-def test_log_probabilities_are_written_out_once(llm, monkeypatch):
-    params = SamplingParams(
-        temperature=0, max_tokens=60, ignore_eos=True, logprobs=3, prompt_logprobs=2
-    )
-    plain = llm.generate([[5, 6, 7]], params)[0]
-    made = mock.Mock(wraps=_with_text)
-    monkeypatch.setattr("moejax.requests.submission._with_text", made)
-
-    async def main():
-        async with AsyncLLM(llm) as served:
-            return [output async for output in served.generate([5, 6, 7], params)]
-
-    found = run(main())
-    assert len(found) > 10 and made.call_count == 60 + 2
-    assert found[-1].outputs == plain.outputs and found[-1].prompt_logprobs == plain.prompt_logprobs
 
 
 def test_many_tasks_and_cancellations(llm):
@@ -328,41 +308,6 @@ def test_a_slow_reader_gets_the_newest_and_holds_nobody_up(llm):
     run(main())
 
 
-def test_the_loop_goes_on_while_a_prompt_is_encoded(llm, monkeypatch):
-    encode, ticks = PromptEncoder.__call__, 0
-
-    def slow(encoder, prompt):
-        time.sleep(0.2)
-        return encode(encoder, prompt)
-
-    monkeypatch.setattr(PromptEncoder, "__call__", slow)
-
-    async def main():
-        nonlocal ticks
-        async with AsyncLLM(llm) as served:
-            task = asyncio.create_task(last(served.generate("The old house", GREEDY)))
-            while not task.done():
-                ticks += 1
-                await asyncio.sleep(0.01)
-            await task
-
-    run(main())
-    assert ticks > 5
-
-
-def test_an_idle_engine_sleeps(llm):
-    async def main():
-        async with AsyncLLM(llm) as served:
-            await last(served.generate([5], GREEDY))
-            await served.stats()
-            clock = time.pthread_getcpuclockid(served._engine.thread.ident or 0)
-            before = time.clock_gettime(clock)
-            await asyncio.sleep(0.3)
-            assert time.clock_gettime(clock) - before < 0.02
-
-    run(main())
-
-
 def test_an_llm_has_one_user_at_a_time(llm, monkeypatch):
     served = AsyncLLM(llm)
     uses = (llm.stats, llm.close, lambda: llm.generate([5], GREEDY), lambda: AsyncLLM(llm))
@@ -421,27 +366,6 @@ def looping(llm, monkeypatch):
     return {"messages": [{"role": "user", "content": "x"}]}
 
 
-@pytest.mark.slow
-def test_a_prompt_that_takes_long_keeps_no_other_waiting(llm, looping, monkeypatch):
-    monkeypatch.setattr(bounded_process, "WORK_S", 1.5)
-
-    async def main():
-        async with AsyncLLM(llm) as served:
-            hostile = [
-                asyncio.create_task(last(served.generate(prompt, GREEDY)))
-                for prompt in (looping, "a b" * 2_000_000, looping)
-            ]
-            await asyncio.sleep(0)
-            for _ in range(5):
-                assert (await last(served.generate("The old house", GREEDY))).finished
-            assert not hostile[2].done()
-            return await asyncio.gather(*hostile, return_exceptions=True)
-
-    refused = run(main())
-    assert all(isinstance(error, UserError) for error in refused)
-    assert "characters" in str(refused[1])
-
-
 def test_close_does_not_wait_for_a_template(llm, looping):
     async def main():
         served = AsyncLLM(llm)
@@ -456,30 +380,6 @@ def test_close_does_not_wait_for_a_template(llm, looping):
     took, refused = run(main())
     assert took < 5 and all(isinstance(error, UserError) for error in refused)
     assert llm.generate("The old house", GREEDY)[0].finished
-
-
-def test_turns_of_a_session_keep_their_order(llm, monkeypatch):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
-    add, order = llm.engine.add, []
-
-    def noted(ids, *rest, **options):
-        order.append(len(ids))
-        return add(ids, *rest, **options)
-
-    monkeypatch.setattr(llm.engine, "add", noted)
-    slow = {"messages": [{"role": "user", "content": "The old house"}]}
-
-    async def main():
-        async with AsyncLLM(llm) as served:
-            turns = [slow, [7] * 40, [7] * 50]
-            calls = [last(served.generate(turn, GREEDY, session_id="s")) for turn in turns]
-            await asyncio.gather(*calls)
-            assert not served._slow_sessions
-            await served.end_session("s")
-
-    run(main())
-    assert order[1:] == [40, 50]
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")

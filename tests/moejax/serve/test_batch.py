@@ -24,7 +24,7 @@ from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch import result_file
 from moejax.serve.batch.job import MOST_MESSAGE, Job, open_job
-from moejax.serve.batch.lines import MOST_LINE, derived_seed, read_lines
+from moejax.serve.batch.lines import derived_seed, read_lines
 from tests.moejax.commands.test_summary import STATS
 
 
@@ -327,14 +327,6 @@ def test_the_lines_before_a_bad_one_are_finished(tmp_path):
     assert records(output) == records(tmp_path / "undisturbed")
 
 
-def test_a_line_without_form_takes_the_one_before(tmp_path):
-    source = write(tmp_path / "in", "{", openai("c", {"prompt": "x"}), "{")
-    run(source, tmp_path / "out", on_error="skip")
-    found = records(tmp_path / "out")
-    assert "response" not in found["line-1"]
-    assert found["line-3"]["response"]["status_code"] == 400
-
-
 def test_cut_at_every_byte_of_the_last_line(tmp_path):
     source, output = write(tmp_path / "in", *PROMPTS, "{"), tmp_path / "out"
     run(source, output, on_error="skip")
@@ -511,16 +503,6 @@ def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command("--help")
     assert "3 a file is done but some of its\n  results are errors" in capsys.readouterr().out
-
-
-def test_an_empty_file(fake, tmp_path, capsys):
-    source, output = write(tmp_path / "in"), tmp_path / "out"
-    assert command("--input", source, "--output", output) == 0
-    assert output.read_bytes() == b"" and fake.made == 0
-    said = capsys.readouterr().err
-    assert (
-        f"{source} has no lines" in said and '{"prompt": "The old house", "max_tokens": 16}' in said
-    )
 
 
 def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):
@@ -742,21 +724,6 @@ def test_a_job_with_the_embedded_model(llm, tmp_path):
     assert llm.engine.scheduler.sessions.all == ()
 
 
-def test_a_turn_is_known_by_the_turns_before_it():
-    first = b'{"prompt_token_ids": [5], "session_id": "s", "id": "a"}\n'
-    second = b'{"prompt_token_ids": [6], "session_id": "s", "id": "b"}\n'
-    other = b'{"prompt_token_ids": [7], "id": "c"}\n'
-
-    def ids(*raw):
-        found = read_lines(raw, sampling={}, seed=0, made_with=())
-        return {line.id: line.request_id for line in found}
-
-    order, reverse = ids(first, second, other), ids(other, second, first)
-    assert order["c"] == reverse["c"]
-    assert order["a"] != reverse["a"] and order["b"] != reverse["b"]
-    assert ids(first, other, second) == order
-
-
 def results_of(tmp_path, llm, lines: list[bytes]):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join(lines) + b"\n")
@@ -799,15 +766,6 @@ def test_any_line_is_at_most_an_error_of_its_own(tmp_path, llm):
     # A line that is no JSON has no id of its own.
     assert all(error is not None for error in errors.values()), errors
     assert all(len(error["message"]) <= MOST_MESSAGE + 1 for error in errors.values())
-
-
-@pytest.mark.slow
-def test_a_line_of_50_megabytes_is_not_even_parsed(tmp_path, llm):
-    long = b'{"id": "long", "prompt": "' + b"a" * 50_000_000 + b'"}'
-    assert len(long) > MOST_LINE
-    errors = results_of(tmp_path, llm, [long, b'{"id": "b", "prompt": "a"}'])
-    assert errors["b"] is None
-    assert "longer than" in errors["line-1"]["message"]
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 5000, b'{"id": "b", "re\0\0\0', b'{"i' + b"\0" * 9])

@@ -91,11 +91,6 @@ def test_the_extremes_of_all_ranges_run(llm):
             assert llm.generate([[5, 6]], params, use_tqdm=False)[0].finished
 
 
-def test_stop_strings_are_few():
-    with pytest.raises(UserError, match="at most 1024 stop strings"):
-        SamplingParams(stop=[str(i) for i in range(2000)])
-
-
 def test_a_request_checks_its_types():
     for wrong in ({"sampling_params": None}, {"session_id": ["s"]}, {"priority": True}):
         given: Any = wrong
@@ -143,28 +138,6 @@ def test_an_interrupt_at_any_moment_leaves_the_engine_idle(llm, seed):
     llm.engine.set_budget(cells_of(arena), arena.count(SlotClass.KV))
 
 
-def test_an_interrupt_while_requests_are_submitted(llm, monkeypatch):
-    add, calls = llm.engine.add, []
-
-    def interrupted(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 7:
-            signal.raise_signal(signal.SIGINT)
-        return add(*arguments, **options)
-
-    monkeypatch.setattr(llm.engine, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5, 6]] * 100, GREEDY)
-    assert llm.engine.idle and len(calls) == 7
-    calls.clear()
-    with pytest.raises(KeyboardInterrupt):
-        list(llm.generate_each(GenerationRequest([5], GREEDY) for _ in range(100)))
-    assert llm.engine.idle
-    calls[:] = [1] * 6
-    with pytest.raises(KeyboardInterrupt):
-        list(llm.stream([5], GREEDY))
-
-
 def test_a_second_thread_is_refused_by_name(llm):
     alone = llm.generate([[7, 8, 9]], GREEDY)[0].outputs[0].token_ids
     wrong, refused, right = [], [], []
@@ -194,19 +167,6 @@ def test_another_thread_may_call_between_the_results_of_a_generator(llm):
     thread.start()
     thread.join(60)
     assert found and first[1].finished and len(list(results)) == 7
-
-
-def test_figures_wait_for_a_thread_that_moves_the_budget(llm):
-    """stats and explain read tables that set_budget, which is the engine's, gives away."""
-    found: list[Any] = []
-    for look in (llm.stats, llm.explain):
-        thread = threading.Thread(target=lambda look=look: found.append(look()))
-        with llm.engine.undisturbed():
-            thread.start()
-            thread.join(0.3)
-            assert thread.is_alive()
-        thread.join(60)
-    assert len(found) == 2
 
 
 @pytest.mark.parametrize("ids", [5, [1.5, 2], [[1], [2]], np.zeros((3, 2), int), "text"])

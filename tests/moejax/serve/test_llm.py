@@ -52,15 +52,6 @@ def test_each_prompt_may_have_its_own_params(llm):
         llm.generate([[5], [6], [7]], params[:2])
 
 
-def test_more_requests_than_rows_and_pages_wait_their_turn(llm):
-    prompts = [[10 + i] * (1 + 17 * (i % 5)) for i in range(23)]
-    outputs = llm.generate(prompts, GREEDY)
-    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
-    assert [o.outputs for o in outputs] == [o.outputs for o in alone]
-    arena = llm.engine.scheduler.arena
-    assert llm.engine.scheduler.cache.available == arena.pages
-
-
 def test_seeds(llm):
     def tokens(**kwargs):
         params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, **kwargs)
@@ -221,10 +212,6 @@ def test_what_is_no_prompt_at_all(llm, prompts):
         llm.generate(prompts)
 
 
-def test_priority_may_be_none_as_in_vllm(llm):
-    assert llm.generate([5, 6], GREEDY, priority=None)[0].finished
-
-
 def test_no_chat_template(llm):
     with pytest.raises(UserError, match="no chat template"):
         llm.chat([{"role": "user", "content": "Hello"}])
@@ -296,13 +283,3 @@ def test_kernels_are_refused_where_they_cannot_run():
         LLM("demo", ops="pallas", progress=False, **LIMITS)
     with interpreted(), pytest.raises(UserError, match="not float32; use xla or auto"):
         LLM("demo", ops="route=pallas", dtype="float32", progress=False, **LIMITS)
-
-
-def test_budget_without_numbers_holds_everything():
-    with LLM("demo", progress=False, **LIMITS) as llm:
-        assert (llm.plan.budget.in_place or llm.plan.budget.expert_slots) == 64
-        tokens = llm.plan.budget.pages * llm.engine.scheduler.block_size
-        assert tokens >= 4 * 256
-        llm.generate([[5, 6, 7]] * 2, GREEDY)
-        llm.generate([[5, 6, 7]] * 2, GREEDY)
-        assert llm.stats()["experts"]["read_through"] == 0

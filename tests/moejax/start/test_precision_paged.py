@@ -162,15 +162,6 @@ def test_bytes_of_one_version_for_all_are_found_out(run_of):
         replay(other, policies=[HOT])
 
 
-def test_a_prefix_is_simulated(run_of):
-    """The first chunks alone, as a run that has not ended: the same bytes as far as they go."""
-    _, trace = run_of
-    first = dataclasses.replace(trace, complete=False, chunks=trace.chunks[:1])
-    found = simulate(first, policies=[HOT])
-    assert found.bytes is not None
-    assert np.array_equal(found.bytes.sum(axis=1), first.array("step.bytes").sum(axis=1))
-
-
 def test_other_cells_and_policies_are_simulated(run_of):
     _, trace = run_of
     low_only = simulate(trace, cells=np.array([[0, 16]] * LAYERS))
@@ -189,19 +180,6 @@ def test_other_cells_and_policies_are_simulated(run_of):
     weights_only = simulate(trace, eviction="lfu")
     assert weights_only.bytes is not None and weights_only.staged.sum() == 0
     assert weights_only.bytes.sum() == weights_only.misses.sum() * low  # all wanted low
-
-
-@pytest.mark.nightly
-def test_both_drivers_and_a_second_run_give_the_same_bits(tmp_path):
-    runs = [played(tmp_path / str(i), driver=d) for i, d in enumerate(("device", "device", "host"))]
-    for other in runs[1:]:
-        pairs = zip(runs[0].recorded, other.recorded, strict=True)
-        assert all(a.same_bits(b) for a, b in pairs)
-        assert other.bytes == runs[0].bytes and other.control == runs[0].control
-    often = precision_of("dynaexq,margin=0,paged=true", interval="4 tokens")
-    other = played(tmp_path / "often", often)
-    pairs = zip(runs[0].recorded, other.recorded, strict=True)
-    assert not all(a.same_bits(b) for a, b in pairs)
 
 
 @pytest.mark.nightly

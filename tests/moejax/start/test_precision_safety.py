@@ -116,28 +116,6 @@ class Idle(Restless):
         return state, Decision(transitions=queue)
 
 
-@dataclasses.dataclass(frozen=True)
-class PagedRestless:
-    """With misses: wants other versions of residents, and of misses, every step."""
-
-    seed: int = 0
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset({"version"})
-    writes: frozenset[str] = frozenset({"transitions", "fill_version"})
-
-    def init(self, spec: Spec) -> int:
-        return 0
-
-    def decide(self, state: int, observation: Observation):
-        rng = np.random.default_rng((self.seed, state))
-        version = np.asarray(observation.version)
-        resident = rng.permutation(np.argwhere(version >= 0))[:6]
-        queue = [Transition(int(i), int(e), 1 - int(version[i, e])) for i, e in resident]
-        # -1 and -2: not cached, read through in version 0 or 1.
-        fills = rng.choice([0, 1, -1, -2], version.shape, p=[0.3, 0.5, 0.1, 0.1])
-        return state + 1, Decision(transitions=tuple(queue), fill_version=fills)
-
-
 def started(driver: str, precision: Precision, slots: int = SLOTS):
     return start_precision(driver, precision, LIMITS, layers=LAYERS, slots=slots)
 
@@ -223,27 +201,6 @@ def test_every_step_finds_every_expert_complete(engine):
     assert same_bits(found, hurried) and hurried.stats == found.stats
 
 
-@pytest.mark.parametrize(
-    ("hi", "lo", "slots"),
-    [
-        pytest.param("dense", "int8", 26, marks=pytest.mark.nightly),
-        pytest.param("lossless12", "int4", SLOTS, marks=pytest.mark.nightly),
-    ],
-)
-def test_every_pair_of_versions(hi, lo, slots):
-    """All bytes after each step, whatever the two versions are; and no bits hang on when the host
-    looked."""
-    engine = started("device", precision_of("dynaexq", hi=hi, lo=lo), slots)
-    try:
-        found = played(engine, LOW, Restless(seed=3), slots=slots)
-        again = played(engine, LOW, Restless(seed=3), slots=slots, watch=False)
-    finally:
-        engine.runner.delete()
-    assert found.stats["promotions"] > 10 and found.stats["demotions"] > 5
-    assert found.stats["peak_bytes"] <= found.stats["budget_bytes"]
-    assert same_bits(found, again) and again.stats == found.stats
-
-
 def test_the_recorded_residency_gives_the_same_bits(engine):
     """What was wanted, played again by a policy that sees nothing."""
     queues: list = []
@@ -282,30 +239,6 @@ def test_a_trace_of_transitions_is_replayed(engine, tmp_path):
     assert found.control is not None and found.control["precision"]["moves"] > 0
 
 
-def test_paged_experts_change_versions_too(engine):
-    """Each layer has 3 dense and 8 int4 cells for 16 experts: misses fill the version that is
-    wanted, transitions evict in the class they go to. The same requests give the same bits."""
-    runner, found = engine.runner, []
-    for seed in (1, 1, 2):
-        arena = engine.scheduler.arena
-        cell_row, cell_version = arena.grant_versions([(3, 8)] * LAYERS)
-        tables = empty_tables(LAYERS, EXPERTS, cell_row.shape[1])._asdict()
-        tables |= {"cell_row": cell_row, "cell_version": cell_version}
-        runner.tables, runner.placement = with_contents(runner.tables, tables), None
-        policies = [PagedRestless(seed)]
-        controller = start_controller(runner, policies, max_model_len=192, seed=0)
-        control: Any = control_of(runner, controller)
-        engine.control = control
-        engine._steps = itertools.count()
-        recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
-        counts = control.controller.stats()["transfers"]
-        assert counts["promotion"]["done"] > 5 and counts["demotion"]["done"] > 5
-        found.append(SimpleNamespace(recorded=recorded))
-    engine.control = None
-    engine.scheduler.arena.grant_expert_slots(SLOTS)
-    assert same_bits(found[0], found[1]) and not same_bits(found[0], found[2])
-
-
 @pytest.mark.parametrize("name", ["move", "populate", "transfer", "snapshot", "integrity"])
 def test_nothing_of_the_arena_is_copied(engine, name):
     """What runs between steps works in place (contract 3)."""
@@ -316,11 +249,3 @@ def test_nothing_of_the_arena_is_copied(engine, name):
     assert compiled.memory.temp_bytes < runner.arena.nbytes // 2
     if name in ("move", "populate", "transfer"):
         assert compiled.memory.alias_bytes >= nbytes(runner.arena)
-
-
-@pytest.mark.nightly
-def test_blocking_transitions_are_done_before_the_next_step(engine):
-    """Every wish that fits is there in the step that follows; nothing rides in a step."""
-    found = played(engine, LOW, Restless(), blocking=True)
-    assert found.stats["promotions"] > 20
-    assert ProgramKey("transfer") in engine.runner.executables()

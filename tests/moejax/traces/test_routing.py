@@ -45,19 +45,6 @@ def test_qwen3_like_has_the_published_figures(seed):
     assert_qwen3_like(active(routing_generator("qwen3-like", LAYERS), seed))
 
 
-def test_layers_tell_of_each_other_as_far_as_noise_is_shared():
-    def together(shared: float) -> float:
-        """How well tokens that share much in layer 0 share much in layer 1."""
-        generator = RoutingGenerator(2, E, K, shared=shared)
-        first = active(generator, 0, tokens=30)[::5].reshape(-1, 2, E).astype(int)
-        common = [first[:, i] @ first[:, i].T for i in (0, 1)]
-        pairs = np.triu_indices(len(first), 1)
-        return np.corrcoef(common[0][pairs], common[1][pairs])[0, 1]
-
-    assert abs(together(0.0)) < 0.02
-    assert together(0.8) > 0.2
-
-
 def test_zipf_routing():
     generator = routing_generator("zipf", LAYERS)
     sets = active(generator, 0)

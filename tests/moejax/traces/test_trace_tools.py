@@ -181,51 +181,6 @@ def test_requests_are_computed_side_by_side(tmp_path):
     assert trace.header.spec["steps"] == "put together of 2 requests"
 
 
-def recorder_dump(layers: int = 4, dense: int = 1, places: int = 8):
-    """Records as SGLang's expert distribution recorder keeps them in its mode per_token."""
-    records = []
-    for i, tokens in enumerate((6, 0, 2, 2)):
-        ids = np.full((layers, tokens, places), -1, np.int32)
-        ids[dense:, :, :K] = random_ids(tokens, i, layers - dense).swapaxes(0, 1)
-        records.append(
-            dict(
-                forward_pass_id=i,
-                rank=0,
-                input_ids=list(range(tokens)),
-                positions=list(range(tokens)) if i == 0 else [4 + i, 3 + i][:tokens],
-                extend_seq_lens=[4, 2] if i == 0 else None,
-                forward_mode=1 if i == 0 else 2,
-                topk_ids_of_layer=ids,
-            )
-        )
-    return records
-
-
-@pytest.mark.torch
-def test_the_recipe_for_sglangs_recorder(tmp_path, monkeypatch):
-    import torch
-
-    records = recorder_dump()
-    for record in records:
-        record["topk_ids_of_layer"] = torch.tensor(record["topk_ids_of_layer"])
-    torch.save(dict(records=records, last_physical_to_logical_map=None), tmp_path / "dump.pt")
-    with open("docs/trace_format.md") as file:
-        recipe = re.search(r"```python\n(import numpy\nimport torch\n.*?)```", file.read(), re.S)
-    monkeypatch.chdir(tmp_path)
-    exec(recipe[1], {})
-    done = convert_trace("dump.npz", "t", experts=E)
-    steps = list(read_trace("t").step_traces())
-    found = done.header.spec["steps"], done.header.layers, done.tokens
-    assert found == ("recorded", 3, 10)
-    assert [(s.number, s.kind, len(s.ids)) for s in steps] == [
-        (0, "prefill", 6),
-        (2, "decode", 2),
-        (3, "decode", 2),
-    ]
-    np.testing.assert_array_equal(steps[1].ids, np.sort(random_ids(2, 2), axis=-1))
-    assert steps[1].position.tolist() == [6, 5] and steps[1].request is None
-
-
 def test_parquet(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -380,29 +335,6 @@ def test_statistics_are_what_a_naive_count_gives(tmp_path):
         enough = next(n for n in range(E) if hottest[:n].sum() >= 0.9 * hottest.sum())
         assert found.experts_for_90_by_layer[i] == enough
     assert (found.prefill_steps, found.decode_steps, found.requests) == (1, 40, 2)
-
-
-def test_lru_misses_are_those_of_a_pager(tmp_path):
-    trace = random_trace(tmp_path / "t")
-    found = trace_statistics(trace)
-    assert any(cells >= found.largest_step for cells in found.lru_misses)
-    for cells, share in found.lru_misses.items():
-        if cells < found.largest_step:
-            continue
-        misses = references = 0
-        for layer in range(trace.header.layers):
-            resident: dict[int, tuple[int, int]] = {}
-            for tick, step in enumerate(trace.step_traces()):
-                wanted = np.unique(step.ids[:, layer]).tolist()
-                missing = [e for e in wanted if e not in resident]
-                resident |= {e: (tick, e) for e in wanted}
-                while len(resident) > cells:
-                    others = set(resident) - set(wanted)
-                    del resident[min(others or resident, key=resident.__getitem__)]
-                if step.kind == "decode":
-                    misses, references = misses + len(missing), references + len(wanted)
-        assert share == pytest.approx(misses / references), cells
-    assert found.lru_misses[E] == pytest.approx(found.first_uses / references)
 
 
 def test_distances_between_domains(tmp_path):

@@ -144,13 +144,6 @@ def test_another_file_on_a_machine(tmp_path, monkeypatch):
         GridWorker()._read({"asked": asked, "home": str(tmp_path)})
 
 
-def test_a_process_s_traces_go_with_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(grids.tempfile, "gettempdir", lambda: str(tmp_path))
-    (tmp_path / f"moejax-{os.getuid()}-grid" / "999999999").mkdir(parents=True)
-    own = grids._scratch()
-    assert [path.name for path in own.parent.iterdir()] == [str(os.getpid())]
-
-
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 
 

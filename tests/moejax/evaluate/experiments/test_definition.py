@@ -6,7 +6,7 @@ import pytest
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.arms import arm_of
-from moejax.evaluate.experiments.definition import Sizes, read_experiment
+from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
 
 SMALL = {"policies": ["lru", "lfu"], "budgets": ["25%", "50%"]}
@@ -219,23 +219,6 @@ def test_equal_bytes_give_a_smaller_version_more_cells():
         assert (int8 < 0.6 * dense) if same else (0.9 * dense < int8 <= dense)
 
 
-def test_what_a_policy_learned_is_paid_by_its_budget(home):
-    class Fitted:
-        nbytes = 100_000  # two experts' room
-
-    found = read_experiment(SMALL)
-    arm = found.arms["lfu"]
-    plan_options = found.engine_options("device", "dense", 1)
-    from moejax.start.report.dry_run import dry_run
-
-    plan, _ = dry_run(plan_options)
-    without = Sizes.of_plan(plan).expert_slots("50%", arm, None)
-    object.__setattr__(arm.policies[0], "fitted", Fitted())
-    assert Sizes.of_plan(plan).expert_slots("50%", arm, None) == without - 2
-    with pytest.raises(UserError, match="learned takes 100000 bytes of it and leaves no expert"):
-        Sizes.of_plan(plan).expert_slots("196608", arm, None)
-
-
 def test_the_example_can_be_read(tmp_path):
     grid, policy = write_example(tmp_path / "mine")
     found = read_experiment(grid)
@@ -247,18 +230,6 @@ def test_the_example_can_be_read(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         write_example(tmp_path / "file" / "below")
     assert policy.name == "my_policy.py"
-
-
-def test_a_version_as_a_budget_is_what_all_experts_take_in_it():
-    given = SMALL | {"precision": ["int8", "dynaexq"], "budgets": ["int8"]}
-    found = read_experiment(given)
-    whole, mixed = (
-        found.engine_options("device", name, 1, budget="int8").expert_budget
-        for name in found.precision
-    )
-    assert mixed == 64 * 50176  # 3 · 128 rows of 128 bytes, and their scales
-    # Slots are rounded up to rows, all experts of which are then to be had.
-    assert mixed <= whole < 1.05 * mixed
 
 
 def test_with_two_versions_there_is_one_policy():

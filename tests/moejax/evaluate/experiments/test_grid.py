@@ -12,9 +12,8 @@ from moejax.evaluate.experiments.record_file import (
     RECORDS,
     open_records,
     read_records,
-    require_same,
 )
-from moejax.evaluate.experiments.records import COUNTS, UNEQUAL
+from moejax.evaluate.experiments.records import UNEQUAL
 
 pytestmark = pytest.mark.slow  # counts of engine and simulator, in processes of their own
 
@@ -111,13 +110,6 @@ def test_a_count_that_differs_is_seen(undisturbed):
     assert dataclasses.replace(undisturbed, rows=rows).agreement() == (18, 17)
 
 
-def test_repeats_move_the_same_and_no_cell_changes_a_token(undisturbed):
-    lines = undisturbed.summary()
-    assert not any(line.get("counts_differ") for line in lines)
-    assert len({row["tokens"] for row in undisturbed.of_mode("measured")}) == 1
-    assert not any("report a bug" in note for note in undisturbed.notes())
-
-
 def test_no_policy_moves_less_than_min(undisturbed):
     least = {row["budget"]: row["decode_misses"] for row in undisturbed.of_mode("bound")}
     assert "0" not in least  # below the largest step set no bound is claimed
@@ -138,22 +130,6 @@ def test_failures_are_rows_and_the_others_go_on(undisturbed):
     ]
     assert line["runs"] == 0
     assert "9 of" in next(iter(undisturbed.notes()))
-
-
-def test_no_choice_is_marked(undisturbed):
-    marked = {
-        (line["budget"], line["policy"]): line["no_choice"]
-        for line in undisturbed.summary()
-        if line["mode"] == "measured" and not line["error"]
-    }
-    # Two rows route to 4 to 8 of 16 experts a layer: 20% are 3 cells.
-    assert marked["20%", "lru"]
-    assert marked["20%", "lfu"]
-    assert marked["0", "lru"]
-    assert not marked["50%", "lru"]
-    same = [r for r in undisturbed.of_mode("measured") if r["budget"] == "20%" and not r["repeat"]]
-    evicting = [r for r in same if r["policy"] in ("lru", "lfu", "fifo")]
-    assert len({tuple(r[name] for name in COUNTS) for r in evicting}) == 1
 
 
 def test_one_start_compiles_for_all_cells(undisturbed):
@@ -228,18 +204,3 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
         read_records(tmp_path / "none")
     with pytest.raises(UserError, match="cannot open"), open_records(tmp_path / "no" / "such"):
         pass
-
-
-def test_a_definition_that_was_half_written_is_written_again(tmp_path):
-    """A kill while the directory was made."""
-    (tmp_path / "experiment.new").write_text('{"pol')
-    require_same(tmp_path, {"policies": ["lru"]})
-    assert json.loads((tmp_path / "experiment.json").read_text()) == {"policies": ["lru"]}
-    assert not (tmp_path / "experiment.new").exists()
-    require_same(tmp_path, {"policies": ["lru"]})
-    with pytest.raises(UserError, match=r"policies was .*lru.* and is .*lfu"):
-        require_same(tmp_path, {"policies": ["lfu"]})
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"no directory of results, it has .notes"):
-        require_same(tmp_path / "other", {"policies": ["lru"]})

@@ -57,29 +57,6 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
         taught.precision.start(2, 4, 1)
 
 
-def test_what_errors_weigh_decides_over_all_layers(tmp_path, monkeypatch):
-    from moejax.evaluate.experiments.sources import mixes
-
-    weights = np.array([[9.0, 1.0, 1.0, 1.0]])
-    asked = []
-
-    def error_weights(model, trace, hi, lo, **more):
-        asked.append((model, hi, lo, more))
-        return type("Found", (), {"weights": weights})
-
-    monkeypatch.setattr(mixes, "error_weights", error_weights)
-    trace = counted(tmp_path, [2, 2, 2, 1, 1, 0])
-    found = mix_of(f"map=train({MIX}, weighted=True)", tmp_path)
-    assert found.train_arrays == {"gate_input"}
-    start = found.taught(trace, "demo", {"quantizer": "mse", "dtype": "auto"}).precision.start
-    assert start(1, 4, 1).tolist() == [[0, 1, 1, 1]]
-    assert asked == [("demo", "dense", "int4", {"quantizer": "mse"})]
-    text = f'dynaexq({MIX}, scope="error-weighted", weights="train", scores="train")'
-    policy = mix_of(text, tmp_path).taught(trace, "demo", {}).precision.policy
-    assert policy.scope == "error-weighted" and (policy.weights == weights).all()
-    assert policy.scores.tolist() == [[1, 2, 3, 0]]
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     return moejax.ablate(GRID, tmp_path_factory.mktemp("mixed") / "out", progress=False)

@@ -218,27 +218,6 @@ def request(kind, *arguments):
     return Instance(kind, {}, arguments, 0)
 
 
-def test_answers_are_in_the_order_of_the_requests(lm):
-    text = "The old house stood by the sea and nobody had lived there for years"
-    words = text.split(" ")
-    asked = [request("loglikelihood", " ".join(words[:i]), f" {words[i]}") for i in (12, 1, 6, 3)]
-    together = lm.loglikelihood(asked, disable_tqdm=True)
-    assert together == [lm.loglikelihood([one], disable_tqdm=True)[0] for one in asked]
-    ids = lm.tok_encode(asked[0].args[0]), lm.tok_encode("".join(asked[0].args))
-    scores = lm.llm.score(ids[1])[len(ids[0]) - 1 :]
-    assert together[0][0] == pytest.approx(scores.sum(), abs=1e-4)
-
-
-def test_a_rolling_likelihood_is_of_windows_with_a_token_before_each(lm):
-    text = "It was a long way from the house to the sea, and the wind was cold. " * 20
-    ids, prefix, room = lm.tok_encode(text), lm.prefix_token_id, lm.max_length
-    assert len(ids) > room
-    expected = lm.llm.score([prefix, *ids[:room]]).sum()
-    expected += lm.llm.score(ids[-room - 1 :])[room - (len(ids) - room) :].sum()
-    (found,) = lm.loglikelihood_rolling([request("rolling", text)], disable_tqdm=True)
-    assert found == pytest.approx(expected, abs=1e-3)
-
-
 def test_long_contexts_are_cut_from_the_left(lm):
     text = "one two three four five six seven eight nine ten " * 60
     kwargs = {"max_gen_toks": 8}
