@@ -48,7 +48,10 @@ def missing_files(page: str) -> set[str]:
 def test_what_the_pages_link_and_name_is_there():
     pages = [page for pattern in PAGES for page in REPOSITORY.glob(pattern)]
     assert len(pages) > 20
-    found = {page: (broken_links(page), missing_files(page.read_text())) for page in pages}
+    # Results name files as they were when something was measured.
+    now = [page for page in pages if page.parent.name != "results"]
+    found = {page: (broken_links(page), set()) for page in pages}
+    found |= {page: (broken_links(page), missing_files(page.read_text())) for page in now}
     assert not {str(page): wrong for page, wrong in found.items() if any(wrong)}
 
 
