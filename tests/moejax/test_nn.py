@@ -163,23 +163,6 @@ def test_experts_stay_for_the_next_step(experts, compiled):
     np.testing.assert_array_equal(memory.paging.hits, first.active)
 
 
-def test_rows_without_a_token_need_no_expert(experts, compiled, resident):
-    valid = np.array([True, False, True, False, False])
-    found, memory = run(compiled, experts.allocate(), inputs(1), valid)
-    np.testing.assert_array_equal(found[0][:, valid], resident[0][:, valid])
-    assert not found[0][:, ~valid].any()
-    assert (memory.paging.active <= 2 * RULE.top_k).all()
-    memory = run(compiled, experts.allocate(), inputs(1), np.zeros(ROWS, bool))[1]
-    assert (memory.paging.active == 0).all()
-
-
-def test_a_row_does_not_depend_on_the_others(experts, compiled, resident):
-    x, others = inputs(1)[0], inputs(1, seed=9)[0]
-    memory = experts.grant(experts.allocate(), (3, 3))
-    found = run(compiled, memory, [others.at[3].set(x[0])])[0]
-    np.testing.assert_array_equal(found[0][:, 3], resident[0][:, 0])
-
-
 def test_the_arena_is_updated_in_place(experts, compiled):
     memory = experts.allocate()
     program = read_executable(compiled[0])

@@ -521,34 +521,6 @@ def test_loaded_model_equals_the_tensors(tmp_path):
     assert_loaded(load_checkpoint(directory, name_map="maxtext_qwen3_moe"), tensors, QWEN3)
 
 
-def test_experts_stacked_as_transformers_keeps_them(tmp_path):
-    """Gate and up interleaved in one leaf; one expert is read alone."""
-    gate_up, down = (f"model.layers.{{}}.mlp.experts.{n}_proj" for n in ("gate_up", "down"))
-    tensors = random_tensors(QWEN3, np.float32, {gate_up.format(i) for i in range(2)})
-    tree = dict(tensors)
-    for i in range(2):
-        both = tree.pop(gate_up.format(i))  # [E, 2·I, D]
-        tree[f"wi.{i}"] = both.reshape(3, 2, 8, 16).transpose(0, 3, 2, 1).reshape(3, 16, 16)
-        tree[f"wo.{i}"] = tree.pop(down.format(i))
-    rules = [
-        *HF,
-        {
-            "leaf": "wi/{layer}",
-            "axes": "expert in (width matrix) -> expert (matrix width) in",
-            "sizes": {"matrix": 2, "width": "moe_intermediate_size"},
-            "tensor": gate_up.format("{layer}"),
-        },
-        {"leaf": "wo/{layer}", "tensor": down.format("{layer}")},
-    ]
-    directory = save(tmp_path / "tree", hf_tree(tree), QWEN3, use_ocdbt=False)
-    _, mapped = open_mapped(directory, None, write_map(tmp_path, {"rules": rules}))
-    with mapped.open() as reader:
-        for name, expected in tensors.items():
-            np.testing.assert_array_equal(reader.get_tensor(name), expected)
-        for name in (gate_up.format(1), down.format(1)):
-            np.testing.assert_array_equal(reader.get_rows(name, 1), tensors[name][1])
-
-
 def test_numbers_may_be_computed(tmp_path):
     """Two stacks of every other layer, as MaxText's cycles of layers are."""
     tensors, rules = random_tensors(MIXTRAL | {"num_hidden_layers": 4}, np.float32), []

@@ -84,16 +84,6 @@ def test_checkpoints_of_every_kind_arrive(tmp_path, config, tensors, held, dtype
     assert_loaded(loaded, tensors, config)
 
 
-def test_checkpoint_of_five_shards(shared):
-    """A real one: tied, experts split between shards."""
-    loaded = load_checkpoint(shared / "models" / "tri")
-    tensors = {}
-    for path in (shared / "models" / "tri").glob("*.safetensors"):
-        tensors |= load_file(path)
-    config = json.loads((shared / "models" / "tri" / "config.json").read_text())
-    assert_loaded(loaded, tensors, config)
-
-
 def test_tensors_larger_than_what_is_read_at_once(tmp_path, monkeypatch):
     """Chunks of 16 rows, pieces of 5: every boundary is somewhere."""
     monkeypatch.setattr("moejax.checkpoints.placement._CHUNK", 300)

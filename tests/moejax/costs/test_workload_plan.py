@@ -13,16 +13,12 @@ from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.configurator import turns_of
-from host_offload.sizing.miss_curves import trace_curves
-from host_offload.sizing.right_size import right_size
 from host_offload.traces.reader import read_trace
 from host_offload.traces.writer import TraceWriter
 from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.commands.model import read_options
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
-from moejax.start.options import Options
-from moejax.start.settings import parse_budget_options
 from tests.host_offload.sizing.replayed_splits import replay_split
 from tests.moejax.engine.budget_workload import (
     COSTS,
@@ -73,36 +69,11 @@ def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cel
     assert plan.step_s and plan.step_s > 1e-3 and plan.tokens_per_s
 
 
-ROWS = ("request", "user", "position", "phase", "ids", "weights")
-
-
 def rewritten(directory, trace, steps, **header):
     """A trace of other steps."""
     with TraceWriter(directory, dataclasses.replace(trace.header, **header)) as writer:
         writer.append(*steps)
     return read_trace(directory)
-
-
-def test_what_each_user_needs_and_everybody(planner, trace):
-    """Right-size per user and for the population: by each one's own reuse distances and by the
-    co-activation predictor, from their tokens alone."""
-    everybody, *users = planner.split(MEMORY).working_sets
-    ids, owner = trace.array("token.ids"), trace.array("token.user")
-    assert everybody.user is None and everybody.tokens == len(ids)
-    assert [one.user for one in users] == sorted(set(owner[owner >= 0].tolist())) and users
-    assert sum(one.tokens for one in users) == np.count_nonzero(owner >= 0)
-    for one in (everybody, *users):
-        mine = ids if one.user is None else ids[owner == one.user]
-        assert len(mine) == one.tokens
-        for layer in range(LAYERS):
-            uses = np.sort(np.bincount(mine[:, layer].ravel(), minlength=EXPERTS))[::-1]
-            # The least that have all but 1% of the uses. Each layer is predicted from those before
-            # it: nearly, as one expert may be chosen after many.
-            least = int(np.argmax(np.cumsum(uses) >= 0.99 * uses.sum())) + 1
-            assert abs(one.by_coactivation[layer] - least) <= 2
-        curves = trace_curves(trace, user=one.user)
-        assert one.by_reuse == tuple(right_size(curves, 0.01))
-    assert min(sum(one.by_coactivation) for one in users) < sum(everybody.by_coactivation)
 
 
 def test_more_memory_is_never_predicted_to_miss_more(planner):
@@ -225,19 +196,6 @@ def test_a_plan_runs(trace, costs, capsys, tmp_path):
     status, out, _ = run(capsys, *where, "--memory", "3MiB", "--cells", "marginal", "--json")
     plan = json.loads(out)
     assert plan["cells"] == arena["cells_per_layer"] and plan["kv_pages"] == arena["kv_pages"]
-
-
-def test_a_plan_with_equal_cells_may_go_on_moving(trace, costs, capsys, tmp_path):
-    """Its file fixes no cells, so that it goes together with --resize."""
-    output = tmp_path / "plan.json"
-    where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
-    status, out, _ = run(capsys, *where, "--output", str(output))
-    found = read_options(output)
-    assert status == 0 and set(found) == {"expert_budget", "kv_budget"}
-    assert parse_budget_options(Options("demo", resize="peak_headroom", **found)).policies()
-    status, out, _ = run(capsys, *where)
-    assert status == 0 and f"--expert-budget {found['expert_budget']} --kv-budget" in out
-    assert "--cells" not in out
 
 
 @pytest.mark.parametrize(

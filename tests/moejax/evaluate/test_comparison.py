@@ -32,15 +32,6 @@ def test_the_interval_is_the_paired_t_without_students_correction():
     assert found.pairs == 3
 
 
-def test_pairs_are_matched_by_key_and_weighed():
-    a = units([2.0, 30.0], [1.0, 3.0])
-    b = Units("b.txt", "bits/token", ["k1", "k0"], [33.0, 2.0], [3.0, 1.0])
-    found = paired(a, b)
-    assert (found.a, found.b) == (8.0, 8.75) and found.difference == 0.75
-    # d − difference · w: 0 − 0.75 and 3 − 2.25.
-    assert found.high == pytest.approx(0.75 + 1.959964 * math.sqrt(2 * 2 * 0.75**2) / 4)
-
-
 def test_nineteen_of_twenty_intervals_hold_the_truth():
     """Windows of unlike length, whose differences share nothing but their mean."""
     rng, held = np.random.default_rng(0), 0

@@ -55,6 +55,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         check_kernels(DEVICE, toy_checks(1), tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_the_likeliest_checks_come_first():
     keys = [check.key for check in shape_checks(["olmoe", "demo"], ["bfloat16", "float16"])]
     assert len(set(keys)) == len(keys)

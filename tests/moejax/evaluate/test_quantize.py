@@ -71,15 +71,6 @@ def test_versions_are_made_from_the_dense_one(source):
     assert errors.shape == (2, 3) and ((errors > 0.03) & (errors < 0.15)).all()
 
 
-def test_a_better_quantizer(source):
-    errors = {}
-    for quantizer in ("rtn", "mse"):
-        loaded = with_versions(load_checkpoint(source), ("dense", "int4"), quantizer=quantizer)
-        assert loaded.quantizers == {"int4": quantizer}
-        errors[quantizer] = relative_errors(loaded.store, "int4", "bfloat16")
-    assert (errors["mse"] < errors["rtn"]).all()
-
-
 @pytest.mark.parametrize(
     ("dtype", "wanted", "message"),
     [
@@ -94,12 +85,6 @@ def test_versions_that_a_run_cannot_have(dtype, wanted, message, source):
     with pytest.raises(UserError, match=message):
         with_versions(loaded, wanted)
     loaded.store.delete()
-
-
-def test_without_the_dense_version(directory):
-    loaded = load_checkpoint(directory, versions=("int4",))
-    with pytest.raises(UserError, match="int8 is made from dense, which this store does not have"):
-        with_versions(loaded, ("int4", "int8"))
 
 
 def test_weights_that_a_version_cannot_hold(tmp_path):
@@ -144,31 +129,11 @@ def test_what_the_checkpoint_lacks_is_made(source, tmp_path):
     assert loaded.quantizers == {"int4": "mse", "int8": "rtn"}
 
 
-def test_in_another_dtype(directory, source):
-    """Codes stay, decoded to the run's dtype; lossless records are only of bfloat16."""
-    loaded = load_checkpoint(directory, "float32", versions=("int4", "lossless12"))
-    assert list(loaded.store.layouts) == ["dense", "int4"]
-    assert loaded.store.layouts["int4"].dtype == "float32"
-    made = with_versions(load_checkpoint(source, "float32"), ("dense", "int4"))
-    same_stores(loaded, made)
-    with pytest.raises(UserError, match="lossless12 holds bfloat16 weights, not float32"):
-        with_versions(loaded, ("int4", "lossless12"))
-
-
 def test_an_expert_is_read_alone(directory, source):
     made = with_versions(load_checkpoint(source), VERSIONS)
     for version in VERSIONS:
         expected = arrays(made)[version][1, 2]
         np.testing.assert_array_equal(read_expert(directory, 1, 2, version), expected)
-
-
-def test_errors_are_those_of_the_store(quantized, directory):
-    loaded = load_checkpoint(directory, versions=("dense", *VERSIONS))
-    for version, written in quantized.versions.items():
-        errors = relative_errors(loaded.store, version, loaded.dtype)
-        np.testing.assert_allclose(list(written.errors.values()), errors, rtol=1e-5)
-        np.testing.assert_allclose(written.layer_errors, errors.mean(1), rtol=1e-5)
-        assert written.record_bytes == loaded.store.layouts[version].nbytes
 
 
 @pytest.mark.parametrize(

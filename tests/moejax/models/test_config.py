@@ -1,7 +1,5 @@
 """config.json: every field honoured or refused by name."""
 
-import importlib.resources
-import importlib.util
 import json
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from moejax.errors import UserError
 from moejax.models.config import load_config, parse_config
 from moejax.models.model_config import ModelConfig, Run
-from moejax.models.rope import Rope
 
 BASE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 
@@ -18,45 +15,11 @@ def config(**fields) -> ModelConfig:
     return parse_config({**BASE, **fields})
 
 
-def test_demo_config():
-    demo = importlib.resources.files("moejax") / "demo"
-    with importlib.resources.as_file(demo) as directory:
-        found = load_config(directory)
-    assert found == ModelConfig(
-        architecture="Qwen3MoeForCausalLM",
-        vocab_size=4096,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_experts=16,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        moe_layers=(True,) * 4,
-        attention_bias=False,
-        hidden_act="silu",
-        rms_norm_eps=1e-6,
-        rope=Rope(theta=10000.0),
-        sliding_window=None,
-        tie_word_embeddings=False,
-        max_position_embeddings=1024,
-        dtype="bfloat16",
-        eos_token_ids=(0,),
-    )
-
-
 def test_layers_and_runs():
     found = config(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert found.moe_layers == (False, True, False, False, False, True)
     assert found.runs == (Run(False, 0, 1), Run(True, 1, 1), Run(False, 2, 3), Run(True, 5, 1))
     assert config().runs == (Run(True, 0, 24),)
-
-
-def test_head_dim_null_means_derived():
-    assert config(head_dim=None, hidden_size=96, num_attention_heads=4).head_dim == 24
 
 
 @pytest.mark.parametrize(
@@ -73,37 +36,6 @@ def test_head_dim_null_means_derived():
 )
 def test_sliding_window(fields, window):
     assert config(**fields).sliding_window == window
-
-
-@pytest.mark.parametrize(
-    ("name", "read_as"),
-    [
-        ("silu", "silu"),
-        ("swish", "silu"),
-        ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
-    ],
-)
-def test_activations(name, read_as):
-    assert config(hidden_act=name).hidden_act == read_as
-
-
-def test_dtype_names():
-    assert config(dtype="float16").dtype == config(torch_dtype="float16").dtype == "float16"
-    assert config(dtype="bfloat16", torch_dtype="bfloat16").dtype == "bfloat16"
-    assert config().dtype is config(dtype=None).dtype is None
-
-
-def test_plain_values_of_general_fields_are_accepted():
-    config(
-        is_causal=True,
-        is_encoder_decoder=False,
-        attention_chunk_size=None,
-        num_kv_shared_layers=0,
-        per_layer_config={},
-        quantization_config=None,
-        use_cache=False,
-        unheard_of=[1, 2],
-    )
 
 
 def test_architecture_by_model_type_alone():
@@ -334,13 +266,6 @@ def test_malformed_files(tmp_path, name, text, message):
     write(tmp_path, "config.json", BASE)
     write(tmp_path, name, text)
     with pytest.raises(UserError, match=f"/{name}: {message}"):
-        load_config(tmp_path)
-
-
-def test_malformed_generation_ids_name_their_file(tmp_path):
-    write(tmp_path, "config.json", BASE)
-    write(tmp_path, "generation_config.json", {"eos_token_id": "x"})
-    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id"):
         load_config(tmp_path)
 
 

@@ -324,6 +324,7 @@ def test_other_fields_change_nothing(kind):
     assert parse_config(plain(kind, **fields)) == parse_config(plain(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

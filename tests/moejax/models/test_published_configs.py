@@ -254,21 +254,6 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
 }
 
 
-DEEPSEEK_V2_LITE_BY_5 = {
-    key: value
-    for key, value in DEEPSEEK_V2_LITE.items()
-    if key not in ("rope_scaling", "rope_theta", "torch_dtype", "auto_map")
-} | {
-    "dtype": "bfloat16",
-    "head_dim": 64,
-    "mlp_bias": False,
-    "pad_token_id": None,
-    "rope_parameters": _yarn(0.707) | {"rope_theta": 10000, "rope_type": "yarn"},
-    "transformers_version": "5.7.0",
-}
-"""As transformers 5 writes it again."""
-
-
 DEEPSEEK_V3 = _deepseek(
     "deepseek_v3",
     bos_token_id=0,
@@ -377,7 +362,6 @@ PUBLISHED = {
         },
     ),
     "DeepSeek-V2-Lite": Published(DEEPSEEK_V2_LITE, 15.71, LITE),
-    "DeepSeek-V2-Lite by transformers 5": Published(DEEPSEEK_V2_LITE_BY_5, 15.71, LITE),
     "DeepSeek-V3": Published(
         DEEPSEEK_V3,
         671.03,

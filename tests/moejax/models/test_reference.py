@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from moejax import LLM, SamplingParams
-from moejax.engine.step_work import Step
-from moejax.requests.tokenizer import load_tokenizer
 
 MODELS = ("demo", pytest.param("tri", marks=pytest.mark.slow))
 
@@ -92,31 +90,6 @@ def test_greedy_continuations(llm, stored):
 
 
 @on_both_models
-@at_both_budgets
-def test_logits_of_the_last_prompt_token(llm, stored, monkeypatch):
-    logits: dict[str, np.ndarray] = {}
-
-    def record(step: Step) -> None:
-        for row, request in step.sampled():
-            logits[request.request_id] = np.asarray(step.output.logits)[row]
-
-    monkeypatch.setattr(llm.engine, "listener", record)
-    prompts = [prompt["ids"] for prompt in stored.json["prompts"]]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, logprobs=20))
-    expected = _log_softmax(stored.arrays["logits_last"])
-    for output, row in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(_log_softmax(logits[output.request_id]), row, atol=1e-4, rtol=0)
-        for token, found in output.outputs[0].logprobs[0].items():
-            assert found.logprob == pytest.approx(row[token], abs=1e-4)
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    logits -= logits.max(axis=-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-
-
-@on_both_models
 @at_a_quarter
 def test_routing_of_the_first_window(llm, stored, monkeypatch):
     traces: list[np.ndarray] = []
@@ -144,13 +117,3 @@ def test_scores_of_some_windows(llm, stored):
         chosen = [0, 1, len(windows) - 1]
         found = [-scores.sum() for scores in llm.score_batch([windows[i] for i in chosen])]
         np.testing.assert_allclose(found, expected[chosen], rtol=1e-5)
-
-
-@on_both_models
-def test_tokens_of_the_corpora(stored, shared):
-    tokenizer = load_tokenizer(stored.directory)
-    assert tokenizer is not None
-    for domain in DOMAINS:
-        text = (shared / "corpora" / f"{domain}.txt").read_text(encoding="utf-8")
-        expected = stored.arrays[f"tokens_{domain}"].tolist()
-        assert tokenizer(text)["input_ids"][: len(expected)] == expected

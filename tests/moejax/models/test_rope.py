@@ -63,6 +63,7 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("head_dim", [32, 96])
@@ -92,6 +93,7 @@ LONGROPE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("length", [2048, 2049])
@@ -154,11 +156,6 @@ def test_older_and_newer_keys_mean_the_same():
     assert parse_rope(old, 8192) == parse_rope(outside, 8192) == expected
     assert parse_rope({**old, **new}, 8192) == expected
     assert expected.type == "yarn" and expected.theta == 1e6
-
-
-def test_absent_keys_mean_the_default():
-    assert parse_rope({}, 8192) == Rope(theta=10_000.0)
-    assert parse_rope({"rope_scaling": None, "rope_theta": 5e6}, 8192) == Rope(theta=5e6)
 
 
 def scaled(**table):

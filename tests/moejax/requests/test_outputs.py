@@ -101,13 +101,6 @@ def test_a_request_of_several_sequences(tokenizer):
     assert (output.prompt, output.metrics.finished_s) == (None, 14.0)
 
 
-def test_a_cancelled_sequence_shows_what_was_held_back(tokenizer):
-    sequence = _sequence(tokenizer, stop="xyz").push(*tokenizer.encode("old"))
-    assert request_output([sequence], None, tokenizer).outputs[0].text == "o"
-    sequence.finish_reason = "abort"
-    assert request_output([sequence], None, tokenizer).outputs[0].text == "old"
-
-
 def test_text_needs_a_tokenizer_and_the_rest_does_not():
     sequence = _sequence(None, logprobs=0).push(7, EOS)
     sequence.logprobs = [(Logprob(-0.5, 1), {}), (Logprob(-0.25, 1), {})]

@@ -70,15 +70,6 @@ def test_a_stop_string_across_tokens(tokenizer):
     assert _run(tokenizer, ids, stop=["four", "o;"])[0] is None
 
 
-def test_a_stop_string_inside_a_token(tokenizer):
-    (token,) = tokenizer.encode(" house")
-    assert _run(tokenizer, [token], stop="ou")[:2] == (Finish("stop", "ou"), " h")
-    included = _run(tokenizer, [token], stop="ou", include_stop_str_in_output=True)
-    assert included[1] == " hou"
-    # Both are in the token: the first of the list counts, as in vLLM.
-    assert _run(tokenizer, [token], stop=["se", "ho"])[0] == Finish("stop", "se")
-
-
 def test_nothing_stops_before_min_tokens(tokenizer):
     ids = _letters(tokenizer, "abababab")
     params = dict(stop="ab", min_tokens=3)
@@ -95,16 +86,6 @@ def test_a_stream_waits_for_what_may_become_a_stop_string(tokenizer):
     *_, pieces = _run(tokenizer, ids, stop="---")
     assert pieces == ["", "", "a", "-", "-", "b", "", ""]
     assert _run(tokenizer, ids)[3][:3] == ["a", "-", "-"]
-
-
-def test_text_of_a_cancelled_sequence_is_whole(tokenizer):
-    ending = Ending(SamplingParams(stop="xyz"), {EOS}, tokenizer)
-    for token in _letters(tokenizer, "old"):
-        ending.push(token)
-    assert (ending.text, ending.stream()) == ("o", "o")
-    ending.close()
-    ending.close()
-    assert (ending.text, ending.stream()) == ("old", "ld")
 
 
 def test_stop_strings_need_a_tokenizer():

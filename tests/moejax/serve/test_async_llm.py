@@ -201,18 +201,6 @@ def test_what_an_async_request_may_not_be(llm, expected):
     assert run(main()).outputs[0] == expected
 
 
-def test_turns_of_a_session_and_its_end(llm):
-    async def main():
-        async with AsyncLLM(llm) as served:
-            first = await last(served.generate([7] * 40, GREEDY, session_id="s"))
-            said = first.prompt_token_ids + first.outputs[0].token_ids
-            second = await last(served.generate([*said, 9], GREEDY, session_id="s"))
-            assert second.metrics.cached_tokens > 0
-            await served.end_session("s")
-
-    run(main())
-
-
 def test_a_failing_step_reaches_everybody(llm, expected, monkeypatch):
     began, go = threading.Event(), threading.Event()
 

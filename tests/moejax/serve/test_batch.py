@@ -339,25 +339,6 @@ def test_cut_at_every_byte_of_the_last_line(tmp_path):
         assert output.read_bytes().startswith(whole[: -len(last)]) and job.done == 8
 
 
-def test_only_what_is_missing_runs(tmp_path):
-    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
-    run(source, output)
-    undisturbed, lines = records(output), output.read_text().splitlines(keepends=True)
-    output.write_text("".join(lines[i] for i in (5, 1, 4)))
-    asked = []
-
-    class Listening(FakeLLM):
-        def generate_each(self, requests):
-            return super().generate_each(asked.append(r.prompt) or r for r in requests)
-
-    with open_job(Job(source, str(output))) as job:
-        assert (job.total, job.done, job.complete) == (7, 3, False)
-        job.run(Listening())
-    kept = {json.loads(lines[i])["text"].partition("+")[0] for i in (5, 1, 4)}
-    assert kept | set(asked) == {p["prompt"] for p in PROMPTS} and len(asked) == 4
-    assert records(output) == undisturbed
-
-
 def test_a_session_goes_on_from_its_turns_after_an_end_between_them(tmp_path):
     def turn(session, i, **more):
         return {"id": f"{session}{i}", "prompt": f"turn {i}", "session_id": session, **more}
@@ -766,22 +747,6 @@ def test_any_line_is_at_most_an_error_of_its_own(tmp_path, llm):
     # A line that is no JSON has no id of its own.
     assert all(error is not None for error in errors.values()), errors
     assert all(len(error["message"]) <= MOST_MESSAGE + 1 for error in errors.values())
-
-
-@pytest.mark.parametrize("tail", [b"\0" * 5000, b'{"id": "b", "re\0\0\0', b'{"i' + b"\0" * 9])
-def test_an_output_that_ends_in_nul_bytes_loses_only_its_tail(tmp_path, llm, tail):
-    lines = [b'{"id": "a", "prompt": "x"}', b'{"id": "b", "prompt": "y"}']
-    assert set(results_of(tmp_path, llm, lines).values()) == {None}
-    output = tmp_path / "out.jsonl"
-    whole = output.read_bytes().splitlines(keepends=True)
-    output.write_bytes(whole[0] + tail)
-    job = Job(str(tmp_path / "in.jsonl"), str(output), sampling={"max_tokens": 2}, on_error="skip")
-    with open_job(job) as work:
-        assert work.done == 1
-        work.run(llm)
-    found = [json.loads(line) for line in output.read_bytes().splitlines()]
-    texts = {f["id"]: f["text"] for f in found}
-    assert texts == {f["id"]: f["text"] for f in map(json.loads, whole)}
 
 
 def test_an_output_pipe_that_nobody_reads_is_refused(tmp_path, monkeypatch):

@@ -17,13 +17,9 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.engine.resize import cells_of
 from moejax.engine.sampling import _PARAMETERS
 from moejax.interrupt import deferred_interrupt
-from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import _RANGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}
@@ -82,6 +78,7 @@ def test_token_ids_of_any_size_are_refused(llm, field):
         llm.generate([[10**5000]], GREEDY)
 
 
+@pytest.mark.slow
 def test_the_extremes_of_all_ranges_run(llm):
     for name, allowed in _RANGES.items():
         for value in (allowed.least, allowed.most):
@@ -89,13 +86,6 @@ def test_the_extremes_of_all_ranges_run(llm):
                 continue
             params = SamplingParams(**{"max_tokens": 2, name: value})
             assert llm.generate([[5, 6]], params, use_tqdm=False)[0].finished
-
-
-def test_a_request_checks_its_types():
-    for wrong in ({"sampling_params": None}, {"session_id": ["s"]}, {"priority": True}):
-        given: Any = wrong
-        with pytest.raises(UserError, match=f"{next(iter(wrong))} must be"):
-            GenerationRequest([5], **given)
 
 
 def test_a_failed_submission_leaves_nothing(llm, monkeypatch):
@@ -157,16 +147,6 @@ def test_a_second_thread_is_refused_by_name(llm):
         thread.join(60)
     assert not wrong and right
     assert all("caller-" in text and "one thread at a time" in text for text in refused)
-
-
-def test_another_thread_may_call_between_the_results_of_a_generator(llm):
-    results = llm.generate_each([GenerationRequest([5 + i], GREEDY) for i in range(8)])
-    first = next(results)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(llm.generate([[7, 8, 9]], GREEDY)))
-    thread.start()
-    thread.join(60)
-    assert found and first[1].finished and len(list(results)) == 7
 
 
 @pytest.mark.parametrize("ids", [5, [1.5, 2], [[1], [2]], np.zeros((3, 2), int), "text"])

@@ -44,14 +44,6 @@ def test_generate_takes_text_ids_and_dicts(llm):
     assert llm.generate(ids, GREEDY)[0].outputs[0] == first.outputs[0]
 
 
-def test_each_prompt_may_have_its_own_params(llm):
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3)]
-    outputs = llm.generate([[5, 6], [7], [8, 9, 10]], params)
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5, 3]
-    with pytest.raises(UserError, match="3 prompts but 2 sampling_params"):
-        llm.generate([[5], [6], [7]], params[:2])
-
-
 def test_seeds(llm):
     def tokens(**kwargs):
         params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, **kwargs)
@@ -104,21 +96,6 @@ def test_score_agrees_with_generation(llm):
     np.testing.assert_allclose(scores[-6:], chosen, atol=0.05)
     with pytest.raises(UserError, match="at least two tokens"):
         llm.score([5])
-
-
-def test_stream_pieces_make_the_text(llm):
-    pieces = list(llm.stream("The old house", GREEDY))
-    assert len(pieces) > 1
-    assert "".join(pieces) == llm.generate("The old house", GREEDY)[0].outputs[0].text
-
-
-def test_a_closed_stream_frees_its_pages(llm):
-    stream = llm.stream("The old house", SamplingParams(max_tokens=200, ignore_eos=True))
-    next(stream)
-    arena = llm.engine.scheduler.arena
-    assert llm.engine.scheduler.cache.available < arena.pages
-    stream.close()
-    assert llm.engine.scheduler.cache.available == arena.pages and llm.engine.scheduler.idle
 
 
 def test_interrupt_in_the_middle(llm):
@@ -210,11 +187,6 @@ def test_options_of_requests_refused(llm, options, message):
 def test_what_is_no_prompt_at_all(llm, prompts):
     with pytest.raises(UserError, match="prompts are text, token ids, or a list"):
         llm.generate(prompts)
-
-
-def test_no_chat_template(llm):
-    with pytest.raises(UserError, match="no chat template"):
-        llm.chat([{"role": "user", "content": "Hello"}])
 
 
 def test_chat_uses_the_template(demo_dir, tmp_path):

@@ -29,10 +29,6 @@ def steps(name="qwen3-30b-a3b", rows=64, layers=None, bucketed=True, **ops):
     return StepSpec("gpu", "", "device", chosen, config, "bfloat16", layout, shapes)
 
 
-def names(checks):
-    return {check.key for check in checks}
-
-
 def test_a_start_needs_what_it_runs():
     """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it."""
     needed, rest = start_checks(steps(), 24 * GiB)

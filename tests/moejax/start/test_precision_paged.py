@@ -4,20 +4,16 @@ follows from the tables, bytes are counted by version, and a trace says enough t
 from __future__ import annotations
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from host_offload.control.paging import PagedSpec, paged_said, version_cells
-from host_offload.memory.tables import cold_tables
+from host_offload.control.paging import version_cells
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
-from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import TraceError, read_trace
 from moejax import SamplingParams
 from moejax.cache import use_compilation_cache
@@ -162,44 +158,6 @@ def test_bytes_of_one_version_for_all_are_found_out(run_of):
         replay(other, policies=[HOT])
 
 
-def test_other_cells_and_policies_are_simulated(run_of):
-    _, trace = run_of
-    low_only = simulate(trace, cells=np.array([[0, 16]] * LAYERS))
-    assert low_only.bytes is not None
-    low = layout().records[LO].nbytes
-    # Everything is filled once, in the low version, and then it is there.
-    assert low_only.bytes.sum() == low_only.fills.sum() * low
-    assert low_only.read_through.sum() == 0
-    dense = simulate(trace, cells=16)
-    assert dense.bytes is not None
-    assert dense.bytes.sum() == dense.fills.sum() * layout().records[HI].nbytes
-    more = simulate(trace, cells=np.array([[4, 16]] * LAYERS), policies=[HOT])
-    assert more.control is not None and more.control["precision"]["hi"] > 4
-    fewer = simulate(trace, policies=[HOT])
-    assert more.misses.sum() < fewer.misses.sum()
-    weights_only = simulate(trace, eviction="lfu")
-    assert weights_only.bytes is not None and weights_only.staged.sum() == 0
-    assert weights_only.bytes.sum() == weights_only.misses.sum() * low  # all wanted low
-
-
-@pytest.mark.nightly
-def test_with_a_fixed_map_cells_change_no_bit(tmp_path):
-    """Misses compute in the map's versions, whatever is in cells: the bits of everything
-    resident."""
-    paged = played(tmp_path / "paged", precision_of("random,seed=3,paged=true", hi_share=0.5))
-    assert paged.control is None and paged.paging["read_through"] > 0
-    trace = read_trace(tmp_path / "paged")
-    np.save(tmp_path / "map.npy", np.array(trace.header.spec["paged"]["fill_version"]))
-    replay(trace)
-    again = precision_of(f"map={tmp_path / 'map.npy'},paged=true", hi_share=0.25)
-    other = played(tmp_path / "again", again)
-    resident = played(tmp_path / "resident", precision_of(f"map={tmp_path / 'map.npy'}"), slots=20)
-    assert other.bytes != paged.bytes and resident.paging["fills"] == 0
-    for found in (other, resident):
-        pairs = zip(paged.recorded, found.recorded, strict=True)
-        assert all(a.same_bits(b) for a, b in pairs)
-
-
 @pytest.mark.parametrize(
     ("slots", "share", "wanted"),
     [
@@ -223,16 +181,6 @@ def test_slots_become_cells_of_both_versions(slots, share, wanted):
 def test_cells_of_one_version_do_not_mix():
     with pytest.raises(ValueError, match="pages mix two versions, not 1"):
         version_cells(layout(precision_of("int4")), 8, LAYERS, EXPERTS)
-
-
-def test_the_header_gives_the_cells_back():
-    spec = PagedSpec(np.array([[2, 8], [1, 8]]), np.ones((2, 16), np.int8))
-    back = paged_said(json.loads(json.dumps(spec.said)))
-    assert back is not None and back.capacity == (3, 16) and back.cell_bound == 10
-    assert np.array_equal(back.fill_version, spec.fill_version) and paged_said(None) is None
-    tables = cold_tables(spec.cells, 16, (1, 0, 0), back.cell_bound, spec.fill_version)
-    assert tables.cell_version[0].tolist() == [0, 0, *[1] * 8]
-    assert np.sum(tables.cell_row >= 0, axis=1).tolist() == [10, 9]
 
 
 def test_demand_is_counted_by_version():

@@ -45,24 +45,6 @@ def test_qwen3_like_has_the_published_figures(seed):
     assert_qwen3_like(active(routing_generator("qwen3-like", LAYERS), seed))
 
 
-def test_zipf_routing():
-    generator = routing_generator("zipf", LAYERS)
-    sets = active(generator, 0)
-    # Choosing k without replacement is a race of exponential clocks with rates r^-1: an expert is
-    # in if its clock rings before a time at which k have rung in the mean (Rosén, 1997).
-    rates = 1.0 / np.arange(1, E + 1)
-    low, high = 0.0, 1e3
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (1 - np.exp(-rates * middle)).sum() < K else (low, middle)
-    wanted = 1 - np.exp(-rates * low)
-    found = -np.sort(-sets.mean(axis=(0, 1)), axis=-1).mean(axis=0)
-    np.testing.assert_allclose(found[:16], wanted[:16], rtol=0.05)
-    for batch in (8, 32):
-        share = (1 - (1 - wanted) ** batch).mean()
-        assert activated(sets, batch) == pytest.approx(share, rel=0.05)
-
-
 def test_phases_change_the_hot_experts():
     generator = routing_generator("phases", LAYERS, phase_tokens=TOKENS)
     assert [generator.phase(t) for t in (0, TOKENS - 1, TOKENS, 3 * TOKENS)] == [0, 0, 1, 0]

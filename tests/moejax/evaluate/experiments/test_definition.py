@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from moejax.errors import UserError
-from moejax.evaluate.experiments.arms import arm_of
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
 
@@ -88,13 +87,6 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"expertflow=train.*pip install 'moejax\[train\]'"):
         read_experiment(SMALL | {"policies": ["lru", "expertflow=train"]})
-
-
-def test_several_policies_are_one_arm(home):
-    arm = arm_of("lfu + random(count=2)", home)
-    assert [type(policy).__name__ for policy in arm.policies] == ["LFU", "RandomPrefetch"]
-    # LRU evicts where none of them does.
-    assert [type(p).__name__ for p in arm_of("random", home).policies] == ["LRU", "RandomPrefetch"]
 
 
 @pytest.mark.parametrize(
@@ -198,11 +190,6 @@ def test_a_file_that_is_no_definition(home, text, said):
     with pytest.raises(UserError) as error:
         read_experiment(written(home, text))
     assert said in str(error.value)
-
-
-def test_a_file_that_is_not_there(home):
-    with pytest.raises(UserError, match="cannot be read: No such file"):
-        read_experiment(home / "none.yaml")
 
 
 def test_equal_bytes_give_a_smaller_version_more_cells():

@@ -1,13 +1,10 @@
 """Experts in two versions within a grid: equal bytes, what was learned, a run over all texts."""
 
-import json
-
 import numpy as np
 import pytest
 
 import moejax
 from moejax import LLM
-from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
@@ -118,22 +115,3 @@ def test_the_report_compares_precisions(mixed, tmp_path):
     # A grid that goes on starts nothing and scores nothing.
     again = moejax.ablate(GRID, mixed.directory, progress=False)
     assert (again.rows, again.quality) == (mixed.rows, mixed.quality)
-
-
-@pytest.mark.slow
-def test_a_text_that_was_not_scored_is_scored_in_a_whole_run(mixed):
-    """What a kill within the scores leaves: the same figures, since texts before it run again."""
-
-    def left_out(line):
-        return "spares" in line["precision"] and (line["text"] == "math" or "mode" in line)
-
-    quality = mixed.directory / "quality.jsonl"
-    lines = quality.read_text().splitlines()
-    for path in (quality, mixed.directory / "records.jsonl"):
-        kept = [x for x in path.read_text().splitlines() if not left_out(json.loads(x))]
-        path.write_text("\n".join(kept) + "\n")
-    again = moejax.ablate(GRID, mixed.directory, progress=False)
-    key = lambda line: (line["precision"], line["text"])  # noqa: E731
-    assert sorted(again.quality, key=key) == sorted(map(json.loads, lines), key=key)
-    with pytest.raises(UserError, match="results of another experiment"):
-        moejax.ablate(GRID | {"precision": ["int8"]}, mixed.directory, progress=False)
