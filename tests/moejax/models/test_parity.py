@@ -82,25 +82,16 @@ ODD = {
 MSCALED_YARN = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
 
 
-def _use_long_factors(model) -> None:
-    """transformers 5.24 computes Phi-3.5-MoE's frequencies without the length of the sequence, so
-    always from the short factors; the model's own code and vLLM take the long ones."""
-    rotary = model.model.rotary_emb
-    function = rotary.rope_init_fn
-    rotary.rope_init_fn = lambda config: function(config, seq_len=config.max_position_embeddings)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """config: over transformers_models.SMALL and OF_FAMILY. engine: options of LLM beside those in
-    `_run`. saved: options of transformers_models.save. correct: makes transformers' model right."""
+    `_run`. saved: options of transformers_models.save."""
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     saved: dict[str, Any] = dataclasses.field(default_factory=dict)
     family: str = "Qwen3Moe"
     prompts: tuple[int, ...] = PROMPT_LENGTHS
-    correct: Callable[[Any], None] = lambda model: None
 
 
 CASES = {
@@ -164,22 +155,6 @@ CASES = {
         {"expert_budget": "50%"},
         family="Qwen2Moe",
     ),
-    "Qwen2-MoE: windows by list, no biases, own head size, tied": Case(
-        {
-            "layer_types": ["full_attention", "sliding_attention"],
-            "use_sliding_window": True,
-            "sliding_window": 64,
-            "qkv_bias": False,
-            "head_dim": 24,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": True,
-            "shared_expert_intermediate_size": 80,
-            "rope_parameters": YARN,
-        },
-        {"expert_budget": "0%"},
-        {"older_keys": True},
-        family="Qwen2Moe",
-    ),
     "Phi-3.5-MoE: biases, window, longrope within its length": Case(
         {
             "attention_bias": True,
@@ -190,14 +165,6 @@ CASES = {
         },
         {"expert_budget": "50%"},
         family="Phimoe",
-    ),
-    "Phi-3.5-MoE: no biases, tied, longrope beyond its length by the older keys": Case(
-        {"tie_word_embeddings": True, "rope_parameters": LONGROPE | MSCALES | LONG},
-        {"expert_budget": "0%"},
-        {"older_keys": True},
-        family="Phimoe",
-        prompts=ONLY_LONG,
-        correct=_use_long_factors,
     ),
     "DeepSeek-V2: within groups, biases, a dense layer, yarn rope that scales scores": Case(
         {
@@ -333,7 +300,6 @@ def _run(case: Case, directory) -> Run:
         # The case runs the memory path that it names.
         assert (llm.stats()["experts"]["hits"] == 0) == (case.engine.get("expert_budget") == "0%")
     decode = [_log_softmax(np.stack(logits[o.request_id])) for o in outputs]
-    case.correct(model)
     return Run(model, prompts, sequences, decode, scores)
 
 

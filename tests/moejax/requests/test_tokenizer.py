@@ -18,9 +18,6 @@ from moejax.requests.tokenizer import Detokenizer, check_vocabulary, load_tokeni
 DEMO = Path(moejax.__path__[0]) / "demo"
 
 
-SPECIAL = 0  # <|endoftext|>
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     tokenizer = load_tokenizer(DEMO)
