@@ -175,24 +175,3 @@ def test_threads_are_fixed_when_jax_starts():
     assert run.stdout.strip() == "3"
     said = "threads is 4, but jax has started with 3 in this process"
     assert run.returncode and said in run.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_limit_is_raised_only_before_the_backend_starts():
-    code = (
-        "import os, jax\n"
-        "from moejax.device import PINNED_LIMIT, select_device\n"
-        "select_device()\n"
-        "print(os.environ[PINNED_LIMIT])\n"
-        "del os.environ[PINNED_LIMIT]\n"
-        "select_device()\n"
-        "print(PINNED_LIMIT in os.environ)\n"
-    )
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment.pop(PINNED_LIMIT, None)
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    limit, again = run.stdout.split()
-    assert int(limit) >= 64 and again == "False"

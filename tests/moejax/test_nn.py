@@ -21,7 +21,6 @@ from moejax.nn import (
 from moejax.step.runner import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.triton import interpreted
-from tests.aot.aot_h200 import compile_for_h200
 from tests.hlo import read_executable
 from tests.host_offload.memory.dense_records import record_of
 
@@ -164,23 +163,6 @@ def test_experts_stay_for_the_next_step(experts, compiled):
     np.testing.assert_array_equal(memory.paging.hits, first.active)
 
 
-def test_rows_without_a_token_need_no_expert(experts, compiled, resident):
-    valid = np.array([True, False, True, False, False])
-    found, memory = run(compiled, experts.allocate(), inputs(1), valid)
-    np.testing.assert_array_equal(found[0][:, valid], resident[0][:, valid])
-    assert not found[0][:, ~valid].any()
-    assert (memory.paging.active <= 2 * RULE.top_k).all()
-    memory = run(compiled, experts.allocate(), inputs(1), np.zeros(ROWS, bool))[1]
-    assert (memory.paging.active == 0).all()
-
-
-def test_a_row_does_not_depend_on_the_others(experts, compiled, resident):
-    x, others = inputs(1)[0], inputs(1, seed=9)[0]
-    memory = experts.grant(experts.allocate(), (3, 3))
-    found = run(compiled, memory, [others.at[3].set(x[0])])[0]
-    np.testing.assert_array_equal(found[0][:, 3], resident[0][:, 0])
-
-
 def test_the_arena_is_updated_in_place(experts, compiled):
     memory = experts.allocate()
     program = read_executable(compiled[0])
@@ -188,22 +170,6 @@ def test_the_arena_is_updated_in_place(experts, compiled):
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves(memory))
     assert program.memory.alias_bytes == donated
     assert program.memory.temp_bytes < memory.arena.nbytes // 4
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
-def test_other_arenas_waves_and_more_rows_give_the_same_bits(dtype):
-    """Each is another executable."""
-    experts = PagedExperts.from_arrays(weights(), dtype)
-    x = inputs(1, rows=21)[0].astype(dtype)
-    found = []
-    for budget, waves, rows in (("100%", 1, ROWS), (0, 1, ROWS), ("30%", 3, 21)):
-        memory = experts.allocate(budget)
-        model = Parallel(experts, waves=waves)
-        y = run(compiled_model(model, memory, rows), memory, [x[:rows]])[0]
-        found.append(y[0][:, :ROWS])
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
 
 
 # ---- weights
@@ -255,26 +221,6 @@ def test_the_kernels_of_a_layer_are_checked(experts):
     assert {check.op for check in checked} == set(OPS_USED)
     assert all(f"{E}x{D} " in check.key for check in checked if check.op == "linear")
     assert kernel_checks(resolve_ops("xla"), half, RULE) == []
-
-
-@pytest.mark.nightly  # as the step's: test_kernel_steps
-@pytest.mark.aot
-@pytest.mark.slow
-def test_kernels_for_an_h200_copy_nothing_large():
-    experts = PagedExperts.from_arrays(weights(hidden=256, width=128), "bfloat16")
-    with interpreted():  # lets kernels be chosen on a machine without a GPU
-        model = Parallel(experts, ops=dict.fromkeys(OPS_USED, "pallas"))
-    memory = experts.allocate()
-
-    def compile(step, *args):
-        return compile_for_h200(step, *args, donate_argnums=2, host_argnums=0)
-
-    program = compiled_model(model, memory, rows=16, compile=compile)
-    assert program.copies(experts.layout.nbytes) == program.host_copies(1) == []
-    kernels = program.kernels()
-    in_experts = "expert_gate_up", "expert_down"
-    for name in ("linear_parts", "route", "plan", "fill", *in_experts, "combine"):
-        assert kernels.count(name) == L, name
 
 
 # ---- the example

@@ -3,12 +3,15 @@
 import json
 import pathlib
 import shutil
+import signal
 
 import jax
 import numpy as np
+import pytest
 
 from moejax.checkpoints.orbax import manifest as orbax_manifest
 from moejax.checkpoints.orbax.destination import LOCK
+from moejax.errors import MOST_LINE, UserError
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
 
 
@@ -71,3 +74,20 @@ def rewrite_manifest(directory, change):
     change(content)
     canonical = json.dumps(content, sort_keys=True).encode()
     path.write_text(json.dumps({**content, "self": orbax_manifest.checksum(canonical)}))
+
+
+def refuses(message, call, *args, **options):
+    """A UserError, of lines that can be read, within a minute."""
+
+    def fail(*_):
+        raise TimeoutError("not refused within 60 s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    try:
+        with pytest.raises(UserError, match=message) as caught:
+            call(*args, **options)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert max(map(len, str(caught.value).split("\n"))) <= MOST_LINE

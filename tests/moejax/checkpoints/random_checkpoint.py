@@ -41,7 +41,7 @@ def random_tensors(config, dtype=BF16, found=()):
 
 def write(directory, tensors, config=CONFIG, shards=1, index=None):
     """A checkpoint directory; with shards > 1, tensor i goes to shard i % shards."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     if shards == 1:
         save_file(tensors, directory / "model.safetensors")

@@ -1,46 +1,103 @@
-"""Loading what `moejax convert` wrote: the source's bits, one expert alone, damage by name."""
+"""Checkpoints of `moejax convert`: written, gone on with, loaded to the source's bits, damaged."""
+
+from __future__ import annotations
 
 import dataclasses
+import fcntl
+import itertools
 import json
 import os
-import pathlib
+import random
 import re
+import resource
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
-from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax import LLM, SamplingParams
+from host_offload.queue.native import checksum as crc
 from moejax.checkpoints.convert import convert
-from moejax.checkpoints.load import checkpoint_format, load_checkpoint
-from moejax.checkpoints.orbax.manifest import checksum
-from moejax.checkpoints.orbax.own import load_orbax, read_expert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.checkpoints.orbax.destination import LOCK
+from moejax.checkpoints.orbax.layout import Leaf, orbax_files
+from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST, checksum, read_manifest
+from moejax.checkpoints.orbax.own import read_expert
+from moejax.commands.main import main
 from moejax.errors import UserError
+from moejax.models.config import load_config
 from moejax.models.families import FAMILIES
-from tests.moejax.checkpoints.conversions import assert_same_model, copied, flip, rewrite_manifest
-from tests.moejax.checkpoints.random_checkpoint import CONFIG, UP, random_tensors, stacked, write
+from tests.moejax.checkpoints.conversions import (
+    assert_same_model,
+    contents,
+    copied,
+    flip,
+    refuses,
+    rewrite_manifest,
+    write_source,
+)
+from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
 from tests.moejax.models import families
+from tests.pallas_kernels.contract import NATIVE
 
-NORM = "model.layers.1.input_layernorm.weight"
+KILLED = """
+import os, signal, sys, threading
+from moejax.checkpoints.convert import convert
+source, destination, left, delay = *sys.argv[1:3], int(sys.argv[3]), float(sys.argv[4])
+
+def count(event, args):
+    global left
+    if event in ("open", "os.rename", "os.mkdir", "os.remove") and str(args[0]).startswith(
+        destination
+    ):
+        left -= 1
+        if left == 0:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+sys.addaudithook(count)
+convert(source, destination)
+print(int(sys.argv[3]) - left, flush=True)
+"""
+"""Converts, and kills itself `delay` seconds after the `left`-th file operation in DST or
+DST.partial; prints how many there were."""
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    directory = write(tmp_path_factory.mktemp("hf") / "model", random_tensors(CONFIG), shards=3)
+    directory = write_source(tmp_path_factory.mktemp("hf") / "model")
     (directory / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     return directory
 
 
 @pytest.fixture(scope="module")
-def converted(source, tmp_path_factory):
-    return convert(source, tmp_path_factory.mktemp("orbax") / "model", verify=True).directory
+def undisturbed(source, tmp_path_factory):
+    return convert(source, tmp_path_factory.mktemp("orbax") / "model").directory
 
 
 @pytest.fixture
-def broken(converted, tmp_path):
-    return copied(converted, tmp_path / "broken")
+def broken(undisturbed, tmp_path):
+    return copied(undisturbed, tmp_path / "broken")
+
+
+class Stop(Exception):
+    """Ends a conversion as Ctrl-C would."""
+
+
+@pytest.fixture
+def unfinished(source, undisturbed, tmp_path):
+    """A destination whose conversion ended after all parameters and one of two MoE layers."""
+    params = len(json.loads((undisturbed / MANIFEST).read_text())["params"])
+    calls = itertools.count()
+
+    def report(done, total):
+        if next(calls) == params + 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert(source, tmp_path / "model", progress=report)
+    return tmp_path / "model"
 
 
 # ---- the same bits
@@ -56,20 +113,6 @@ def test_every_family_loads_as_its_source_does(architecture, tmp_path):
     assert_same_model(load_checkpoint(result), load_checkpoint(original))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
-def test_loads_as_its_source_does_in_every_dtype(dtype, source, converted):
-    assert checkpoint_format(converted) == "moejax-orbax"
-    assert_same_model(load_checkpoint(converted, dtype), load_checkpoint(source, dtype))
-
-
-def test_stacked_float32_experts_without_a_dtype_in_the_config(tmp_path):
-    config = {k: v for k, v in CONFIG.items() if k != "dtype"}
-    tensors = stacked(random_tensors(config, np.float32), 3, 3)
-    original = write(tmp_path / "hf", tensors, config)
-    result = convert(original, tmp_path / "orbax").directory
-    assert_same_model(load_checkpoint(result), load_checkpoint(original))
-
-
 def test_conversion_to_another_dtype(tmp_path):
     config = CONFIG | {"torch_dtype": "float32", "dtype": "float32"}
     original = write(tmp_path / "hf", random_tensors(config, np.float32), config)
@@ -81,32 +124,10 @@ def test_conversion_to_another_dtype(tmp_path):
     assert written["dtype"] == "bfloat16" and "torch_dtype" not in written
 
 
-def test_parameters_with_a_dtype_of_their_own_keep_it(tmp_path):
-    original = families.write_checkpoint(tmp_path / "hf", "DeepseekV3ForCausalLM")
-    result = convert(original, tmp_path / "orbax").directory
-    params = load_checkpoint(result).params
-    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
-    assert dtypes == {"bfloat16", "float32"}
-
-
-@pytest.mark.nightly  # the same arrays: test_loads_as_its_source_does_in_every_dtype
-@pytest.mark.slow
-def test_the_demo_writes_the_same_text(demo_dir, tmp_path):
-    result = convert(demo_dir, tmp_path / "orbax").directory
-    texts = []
-    for model in (demo_dir, result):
-        limits = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256)
-        with LLM(model, progress=False, **limits) as llm:  # type: ignore[arg-type]
-            params = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
-            (output,) = llm.generate("The old house", params, use_tqdm=False)
-            texts.append((output.outputs[0].text, output.outputs[0].token_ids))
-    assert texts[0] == texts[1] and texts[0][0]
-
-
-def test_orbax_itself_loads_it(converted):
+def test_orbax_itself_loads_it(undisturbed):
     from orbax.checkpoint import v1
 
-    tree, loaded = v1.load(str(converted)), load_checkpoint(converted)
+    tree, loaded = v1.load(str(undisturbed)), load_checkpoint(undisturbed)
     assert jax.tree.structure(tree["params"]) == jax.tree.structure(loaded.params)
     for found, wanted in zip(
         jax.tree.leaves(tree["params"]), jax.tree.leaves(loaded.params), strict=True
@@ -118,44 +139,8 @@ def test_orbax_itself_loads_it(converted):
         np.testing.assert_array_equal(np.asarray(found), wanted)
 
 
-def test_progress_is_in_bytes(converted):
-    calls = []
-    loaded = load_orbax(converted, progress=lambda done, total: calls.append((done, total)))
-    nbytes = loaded.store.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
-    assert calls[-1] == (nbytes, nbytes) and calls == sorted(calls)
-
-
-def test_phases_are_timed(converted):
-    seconds = load_checkpoint(converted).seconds
-    assert seconds.keys() == {"headers", "allocate", "read"} and min(seconds.values()) > 0
-
-
-def test_files_of_the_hub_cache_are_links(source, converted, tmp_path):
-    """As `hf upload` and loading from the hub's cache leave them; a Hugging Face checkpoint in a
-    directory of a repository too."""
-    cache = tmp_path / "models--some--model"
-    snapshot = pathlib.Path(shutil.copytree(converted, cache / "snapshots" / "abc"))
-    shutil.copytree(source, snapshot / "original")
-    (cache / "blobs").mkdir()
-    for number, path in enumerate(p for p in snapshot.rglob("*") if p.is_file()):
-        path.rename(cache / "blobs" / str(number))
-        path.symlink_to(cache / "blobs" / str(number))
-    (tmp_path / "link").symlink_to(snapshot)
-    assert_same_model(load_checkpoint(tmp_path / "link"), load_checkpoint(converted))
-    assert_same_model(load_checkpoint(snapshot / "original"), load_checkpoint(source))
-    path = snapshot / "state/params.embed/zarr.json"
-    (tmp_path / "secret").write_bytes(path.read_bytes())
-    path.unlink()
-    path.symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"zarr.json: a link out of the checkpoint's directory"):
-        load_checkpoint(snapshot)
-
-
-# ---- one expert alone
-
-
-def test_an_expert_is_read_alone(converted, broken):
-    store = np.asarray(load_checkpoint(converted).store.arrays["dense"])
+def test_an_expert_is_read_alone(undisturbed, broken):
+    store = np.asarray(load_checkpoint(undisturbed).store.arrays["dense"])
     kept = broken / "state/experts.dense.1/c/2/0/0"
     for path in broken.glob("state/*/c/**/*"):
         if path.is_file() and path != kept:
@@ -174,36 +159,21 @@ def test_an_expert_is_read_alone(converted, broken):
         ((0, 0, "int4"), "no version 'int4' of experts; there are dense"),
     ],
 )
-def test_an_expert_that_is_not_there(place, message, converted):
+def test_an_expert_that_is_not_there(place, message, undisturbed):
     with pytest.raises(UserError, match=message):
-        read_expert(converted, *place)
+        read_expert(undisturbed, *place)
 
 
-def test_an_expert_without_a_checksum(broken):
-    rewrite_manifest(broken, lambda manifest: manifest["experts"]["dense"].pop("1"))
-    with pytest.raises(UserError, match="MoE layer 1 has not 3 checksums"):
-        read_expert(broken, 1, 0)
+@NATIVE
+def test_crcs_are_those_of_the_experts_files(undisturbed):
+    experts = read_manifest(undisturbed / MANIFEST).crcs["dense"]
+    assert len(experts) == sum(load_config(undisturbed).moe_layers)
+    for layer, crcs in experts.items():
+        files = [undisturbed / f"state/experts.dense.{layer}/c/{e}/0/0" for e in range(len(crcs))]
+        assert crcs == tuple(crc("crc32c", path.read_bytes()) for path in files)
 
 
 # ---- damage
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("state/experts.dense.1/c/2/0/0", "expert 2 of MoE layer 1, version dense .*: damaged"),
-        ("state/params.runs.1.qkv/c/0/0/0", "parameter runs.1.qkv .*: damaged"),
-        ("state/params.embed/c/0/0", "parameter embed .*: damaged"),
-        ("state/params.embed/zarr.json", "zarr.json: changed or damaged since the conversion"),
-        ("state/_METADATA", "_METADATA: changed or damaged since the conversion"),
-        ("generation_config.json", "generation_config.json: changed or damaged"),
-        ("moejax.json", "moejax.json: damaged: its checksum does not fit"),
-    ],
-)
-def test_a_flipped_bit_is_named(file, message, broken):
-    flip(broken / file, -6 if file == "moejax.json" else -1)  # of its own, which stays JSON
-    with pytest.raises(UserError, match=message):
-        load_checkpoint(broken)
 
 
 def test_no_flipped_bit_goes_unnoticed(broken):
@@ -230,20 +200,6 @@ def test_no_flipped_bit_goes_unnoticed(broken):
 def test_what_is_missing_is_named(file, message, broken):
     path = broken / file
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(UserError, match=message):
-        load_checkpoint(broken)
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("state/experts.dense.1/c/0/0/0", "expert 0 of MoE layer 1, .*: 40 bytes, not 768"),
-        ("state/_METADATA", "_METADATA: changed or damaged"),
-        ("moejax.json", "moejax.json: cannot be read as JSON"),
-    ],
-)
-def test_a_truncated_file_is_named(file, message, broken):
-    (broken / file).write_bytes((broken / file).read_bytes()[:40])
     with pytest.raises(UserError, match=message):
         load_checkpoint(broken)
 
@@ -286,11 +242,8 @@ def _drop(*keys):
         (_put("dtype", value="int8"), "dtype 'int8' is unknown"),
         (_put("tree", value="../elsewhere"), "not a manifest that moejax wrote"),
         (_put("files", "../../etc/passwd", value="0" * 16), "not a manifest that moejax wrote"),
-        (_put("files", "/etc/passwd", value="0" * 16), "not a manifest that moejax wrote"),
         (_put("files", "\033[2J", value="0" * 16), "wrote: .*unprintable"),
-        (_put("files", "config.json", value=7), "not a manifest that moejax wrote"),
-        (_put("nonfinite", value=[]), "not a manifest that moejax wrote"),
-        (_put("experts", value=[]), "not a manifest that moejax wrote"),
+        (_put("errors", value={"int4": {"0": [10**400]}}), "not a manifest that moejax wrote"),
         (_drop("params"), "not a manifest that moejax wrote"),
         (_drop("params", "embed"), "parameter embed is missing"),
         (_put("params", "extra", value={"dtype": "bfloat16", "shape": [], "checksums": []}),
@@ -306,52 +259,252 @@ def test_a_wrong_manifest_is_refused(change, message, broken):
         load_checkpoint(broken)
 
 
-@pytest.mark.parametrize("name", [UP, NORM])
-def test_values_that_the_wanted_dtype_cannot_hold(name, tmp_path):
-    config = CONFIG | {"dtype": "float32"}
-    tensors = random_tensors(config, np.float32)
-    tensors[name].flat[3] = 1e30
-    original = write(tmp_path / "hf", tensors, config)
-    with pytest.raises(UserError, match=f"{re.escape(name)} has values that float16 cannot hold"):
-        convert(original, tmp_path / "orbax", dtype="float16")
-    result = convert(original, tmp_path / "whole").directory
-    with pytest.raises(UserError, match=r"state.* has values that float16 cannot hold"):
-        load_checkpoint(result, "float16")
+def test_checksums_that_are_missing(broken):
+    def others(manifest):
+        manifest["experts"]["dense"].pop("1")
+        manifest["experts"]["lossless12"] = {}
+        manifest["dense_layers"] = {"lossless12": [-1, 0, 10**9]}
+
+    rewrite_manifest(broken, others)
+    refuses("MoE layer 1 has not 3 checksums", read_expert, broken, 1, 0)
+    message = "0 checksums for experts.(dense|lossless12).1"
+    refuses(message, load_checkpoint, broken, versions=("lossless12",))
 
 
-def test_a_pipe_instead_of_a_file(broken):
-    (broken / "generation_config.json").unlink()
-    os.mkfifo(broken / "generation_config.json")
-    with pytest.raises(UserError, match=r"generation_config.json: a pipe"):
-        load_checkpoint(broken)
+def test_files_that_are_none_or_without_end(broken):
+    pipe = broken / "state/experts.dense.1/c/2/0/0"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    refuses("a pipe", read_expert, broken, 1, 2)
+    for file in ("moejax.json", "state/_METADATA", "config.json"):
+        kept = (broken / file).read_bytes()
+        os.truncate(broken / file, 200 << 30)
+        refuses(f"{200 << 30} bytes are too many", load_checkpoint, broken)
+        (broken / file).write_bytes(kept)
 
 
-def test_an_unknown_dtype(converted):
-    with pytest.raises(UserError, match="dtype 'int3' is unknown; choose auto"):
-        load_checkpoint(converted, "int3")
+def test_weights_beyond_the_memory(undisturbed, monkeypatch):
+    monkeypatch.setattr("moejax.checkpoints.loaded_model.host_available_bytes", lambda: 1000)
+    refuses("asks for .* of which 1000 B are free", load_checkpoint, undisturbed)
 
 
-def test_a_store_that_does_not_fit(converted):
-    def refuse(*args):
-        raise MemoryError("no room")
-
-    with pytest.raises(UserError, match="no room"):
-        load_checkpoint(converted, new_builder=refuse)
+# ---- what a conversion refuses
 
 
-# ---- formats
+def test_a_destination_that_is_there(source, tmp_path):
+    (tmp_path / "mine").write_text("")
+    for there in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UserError, match="already there; delete it or choose another"):
+            convert(source, there)
+    (tmp_path / "empty").mkdir()
+    assert convert(source, tmp_path / "empty").directory == tmp_path / "empty"
+    assert not (tmp_path / "empty" / LOCK).exists()
 
 
-def test_formats(source, converted, tmp_path):
-    assert checkpoint_format(source) == "safetensors"
-    (tmp_path / "a/3/default").mkdir(parents=True)
-    (tmp_path / "a/3/_CHECKPOINT_METADATA").write_text("{}")
-    assert checkpoint_format(tmp_path / "a") == "orbax"
-    assert checkpoint_format(tmp_path / "a/3") == "orbax"
-    with pytest.raises(UserError, match=r"neither model.safetensors nor"):
-        checkpoint_format(tmp_path)
+def test_a_source_that_is_converted_already(undisturbed, tmp_path):
+    with pytest.raises(UserError, match="its format is moejax-orbax; convert reads safetensors"):
+        convert(undisturbed, tmp_path / "again")
+    assert not any(tmp_path.iterdir())
 
 
-def test_numpy_dtypes_are_zarr_names():
-    # zarr v3 and numpy agree on these names; the manifest and zarr.json rely on it.
-    assert all(name == dtype.name for name, dtype in NUMPY_DTYPES.items())
+def test_a_directory_of_somebody_else(source, tmp_path):
+    (tmp_path / "model.partial").mkdir()
+    (tmp_path / "model.partial/thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"model.partial: .* holds 'thesis.tex' and no unfinished"):
+        convert(source, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model.partial").iterdir()] == ["thesis.tex"]
+
+
+def test_a_wrong_source_writes_nothing(source, tmp_path):
+    broken = shutil.copytree(source, tmp_path / "hf")
+    (broken / "part-1.safetensors").unlink()
+    with pytest.raises(UserError, match="shard missing"):
+        convert(broken, tmp_path / "model")
+    with pytest.raises(UserError, match="dtype 'int8' is unknown"):
+        convert(source, tmp_path / "model", dtype="int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_an_orbax_that_lays_trees_out_in_another_way():
+    with pytest.raises(
+        UserError, match=r"orbax-checkpoint \S+ keeps the leaves of a tree in other"
+    ):
+        orbax_files({"embed": Leaf("embed", np.dtype(np.uint8), (1,), False)}, {})
+
+
+def test_two_conversions_at_once(source, unfinished):
+    with open(unfinished.with_name("model.partial") / LOCK, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another conversion is writing it"):
+            convert(source, unfinished)
+
+
+def test_too_little_space_is_said_first(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"GiB are still to be written, but the disk has 0.0 GiB"):
+        convert(source, tmp_path / "model")
+
+
+# ---- going on
+
+
+def test_an_unfinished_conversion_is_not_loadable(unfinished):
+    with pytest.raises(UserError, match=r"no such directory, but .*model.partial: if that is an"):
+        load_checkpoint(unfinished)
+    with pytest.raises(UserError, match="an unfinished conversion; run the same `moejax convert`"):
+        load_checkpoint(f"{unfinished}.partial")
+
+
+def test_finished_units_are_not_written_again(source, unfinished, undisturbed):
+    partial = unfinished.with_name("model.partial")
+    times = {p.relative_to(partial): p.stat().st_mtime_ns for p in partial.glob("state/*/c/**/0")}
+    assert len(times) > 20
+    calls = []
+    result = convert(source, unfinished, progress=lambda *call: calls.append(call))
+    assert 0 < result.kept < result.nbytes and calls[0] == (result.kept, result.nbytes)
+    assert all((unfinished / p).stat().st_mtime_ns == time for p, time in times.items())
+    assert contents(unfinished) == contents(undisturbed)
+    assert not partial.exists() and not (unfinished / JOURNAL).exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["state/experts.dense.0/c/1/0/0", "state/params.runs.0.qkv/zarr.json", "tokenizer.json"]
+)
+def test_what_was_damaged_since_is_written_again(file, source, unfinished, undisturbed, caplog):
+    flip(unfinished.with_name("model.partial") / file)
+    convert(source, unfinished)
+    assert "damaged since" in caplog.text
+    assert contents(unfinished) == contents(undisturbed)
+
+
+def test_a_damaged_journal(source, unfinished):
+    flip(unfinished.with_name("model.partial") / JOURNAL, at=200)
+    with pytest.raises(UserError, match=r"partial.json: .*; or delete .*model.partial to begin"):
+        convert(source, unfinished)
+
+
+def test_a_source_that_changed_since(source, unfinished, tmp_path):
+    part = source / "part-0.safetensors"
+    times = part.stat().st_atime_ns, part.stat().st_mtime_ns
+    os.utime(part, ns=(1, 1))
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(source, unfinished)
+    os.utime(part, ns=times)
+    # Another model's files may have these names, sizes and times.
+    other = shutil.copytree(source, tmp_path / "other")
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(other, unfinished)
+    with pytest.raises(UserError, match=r"an unfinished conversion of .* to bfloat16"):
+        convert(source, unfinished, dtype="float32")
+
+
+def test_a_source_that_changes_meanwhile(source, tmp_path):
+    changing = shutil.copytree(source, tmp_path / "hf")
+
+    def write_to(done, total):
+        flip(changing / "part-1.safetensors")
+
+    with pytest.raises(UserError, match=r"part-1.safetensors: was written to while moejax read it"):
+        convert(changing, tmp_path / "model", progress=write_to)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(UserError, match="whose files have changed or are others; delete it"):
+        convert(changing, tmp_path / "model")
+
+
+def test_killed_before_the_last_step(source, undisturbed, tmp_path):
+    partial = tmp_path / "model.partial"
+    shutil.copytree(undisturbed, partial)
+    assert_same_model(load_checkpoint(partial), load_checkpoint(undisturbed))  # it is whole
+    result = convert(source, tmp_path / "model")
+    assert result.kept == result.nbytes
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+def test_a_full_disk(source, undisturbed, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))
+        with pytest.raises(UserError, match=r"the disk is full, .* run the same command again"):
+            convert(source, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    convert(source, tmp_path / "model")
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+def test_verify_finds_what_the_disk_did(source, undisturbed, tmp_path):
+    file = "experts.dense.1/c/0/0/0"
+    path = tmp_path / "model.partial/state" / file
+
+    def damage(done, total):
+        if 2 * done == total:
+            flip(path)
+
+    with pytest.raises(UserError, match=f"{file}: read back, it is not what the source has"):
+        convert(source, tmp_path / "model", verify=True, progress=damage)
+    assert convert(source, tmp_path / "model", verify=True).kept > 0
+    assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+@pytest.mark.slow
+def test_killed(source, undisturbed, tmp_path):
+    """At three of some 300 file operations; each is resumed and compared."""
+    rng = random.Random(5)
+    points = [3, rng.randrange(60, 200), rng.randrange(200, 260)]
+    expected, whole = load_checkpoint(undisturbed), contents(undisturbed)
+    for index, (point, delay) in enumerate(zip(points, (0.0, 0.001, 0.0), strict=True)):
+        target = tmp_path / f"model{index}"
+        command = [sys.executable, "-c", KILLED, source, target, str(point), str(delay)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode in (-9, 0), ended.stderr
+        for left in (target, target.with_name(target.name + ".partial")):
+            if (left / MANIFEST).exists():
+                assert_same_model(load_checkpoint(left), expected)
+            elif left.exists() and any(left.iterdir()):
+                assert left != target
+                with pytest.raises(UserError, match=r"unfinished conversion|neither"):
+                    load_checkpoint(left)
+        if not target.exists():
+            convert(source, target)
+        assert contents(target) == whole, (point, delay)
+
+
+MEMORY = """
+import sys
+from orbax.checkpoint import v1
+import jax
+from moejax.checkpoints.convert import convert
+jax.devices()
+
+def most():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+before = most()
+convert(*sys.argv[1:3])
+print(most() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_a_layer_and_not_the_checkpoint(tmp_path):
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=16, head_dim=16)
+    config = CONFIG | sizes | {"num_hidden_layers": 24, "mlp_only_layers": []}
+    source = write(tmp_path / "hf", random_tensors(config), config, shards=4)
+    layer, whole = 16 * 3 * 256 * 256 * 2, sum(p.stat().st_size for p in source.glob("*.saf*"))
+    command = [sys.executable, "-c", MEMORY, source, tmp_path / "orbax"]
+    used = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert whole > 23 * layer and used < 4 * layer + whole / 8
+
+
+def test_the_command(source, undisturbed, tmp_path, capsys):
+    assert main(["convert", str(source), str(tmp_path / "model"), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{tmp_path / 'model'}: 19.31 KiB of bfloat16 weights\n"
+    assert contents(tmp_path / "model") == contents(undisturbed)
+    assert main(["convert", str(source), str(tmp_path / "model")]) == 2
+    assert "already there" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "wide"), "--dtype=float32", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "wide" / MANIFEST).read_text())["dtype"] == "float32"

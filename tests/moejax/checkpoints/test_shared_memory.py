@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from host_offload.memory.store import StoreBuilder
-from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints import shared_memory
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.shared_memory import NoSharedMemory, open_shared
@@ -22,6 +21,7 @@ pytestmark = [
     pytest.mark.slow,  # nothing here depends on the version of Python or jax
     pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm"),
 ]
+
 
 UINT16 = np.dtype(np.uint16)
 
@@ -142,18 +142,3 @@ def test_a_model_s_experts_are_there_once(shm, monkeypatch):
         one.store.delete()
         one.shared.close()
     assert not list(shm.iterdir())
-
-
-def test_the_option(shm):
-    limits = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    params, found = SamplingParams(temperature=0, max_tokens=6), []
-    for store in ("memory", "shared"):
-        with LLM("demo", store=store, progress=False, **limits) as llm:
-            found.append(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
-            assert llm.stats()["store"]["kind"] == store
-            assert len(list(shm.iterdir())) == (store == "shared")
-    assert found[0] == found[1] and not list(shm.iterdir())
-    with pytest.raises(UserError, match="store='shared' has the experts as the checkpoint does"):
-        LLM("demo", store="shared", precision="int8")
-    with pytest.raises(UserError, match="store='shared' keeps all of them"):
-        LLM("demo", store="shared", host_memory="1GiB")

@@ -1,4 +1,4 @@
-import copy
+"""The summary of a run."""
 
 from moejax.commands.generate import format_summary
 
@@ -71,20 +71,3 @@ kv       48 tokens shared, 7 of sessions; 2 preemptions; 32 KiB swapped out, 16 
 ops      expert_ffn xla, paged_attention xla
 note     expert budget 25% = 16 of 64 experts (1.5 MiB)"""
     assert format_summary(STATS) == expected
-
-
-def test_uneven_layers_are_a_range():
-    stats = copy.deepcopy(STATS)
-    stats["arena"]["cells_per_layer"] = [5, 5, 4, 4]
-    assert "(4–5 a layer" in format_summary(stats)
-
-
-def test_what_does_not_exist_yet_is_a_dash():
-    stats = copy.deepcopy(STATS)
-    stats["ttft_s"] = {"mean": None, "max": None}
-    stats["tpot_s"] = {"mean": None, "p50": None, "p99": None}
-    stats["tokens_per_s"] = stats["experts"]["hit_rate"] = None
-    stats["arena"]["cells_per_layer"] = []
-    text = format_summary(stats)
-    assert "first token –; then per token mean –, p99 –" in text
-    assert "– tokens/s" in text and "hit rate – of" in text and "(0 a layer" in text

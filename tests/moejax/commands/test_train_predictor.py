@@ -1,5 +1,7 @@
 """`moejax train-predictor`: from a trace of text to a prefetch, and what it refuses."""
 
+from __future__ import annotations
+
 import json
 
 import pytest
@@ -8,6 +10,7 @@ from moejax.commands.main import main
 from tests.host_offload.policies.prefetch.llapor.test_llapor import deterministic, trace_of
 
 pytestmark = pytest.mark.slow
+
 
 QUICK = ["--epochs", "2", "--width", "16"]
 

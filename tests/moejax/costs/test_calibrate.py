@@ -1,10 +1,11 @@
 """Calibration measures what it says, keeps it, and refuses what is not its own."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import logging
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from host_offload.control.interface import Decision, Moment
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
-from moejax.costs import in_place, measure, store
+from moejax.costs import measure, store
 from moejax.costs.forced import Case, ForcedSteps
 from moejax.costs.store import (
     cost_file,
@@ -25,13 +26,8 @@ from moejax.costs.store import (
 )
 from moejax.errors import UserError
 from moejax.serve import costs
-from moejax.serve.costs import cost_model_for, cost_model_of, costs_for
-from moejax.step.parts import StepSpec
-from pallas_kernels.cpu.spans import recorded
-from pallas_kernels.records import RecordFormat
-from pallas_kernels.records.versions import VersionFormats
+from moejax.serve.costs import cost_model_for, costs_for
 from tests.host_offload.sizing.cost_models import MODEL
-from tests.pallas_kernels.contract import NATIVE
 
 SMALL = dict(
     eviction="lru", max_num_seqs=2, max_model_len=64, max_num_batched_tokens=128, progress=False
@@ -48,9 +44,6 @@ def quick(monkeypatch):
     """Calibration of one round."""
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "STEPS", 1)
-
-
-# ---- files
 
 
 ABOUT = {"device": "Some GPU", "machine": "here", "jax": "1"}
@@ -96,79 +89,11 @@ def test_costs_of_another_machine_are_refused_and_name_it(tmp_path):
         load_cost_model(tmp_path / "none.json")
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"costs\.json cannot be written"):
-        write_cost_model(tmp_path / "file" / "costs.json", MODEL)
-
-
-def test_figures_of_other_executables_are_others():
-    """An encoded expert that is decoded in transit has a dense cell and dense bytes, and steps that
-    give out more are other programs; the default's identity has neither."""
-    steps: Any = StepSpec(
-        device_kind="Some GPU",
-        runtime="1",
-        driver="device",
-        ops=StepCost(1, 1, 1, 1, 1),  # type: ignore[arg-type]
-        config=StepCost(2, 2, 2, 2, 2),  # type: ignore[arg-type]
-        dtype="float32",
-        layout=types.SimpleNamespace(records=[types.SimpleNamespace(nbytes=96)]),  # type: ignore[arg-type]
-        shapes=StepCost(3, 3, 3, 3, 3),  # type: ignore[arg-type]
-    )
-    plain = identity(steps)
-    dense = RecordFormat("dense", 128, 128, "bfloat16")
-    packed = dataclasses.replace(dense, version="lossless12")
-    for change in (
-        {"formats": (VersionFormats(dense, packed),)},
-        {"trace_arrays": frozenset({"probs"})},
-    ):
-        other = identity(dataclasses.replace(steps, **change))
-        assert cost_file(other) != cost_file(plain)
-        assert plain.items() <= other.items() and len(other) == len(plain) + 1
-
-
-# ---- measuring
-
-
 def test_costs_are_not_those_of_a_link():
     steps = types.SimpleNamespace(store="memory", queue=object())
     queued: Any = types.SimpleNamespace(stores=[None], steps=steps)
     with pytest.raises(UserError, match="measured without a link"):
         measure.measure(queued)
-
-
-@NATIVE
-@pytest.mark.slow
-def test_an_expert_on_the_cpu_is_one_of_the_op_that_a_second_processor_runs(monkeypatch):
-    """On its threads, where its experts are; and of what a call of none takes nothing."""
-    monkeypatch.setattr(in_place, "REPEATS", 5)
-    costs = "load=1ms,startup=1ms,per_token=1ms,accelerator=1ms,attention=1ms"
-    given = {**SMALL, "driver": "host", "placement_test": "threads=1+1"}
-    with LLM("demo", placement=f"fiddler,{costs}", **given) as llm:
-        runner, lowered = llm.engine.runner, []
-        jit = in_place.jax.jit
-
-        def shown(function):
-            compiled = jit(function)
-
-            def call(*args):
-                if not lowered:
-                    lowered.append(compiled.lower(*args).as_text())
-                return compiled(*args)
-
-            return call
-
-        monkeypatch.setattr(in_place.jax, "jit", shown)
-        with recorded() as spans:
-            startup, per_token = measure._cpu_expert(runner)
-        monkeypatch.undo()
-        assert identity(runner.steps)["second_threads"] == [1, 1]
-    assert "threads = 1 : i64" in lowered[0]
-    counted = [span for span in spans if span.op == "expert_ffn"]
-    assert len(counted) == len(in_place.ROWS) * 2 * 6
-    # Less than the longest call, for eight experts of 64 rows.
-    longest = max(span.end - span.begin for span in counted)
-    assert startup + per_token > 0 and 64 * per_token < longest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,33 +150,6 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
     assert not [r for r in caplog.records if "measuring what steps cost" in r.message]
 
 
-@pytest.mark.nightly
-def test_a_policy_that_needs_costs_has_them_measured(quick, caplog):
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with caplog.at_level(logging.INFO, "moejax"), LLM("demo", policies=[Priced()], **SMALL) as llm:
-        assert [r for r in caplog.records if "measuring what steps cost" in r.message]
-        assert cost_file(identity(llm.plan.steps)).exists()
-        first = llm.generate("Once", params)[0].outputs[0].token_ids
-        assert not llm.engine.runner.faults()
-    with LLM("demo", **SMALL) as llm:
-        assert llm.generate("Once", params)[0].outputs[0].token_ids == first
-
-
-OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--max-num-batched-tokens", "128"]
-
-
-@pytest.mark.nightly
-def test_the_command_measures(quick, capsys):
-    assert cli.main(["calibrate", "demo", "--quiet", *OPTIONS]) == 0
-    path = Path(capsys.readouterr().out.split("measured, kept in ")[1].strip())
-    assert cli.main(["calibrate", "demo", "--json", *OPTIONS]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found.pop("file") == str(path) and found == json.loads(path.read_text())
-    path.write_text("{")
-    assert cli.main(["calibrate", "demo", "--quiet", *OPTIONS]) == 2
-    assert "calibrate --force" in capsys.readouterr().err
-
-
 class StartedLLM:
     """What calibration asks of an LLM: its identity is ABOUT."""
 
@@ -278,6 +176,8 @@ def started(monkeypatch):
 
 
 SIZES = {"layers": 2, "experts": 4}
+
+
 MICRO = 1e-6
 
 
@@ -336,12 +236,6 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     assert "cannot be kept" in capsys.readouterr().err
 
 
-def test_a_path_is_started_and_closed(started, monkeypatch):
-    monkeypatch.setattr(costs, "cost_model_for", lambda llm: MODEL)
-    assert cost_model_of("m", max_num_seqs=2) is MODEL
-    assert started.last.closed and started.last.options["max_num_seqs"] == 2
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("driver", ["device", "host"])
 def test_forced_steps_move_what_they_should(driver):
@@ -380,16 +274,6 @@ def test_forced_steps_move_what_they_should(driver):
         sample = forced.prefill(2, 20, forced.cells, cold=True)
         assert sample.work.parts == 2 and sample.work.spans == 2
         assert sample.fills == sample.work.experts and sample.read_through == 0
-
-
-@pytest.mark.nightly
-def test_too_little_memory_is_refused():
-    with LLM("demo", expert_budget=0, **SMALL) as llm:
-        with pytest.raises(UserError, match="no room for the 4 experts of a token"):
-            cost_model_for(llm)
-        # It goes on as if nothing had been asked.
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        assert llm.generate("Once", params)[0].outputs[0].token_ids
 
 
 def test_experts_of_several_versions_are_refused():

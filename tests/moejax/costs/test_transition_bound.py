@@ -1,25 +1,24 @@
-"""Bytes of transitions in a step: where the bound comes from, and that a step keeps to it. Also who
-made the versions of a run, and the bar while they are made."""
+"""Bytes of transitions in a step: where the bound comes from, and that a step keeps to it."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
 
 import pytest
 
 from host_offload.policies.precision.names import Precision, precision_of
 from moejax import LLM, SamplingParams, UserError
-from moejax.costs.store import cost_file, identity, write_cost_model
-from moejax.costs.transition_bound import kept_costs, step_bound
-from moejax.evaluate.evaluation import perplexity, result_json
+from moejax.costs.transition_bound import step_bound
 from moejax.progress import versions_progress
 from moejax.start.precision import made_by
 from tests.host_offload.sizing.cost_models import MODEL
 
 DYNAEXQ = precision_of("dynaexq")
+
+
 SMALL: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
+
+
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
@@ -89,55 +88,9 @@ def test_a_step_has_no_more_than_one_transition_beyond_its_bound(ran):
     assert any("of at most 30000 bytes a step (as given; one" in text for text in stats["notes"])
 
 
-@pytest.mark.nightly
-def test_the_share_of_time_is_reported(ran):
-    _, stats = ran
-    found, time = stats["precision"], stats["time"]
-    assert found["transition_s"] > 0 and found["transition_share"] == pytest.approx(
-        found["transition_s"] / (time["prefill_s"] + time["decode_s"])
-    )
-    per_byte = found["transition_s"] / (found["promoted_bytes"] + found["demoted_bytes"])
-    assert 1e-13 < per_byte < 1e-6  # of this machine's memory, give or take
-
-
-@pytest.mark.nightly
-def test_who_made_the_versions_is_said(ran, tmp_path):
-    llm, stats = ran
-    assert stats["precision"]["quantizers"] == {"dense": "checkpoint", "int4": "mse"}
-    (tmp_path / "text").write_text("The old house stood by the sea. " * 8)
-    report = result_json(llm, perplexity(llm, [str(tmp_path / "text")], window=32, stride=32))
-    assert report["model"]["precision"]["quantizers"] == stats["precision"]["quantizers"]
-    assert json.loads(json.dumps(report)) == report
-
-
 def test_a_maker_that_nobody_names_is_the_checkpoint():
     found = made_by(("dense", "int8", "int4"), {"int4": "gptq, 32768 tokens 1234", "int2": "rtn"})
     assert found == {"dense": "checkpoint", "int8": "checkpoint", "int4": "gptq, 32768 tokens 1234"}
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_costs_of_the_dense_model_are_found(ran, tmp_path, monkeypatch, caplog):
-    """Measured with one version, used with two; a file of something else, or a damaged one, is
-    not."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    steps = ran[0].plan.steps
-    assert kept_costs(steps) is None
-    about = identity(steps)
-    assert len(about["expert_bytes"]) == 2
-    # As a run with dense experts alone says it: it has no versions to name.
-    dense = {name: value for name, value in about.items() if name != "versions"}
-    dense["expert_bytes"] = about["expert_bytes"][:1]
-    assert dense.keys() < about.keys()
-    write_cost_model(cost_file(dense), dataclasses.replace(MODEL, about=dense))
-    found = kept_costs(steps)
-    assert found is not None and found.link_per_byte == MODEL.link_per_byte
-    cost_file(dense).write_text("{}")
-    assert kept_costs(steps) is None
-    assert "transitions are bounded without measured costs" in caplog.text
-    # A directory that cannot be looked into, as one that may not be searched, has no costs.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300)))
-    assert kept_costs(steps) is None
 
 
 def test_the_bar_while_versions_are_made(monkeypatch, capsys):
@@ -152,21 +105,3 @@ def test_the_bar_while_versions_are_made(monkeypatch, capsys):
     with versions_progress(False) as report:
         assert report is None
     assert capsys.readouterr().err == ""
-
-
-def test_versions_are_made_with_a_bar_unless_quiet(monkeypatch):
-    shown = []
-    monkeypatch.setattr("moejax.serve.llm.versions_progress", lambda on: _seen(shown, on))
-    for progress in (True, False):
-        with pytest.raises(Stop):
-            LLM("demo", precision="int4", progress=progress, **SMALL)
-    assert shown == [True, False]
-
-
-class Stop(Exception):
-    pass
-
-
-def _seen(shown: list, on: bool):
-    shown.append(on)
-    raise Stop

@@ -1,3 +1,5 @@
+"""Two runs compared: pairs, their interval, and what cannot be paired."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,20 +30,6 @@ def test_the_interval_is_the_paired_t_without_students_correction():
     assert (found.a, found.b, found.difference) == pytest.approx((5.0, 5.5, 0.5))
     assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half))
     assert found.pairs == 3
-
-
-def test_pairs_are_matched_by_key_and_weighed():
-    a = units([2.0, 30.0], [1.0, 3.0])
-    b = Units("b.txt", "bits/token", ["k1", "k0"], [33.0, 2.0], [3.0, 1.0])
-    found = paired(a, b)
-    assert (found.a, found.b) == (8.0, 8.75) and found.difference == 0.75
-    # d − difference · w: 0 − 0.75 and 3 − 2.25.
-    assert found.high == pytest.approx(0.75 + 1.959964 * math.sqrt(2 * 2 * 0.75**2) / 4)
-
-
-def test_one_pair_has_no_interval():
-    found = paired(units([1.0]), units([2.0]))
-    assert (found.difference, found.low, found.high) == (1.0, None, None)
 
 
 def test_nineteen_of_twenty_intervals_hold_the_truth():

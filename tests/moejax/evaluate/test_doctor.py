@@ -126,31 +126,11 @@ def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
             "pip uninstall -y jax-cuda12-plugin jax-cuda12-pjrt",
         ),
         (
-            unused(versions={**CUDA13, "jax-cuda13-plugin": "0.9.0"}),
-            "jax is 0.10.2, but jax-cuda13-plugin 0.9.0",
-            'pip install "jax[cuda13]==0.10.2"',
-        ),
-        (
-            unused(versions={k: v for k, v in CUDA13.items() if "pjrt" not in k}),
-            "jax-cuda13-pjrt missing",
-            'pip install "jax[cuda13]==0.10.2"',
-        ),
-        (
-            unused(environment={"LD_LIBRARY_PATH": "/usr/local/cuda-11/lib64"}),
-            "LD_LIBRARY_PATH=/usr/local/cuda-11/lib64 may give it another CUDA",
-            "unset LD_LIBRARY_PATH",
-        ),
-        (
             unused(),
             "cannot start CUDA: Unable to initialize backend 'cuda': no such file",
             'pip install --force-reinstall "jax[cuda13]==0.10.2"',
         ),
         (unused(environment={"JAX_PLATFORMS": "cpu"}), "JAX_PLATFORMS=cpu", "unset JAX_PLATFORMS"),
-        (
-            unused(environment={"CUDA_VISIBLE_DEVICES": "-1"}),
-            "CUDA_VISIBLE_DEVICES='-1' hides",
-            "unset CUDA_VISIBLE_DEVICES",
-        ),
         (
             unused(gpus=(), driver_loaded=False),
             "an NVIDIA GPU without a driver",
@@ -160,11 +140,6 @@ def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
             unused(gpus=(), driver_loaded=False, smi="NVIDIA-SMI has failed"),
             "installed, but not loaded: NVIDIA-SMI has failed",
             "sudo modprobe nvidia || sudo reboot",
-        ),
-        (
-            unused(gpus=(), smi="Driver/library version mismatch"),
-            "nvidia-smi fails: Driver/library version mismatch",
-            "sudo reboot",
         ),
         (unused(gpus=(), smi=None), "a container without its GPU", "docker run --gpus all …"),
         (
@@ -184,11 +159,6 @@ def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
             ),
             "narrower than the GPU's: PCIe 5, 4 of 16",
             "sudo poweroff  # and seat it in a slot with all lanes",
-        ),
-        (
-            dataclasses.replace(GOOD, environment={doctor.PINNED_LIMIT: "8"}),
-            f"{doctor.PINNED_LIMIT}=8 leaves little",
-            f"unset {doctor.PINNED_LIMIT}",
         ),
         (
             dataclasses.replace(GOOD, environment=dict.fromkeys(doctor.MEMORY_SHARES, "0.9")),

@@ -1,3 +1,5 @@
+"""Perplexity: windows, figures, the command, and what cannot be scored."""
+
 from __future__ import annotations
 
 import json
@@ -16,7 +18,6 @@ from moejax import LLM
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.evaluation import (
-    Window,
     check_windows,
     perplexity,
     result_json,
@@ -26,7 +27,11 @@ from moejax.evaluate.evaluation import (
 from moejax.evaluate.token_ids import TokenIds
 
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+
 STORY = "The old house stood by the sea – nobody had lived there for years. " * 5 + "É fini. 🏚"
+
+
 CODE = "def total(values):\n    return sum(v for v in values if v > 0)\n" * 4
 
 
@@ -50,9 +55,6 @@ def scored_bytes(llm, text):
     return len(text.encode()) - len(tokenizer.decode(tokenizer(text)["input_ids"][:1]).encode())
 
 
-# ---- windows
-
-
 @given(st.integers(0, 60), st.integers(2, 12), st.data())
 def test_windows_score_each_token_once(tokens, window, data):
     stride = data.draw(st.integers(1, window))
@@ -63,16 +65,6 @@ def test_windows_score_each_token_once(tokens, window, data):
     for w in windows:
         assert w.begin % stride == 0 and w.begin < w.first < w.end <= w.begin + window
         assert w.first - w.begin >= min(window - stride, w.first)
-
-
-def test_windows_are_those_of_the_guide_of_transformers():
-    assert sliding_windows(10, 4, 2) == [
-        Window(0, 4, 1),
-        Window(2, 6, 4),
-        Window(4, 8, 6),
-        Window(6, 10, 8),
-    ]
-    assert sliding_windows(9, 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +79,6 @@ def test_windows_are_those_of_the_guide_of_transformers():
 def test_windows_out_of_range_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         check_windows(*given)
-
-
-# ---- figures
 
 
 @pytest.mark.slow
@@ -119,14 +108,6 @@ def test_a_short_text_is_one_window(llm):
     np.testing.assert_array_equal(text.logprobs[1:], llm.score(ids[:30]))
     assert (text.windows, text.tokens, text.name) == (1, 30, "text 0")
     assert text.scored_bytes == len(llm.get_tokenizer().decode(ids[1:30]).encode())
-
-
-def test_windows_that_do_not_overlap_leave_out_their_first_tokens(llm):
-    (text,) = perplexity(llm, [STORY], window=32, stride=32).texts
-    assert np.flatnonzero(np.isnan(text.logprobs)).tolist() == list(range(0, text.tokens, 32))
-
-
-# ---- token ids
 
 
 def token_ids(*documents):
@@ -178,9 +159,6 @@ def test_token_ids_that_cannot_be_scored_are_refused(llm, documents, message):
     assert llm.engine.idle
 
 
-# ---- the command
-
-
 @pytest.mark.slow
 def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     """All experts resident here, none in the command, whose layers are called one by one."""
@@ -212,57 +190,6 @@ def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     assert run["seconds"] > run["compile_s"] > 0
 
 
-def test_results_go_to_stdout_and_cost_to_stderr(llm, files, capsys, monkeypatch):
-    class Kept:
-        """The fixture's, not another one for each command."""
-
-        def __new__(cls, model, **options):
-            return llm
-
-    monkeypatch.setattr("moejax.LLM", Kept, raising=False)
-    monkeypatch.setattr(LLM, "__exit__", lambda *_: None)
-    asked = ["eval", "demo", "--task", "perplexity", "--data", *files, "--limit", "60"]
-    assert cli.main(asked) == 0
-    out, err = capsys.readouterr()
-    header, *rows = out.splitlines()
-    assert header.split() == ["tokens", "scored", "bits/token", "bits/byte", "perplexity"]
-    assert [row.split()[0] for row in rows] == [*files, "all"]
-    assert re.fullmatch(r"all +120 +118( +\d+\.\d{4}){3}", rows[-1])
-    assert re.search(r"^speed +118 tokens computed in .* tokens/s$", err, re.MULTILINE)
-    assert "experts  hit rate" in err and "moved" in err and "note" in err
-    assert cli.main([*asked, "--quiet"]) == 0
-    assert capsys.readouterr() == (out, "")
-
-
-def test_results_are_kept_and_compared(llm, files, tmp_path, capsys, monkeypatch):
-    class Kept:
-        """The fixture's, not another one for each command."""
-
-        def __new__(cls, model, **options):
-            return llm
-
-    monkeypatch.setattr("moejax.LLM", Kept, raising=False)
-    monkeypatch.setattr(LLM, "__exit__", lambda *_: None)
-    np.save(tmp_path / "story.npy", llm.get_tokenizer()(STORY)["input_ids"])
-    asked = ["eval", "demo", "--task", "perplexity", "--token-ids", str(tmp_path / "story.npy")]
-    asked += ["--window=32", "--stride=32"]
-    outputs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
-    assert cli.main([*asked, "--output", outputs[0]]) == 0
-    assert re.search(r"story.npy +\d+ +\d+ +\d+\.\d{4} +– +\d", capsys.readouterr().out)
-    assert cli.main([*asked, "--output", outputs[1], "--quiet"]) == 0
-    assert cli.main([*asked, "--output", outputs[1]]) == 2
-    assert "has results already; choose another --output" in capsys.readouterr().err
-    # As another model would have it: one bit more a token, in every window.
-    line = json.loads(Path(outputs[1]).read_text())
-    for unit in line["units"]:
-        unit["sums"] = [a + w for a, w in zip(unit["sums"], unit["weights"], strict=True)]
-    Path(outputs[1]).write_text(json.dumps(line) + "\n")
-    assert cli.main(["eval", "--compare", *outputs]) == 0
-    out, err = capsys.readouterr()
-    assert re.search(r"story.npy +– +bits/token +\d .* \+1\.0000 +\[\+1.0000, \+1.0000\]$", out)
-    assert "with fewer than 30 pairs a normal interval is rough" in err
-
-
 def test_a_tokenizer_of_another_directory(demo_dir, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(demo_dir / name, tmp_path / name)
@@ -276,37 +203,6 @@ def test_a_tokenizer_of_another_directory(demo_dir, tmp_path):
         LLM(tmp_path, tokenizer="/no/such", progress=False, **LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--data", "x"], "required: MODEL, --task (or --compare A B)"),
-        (["--task", "perplexity", "--data", "x"], "required: MODEL, --task (or --compare A B)"),
-        (["demo", "--task", "perplexity"], "needs --data FILE..., or --token-ids FILE..."),
-        (["demo", "--task", "lm-eval:"], "is neither perplexity nor lm-eval:NAME,..., such as"),
-    ],
-)
-def test_what_is_to_be_evaluated_must_be_said(capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *arguments])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--compare", "a", "b"], "--compare reads two files of results and runs no model"),
-        (["--compare", "/no/a", "/no/b"], "/no/a cannot be read"),
-        (
-            ["demo", "--task", "perplexity", "--data", "x", "--num-fewshot", "0"],
-            "--num-fewshot is of lm-eval's tasks, not of perplexity",
-        ),
-    ],
-)
-def test_options_without_meaning_are_refused(capsys, arguments, message):
-    assert cli.main(["eval", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_without_lm_eval_its_tasks_say_what_to_install(capsys, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
@@ -316,31 +212,6 @@ def test_without_lm_eval_its_tasks_say_what_to_install(capsys, monkeypatch):
     assert cli.main(["eval", "demo", "--task", "lm-eval:arc_easy"]) == 2
     said = capsys.readouterr().err
     assert "need lm-evaluation-harness: pip install 'moejax[lm-eval]'" in said
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "is empty; there is nothing to score"),
-        (b"caf\xe9 au lait", "is not UTF-8 text: byte 3 is 0xe9; convert it"),
-        (None, "cannot be read: No such file"),
-    ],
-)
-def test_files_that_are_no_text_are_refused_before_anything_loads(tmp_path, capsys, data, message):
-    path = tmp_path / "data.txt"
-    if data is not None:
-        path.write_bytes(data)
-    assert cli.main(["eval", "/no/model", "--task", "perplexity", "--data", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"moejax: error: {path} {message}")
-
-
-def test_a_file_named_twice_is_refused(files, capsys):
-    asked = ["eval", "/no/model", "--task", "perplexity", "--data", files[0], files[0]]
-    assert cli.main(asked) == 2
-    assert "is named twice in --data" in capsys.readouterr().err
-
-
-# ---- refusals
 
 
 @pytest.mark.parametrize(
@@ -363,12 +234,6 @@ def test_what_cannot_be_scored_is_refused(llm, texts, options, message):
     assert llm.engine.idle
 
 
-def test_a_model_without_tokenizer_is_refused(llm, monkeypatch):
-    monkeypatch.setattr(llm.engine, "tokenizer", None)
-    with pytest.raises(UserError, match="demo has no tokenizer, without which text has no tokens"):
-        perplexity(llm, "some text")
-
-
 def test_scores_that_are_not_finite_are_refused(llm, monkeypatch):
     read = llm.engine._read_scores
 
@@ -383,9 +248,6 @@ def test_scores_that_are_not_finite_are_refused(llm, monkeypatch):
         perplexity(llm, STORY)
 
 
-# ---- reference values
-
-
 @pytest.mark.nightly
 def test_tri_has_the_likelihood_that_transformers_found(shared):
     directory = shared / "models" / "tri"
@@ -396,3 +258,50 @@ def test_tri_has_the_likelihood_that_transformers_found(shared):
         result = perplexity(llm, texts, window=512, stride=512, limit=3 * 512)
     assert [text.scored_tokens for text in result.texts] == [3 * 511, 3 * 511]
     assert [text.nll for text in result.texts] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture
+def kept(llm, monkeypatch):
+    """Commands run with the fixture's LLM, not with another one each."""
+
+    class Kept:
+        def __new__(cls, model, **options):
+            return llm
+
+    monkeypatch.setattr("moejax.LLM", Kept, raising=False)
+    monkeypatch.setattr(LLM, "__exit__", lambda *_: None)
+
+
+def test_results_go_to_stdout_and_cost_to_stderr(kept, files, capsys):
+    asked = ["eval", "demo", "--task", "perplexity", "--data", *files, "--limit", "60"]
+    assert cli.main(asked) == 0
+    out, err = capsys.readouterr()
+    header, *rows = out.splitlines()
+    assert header.split() == ["tokens", "scored", "bits/token", "bits/byte", "perplexity"]
+    assert [row.split()[0] for row in rows] == [*files, "all"]
+    assert re.fullmatch(r"all +120 +118( +\d+\.\d{4}){3}", rows[-1])
+    assert re.search(r"^speed +118 tokens computed in .* tokens/s$", err, re.MULTILINE)
+    assert "experts  hit rate" in err and "moved" in err and "note" in err
+    assert cli.main([*asked, "--quiet"]) == 0
+    assert capsys.readouterr() == (out, "")
+
+
+def test_results_are_kept_and_compared(kept, llm, files, tmp_path, capsys):
+    np.save(tmp_path / "story.npy", llm.get_tokenizer()(STORY)["input_ids"])
+    asked = ["eval", "demo", "--task", "perplexity", "--token-ids", str(tmp_path / "story.npy")]
+    asked += ["--window=32", "--stride=32"]
+    outputs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    assert cli.main([*asked, "--output", outputs[0]]) == 0
+    assert re.search(r"story.npy +\d+ +\d+ +\d+\.\d{4} +– +\d", capsys.readouterr().out)
+    assert cli.main([*asked, "--output", outputs[1], "--quiet"]) == 0
+    assert cli.main([*asked, "--output", outputs[1]]) == 2
+    assert "has results already; choose another --output" in capsys.readouterr().err
+    # As another model would have it: one bit more a token, in every window.
+    line = json.loads(Path(outputs[1]).read_text())
+    for unit in line["units"]:
+        unit["sums"] = [a + w for a, w in zip(unit["sums"], unit["weights"], strict=True)]
+    Path(outputs[1]).write_text(json.dumps(line) + "\n")
+    assert cli.main(["eval", "--compare", *outputs]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"story.npy +– +bits/token +\d .* \+1\.0000 +\[\+1.0000, \+1.0000\]$", out)
+    assert "with fewer than 30 pairs a normal interval is rough" in err

@@ -1,3 +1,5 @@
+"""Steps of a training run are evaluated as they are written, each once."""
+
 from __future__ import annotations
 
 import json
@@ -11,6 +13,7 @@ from itertools import islice
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from examples.train_qwen3_moe import train
@@ -64,33 +67,12 @@ def test_until_step_ends_after_that_one_or_a_later_one(tmp_path):
     assert list(new_steps(tmp_path, {5}, until_step=5)) == [1]
 
 
-def test_a_root_may_be_empty_at_first(tmp_path):
-    began = time.monotonic()
-    assert list(new_steps(tmp_path, timeout=0.05)) == []
-    assert time.monotonic() - began >= 0.05
-
-
 def test_what_is_no_root_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such directory; a root is made before"):
         next(new_steps(tmp_path / "missing"))
     save(tmp_path, 1)
     with pytest.raises(UserError, match="is one checkpoint, not a root with steps"):
         next(new_steps(tmp_path / "1"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--every-step", "--step", "3"], "--every-step is all steps; leave out --step"),
-        (["--until-step", "3"], "--until-step is of --every-step; add that"),
-        (["--timeout", "0"], "--timeout is of --every-step; add that"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(tmp_path, capsys, options, message):
-    np.save(tmp_path / "a.npy", np.arange(9))
-    asked = ["--task", "perplexity", "--token-ids", str(tmp_path / "a.npy")]
-    assert main(["eval", str(tmp_path), *asked, *options]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_step_that_is_deleted_before_it_is_read_is_passed_over(tmp_path, capsys, monkeypatch):
@@ -171,3 +153,19 @@ def test_a_training_run_without_a_tokenizer_is_evaluated_killed_and_resumed(tmp_
     assert main(["eval", "--compare", str(output), str(tmp_path / "b.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["step_a"], one["pairs"], one["difference"]) for one in found] == [(2, 4, 0.0)]
+
+
+def test_the_command_line_takes_step_and_map(tmp_path, capsys):
+    state = {"weight": jnp.ones(2)}
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, args=ocp.args.StandardSave(state))
+    generate = ["generate", "a", "--model", str(tmp_path / "run")]
+    for options, message in (
+        (["--step", "4"], "has no step 4; steps: 3"),
+        (["--step", "newest"], "step 'newest' is unknown"),
+        (["--step", "3"], "needs name_map"),
+        (["--name-map", "my_map"], "my_map: no name map"),
+        (["--name-map", "nnx_qwen3_moe"], "no config.json"),
+    ):
+        assert main([*generate, *options]) == 2
+        assert message in capsys.readouterr().err

@@ -1,3 +1,5 @@
+"""Results of `moejax eval` in a file: whole lines, of one run's options; others are left alone."""
+
 from __future__ import annotations
 
 import pytest

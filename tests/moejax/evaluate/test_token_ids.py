@@ -1,3 +1,5 @@
+"""Token ids in files of every kind."""
+
 from __future__ import annotations
 
 import numpy as np

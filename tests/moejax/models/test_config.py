@@ -1,6 +1,5 @@
 """config.json: every field honoured or refused by name."""
 
-import importlib.resources
 import json
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from moejax.errors import UserError
 from moejax.models.config import load_config, parse_config
 from moejax.models.model_config import ModelConfig, Run
-from moejax.models.rope import Rope
 
 BASE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 
@@ -17,96 +15,11 @@ def config(**fields) -> ModelConfig:
     return parse_config({**BASE, **fields})
 
 
-def test_demo_config():
-    demo = importlib.resources.files("moejax") / "demo"
-    with importlib.resources.as_file(demo) as directory:
-        found = load_config(directory)
-    assert found == ModelConfig(
-        architecture="Qwen3MoeForCausalLM",
-        vocab_size=4096,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_experts=16,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        moe_layers=(True,) * 4,
-        attention_bias=False,
-        hidden_act="silu",
-        rms_norm_eps=1e-6,
-        rope=Rope(theta=10000.0),
-        sliding_window=None,
-        tie_word_embeddings=False,
-        max_position_embeddings=1024,
-        dtype="bfloat16",
-        eos_token_ids=(0,),
-    )
-
-
-@pytest.mark.torch
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"head_dim": 128, "num_experts": 60, "num_experts_per_tok": 4},
-        {"use_sliding_window": True},
-        {"use_sliding_window": True, "sliding_window": 77, "attention_bias": True},
-        {"sliding_window": 77},
-        {"mlp_only_layers": [0, 3], "decoder_sparse_step": 2, "tie_word_embeddings": True},
-        {"num_local_experts": 16, "torch_dtype": "float16", "rms_norm_eps": 1e-5},
-        {"rope_theta": 1e6, "eos_token_id": [3, 4], "norm_topk_prob": True},
-    ],
-)
-def test_same_values_as_transformers(fields):
-    """Also what transformers writes for these fields is read as the same config."""
-    from transformers import Qwen3MoeConfig
-
-    theirs = Qwen3MoeConfig(**fields)
-    ours = config(**fields)
-    for key in (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-        "attention_bias",
-        "hidden_act",
-        "rms_norm_eps",
-        "sliding_window",
-        "tie_word_embeddings",
-        "max_position_embeddings",
-    ):
-        assert getattr(ours, key) == getattr(theirs, key), key
-    heads = theirs.hidden_size // theirs.num_attention_heads
-    assert ours.head_dim == getattr(theirs, "head_dim", heads)
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.moe_layers == tuple(
-        i not in theirs.mlp_only_layers and (i + 1) % theirs.decoder_sparse_step == 0
-        for i in range(theirs.num_hidden_layers)
-    )
-    written = parse_config({**json.loads(theirs.to_json_string(use_diff=False)), **BASE})
-    assert written == ours
-
-
 def test_layers_and_runs():
     found = config(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert found.moe_layers == (False, True, False, False, False, True)
     assert found.runs == (Run(False, 0, 1), Run(True, 1, 1), Run(False, 2, 3), Run(True, 5, 1))
     assert config().runs == (Run(True, 0, 24),)
-
-
-def test_head_dim_null_means_derived():
-    assert config(head_dim=None, hidden_size=96, num_attention_heads=4).head_dim == 24
 
 
 @pytest.mark.parametrize(
@@ -125,40 +38,6 @@ def test_sliding_window(fields, window):
     assert config(**fields).sliding_window == window
 
 
-@pytest.mark.parametrize(
-    ("name", "read_as"),
-    [
-        ("silu", "silu"),
-        ("swish", "silu"),
-        ("gelu", "gelu"),
-        ("gelu_new", "gelu_new"),
-        ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
-        ("relu", "relu"),
-    ],
-)
-def test_activations(name, read_as):
-    assert config(hidden_act=name).hidden_act == read_as
-
-
-def test_dtype_names():
-    assert config(dtype="float16").dtype == config(torch_dtype="float16").dtype == "float16"
-    assert config(dtype="bfloat16", torch_dtype="bfloat16").dtype == "bfloat16"
-    assert config().dtype is config(dtype=None).dtype is None
-
-
-def test_plain_values_of_general_fields_are_accepted():
-    config(
-        is_causal=True,
-        is_encoder_decoder=False,
-        attention_chunk_size=None,
-        num_kv_shared_layers=0,
-        per_layer_config={},
-        quantization_config=None,
-        use_cache=False,
-        unheard_of=[1, 2],
-    )
-
-
 def test_architecture_by_model_type_alone():
     assert parse_config({"model_type": "qwen3_moe"}).architecture == "Qwen3MoeForCausalLM"
 
@@ -168,54 +47,30 @@ def test_architecture_by_model_type_alone():
     [
         ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' .*Qwen3MoeForCausalLM"),
         ({"model_type": "llama"}, "'llama' .*supported: Qwen3MoeForCausalLM"),
-        ({"model_type": 3}, "architecture 3"),
-        ({"architectures": []}, "architectures must be a list"),
         ({"architectures": "Qwen3MoeForCausalLM"}, "architectures must be a list"),
         ({"architectures": None, "model_type": None}, "neither architectures nor model_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized with fp8.*bfloat16"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized with gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized with bitsandbytes"),
         ({"quantization_config": {}}, "quantized with an unnamed method"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "with compressed-tensors"),
         ({"hidden_size": "2048"}, "hidden_size must be an integer"),
-        ({"hidden_size": None}, "hidden_size must be an integer"),
-        ({"hidden_size": 128.0}, "hidden_size must be an integer"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
-        ({"num_hidden_layers": -2}, "num_hidden_layers must be at least 1"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "must be a multiple of"),
         ({"head_dim": 33}, "head_dim must be even and positive, not 33"),
-        ({"head_dim": 0}, "head_dim must be at least 1|head_dim must be even"),
         ({"hidden_size": 12, "num_attention_heads": 4}, "hidden_size 12 // .*must be even"),
-        ({"hidden_size": 2}, "hidden_size 2 // .*must be even and positive, not 0"),
         ({"num_experts_per_tok": 9, "num_experts": 8}, r"num_experts_per_tok \(9\) exceeds"),
         ({"num_experts": 8, "num_local_experts": 16}, r"num_experts \(8\) contradicts"),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, "dtype .*contradicts torch_dtype"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-        ({"num_experts": 0}, "no layer has experts"),
         ({"mlp_only_layers": list(range(24))}, "no layer has experts"),
-        ({"decoder_sparse_step": 25}, "no layer has experts"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of integers"),
-        ({"mlp_only_layers": ["3"]}, "mlp_only_layers must be a list of integers"),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' .*silu"),
-        ({"hidden_act": None}, "hidden_act None"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be at least 1"),
         ({"layer_types": ["sliding_attention"] * 24}, "layer_types must be 'full_attention'"),
-        ({"layer_types": ["full_attention"] * 3}, "layer_types must be"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+        ({"eos_token_id": [1] * 1001}, "eos_token_id has 1001 token ids; at most 1000"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be at least 1"),
         ({"eos_token_id": [1, -1]}, "eos_token_id must be"),
-        ({"is_causal": False}, "is_causal False is not implemented"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder True"),
-        ({"attention_chunk_size": 128}, "attention_chunk_size 128"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2"),
-        ({"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config"),
     ],
 )
 def test_refusals_name_file_and_field(fields, message):
@@ -224,11 +79,23 @@ def test_refusals_name_file_and_field(fields, message):
 
 
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
+
+
 V3 = {"model_type": "deepseek_v3"}
+
+
 GRANITE, ERNIE = {"model_type": "granitemoe"}, {"model_type": "ernie4_5_moe"}
+
+
 GLM = {"model_type": "glm4_moe", "head_dim": 128}
-GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+
+
+LIMITED = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+
+
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+
+
 SLIDING = ["full_attention", "sliding_attention"] * 12
 
 
@@ -236,16 +103,15 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
     ("fields", "message"),
     [
         ({"model_type": "deepseek_v2"}, "num_experts_per_tok must be an integer, not None"),
-        (V2 | GROUPS | {"n_group": None}, "n_group must be an integer"),
-        (V2 | GROUPS | {"n_group": 7}, "router.*64 experts are not 7 groups"),
-        (V2 | GROUPS | {"topk_group": 9}, "router.*top_groups is 9, there are 8 groups"),
-        (V2 | GROUPS | {"num_experts_per_tok": 30}, "router.*top_k is 30, 3 groups have 24"),
+        (V2 | LIMITED | {"n_group": None}, "n_group must be an integer"),
+        (V2 | LIMITED | {"n_group": 7}, "router.*64 experts are not 7 groups"),
+        (V2 | LIMITED | {"topk_group": 9}, "router.*top_groups is 9, there are 8 groups"),
+        (V2 | LIMITED | {"num_experts_per_tok": 30}, "router.*top_k is 30, 3 groups have 24"),
         (V2 | {"topk_method": None}, "topk_method None is not implemented"),
         (V2 | {"routed_scaling_factor": 0}, "router.*scale must be a positive number"),
         (V3 | {"n_group": 256}, "router.*'top2' needs 2 experts in a group"),
         (V3 | {"norm_topk_prob": None}, "norm_topk_prob must be true or false"),
         (V3 | {"n_routed_experts": 8, "num_local_experts": 9}, "n_routed_experts .*contradicts"),
-        (V2 | {"n_routed_experts": 8, "num_experts": 9}, "n_routed_experts .*contradicts"),
         (V3 | {"first_k_dense_replace": 61}, "no layer has experts .*61 of 61 layers"),
         (V3 | {"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, not 63"),
         (V3 | {"v_head_dim": None}, "v_head_dim must be an integer"),
@@ -282,18 +148,12 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
             GLM | {"rope_scaling": {"type": "yarn", "factor": 2.0}},
             "rope type 'yarn' is not implemented for heads of which only a part is rotated",
         ),
-        (GLM | {"rope_parameters": LONGROPE}, "rope type 'longrope' is not implemented for heads"),
-        (GLM | {"first_k_dense_replace": 46}, "no layer has experts .*46 of 46 layers"),
         (ERNIE | {"moe_k": 3, "num_experts_per_tok": 4}, r"_tok \(4\) contradicts moe_k \(3\)"),
         (ERNIE | {"moe_k": 65}, r"moe_k \(65\) exceeds num_experts \(64\)"),
-        (ERNIE | {"moe_num_experts": 2**17}, "moe_num_experts must be at most 65536"),
         (ERNIE | {"moe_layer_end_index": -2}, "moe_layer_end_index must be at least -1"),
         (ERNIE | {"moe_layer_interval": 29}, "no layer has experts .*moe_layer_interval 29"),
-        ({"model_type": "phimoe", "num_experts_per_tok": 1}, "num_experts_per_tok 1 .*only 2"),
         ({"model_type": "phimoe", "router_jitter_noise": -1}, "router_jitter_noise must be"),
-        ({"model_type": "mixtral", "sliding_window": 0}, "sliding_window must be at least 1"),
         ({"model_type": "olmoe", "clip_qkv": -1.0}, "clip_qkv must be a number from zero up"),
-        ({"model_type": "olmoe", "head_dim": 64}, r"hidden_size \(2048\) .* \(16 × 64\)"),
         ({"model_type": "qwen2_moe", "layer_types": SLIDING}, "need use_sliding_window"),
         (
             {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": None},
@@ -370,11 +230,6 @@ def test_end_of_sequence_id_of_the_family():
     assert parse_config({"model_type": "mixtral", "eos_token_id": None}).eos_token_ids == ()
 
 
-def test_not_an_object():
-    with pytest.raises(UserError, match="expected a JSON object, found list"):
-        parse_config([])  # pyright: ignore[reportArgumentType]
-
-
 def write(directory, name, value):
     (directory / name).write_text(value if isinstance(value, str) else json.dumps(value))
 
@@ -411,19 +266,6 @@ def test_malformed_files(tmp_path, name, text, message):
     write(tmp_path, "config.json", BASE)
     write(tmp_path, name, text)
     with pytest.raises(UserError, match=f"/{name}: {message}"):
-        load_config(tmp_path)
-
-
-def test_file_that_is_no_text(tmp_path):
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        load_config(tmp_path)
-
-
-def test_malformed_generation_ids_name_their_file(tmp_path):
-    write(tmp_path, "config.json", BASE)
-    write(tmp_path, "generation_config.json", {"eos_token_id": "x"})
-    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id"):
         load_config(tmp_path)
 
 

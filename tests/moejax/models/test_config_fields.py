@@ -211,15 +211,6 @@ def reads(text: str) -> set[str]:
     return {name or got for name, got in READ.findall(text)}
 
 
-def test_the_search_finds_reads_of_every_kind():
-    text = 'config.a + self.config.b(getattr(config, "c", 1), hasattr(self.config,\n "d")) model.e'
-    assert reads(text) == {"a", "b", "c", "d"}
-    assert FIELD.findall("    x: int = 1\n    y: str | None = None\n        z: int = 2\n") == [
-        "x",
-        "y",
-    ]
-
-
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_of_the_model_is_known(kind):
@@ -231,57 +222,6 @@ def test_every_field_of_the_model_is_known(kind):
     found |= set(FIELD.findall(config)) | set(re.findall(r"['\"](\w+)['\"]", aliases))
     assert {"hidden_size", "vocab_size", "rope_parameters", "eos_token_id"} <= found
     assert [name for name in sorted(found) if not classified(kind, name)] == []
-
-
-SHARED = {
-    "masking_utils": set(),
-    "modeling_rope_utils": {"default_theta", "standardize_rope_params", "validate_rope"},
-    "cache_utils": {"number_of_conv_states"},  # of state space layers
-}
-"""Files that read every family's config → names that are no fields of these families."""
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("file", SHARED)
-def test_every_field_of_the_shared_files_is_known(file):
-    found = reads((sources() / f"{file}.py").read_text()) - SHARED[file]
-    found -= {"get_text_config", "get_mask_sizes", "json"}
-    assert len(found) > 2
-    assert [name for name in sorted(found) if not classified("qwen2_moe", name)] == []
-
-
-@pytest.mark.torch
-def test_every_rope_parameter_is_known():
-    found = re.findall(
-        r"""rope_parameters(?:_dict)?(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""",
-        "".join(
-            (sources() / path).read_text()
-            for path in (
-                "modeling_rope_utils.py",
-                *(f"models/{kind}/modeling_{kind}.py" for kind in KINDS),
-            )
-        ),
-    )
-    assert set(found) == {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "mscale",
-        "mscale_all_dim",
-        "low_freq_factor",
-        "high_freq_factor",
-        "short_factor",
-        "long_factor",
-        "short_mscale",
-        "long_mscale",
-    }
 
 
 def plain(kind: str, **fields: Any) -> dict[str, Any]:
@@ -324,6 +264,8 @@ def test_other_fields_change_nothing(kind):
     assert parse_config(plain(kind, **fields)) == parse_config(plain(kind))
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

@@ -63,9 +63,10 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 96])
 @pytest.mark.parametrize("name", TABLES)
 def test_frequencies_agree_with_transformers(name, head_dim):
     from transformers import Qwen3MoeConfig
@@ -92,6 +93,7 @@ LONGROPE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("length", [2048, 2049])
@@ -133,24 +135,10 @@ def test_longrope_is_chosen_by_the_longest_sequence():
     assert other.for_length(100) == other
 
 
-def test_longrope_made_by_hand_with_too_few_factors():
-    with pytest.raises(ValueError, match="2 longrope factors for 16 pairs"):
-        inverse_frequencies(Rope(type="longrope", short_factor=(1.0, 2.0)), 32)
-
-
 def test_default_frequencies():
     frequencies, factor = inverse_frequencies(Rope(theta=10000.0), 4)
     np.testing.assert_allclose(frequencies, [1.0, 0.01], rtol=1e-7)
     assert factor == 1.0
-
-
-def test_llama3_keeps_short_waves_and_divides_long_ones():
-    rope = parse_rope({"rope_parameters": TABLES["llama3"]}, 8192)
-    frequencies, _ = inverse_frequencies(rope, 64)
-    plain, _ = inverse_frequencies(Rope(theta=5e5), 64)
-    np.testing.assert_allclose(frequencies[0], plain[0])
-    np.testing.assert_allclose(frequencies[-1], plain[-1] / 8)
-    assert (np.diff(frequencies) < 0).all()
 
 
 def test_older_and_newer_keys_mean_the_same():
@@ -170,11 +158,6 @@ def test_older_and_newer_keys_mean_the_same():
     assert expected.type == "yarn" and expected.theta == 1e6
 
 
-def test_absent_keys_mean_the_default():
-    assert parse_rope({}, 8192) == Rope(theta=10_000.0)
-    assert parse_rope({"rope_scaling": None, "rope_theta": 5e6}, 8192) == Rope(theta=5e6)
-
-
 def scaled(**table):
     return {"rope_parameters": {"rope_theta": 1e4, **table}}
 
@@ -188,7 +171,6 @@ def scaled(**table):
             scaled(rope_type="longrope", short_factor=[1.0]),
             "'longrope' needs .*long_factor, a list of numbers above 0, not None",
         ),
-        (scaled(rope_type="longrope", short_factor=[0]), "short_factor, a list of .* not .0."),
         (scaled(rope_type="longrope", short_factor="1"), "short_factor, a list of .* not '1'"),
         (
             scaled(rope_type="longrope", short_factor=[1.0], long_factor=[2.0], short_mscale="x"),
@@ -196,17 +178,10 @@ def scaled(**table):
         ),
         (scaled(rope_type="proportional"), "'proportional' .*part of each head"),
         (scaled(rope_type="mrope"), "'mrope' .*unknown.*supported: default, linear"),
-        (scaled(rope_type=3), "rope type 3"),
         (scaled(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
         ({"partial_rotary_factor": 0}, "partial_rotary_factor must be a number above 0.* not 0"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be .*at most 1, not 1.5"),
-        (scaled(partial_rotary_factor="a"), "partial_rotary_factor must be a number"),
         ({"rope_theta": 1e6, **scaled()}, "contradicting values of rope_theta"),
         ({"rope_theta": "big"}, "rope_theta must be a number"),
-        ({"rope_theta": True}, "rope_theta must be a number"),
-        ({"rope_theta": -1.0}, "rope_theta must be a number above 1"),
-        ({"rope_theta": float("inf")}, "rope_theta must be a number above 1"),
         ({"rope_theta": 10**400}, "rope_theta must be a number above 1, at most 1e.30"),
         ({"rope_parameters": 7}, "rope_parameters must be an object"),
         (scaled(rope_type="linear"), "'linear' needs rope_parameters.factor"),
@@ -255,6 +230,13 @@ def test_refusals(raw, message):
         parse_rope(raw, 8192, "some.json")
 
 
-def test_unknown_type_of_a_rope_made_by_hand():
-    with pytest.raises(ValueError, match="unknown rope type 'su'"):
-        inverse_frequencies(Rope(type="su"), 32)
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (Rope(type="su"), "unknown rope type 'su'"),
+        (Rope(type="longrope", short_factor=(1.0, 2.0)), "2 longrope factors for 16 pairs"),
+    ],
+)
+def test_ropes_made_by_hand_are_refused(rope, message):
+    with pytest.raises(ValueError, match=message):
+        inverse_frequencies(rope, 32)

@@ -1,3 +1,5 @@
+"""What a request's sequences become: texts, log-probabilities, times."""
+
 import dataclasses
 from pathlib import Path
 
@@ -7,10 +9,8 @@ import pytest
 import moejax
 from moejax import SamplingParams
 from moejax.requests.outputs import (
-    CompletionOutput,
     Logprob,
     RequestMetrics,
-    RequestOutput,
 )
 from moejax.requests.request import append_logprobs, append_prompt_logprobs
 from moejax.requests.stopping import Ending
@@ -68,35 +68,6 @@ def _sequence(tokenizer, number=0, prompt=(3,), **params):
     return Sequence(str(number), list(prompt), given, ending)
 
 
-def test_a_completion_is_finished_when_it_has_a_reason():
-    running = CompletionOutput(index=0, text="a", token_ids=[5])
-    assert not running.finished()
-    assert CompletionOutput(0, "a", [5], finish_reason="length").finished()
-
-
-def test_metrics_count_from_arrival_and_are_none_before():
-    waiting = RequestMetrics(arrival_s=10.0)
-    assert (waiting.queue_s, waiting.ttft_s) == (None, None)
-    metrics = RequestMetrics(10.0, scheduled_s=10.25, first_token_s=10.5, finished_s=11.0)
-    assert (metrics.queue_s, metrics.ttft_s) == (0.25, 0.5)
-
-
-def test_fields_read_as_vllms():
-    completion = CompletionOutput(
-        index=0,
-        text=" old",
-        token_ids=[7],
-        cumulative_logprob=-0.5,
-        logprobs=[{7: Logprob(-0.5, rank=1, decoded_token=" old")}],
-        finish_reason="stop",
-        stop_reason=None,
-    )
-    output = RequestOutput("0", "The", [3], [completion], finished=True)
-    assert output.outputs[0].logprobs is not None
-    assert output.outputs[0].logprobs[0][7].decoded_token == " old"
-    assert output.metrics is None and output.prompt_logprobs is None
-
-
 def test_a_request_of_several_sequences(tokenizer):
     (old,), (house,) = tokenizer.encode(" old"), tokenizer.encode(" house")
     stopped = _sequence(tokenizer, 4, n=1, stop="house").push(old, house)
@@ -128,13 +99,6 @@ def test_a_request_of_several_sequences(tokenizer):
     output = request_output([stopped, running], None, tokenizer)
     assert output.finished and output.metrics is not None
     assert (output.prompt, output.metrics.finished_s) == (None, 14.0)
-
-
-def test_a_cancelled_sequence_shows_what_was_held_back(tokenizer):
-    sequence = _sequence(tokenizer, stop="xyz").push(*tokenizer.encode("old"))
-    assert request_output([sequence], None, tokenizer).outputs[0].text == "o"
-    sequence.finish_reason = "abort"
-    assert request_output([sequence], None, tokenizer).outputs[0].text == "old"
 
 
 def test_text_needs_a_tokenizer_and_the_rest_does_not():

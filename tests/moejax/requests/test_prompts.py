@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 import moejax
 from moejax import UserError
@@ -19,17 +17,20 @@ from moejax.models.config import load_config
 from moejax.requests import bounded_process
 from moejax.requests.prompts import QUICK_TEXT, PromptEncoder
 from moejax.requests.tokenizer import (
-    MOST_SMALL_FILE,
     check_vocabulary,
     is_plain,
     load_tokenizer,
 )
 
 DEMO = Path(moejax.__path__[0]) / "demo"
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
 MESSAGES = {"messages": [{"role": "user", "content": "The old house, é 你好"}]}
 
 
@@ -69,10 +70,7 @@ def test_messages_and_texts_of_any_length_have_the_tokenizers_own_ids(shared):
 
 
 BOMBS = {
-    "nested range": "{% for i in range(99999) %}{% for j in range(99999) %}"
-    "{% endfor %}{% endfor %}",
     "power": "{{ 10**(10**9) }}",
-    "lipsum": "{{ lipsum(n=10000000) }}",
     "doubling": "{% set ns = namespace(s='ab') %}{% for i in range(40) %}"
     "{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
     "repeated": "{{ 'a' * 10**11 }}",
@@ -85,8 +83,7 @@ BOMBS = {
         # Long loops of the template's own and of a function of Jinja's end alike, and so do numbers
         # of any size: what is bound are a process's seconds and bytes.
         *("repeated", "doubling"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nested range", "power")),
-        pytest.param("lipsum", marks=pytest.mark.nightly),
+        pytest.param("power", marks=pytest.mark.slow),
     ],
 )
 def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch, bomb):
@@ -101,34 +98,20 @@ def test_a_template_ends_at_its_bound_and_the_next_one_works(shared, monkeypatch
     assert shared(MESSAGES)[1]
 
 
-def test_who_waits_is_told_when_it_is_interrupted(shared):
-    shared._tokenizer.chat_template = TEMPLATE
-    shared(MESSAGES)
-    shared._tokenizer.chat_template = BOMBS["nested range"]
-    timer = threading.Timer(0.2, shared.interrupt)
-    began = time.monotonic()
-    timer.start()
-    with pytest.raises(UserError, match="the process for it ended"):
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(messages) }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+        "{% include '/etc/hostname' %}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(template, shared):
+    shared._tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template of demo refuses these messages"):
         shared(MESSAGES)
-    assert time.monotonic() - began < bounded_process.WORK_S - 1
-    timer.join()
-
-
-def test_no_process_without_need(encode):
-    encode("The old house")
-    encode([5, 6])
-    assert encode._bounded._process is None
-
-
-def test_a_process_ends_with_its_encoder(shared):
-    shared._tokenizer.chat_template = TEMPLATE
-    shared(MESSAGES)
-    number = shared._bounded._process.pid
-    os.kill(number, 0)
-    shared.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(number, 0)
-    assert shared(MESSAGES)[1]
 
 
 def test_no_text_is_encoded_that_cannot_fit(tokenizer):
@@ -164,35 +147,6 @@ def test_which_tokenizers_are_plain(tokenizer, normalizer, pre_tokenizer, plain)
     assert is_plain(tokenizer) is plain
 
 
-@pytest.mark.parametrize(
-    ("single", "ids", "plain"),
-    [
-        ("<s> $A", 1, True),
-        ("$A $A", 1, False),
-        ("<s> $A", 5000, False),
-    ],
-)
-def test_templates_that_repeat_or_add_much_are_not_plain(tokenizer, single, ids, plain):
-    tokens = {"id": "<s>", "ids": [0] * ids, "tokens": ["x"] * ids}
-    template = processors.TemplateProcessing(single=single, special_tokens=[tokens])
-    tokenizer.backend_tokenizer.post_processor = template
-    assert is_plain(tokenizer) is plain
-    chain = processors.Sequence([processors.ByteLevel(), template])
-    tokenizer.backend_tokenizer.post_processor = chain
-    assert is_plain(tokenizer) is plain
-
-
-@pytest.mark.slow  # until the process has all the memory that it may
-def test_a_normalizer_that_multiplies_text_ends_at_its_bound(tokenizer):
-    grows = normalizers.Sequence([normalizers.Replace("a", "a" * 100) for _ in range(5)])
-    tokenizer.backend_tokenizer.normalizer = grows
-    encode = PromptEncoder(tokenizer, "demo", 200_000)
-    with pytest.raises(UserError, match=r"the tokenizer of demo|the process|it took"):
-        encode("a" * 10)
-    assert not encode.quick("a")
-    encode.close()
-
-
 @pytest.fixture
 def directory(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -207,14 +161,6 @@ def test_a_sparse_file_is_refused_by_its_size(directory, name):
     with pytest.raises(
         UserError, match=f"{name}: 214748364800 bytes are too many for a tokenizer; at most"
     ):
-        load_tokenizer(directory)
-
-
-def test_a_template_of_60_megabytes_is_refused(directory):
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"chat_template": "x" * 60_000_000}
-    path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"for a tokenizer; at most {MOST_SMALL_FILE}"):
         load_tokenizer(directory)
 
 

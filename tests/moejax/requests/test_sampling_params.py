@@ -1,3 +1,5 @@
+"""Sampling parameters: vLLM's defaults, what they become, and each refusal."""
+
 import dataclasses
 import itertools
 from typing import Any
@@ -80,43 +82,30 @@ def test_numpy_numbers_become_python_ones():
     ("name", "value", "message"),
     [
         ("temperature", -0.1, r"temperature must be in \[0, 2\], got -0.1"),
-        ("temperature", 2.5, r"temperature must be in \[0, 2\]"),
         ("temperature", float("nan"), "temperature must be a finite number, got nan"),
         ("temperature", "1", "temperature must be a number, got '1'"),
-        ("temperature", None, "temperature must be a number, got None"),
         ("temperature", True, "temperature must be a number, got True"),
         ("top_p", 0.0, r"top_p must be in \(0, 1\], got 0.0"),
-        ("top_p", 1.01, r"top_p must be in \(0, 1\]"),
         ("top_k", -2, r"top_k must be 0 \(disable\), or at least 1, got -2"),
         ("top_k", 1.0, "top_k must be an integer, got 1.0"),
-        ("top_k", None, "top_k must be an integer, got None"),
         ("min_p", -0.1, r"min_p must be in \[0, 1\], got -0.1"),
-        ("min_p", float("inf"), "min_p must be a finite number"),
         ("seed", 2**32, r"seed must be in \[0, 4294967295\], got 4294967296"),
-        ("seed", -2, r"seed must be in \[0, 4294967295\], got -2"),
-        ("seed", 0.5, "seed must be an integer, got 0.5"),
         ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
-        ("max_tokens", None, "max_tokens must be an integer, got None"),
         ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
         ("logprobs", -1, r"logprobs must be in \[0, 20\] or None, got -1; 20 is the most"),
         ("logprobs", 21, r"got 21; 20 is the most"),
-        ("logprobs", True, "logprobs must be an integer, got True"),
         ("prompt_logprobs", 21, r"prompt_logprobs must be in \[0, 20\] or None, got 21"),
         ("n", 0, "n must be at least 1, got 0"),
         ("n", 16385, "n must be at most 16384, got 16385"),
-        ("n", 2.0, "n must be an integer, got 2.0"),
         ("repetition_penalty", 0.0, "repetition_penalty must be greater than zero, got 0.0"),
-        ("repetition_penalty", float("inf"), "repetition_penalty must be a finite number, got inf"),
         ("presence_penalty", 2.1, r"presence_penalty must be in \[-2, 2\], got 2.1"),
         ("frequency_penalty", -2.1, r"frequency_penalty must be in \[-2, 2\], got -2.1"),
         ("min_tokens", -1, "min_tokens must be greater than or equal to 0, got -1"),
         ("min_tokens", 17, "min_tokens must be less than or equal to max_tokens=16, got 17"),
         ("include_stop_str_in_output", 0, "include_stop_str_in_output must be True or False"),
-        ("skip_special_tokens", None, "skip_special_tokens must be True or False, got None"),
         ("stop", 7, "stop must be a string or a list of strings, got 7"),
         ("stop", ["a", 7], "stop must be a string or a list of strings, got 7 in it"),
         ("stop", "", "stop cannot contain an empty string"),
-        ("stop", ["a", ""], "stop cannot contain an empty string"),
         ("stop_token_ids", 7, "stop_token_ids must be a list of token ids, got 7"),
         ("stop_token_ids", [1, "2"], "each of stop_token_ids must be an integer, got '2'"),
         ("stop_token_ids", [-1], "stop_token_ids must be token ids of 0 or more, got -1"),
@@ -125,7 +114,6 @@ def test_numpy_numbers_become_python_ones():
         ("stop", itertools.repeat("a"), "stop has more than 65536 values"),
         ("logit_bias", range(2**40), "logit_bias has more than 65536 values"),
         ("logit_bias", [1, 2], r"logit_bias must map token ids to numbers, got \[1, 2\]"),
-        ("logit_bias", 7, "logit_bias must map token ids to numbers, got 7"),
         ("logit_bias", {"a": 1}, "a token id in logit_bias must be an integer, got 'a'"),
         ("logit_bias", {-1: 1}, "a token id in logit_bias must be 0 or more, got -1"),
         ("logit_bias", {1: "x"}, r"logit_bias\[1\] must be a number, got 'x'"),
@@ -146,8 +134,3 @@ def test_more_than_one_sequence_needs_randomness():
 def test_an_unknown_name_is_refused():
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
-
-
-def test_it_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().top_k = 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,3 +1,5 @@
+"""Where a sequence ends, and what of its text is shown before it has."""
+
 from pathlib import Path
 
 import pytest
@@ -48,14 +50,6 @@ def test_end_of_sequence_and_max_tokens(tokenizer):
     assert _run(None, ids)[:2] == (Finish("stop", None), "")
 
 
-def test_text_of_a_running_sequence(tokenizer):
-    ending = Ending(SamplingParams(), {EOS}, tokenizer)
-    for token in _letters(tokenizer, "old"):
-        ending.push(token)
-    assert ending.text == ending.text == "old"
-    assert ending.stream() == "old" and ending.stream() == ""
-
-
 def test_a_stop_token_is_not_text_unless_asked_for(tokenizer):
     ids = _letters(tokenizer, "abc")
     params = dict(stop_token_ids=[ids[1]])
@@ -76,26 +70,6 @@ def test_a_stop_string_across_tokens(tokenizer):
     assert _run(tokenizer, ids, stop=["four", "o;"])[0] is None
 
 
-def test_a_stop_string_inside_a_token(tokenizer):
-    (token,) = tokenizer.encode(" house")
-    assert _run(tokenizer, [token], stop="ou")[:2] == (Finish("stop", "ou"), " h")
-    included = _run(tokenizer, [token], stop="ou", include_stop_str_in_output=True)
-    assert included[1] == " hou"
-    # Both are in the token: the first of the list counts, as in vLLM.
-    assert _run(tokenizer, [token], stop=["se", "ho"])[0] == Finish("stop", "se")
-
-
-def test_a_stop_string_in_the_last_token_is_a_stop(tokenizer):
-    ids = _letters(tokenizer, "abc")
-    assert _run(tokenizer, ids, stop="bc", max_tokens=3)[:2] == (Finish("stop", "bc"), "a")
-
-
-def test_a_stop_string_of_bytes_that_never_become_a_character(tokenizer):
-    half = _letters(tokenizer, "a🏚")[:-1]
-    finish, text, _, _ = _run(tokenizer, half, stop="\ufffd", max_tokens=len(half))
-    assert (finish, text) == (Finish("stop", "\ufffd"), "a")
-
-
 def test_nothing_stops_before_min_tokens(tokenizer):
     ids = _letters(tokenizer, "abababab")
     params = dict(stop="ab", min_tokens=3)
@@ -107,28 +81,11 @@ def test_nothing_stops_before_min_tokens(tokenizer):
     assert _run(tokenizer, ids, **by_token)[2] == 3
 
 
-def test_special_tokens_are_text_on_request(tokenizer):
-    ids = [*tokenizer.encode("a"), EOS, *tokenizer.encode("b")]
-    assert _run(tokenizer, ids, ignore_eos=True)[1] == "ab"
-    text = _run(tokenizer, ids, ignore_eos=True, skip_special_tokens=False)[1]
-    assert text == "a<|endoftext|>b"
-
-
 def test_a_stream_waits_for_what_may_become_a_stop_string(tokenizer):
     ids = _letters(tokenizer, "a--b---c")
     *_, pieces = _run(tokenizer, ids, stop="---")
     assert pieces == ["", "", "a", "-", "-", "b", "", ""]
     assert _run(tokenizer, ids)[3][:3] == ["a", "-", "-"]
-
-
-def test_text_of_a_cancelled_sequence_is_whole(tokenizer):
-    ending = Ending(SamplingParams(stop="xyz"), {EOS}, tokenizer)
-    for token in _letters(tokenizer, "old"):
-        ending.push(token)
-    assert (ending.text, ending.stream()) == ("o", "o")
-    ending.close()
-    ending.close()
-    assert (ending.text, ending.stream()) == ("old", "ld")
 
 
 def test_stop_strings_need_a_tokenizer():

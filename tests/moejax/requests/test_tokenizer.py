@@ -1,7 +1,9 @@
+"""Tokenizers: what is loaded of a directory, what is refused, and text piece by piece."""
+
+import json
 import os
+import pathlib
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,10 @@ from hypothesis import strategies as st
 
 import moejax
 from moejax.errors import UserError
-from moejax.requests.tokenizer import Detokenizer, load_tokenizer
+from moejax.models.config import load_config
+from moejax.requests.tokenizer import Detokenizer, check_vocabulary, load_tokenizer
 
 DEMO = Path(moejax.__path__[0]) / "demo"
-SPECIAL = 0  # <|endoftext|>
 
 
 @pytest.fixture(scope="module")
@@ -26,35 +28,6 @@ def tokenizer():
 def _stream(tokenizer, chunks, prompt_ids=()):
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     return [detokenizer.push(chunk) for chunk in chunks] + [detokenizer.finish()]
-
-
-def test_load_reads_the_special_tokens(tokenizer):
-    assert tokenizer.eos_token_id == SPECIAL
-    assert tokenizer.decode(tokenizer.encode("The old house")) == "The old house"
-
-
-def test_a_long_prompt_is_not_the_tokenizers_business(tokenizer, capfd):
-    assert len(tokenizer.encode("word " * 3000)) >= 3000
-    assert capfd.readouterr().err == ""
-
-
-def test_nothing_is_imported_before_a_tokenizer_is_loaded():
-    code = "import moejax.requests.tokenizer, sys; print('transformers' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "False"
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_loading_prints_nothing_and_needs_no_network():
-    code = f"from moejax.requests.tokenizer import load_tokenizer; load_tokenizer({str(DEMO)!r})"
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert (result.stdout, result.stderr) == ("", "")
 
 
 def test_a_directory_without_tokenizer_has_none(tmp_path):
@@ -77,33 +50,12 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, text):
         load_tokenizer(tmp_path)
 
 
-def test_a_truncated_tokenizer_or_config_is_refused(tmp_path):
-    text = (DEMO / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(text[: len(text) // 2])
-    with pytest.raises(UserError, match="cannot be read"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(text)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ')
-    with pytest.raises(UserError, match="cannot be read"):
-        load_tokenizer(tmp_path)
-
-
 def _chunks(draw, ids):
     cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=20)))
     return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), text=st.text(max_size=60))
-def test_pieces_of_any_text_make_the_whole(tokenizer, data, text):
-    ids = tokenizer.encode(text)
-    pieces = _stream(tokenizer, _chunks(data.draw, ids))
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
-    if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_ids_make_the_whole(tokenizer, data):
     # Single bytes, so broken characters, and special tokens are as likely as words. 4200 > V.
@@ -119,17 +71,6 @@ def test_half_a_character_is_held(tokenizer):
     pieces = _stream(tokenizer, [[token] for token in ids])
     assert [piece for piece in pieces if piece] == ["a", "🏚", "b"]
     assert pieces[-1] == ""
-
-
-def test_finish_gives_what_stayed_broken(tokenizer):
-    ids = tokenizer.encode("a🏚")[:-1]
-    pieces = _stream(tokenizer, [[token] for token in ids])
-    assert "".join(pieces[:-1]) == "a" and pieces[-1] == "\ufffd"
-
-
-def test_special_tokens_are_not_text(tokenizer):
-    ids = [SPECIAL, *tokenizer.encode("old"), SPECIAL, *tokenizer.encode(" house"), SPECIAL]
-    assert "".join(_stream(tokenizer, [[token] for token in ids])) == "old house"
 
 
 def test_the_prompt_is_context_and_not_output(tokenizer):
@@ -148,3 +89,60 @@ def test_the_space_after_the_prompt_is_kept_where_decoding_strips_the_first():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert tokenizer.decode([1, 2]) == "old house"
     assert _stream(tokenizer, [[1], [2]], prompt_ids=[0]) == [" old", " house", ""]
+
+
+def tokenizer_directory(tmp_path, **settings):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path / name)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return tmp_path
+
+
+def test_tokenizer_runs_no_code_and_reads_no_other_file(tmp_path):
+    """Neither auto_map nor a file named elsewhere counts."""
+    other = tmp_path / "tokenizer.1.0.json"
+    other.write_text((DEMO / "tokenizer.json").read_text().replace("house", "mouse"))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    tokenizer_directory(
+        tmp_path,
+        auto_map={"AutoTokenizer": ["evil.Slow", "evil.Fast"]},
+        tokenizer_class="Evil",
+        trust_remote_code=True,
+        fast_tokenizer_files=[other.name],
+        tokenizer_file=str(other),
+        vocab_file="/etc/hostname",
+    )
+    tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(DEMO)
+    assert tokenizer is not None and plain is not None
+    assert tokenizer.get_vocab() == plain.get_vocab()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_tokenizer_of_another_model():
+    tokenizer, config = load_tokenizer(DEMO), load_config(DEMO)
+    assert tokenizer is not None
+    assert check_vocabulary(tokenizer, config, DEMO) is tokenizer
+    assert check_vocabulary(None, config, DEMO) is None
+    tokenizer.add_tokens(["<more>"])
+    grown = max(tokenizer.get_vocab().values())
+    assert grown >= config.vocab_size
+    with pytest.raises(UserError, match=f"token '<more>' with id {grown}, but config.json has voc"):
+        check_vocabulary(tokenizer, config, DEMO)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("tokenizer.json", lambda p: p.symlink_to(DEMO / p.name), "a link out"),
+        ("tokenizer_config.json", lambda p: p.symlink_to(DEMO / p.name), "a link out"),
+        ("tokenizer.json", os.mkfifo, "a pipe"),
+        ("special_tokens_map.json", pathlib.Path.mkdir, "a directory"),
+    ],
+)
+def test_tokenizer_files_that_are_refused(tmp_path, name, edit, message):
+    path = tokenizer_directory(tmp_path) / name
+    path.unlink(missing_ok=True)
+    edit(path)
+    with pytest.raises(UserError, match=f"{name}: {message}"):
+        load_tokenizer(tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,13 +15,14 @@ from unittest import mock
 import pytest
 
 from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
-from moejax.errors import OutOfKV
-from moejax.requests.prompts import PromptEncoder
-from moejax.requests.submission import Submission, _with_text
 from scripts.check.kv_faults import kv_faults
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
 LONG = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
+
+
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}
 
 
@@ -106,41 +109,6 @@ def test_the_same_tokens_as_generate_as_they_come(llm):
     assert found[2][-1].prompt == "Once"
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_last_output_alone(llm, monkeypatch):
-    params = SamplingParams(max_tokens=12, seed=5, n=2, logprobs=1)
-    (plain,) = llm.generate("The old house", params)
-    made, output = [], Submission.output
-    monkeypatch.setattr(Submission, "output", lambda *a: made.append(0) or output(*a))
-
-    async def main():
-        async with AsyncLLM(llm) as served:
-            outputs = served.generate("The old house", params, "r", last_only=True)
-            return [output async for output in outputs]
-
-    (found,) = run(main())
-    assert found.finished and found.outputs == plain.outputs and found.request_id == "r"
-    assert len(made) == 1
-
-
-def test_log_probabilities_are_written_out_once(llm, monkeypatch):
-    params = SamplingParams(
-        temperature=0, max_tokens=60, ignore_eos=True, logprobs=3, prompt_logprobs=2
-    )
-    plain = llm.generate([[5, 6, 7]], params)[0]
-    made = mock.Mock(wraps=_with_text)
-    monkeypatch.setattr("moejax.requests.submission._with_text", made)
-
-    async def main():
-        async with AsyncLLM(llm) as served:
-            return [output async for output in served.generate([5, 6, 7], params)]
-
-    found = run(main())
-    assert len(found) > 10 and made.call_count == 60 + 2
-    assert found[-1].outputs == plain.outputs and found[-1].prompt_logprobs == plain.prompt_logprobs
-
-
 def test_many_tasks_and_cancellations(llm):
     prompts = [[10 + i] * (1 + 17 * (i % 5)) for i in range(20)]
     plain = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
@@ -206,18 +174,18 @@ def test_a_cancelled_request_is_gone_at_the_next_step(llm):
     run(main())
 
 
-def test_an_error_of_one_request_is_its_own(llm, expected):
+def test_what_an_async_request_may_not_be(llm, expected):
     refused = [
-        (([], GREEDY), "prompt is empty"),
-        (([5_000], GREEDY), "outside of the vocabulary"),
-        (([5] * 250, GREEDY), "max_model_len is 256"),
-        (({"text": "a"}, GREEDY), "'prompt_token_ids'"),
-        (([5], {"max_tokens": 3}), "sampling_params must be SamplingParams"),
-        (([5], GREEDY, 7), "request_id must be a string"),
-        (([5], GREEDY, "good"), "'good' is in use"),
+        (([5], {"max_tokens": 3}), {}, "sampling_params must be SamplingParams"),
+        (([5], GREEDY, 7), {}, "request_id must be a string"),
+        (([5], GREEDY, "good"), {}, "'good' is in use"),
+        (([5], GREEDY), {"priority": "high"}, "priority must be"),
+        (([5], GREEDY), {"session_id": 3}, "session_id must be"),
+        (([5], SamplingParams(n=2)), {"session_id": "s"}, "a session goes on"),
+        ((5, GREEDY), {}, "text or a list of token ids"),
     ]
 
-    async def fails(served, arguments, message, **options):
+    async def fails(served, arguments, options, message):
         with pytest.raises(UserError, match=message):
             await last(served.generate(*arguments, **options))
 
@@ -226,46 +194,9 @@ def test_an_error_of_one_request_is_its_own(llm, expected):
             good = asyncio.create_task(last(served.generate([7, 8, 9], GREEDY, "good")))
             await asyncio.sleep(0)
             await asyncio.gather(*(fails(served, *case) for case in refused))
-            await fails(served, ([5], GREEDY), "priority must be", priority="high")
-            await fails(served, ([5], GREEDY), "session_id must be", session_id=3)
-            two = SamplingParams(n=2)
-            await fails(served, ([5], two), "a session goes on", session_id="s")
-            await fails(served, (5, GREEDY), "text or a list of token ids")
             with pytest.raises(UserError, match="no session"):
                 await served.end_session("s")
             return await good
-
-    assert run(main()).outputs[0] == expected
-
-
-def test_turns_of_a_session_and_its_end(llm):
-    async def main():
-        async with AsyncLLM(llm) as served:
-            first = await last(served.generate([7] * 40, GREEDY, session_id="s"))
-            said = first.prompt_token_ids + first.outputs[0].token_ids
-            second = await last(served.generate([*said, 9], GREEDY, session_id="s"))
-            assert second.metrics.cached_tokens > 0
-            await served.end_session("s")
-
-    run(main())
-
-
-def test_requests_that_cannot_go_on_end_and_the_engine_lives(llm, expected, monkeypatch):
-    step, calls = llm.engine.step, iter(range(100))
-
-    def stuck():
-        if next(calls) == 3:
-            raise OutOfKV("requests wait for KV pages and none can be freed")
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", stuck)
-
-    async def main():
-        async with AsyncLLM(llm) as served:
-            tasks = (last(served.generate([5 + i], GREEDY)) for i in range(2))
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert isinstance(result, UserError) and "wait for KV pages" in str(result)
-            return await last(served.generate([7, 8, 9], GREEDY))
 
     assert run(main()).outputs[0] == expected
 
@@ -365,41 +296,6 @@ def test_a_slow_reader_gets_the_newest_and_holds_nobody_up(llm):
     run(main())
 
 
-def test_the_loop_goes_on_while_a_prompt_is_encoded(llm, monkeypatch):
-    encode, ticks = PromptEncoder.__call__, 0
-
-    def slow(encoder, prompt):
-        time.sleep(0.2)
-        return encode(encoder, prompt)
-
-    monkeypatch.setattr(PromptEncoder, "__call__", slow)
-
-    async def main():
-        nonlocal ticks
-        async with AsyncLLM(llm) as served:
-            task = asyncio.create_task(last(served.generate("The old house", GREEDY)))
-            while not task.done():
-                ticks += 1
-                await asyncio.sleep(0.01)
-            await task
-
-    run(main())
-    assert ticks > 5
-
-
-def test_an_idle_engine_sleeps(llm):
-    async def main():
-        async with AsyncLLM(llm) as served:
-            await last(served.generate([5], GREEDY))
-            await served.stats()
-            clock = time.pthread_getcpuclockid(served._engine.thread.ident or 0)
-            before = time.clock_gettime(clock)
-            await asyncio.sleep(0.3)
-            assert time.clock_gettime(clock) - before < 0.02
-
-    run(main())
-
-
 def test_an_llm_has_one_user_at_a_time(llm, monkeypatch):
     served = AsyncLLM(llm)
     uses = (llm.stats, llm.close, lambda: llm.generate([5], GREEDY), lambda: AsyncLLM(llm))
@@ -445,3 +341,52 @@ def test_a_program_may_be_interrupted_and_end_while_requests_run():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\nTrue\n", "")
+
+
+# ---- what takes long, and forks
+
+
+@pytest.fixture
+def looping(llm, monkeypatch):
+    """A chat template that never ends."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", loop)
+    return {"messages": [{"role": "user", "content": "x"}]}
+
+
+def test_close_does_not_wait_for_a_template(llm, looping):
+    async def main():
+        served = AsyncLLM(llm)
+        calls = [asyncio.create_task(last(served.generate(looping, GREEDY))) for _ in range(3)]
+        while llm.encoder._bounded._connection is None:  # it stands, and works
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await served.close()
+        took = time.monotonic() - began
+        return took, await asyncio.gather(*calls, return_exceptions=True)
+
+    took, refused = run(main())
+    assert took < 5 and all(isinstance(error, UserError) for error in refused)
+    assert llm.generate("The old house", GREEDY)[0].finished
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_fork_is_refused_and_the_process_that_made_the_llm_goes_on(llm):
+    own = llm.generate([[7, 8, 9]], GREEDY)[0].outputs
+    served = AsyncLLM(llm)
+
+    def refused(use) -> bool:
+        try:
+            use()
+        except UserError as error:
+            return "before a fork" in str(error)
+        return False
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        uses = (llm.stats, lambda: llm.generate([[5]], GREEDY), lambda: run(served.stats()))
+        os._exit(0 if all(map(refused, uses)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    run(served.close())
+    assert llm.generate([[7, 8, 9]], GREEDY)[0].outputs == own

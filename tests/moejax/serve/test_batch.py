@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -21,7 +22,8 @@ from moejax.commands import main as cli
 from moejax.progress import token_progress
 from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moejax.requests.request import GenerationRequest
-from moejax.serve.batch.job import Job, open_job
+from moejax.serve.batch import result_file
+from moejax.serve.batch.job import MOST_MESSAGE, Job, open_job
 from moejax.serve.batch.lines import derived_seed, read_lines
 from tests.moejax.commands.test_summary import STATS
 
@@ -143,6 +145,8 @@ def openai(custom_id, body, url="/v1/completions"):
 
 
 CHAT = "/v1/chat/completions"
+
+
 PROMPTS = [{"id": f"p{i}", "prompt": f"prompt {i}"} for i in range(7)]
 
 
@@ -161,9 +165,6 @@ def only_line(path) -> str:
         "recomputed": False,
     }
     return head
-
-
-# ---- formats
 
 
 def test_a_plain_line(tmp_path):
@@ -305,96 +306,6 @@ def test_sampling_fields_seeds_and_defaults(tmp_path):
     assert [id for id in "abcd" if seeds[id] == others[id]] == ["c"]
 
 
-# ---- bad lines
-
-BAD = [
-    ("{", "not JSON: "),
-    ("[1]", 'not a JSON object but a list; one is like {"prompt": "The old house"'),
-    ("The old house", 'each line is an object, like {"prompt": "The old house"'),
-    ('{"prompt": NaN}', "NaN is not JSON"),
-    ("[" * 100_000, "nested too deeply"),
-    ('{"id": "x", "prompt": "\\ud800"}', "not UTF-8 text"),
-    ({"id": ""}, "id must be a string or an integer that is not empty"),
-    ({"id": True, "prompt": "x"}, "id must be a string or an integer"),
-    ({"id": "line-7", "prompt": "x"}, "id 'line-7' is reserved for line 7"),
-    ({"id": "x"}, "one of prompt, prompt_token_ids, messages is needed, found none"),
-    ({"prompt": "x", "messages": []}, "found prompt and messages"),
-    ({"prompt": ["x", "y"]}, "several prompts need a line each"),
-    ({"prompt": 5}, "prompt must be text or a list, got 5"),
-    ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be token ids"),
-    ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
-    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported; did you mean 'max_tokens'"),
-    ({"prompt": "x", "tools": [1]}, "the field 'tools' is not supported$"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
-    ({"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids are integers, got the keys"),
-    ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
-    ({"prompt": "x", "priority": "high"}, "priority must be an integer"),
-    ({"messages": ["x"]}, 'each of messages must be an object with a "role"'),
-    ({"messages": [{"role": "user", "content": 5}]}, "content of a message must be text, got 5"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "content of a message must be text; other parts are refused",
-    ),
-    ({"id": "x", "prompt": "too long"}, "shorten the prompt"),
-    ({"id": "a", "prompt": "x"}, "the id 'a' is also that of an earlier line"),
-]
-BAD_OPENAI = [
-    (openai(5, {"prompt": "x"}), "custom_id must be a string that is not empty, got 5"),
-    ({"url": CHAT, "body": {}}, "custom_id must be a string that is not empty, got null"),
-    (openai("c", {"prompt": "x"}) | {"x": 1}, "'x' is not supported beside custom_id and body"),
-    (openai("c", {"prompt": "x"}) | {"method": "GET"}, 'method must be POST, got "GET"'),
-    (openai("c", {"prompt": "x"}, "/v1/embeddings"), "url must be /v1/completions or /v1/chat"),
-    (openai("c", "x"), "body must be an object"),
-    (openai("c", {"prompt": "x"}, CHAT), "the field 'prompt' is not one of /v1/chat/completions"),
-    (openai("c", {"messages": []}), "the field 'messages' is not one of /v1/completions"),
-    (openai("c", {"prompt": "x", "id": "y"}), "custom_id names a line"),
-    (openai("c", {"prompt": "x", "stream": True}), "the field 'stream' is not supported"),
-    (openai("c", {"prompt": "x", "echo": True}), "the field 'echo' is not supported"),
-    (openai("c", {"prompt": "x", "echo": 0}), "the field 'echo' is not supported"),
-    (
-        openai("c", {"messages": [{"role": "user"}], "reasoning_effort": "low"}, CHAT),
-        "the field 'reasoning_effort' is not supported",
-    ),
-    (
-        openai("c", {"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}),
-        "max_tokens and max_completion_tokens differ",
-    ),
-    (openai("c", {"messages": [], "logprobs": 5}, CHAT), "logprobs must be true or false"),
-    (openai("c", {"messages": [], "top_logprobs": 5}, CHAT), "top_logprobs needs logprobs: true"),
-    (openai("c", {"prompt": "too long"}), "shorten the prompt"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BAD + BAD_OPENAI)
-def test_a_bad_line_ends_the_job_or_gets_an_error(tmp_path, line, message):
-    source = write(tmp_path / "in", {"id": "a", "prompt": "x"}, line, {"id": "b", "prompt": "x"})
-    with pytest.raises(UserError, match=message.replace("$", r" \(--on-error")) as caught:
-        run(source, tmp_path / "out")
-    assert str(caught.value).startswith(f"{source}, line 2: ")
-    job, said = run(source, tmp_path / "out", on_error="skip")
-    assert (job.done, job.errors, len(said)) == (3, 1, 1)
-    assert said[0].startswith(f"{source}, line 2: ")
-    bad = {id: r for id, r in records(tmp_path / "out").items() if r["error"] is not None}
-    ((id, record),) = bad.items()
-    assert record["error"] == {
-        "code": "invalid_request",
-        "message": said[0].partition(", line 2: ")[2],
-        "param": None,
-        "line": 2,
-    }
-    if isinstance(line, dict) and "body" in line:
-        assert id == ("c" if line.get("custom_id") == "c" else "line-2")
-        assert record["response"]["status_code"] == 400
-        assert record["response"]["body"]["error"]["type"] == "invalid_request_error"
-    else:
-        assert id == ("x" if isinstance(line, dict) and line.get("id") == "x" else "line-2")
-    # What is bad once is not reported twice.
-    before = (tmp_path / "out").read_bytes()
-    job, said = run(source, tmp_path / "out", on_error="fail")
-    assert (tmp_path / "out").read_bytes() == before and (job.errors, said) == (1, [])
-
-
 def test_the_lines_before_a_bad_one_are_finished(tmp_path):
     """Three are in flight at a time, so the bad line is found while two run."""
     source, output = write(tmp_path / "in", *PROMPTS[:5], "{", *PROMPTS[5:]), tmp_path / "out"
@@ -416,17 +327,6 @@ def test_the_lines_before_a_bad_one_are_finished(tmp_path):
     assert records(output) == records(tmp_path / "undisturbed")
 
 
-def test_a_line_without_form_takes_the_one_before(tmp_path):
-    source = write(tmp_path / "in", "{", openai("c", {"prompt": "x"}), "{")
-    run(source, tmp_path / "out", on_error="skip")
-    found = records(tmp_path / "out")
-    assert "response" not in found["line-1"]
-    assert found["line-3"]["response"]["status_code"] == 400
-
-
-# ---- resumption
-
-
 def test_cut_at_every_byte_of_the_last_line(tmp_path):
     source, output = write(tmp_path / "in", *PROMPTS, "{"), tmp_path / "out"
     run(source, output, on_error="skip")
@@ -437,25 +337,6 @@ def test_cut_at_every_byte_of_the_last_line(tmp_path):
         job, _ = run(source, output, on_error="skip")
         assert records(output) == undisturbed
         assert output.read_bytes().startswith(whole[: -len(last)]) and job.done == 8
-
-
-def test_only_what_is_missing_runs(tmp_path):
-    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
-    run(source, output)
-    undisturbed, lines = records(output), output.read_text().splitlines(keepends=True)
-    output.write_text("".join(lines[i] for i in (5, 1, 4)))
-    asked = []
-
-    class Listening(FakeLLM):
-        def generate_each(self, requests):
-            return super().generate_each(asked.append(r.prompt) or r for r in requests)
-
-    with open_job(Job(source, str(output))) as job:
-        assert (job.total, job.done, job.complete) == (7, 3, False)
-        job.run(Listening())
-    kept = {json.loads(lines[i])["text"].partition("+")[0] for i in (5, 1, 4)}
-    assert kept | set(asked) == {p["prompt"] for p in PROMPTS} and len(asked) == 4
-    assert records(output) == undisturbed
 
 
 def test_a_session_goes_on_from_its_turns_after_an_end_between_them(tmp_path):
@@ -483,14 +364,6 @@ def test_a_session_goes_on_from_its_turns_after_an_end_between_them(tmp_path):
     assert output.read_text().startswith("".join(kept))
 
 
-def test_more_lines_may_be_added(tmp_path):
-    source, output = write(tmp_path / "in", *PROMPTS[:3]), tmp_path / "out"
-    run(source, output)
-    write(tmp_path / "in", *PROMPTS)
-    run(source, output)
-    assert len(records(output)) == 7
-
-
 def test_overwrite_starts_anew_but_not_before_the_model_is_there(tmp_path):
     source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
     output.write_text("something else\n")
@@ -506,10 +379,8 @@ def test_overwrite_starts_anew_but_not_before_the_model_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("hello\n", "line 1, is no result of moejax"),
         ("hello", "line 1, is no result of moejax"),
         ('{"id": "a"}\n', "line 1, is no result of moejax"),
-        ("[]\n", "line 1, is no result of moejax"),
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path, content, message):
@@ -587,9 +458,6 @@ def test_a_full_disk(tmp_path):
     assert records(output) == undisturbed
 
 
-# ---- the command
-
-
 def command(*options):
     return cli.main(["generate", *map(str, options)])
 
@@ -616,16 +484,6 @@ def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command("--help")
     assert "3 a file is done but some of its\n  results are errors" in capsys.readouterr().out
-
-
-def test_an_empty_file(fake, tmp_path, capsys):
-    source, output = write(tmp_path / "in"), tmp_path / "out"
-    assert command("--input", source, "--output", output) == 0
-    assert output.read_bytes() == b"" and fake.made == 0
-    said = capsys.readouterr().err
-    assert (
-        f"{source} has no lines" in said and '{"prompt": "The old house", "max_tokens": 16}' in said
-    )
 
 
 def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):
@@ -696,21 +554,74 @@ def test_standard_input_and_output(fake, tmp_path, monkeypatch, capsys):
     assert command("--input", source, "--output", tmp_path / "out", "--quiet") == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["x", "--input", "f", "--output", "g"], "PROMPT and --input exclude each other"),
-        (["--input", "f"], "--input needs --output FILE"),
-        (["x", "--output", "g"], "--output, --on-error and --overwrite need --input"),
-        (["x", "--overwrite"], "--output, --on-error and --overwrite need --input"),
-        (["--input", "f", "--output", "g", "--on-error", "x"], "invalid choice: 'x'"),
-        ([], "the following arguments are required: PROMPT (or --input FILE)"),
-    ],
-)
-def test_a_wrong_command_line(fake, capsys, options, message):
-    with pytest.raises(SystemExit) as caught:
-        command(*options)
-    assert caught.value.code == 2 and message in capsys.readouterr().err and fake.made == 0
+BAD = [
+    ("{", "not JSON: "),
+    ("[1]", 'not a JSON object but a list; one is like {"prompt": "The old house"'),
+    ('{"prompt": NaN}', "NaN is not JSON"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"id": "x", "prompt": "\\ud800"}', "not UTF-8 text"),
+    ({"id": ""}, "id must be a string or an integer that is not empty"),
+    ({"id": "line-7", "prompt": "x"}, "id 'line-7' is reserved for line 7"),
+    ({"id": "x"}, "one of prompt, prompt_token_ids, messages is needed, found none"),
+    ({"prompt": "x", "messages": []}, "found prompt and messages"),
+    ({"prompt": ["x", "y"]}, "several prompts need a line each"),
+    ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be token ids"),
+    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported; did you mean 'max_tokens'"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids are integers, got the keys"),
+    ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
+    ({"prompt": "x", "priority": "high"}, "priority must be an integer"),
+    ({"messages": [{"role": "user", "content": 5}]}, "content of a message must be text, got 5"),
+    ({"id": "x", "prompt": "too long"}, "shorten the prompt"),
+    ({"id": "a", "prompt": "x"}, "the id 'a' is also that of an earlier line"),
+]
+
+
+BAD_OPENAI = [
+    (openai(5, {"prompt": "x"}), "custom_id must be a string that is not empty, got 5"),
+    (openai("c", {"prompt": "x"}) | {"x": 1}, "'x' is not supported beside custom_id and body"),
+    (openai("c", {"prompt": "x"}) | {"method": "GET"}, 'method must be POST, got "GET"'),
+    (openai("c", {"prompt": "x"}, "/v1/embeddings"), "url must be /v1/completions or /v1/chat"),
+    (openai("c", "x"), "body must be an object"),
+    (openai("c", {"prompt": "x"}, CHAT), "the field 'prompt' is not one of /v1/chat/completions"),
+    (openai("c", {"messages": []}), "the field 'messages' is not one of /v1/completions"),
+    (openai("c", {"prompt": "x", "echo": True}), "the field 'echo' is not supported"),
+    (
+        openai("c", {"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}),
+        "max_tokens and max_completion_tokens differ",
+    ),
+    (openai("c", {"messages": [], "logprobs": 5}, CHAT), "logprobs must be true or false"),
+    (openai("c", {"messages": [], "top_logprobs": 5}, CHAT), "top_logprobs needs logprobs: true"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD + BAD_OPENAI)
+def test_a_bad_line_ends_the_job_or_gets_an_error(tmp_path, line, message):
+    source = write(tmp_path / "in", {"id": "a", "prompt": "x"}, line, {"id": "b", "prompt": "x"})
+    with pytest.raises(UserError, match=message.replace("$", r" \(--on-error")) as caught:
+        run(source, tmp_path / "out")
+    assert str(caught.value).startswith(f"{source}, line 2: ")
+    job, said = run(source, tmp_path / "out", on_error="skip")
+    assert (job.done, job.errors, len(said)) == (3, 1, 1)
+    assert said[0].startswith(f"{source}, line 2: ")
+    bad = {id: r for id, r in records(tmp_path / "out").items() if r["error"] is not None}
+    ((id, record),) = bad.items()
+    assert record["error"] == {
+        "code": "invalid_request",
+        "message": said[0].partition(", line 2: ")[2],
+        "param": None,
+        "line": 2,
+    }
+    if isinstance(line, dict) and "body" in line:
+        assert id == ("c" if line.get("custom_id") == "c" else "line-2")
+        assert record["response"]["status_code"] == 400
+        assert record["response"]["body"]["error"]["type"] == "invalid_request_error"
+    else:
+        assert id == ("x" if isinstance(line, dict) and line.get("id") == "x" else "line-2")
+    # What is bad once is not reported twice.
+    before = (tmp_path / "out").read_bytes()
+    job, said = run(source, tmp_path / "out", on_error="fail")
+    assert (tmp_path / "out").read_bytes() == before and (job.errors, said) == (1, [])
 
 
 def test_the_progress_bar(monkeypatch, capsys):
@@ -728,7 +639,7 @@ def test_the_progress_bar(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-# ---- the engine's part
+# ---- with the embedded model
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 
@@ -746,82 +657,27 @@ def requests_of(count):
     ]
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_each_request_gets_what_generate_gives_and_memory_holds_few(llm):
-    requests, pulled, done = requests_of(30), [], []
+def test_few_requests_are_in_flight_and_what_ends_the_stream_ends_all(llm):
+    pulled, done = [], []
 
-    def stream():
-        for request in requests:
+    def stream(count):
+        for request in requests_of(count):
             pulled.append(request)
             yield request
+        raise UserError("line 21 is bad")
 
-    expected = llm.generate([r.prompt for r in requests], [r.sampling_params for r in requests])
-    for request, output in llm.generate_each(stream(), max_in_flight=7):
-        assert len(pulled) - len(done) <= 7
-        done.append(request.tag)
-        assert output.outputs == expected[request.tag].outputs and output.finished
-    assert sorted(done) == list(range(30)) and done != sorted(done)
-    assert llm.engine.scheduler.idle
-    shapes = llm.engine.runner.shapes
-    pulled.clear()
-    each = llm.generate_each(stream())
-    next(each)
-    assert len(pulled) == min(30, 2 * shapes.rows + shapes.prefill_chunks)
-    each.close()
-    assert llm.engine.scheduler.idle
-    arena = llm.engine.scheduler.arena
-    assert arena.free_pages == arena.pages
+    def play():
+        for request, output in llm.generate_each(stream(20), max_in_flight=7):
+            assert len(pulled) - len(done) <= 7 and output.finished
+            done.append(request.tag)
+            llm.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))  # between results
 
-
-@pytest.mark.slow
-def test_the_engine_may_be_used_between_results(llm):
-    found = []
-    for request, _ in llm.generate_each(requests_of(6)):
-        found.append(request.tag)
-        llm.generate([3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
-    assert sorted(found) == list(range(6))
-
-
-def test_a_request_that_cannot_run_does_not_end_the_others(llm):
-    bad = [
-        GenerationRequest([5], SamplingParams(max_tokens=1000), tag="long"),
-        GenerationRequest("", tag="empty"),
-        GenerationRequest([10**6], tag="vocabulary"),
-        GenerationRequest({"messages": [{"role": "user", "content": "x"}]}, tag="chat"),
-        GenerationRequest({"nothing": 1}, tag="nothing"),
-    ]
-    found = {r.tag: o for r, o in llm.generate_each([*requests_of(2), *bad, *requests_of(3)[2:]])}
-    assert {tag for tag in found if not isinstance(found[tag], UserError)} == {0, 1, 2}
-    messages = {
-        "long": "max_model_len is 256",
-        "empty": "the prompt is empty",
-        "vocabulary": "outside of the vocabulary",
-        "chat": "no chat template",
-        "nothing": "needs 'prompt', 'prompt_token_ids' or 'messages'",
-    }
-    assert all(text in str(found[tag]) for tag, text in messages.items())
-    assert list(llm.generate_each([])) == []
+    with pytest.raises(UserError, match="line 21 is bad"):
+        play()
+    assert done != sorted(done)
+    assert llm.engine.scheduler.idle and list(llm.generate_each([])) == []
     with pytest.raises(UserError, match="max_in_flight must be at least 1, got 0"):
         llm.generate_each([], max_in_flight=0)
-
-
-def test_an_error_of_the_stream_itself_is_raised_and_leaves_nothing(llm):
-    def stream():
-        yield from requests_of(3)
-        raise UserError("line 4 is bad")
-
-    with pytest.raises(UserError, match="line 4 is bad"):
-        list(llm.generate_each(stream()))
-    assert llm.engine.scheduler.idle
-
-
-def test_a_template_that_refuses_messages_is_the_users_error(llm, monkeypatch):
-    monkeypatch.setattr(
-        llm.get_tokenizer(), "chat_template", "{{ raise_exception('roles must alternate') }}"
-    )
-    with pytest.raises(UserError, match="refuses these messages: roles must alternate"):
-        llm.chat([{"role": "user", "content": "x"}])
 
 
 def test_a_job_with_the_embedded_model(llm, tmp_path):
@@ -849,23 +705,61 @@ def test_a_job_with_the_embedded_model(llm, tmp_path):
     assert llm.engine.scheduler.sessions.all == ()
 
 
-def test_a_turn_is_known_by_the_turns_before_it():
-    first = b'{"prompt_token_ids": [5], "session_id": "s", "id": "a"}\n'
-    second = b'{"prompt_token_ids": [6], "session_id": "s", "id": "b"}\n'
-    other = b'{"prompt_token_ids": [7], "id": "c"}\n'
-
-    def ids(*raw):
-        found = read_lines(raw, sampling={}, seed=0, made_with=())
-        return {line.id: line.request_id for line in found}
-
-    order, reverse = ids(first, second, other), ids(other, second, first)
-    assert order["c"] == reverse["c"]
-    assert order["a"] != reverse["a"] and order["b"] != reverse["b"]
-    assert ids(first, other, second) == order
+def results_of(tmp_path, llm, lines: list[bytes]):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines) + b"\n")
+    job = Job(str(source), str(output), sampling={"max_tokens": 2}, on_error="skip")
+    said: list[str] = []
+    with open_job(job) as work:
+        work.run(llm, warn=said.append)
+    assert all(len(text) < MOST_MESSAGE + 300 for text in said)
+    found = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert len(found) == len(lines)
+    return {result["id"]: result["error"] for result in found}
 
 
-def test_recompute_is_refused_for_files(tmp_path, capsys):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    assert cli.main(["generate", *arguments, "--kv-overflow", "recompute"]) == 2
-    assert "could not be resumed" in capsys.readouterr().err.replace("\n", " ")
+def test_any_line_is_at_most_an_error_of_its_own(tmp_path, llm):
+    digits = b"1" + b"0" * 400
+    hostile = {
+        "temperature": b'"prompt": "a", "temperature": ' + digits,
+        "bias": b'"prompt": "a", "logit_bias": {"5": ' + digits + b"}",
+        "biased": b'"prompt": "a", "logit_bias": {"' + digits + b'": 1}',
+        "top_k": b'"prompt": "a", "top_k": 2147483648',
+        "top_k digits": b'"prompt": "a", "top_k": ' + digits,
+        "too many digits": b'"prompt": "a", "top_k": ' + digits * 20,
+        "ids": b'"prompt_token_ids": [' + digits + b"]",
+        "session": b'"prompt": "a", "session_id": {}',
+        "list": b'"prompt": "a", "n": [1]',
+        "priority": b'"prompt": "a", "priority": 1e400',
+        "nested": b'"prompt": ' + b"[" * 100_000 + b"]" * 100_000,
+        "half": b'"prompt": "\\ud800"',
+        "field": b'"' + b"q" * 1_000_000 + b'": 1, "prompt": "a"',
+        "spaces": b'"prompt": "' + b" " * 10_000_000 + b'x"',
+        "messages": b'"messages": [{"role": "user", "content": "x"}]',
+    }
+    lines = [b'{"id": "%s", %s}' % (name.encode(), rest) for name, rest in hostile.items()]
+    random.Random(0).shuffle(lines)
+    lines = [b'{"id": "first", "prompt": "a"}', *lines, b'{"id": "last", "prompt": "a"}']
+    began = time.monotonic()
+    errors = results_of(tmp_path, llm, lines)
+    assert time.monotonic() - began < 60
+    assert errors.pop("first") is None and errors.pop("last") is None
+    # A line that is no JSON has no id of its own.
+    assert all(error is not None for error in errors.values()), errors
+    assert all(len(error["message"]) <= MOST_MESSAGE + 1 for error in errors.values())
+
+
+def test_an_output_pipe_that_nobody_reads_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(result_file, "READER_S", 0.2)
+    pipe, source = tmp_path / "pipe", tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    os.mkfifo(pipe)
+    with (
+        pytest.raises(UserError, match="a pipe that nobody reads"),
+        open_job(Job(str(source), str(pipe))),
+    ):
+        pass
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with open_job(Job(str(source), str(pipe))) as work:
+        assert not work.results.regular
+    os.close(reader)

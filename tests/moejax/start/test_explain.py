@@ -6,7 +6,6 @@ import types
 
 import pytest
 
-import host_offload.memory.device_memory
 from host_offload.memory.budget import Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax import LLM, UserError
@@ -42,61 +41,6 @@ def test_given_numbers_add_up_also_after_a_move():
         assert "3 to 6 of 16 in each of 4 layers" in str(llm.explain())
         # KV could use them, so that is not why they are free.
         assert after["free"] == 5 * 98304 and "given to neither" in str(llm.explain())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("precision", "said"),
-    [
-        ("dynaexq,margin=0", "all 64 of 4 layers, each in dense or int4"),
-        ("dynaexq,paged=true", "of 16 in each of 4 layers"),
-    ],
-)
-def test_two_versions_add_up(precision, said):
-    with LLM("demo", memory="4MiB", precision=precision, progress=False, **LIMITS) as llm:
-        found = check_sums(llm.explain())
-        assert said in str(llm.explain()) and "0 of 16" not in str(llm.explain())
-        counts = llm.stats()["arena"]["cells_used"]
-        records = {r.version: r.nbytes for r in llm.engine.runner.layout.records}
-        cells = sum(found[f"{name} cells"] // nbytes for name, nbytes in records.items())
-        if "paged" in precision:
-            assert cells == sum(llm.stats()["arena"]["cells_per_layer"]) > counts
-        else:
-            assert cells == counts == 64
-
-
-@pytest.mark.nightly
-def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
-    """Where not everything fits, activations are measured: less is left than by the share."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    free = 8 * MiB
-    monkeypatch.setattr(host_offload.memory.device_memory, "host_available_bytes", lambda: free)
-    measured = []
-    limits = {**LIMITS, "max_num_batched_tokens": 64}
-
-    def counted(runner):
-        measured.append(activation_bytes(runner))
-        return measured[-1]
-
-    monkeypatch.setattr("moejax.start.probe.activation_bytes", counted)
-    for _ in range(2):
-        with LLM("demo", progress=False, **limits) as llm:
-            sums = check_sums(llm.explain())
-            assert -sums["activations"] == measured[0]
-            # The steps that run fit into what was measured with the smallest arena and the reserve.
-            left = sums["free device memory"] - sums["largest arena"]
-            assert 0.8 * measured[0] < activation_bytes(llm.engine.runner) < left
-            arena = llm.stats()["arena"]["bytes"]
-        assert sums["free device memory"] == free and arena == sums["arena"]
-        assert sums["largest arena"] - arena < 98304, "a slot more would not fit"
-    assert len(measured) == 1, "kept for the next start"
-
-
-def test_where_everything_fits_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr("moejax.start.probe.activation_bytes", None)
-    with LLM("demo", progress=False, **LIMITS) as llm:
-        sums = check_sums(llm.explain())
-    assert sums["activations and everything else"] < 0 and sums["free"] == 0
 
 
 class SmallRunner:

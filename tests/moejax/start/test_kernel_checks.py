@@ -1,8 +1,6 @@
 """Which kernels a start checks, before it and in the background."""
 
 import dataclasses
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -31,10 +29,6 @@ def steps(name="qwen3-30b-a3b", rows=64, layers=None, bucketed=True, **ops):
     return StepSpec("gpu", "", "device", chosen, config, "bfloat16", layout, shapes)
 
 
-def names(checks):
-    return {check.key for check in checks}
-
-
 def test_a_start_needs_what_it_runs():
     """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it."""
     needed, rest = start_checks(steps(), 24 * GiB)
@@ -52,16 +46,7 @@ def test_a_start_needs_what_it_runs():
     assert all(check.wide for check in rest)
 
 
-def test_few_sequences_need_no_larger_bucket():
-    needed, rest = start_checks(steps(rows=16), 24 * GiB)
-    assert {check.rows for check in needed} == {(), (8, 2, 1), (16, 4)}
-    assert {check.rows for check in rest if check.wide} == {(32,), (64,)}
-    # 48 rows run in a bucket of 48, whose tiles are those of 64.
-    needed, _ = start_checks(steps(rows=48), 24 * GiB)
-    assert {check.rows for check in needed} == {(), (8, 2, 1), (16, 4), (32,), (64,)}
-
-
-@pytest.mark.parametrize("rows", range(1, 18))
+@pytest.mark.parametrize("rows", [1, 7, 17])
 def test_experts_of_steps_without_buckets_are_checked(rows):
     """Where another op's product is XLA's, decode is of one number of rows."""
     of = steps(rows=rows, bucketed=False, linear="xla")
@@ -71,12 +56,6 @@ def test_experts_of_steps_without_buckets_are_checked(rows):
     assert run >= rows
     for op in ("expert_ffn", "fill_ffn"):
         assert any(run in check.rows for check in needed if check.op == op)
-
-
-def test_a_small_model_needs_no_wide_kernel():
-    needed, rest = start_checks(steps(layers=2), GiB)
-    assert not any(check.wide for check in needed)
-    assert all(check.wide for check in rest)
 
 
 @dataclasses.dataclass
@@ -109,15 +88,6 @@ NORMS = dict.fromkeys(("rms_norm", "route"), "pallas")
 def of_norms(name="demo"):
     ops = dict.fromkeys(steps().ops.chosen(), "xla") | NORMS
     return steps(name, **ops)
-
-
-def test_a_kernel_of_two_ops_is_checked_where_both_are_kernels():
-    def of_route(**ops):
-        needed, _ = start_checks(steps(**dict.fromkeys(steps().ops.chosen(), "xla") | ops), GiB)
-        return {check.beside for check in needed if check.op == "route"}
-
-    assert of_route(route="pallas") == {()}
-    assert of_route(route="pallas", plan="pallas") == {(), ("plan",)}
 
 
 @pytest.mark.slow
@@ -170,32 +140,4 @@ def test_the_background_is_waited_for():
     runner.later(done.append(i) or str(i) for i in range(5))
     runner.wait_compiled(everything=True)
     assert done == [0, 1, 2, 3, 4]
-    runner._pool.shutdown()
-
-
-def test_the_background_ends_with_the_runner():
-    runner, done, begun = bare_runner(), [], threading.Event()
-
-    def work():
-        while True:
-            done.append(len(done))
-            begun.set()
-            yield "a check"
-
-    runner.later(work())
-    assert begun.wait(60)
-    runner._pool.shutdown(wait=True, cancel_futures=True)
-    count = len(done)
-    time.sleep(0.05)
-    assert len(done) == count
-
-
-def test_a_check_that_raises_ends_the_background_alone():
-    def work():
-        yield "a check"
-        raise ValueError("a damaged table")
-
-    runner = bare_runner()
-    runner.later(work())
-    runner.wait_compiled(everything=True)
     runner._pool.shutdown()

@@ -51,6 +51,7 @@ def kernels_of_checks(kib):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kib", [pytest.param(kib, marks=[pytest.mark.nightly] * (kib != 99)) for kib in CLASSES]
 )
@@ -68,10 +69,8 @@ BY_ROW = {
 """Whose programs have a row or a record each: they are the same for any number."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["Qwen3-30B-A3B", pytest.param("DeepSeek-V2-Lite", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # every kernel of a step, with its stages: the test above
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
 def test_every_kernel_of_a_decode_step_is_checked_with_its_operands(name):
     """What is masked in a tile of 16 is another kernel for each number of rows, and so is what
     reads one operand more."""

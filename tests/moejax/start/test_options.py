@@ -1,18 +1,19 @@
 """One list of options: LLM, AsyncLLM, the command line and --config have the same names, defaults
-and values."""
+and values, and refuse the same."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import inspect
+import json
 
 import pytest
 
 from moejax import LLM, AsyncLLM, UserError
 from moejax.commands.main import main
 from moejax.commands.model import add_model_options, add_options, engine_options, read_options
-from moejax.serve import async_llm, llm
+from moejax.serve import llm
 from moejax.sizes import Share
 from moejax.start.options import Options, descriptions
 
@@ -79,30 +80,9 @@ def test_the_command_line_has_every_option_with_a_group():
     }
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"memory": "lots"}, "'lots' is not a size"),
-        ({"expert_budget": 0.25}, "0.25 is not an expert budget"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
-        ({"max_num_seqs": "4"}, "max_num_seqs must be a whole number, got '4'"),
-        ({"hi_share": "half"}, "hi_share must be a number, got 'half'"),
-        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false, got 'no'"),
-        ({"kv_overflow": "drop"}, "kv_overflow is one of swap, recompute, not 'drop'"),
-        ({"driver": "train"}, "driver 'train' does not exist; use one of device, host"),
-    ],
-)
-def test_values_that_can_never_be_are_refused(given, message):
-    with pytest.raises(UserError, match=message):
-        Options("demo", **given)
-
-
 def test_a_model_that_is_no_path_is_refused():
     with pytest.raises(UserError, match=r"a checkpoint's directory.* not 3"):
         LLM(3)  # type: ignore[arg-type]
-
-
-# ---- --config
 
 
 def test_a_file_has_options_by_name_and_the_command_line_goes_before_it(tmp_path):
@@ -120,12 +100,43 @@ def test_a_file_has_options_by_name_and_the_command_line_goes_before_it(tmp_path
     assert read_options(file) == {"expert_budget": 3, "enable_prefix_caching": False}
 
 
+REFUSALS = [
+    ("memory", "lots", "'lots' is not a size"),
+    ("kv_budget", "-1MiB", "'-1MiB' is not a size"),
+    ("expert_budget", 0.25, "0.25 is not an expert budget"),
+    ("expert_budget", "120%", "'120%' is more than all experts"),
+    ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
+    ("max_num_seqs", "four", "max_num_seqs must be a whole number, got 'four'"),
+    ("hi_share", "half", "hi_share must be a number, got 'half'"),
+    ("enable_prefix_caching", "no", "enable_prefix_caching must be true or false, got 'no'"),
+    ("kv_overflow", "drop", "kv_overflow is one of swap, recompute, not 'drop'"),
+    ("driver", "train", "driver 'train' does not exist; use one of device, host"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSALS)
+def test_every_way_refuses_the_same(name, value, message, tmp_path, capsys):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({name: value}))
+    given = {name: value}
+    ways = (
+        lambda: Options("demo", **given),
+        lambda: LLM("demo", **given),
+        lambda: AsyncLLM("demo", **given),
+    )
+    for way in ways:
+        with pytest.raises(UserError) as caught:
+            way()
+        assert message in str(caught.value)
+    assert main(["generate", "x", "--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert str(file) in said and message in said
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("max_tokens: 3", "has the unknown option 'max_tokens'; known: step, name_map, dtype"),
-        ("policies: []", "has the unknown option 'policies'"),
-        ("max_num_seqs: four", "max_num_seqs must be a whole number, got 'four'"),
         ("memory: [1]", "is not a size"),
         ("- 1", "must be a mapping of options, not list"),
         ("a: [", "is no YAML"),
@@ -141,9 +152,3 @@ def test_a_file_that_means_nothing_is_refused(text, message, tmp_path, capsys):
     assert str(file) in said and message in said
     assert main(["generate", "x", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml cannot be read" in capsys.readouterr().err
-
-
-def test_async_llm_says_who_has_options(monkeypatch):
-    started = object.__new__(LLM)
-    with pytest.raises(UserError, match="max_num_seqs: this LLM was already started"):
-        async_llm.AsyncLLM(started, max_num_seqs=3)

@@ -3,7 +3,6 @@ follow find every expert where the tables say, with the bytes of its version."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,15 @@ from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from moejax import LLM, SamplingParams
-from moejax.engine.resize import Moved
-from scripts.check.kv_faults import kv_faults
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
 from tests.moejax.engine.test_control import FakeRunner, step_record
-from tests.moejax.engine.test_resident_resize import GREEDY, Restless, played, started
-from tests.moejax.engine_runs import Job, run
 
 PROMPT = ["The old house stood on"]
+
+
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+
 OPTIONS: dict[str, Any] = dict(
     precision="dynaexq,margin=0,alpha=0",
     interval="4 tokens",
@@ -77,8 +76,6 @@ def faults(llm: LLM) -> list[str]:
 REFUSALS = [
     ("move_cells", (1,)),
     ("move_cells in part", (2, 3)),
-    ("move_cells in part", (1,)),
-    ("set_tables", (3, 6)),
     ("snapshot", (4,)),
     ("decode", (5, 9)),
 ]
@@ -99,21 +96,11 @@ def check_requests(monkeypatch, llm, what: str, calls: tuple[int, ...]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("what", "calls"), REFUSALS)
-@pytest.mark.parametrize("driver", ["device", "host"])
-def test_what_the_device_refused_is_made_up_for(monkeypatch, driver, what, calls):
-    with LLM("demo", driver=driver, **OPTIONS) as llm:
+def test_what_the_device_refused_is_made_up_for(monkeypatch, what, calls):
+    with LLM("demo", **OPTIONS) as llm:
         check_requests(monkeypatch, llm, what, calls)
         said = llm.stats()["precision"]
         assert said["moves"] > 3 and said["hi"] + said["lo"] == 64
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "calls"), [*REFUSALS[:4], ("transfer", (2, 4))])
-def test_also_where_the_step_waits_for_transitions(monkeypatch, what, calls):
-    options = {**OPTIONS, "precision": OPTIONS["precision"] + ",blocking=true"}
-    with LLM("demo", **options) as llm:
-        check_requests(monkeypatch, llm, what, calls)
 
 
 @pytest.mark.nightly
@@ -153,60 +140,3 @@ def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
 
 def no_memory() -> None:
     raise Refused("no memory")
-
-
-# ---- while slots move
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.nightly), 2])
-def test_a_resize_that_the_device_refuses_leaves_the_split(monkeypatch, caplog, copies):
-    """KV is to shrink, so sessions go to the host, and the device refuses a copy, at once or behind
-    `copies` of them: slots and cells are as before, and the wish is dropped and counted. The next
-    one is carried out, and the sessions go on."""
-    engine = started("device")
-    played(engine, [Restless()])
-    llm: Any = SimpleNamespace(engine=engine)
-    turns = [Job((*range(5 + i, 605 + i),), GREEDY, session=f"s{i}") for i in range(3)]
-    run(llm, turns)
-    engine.drain()
-    arena, cache, resizer = engine.scheduler.arena, engine.scheduler.cache, engine.resizer
-    per_slot, made = arena.layout.pages_per_slot, []
-
-    def split():
-        tables = engine.runner.snapshot()()
-        books = resizer.transitions
-        return (
-            *(arena.slot_class.tolist(), arena.pages, books.slots, books.capacity),
-            *(books.pools.slots, tables.cell_row.tolist(), tables.address.tolist()),
-        )
-
-    def maybe(real):
-        def call(*args):
-            made.append(args)
-            if len(made) == copies + 1:
-                raise Refused("no memory for the copy")
-            return real(*args)
-
-        return call
-
-    before, failed = split(), 0
-    wanted = per_slot * (
-        -(-engine.scheduler.max_model_len // arena.layout.page.block_size // per_slot)
-    )
-    with monkeypatch.context() as patch:
-        for name in ("read", "move"):
-            patch.setattr(cache, name, maybe(getattr(cache, name)))
-        while not failed:
-            kept = split()
-            moved = resizer.move(None, wanted)
-            failed = resizer.failed
-    assert moved == Moved(settled=True, changed=False) and len(made) == copies + 1
-    assert split() == kept and (copies > 0 or kept == before)
-    assert "budgets stay as they were" in caplog.text
-    assert kv_faults(engine.scheduler) == engine.runner.faults() == []
-    while not (moved := resizer.move(None, wanted)).settled:
-        assert moved.changed or resizer.deferred < 100
-    assert arena.pages == wanted < before[1] and resizer.transitions.slots > before[2]
-    run(llm, [Job((9, 8, 7), GREEDY, session=f"s{i}") for i in range(3)])
-    engine.runner.delete()

@@ -4,40 +4,37 @@ follows from the tables, bytes are counted by version, and a trace says enough t
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from host_offload.control.paging import PagedSpec, paged_said, version_cells
-from host_offload.memory.tables import cold_tables
-from host_offload.policies.budget.layer_cells import LayerCells
+from host_offload.control.paging import version_cells
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
-from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.traces.reader import TraceError, read_trace
-from moejax import LLM, SamplingParams, UserError
+from moejax import SamplingParams
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.checkpoints.versions import with_versions
-from moejax.commands import main as cli
 from moejax.engine.step_work import demand_bytes
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
-from scripts.parts.version_history import version_history
 from tests.moejax.engine_runs import Job, run
 
 pytestmark = pytest.mark.slow
 
+
 LAYERS, EXPERTS, SLOTS = 2, 16, 8
 """4 slots of dense cells and 4 of int4 ones, 4 in a slot: 2 and 8 in each layer, of 16 experts."""
+
+
 HOT = DynaExq(margin=0, interval="16 tokens", paged=True)
+
+
 LIMITS = Options(
     "demo",
     max_model_len=192,
@@ -45,11 +42,17 @@ LIMITS = Options(
     max_num_batched_tokens=192,
     enable_prefix_caching=False,
 )
+
+
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+
+
 JOBS = [
     Job(tuple(range(7 * i + 5, 7 * i + 25 + 30 * i)), GREEDY, arrival=(0, 3, 9)[i])
     for i in range(3)
 ]
+
+
 PAGED = precision_of("dynaexq,margin=0,paged=true", interval="16 tokens")
 
 
@@ -69,7 +72,6 @@ def played(
         expert_budget=slots * layout(precision).slot_bytes,
         precision=precision,
         driver=driver,
-        ops="xla",
     )
     engine, plan = start_engine(loaded, options, jax.devices("cpu")[0])
     settings = {"model": "demo", "eviction": "lru"}
@@ -77,17 +79,6 @@ def played(
     engine.tracer = tracer
     if engine.control is not None:
         engine.control.controller.listener = tracer.event
-    step, resident = engine.step, []
-
-    def watched():
-        touched = step()
-        if engine._pending is not None:  # a step was dispatched
-            tables = engine.runner.tables
-            here = np.asarray(tables.address) >= 0
-            resident.append(np.where(here, np.asarray(tables.version), -1))
-        return touched
-
-    engine.step = watched
     recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
     control = None
     if engine.control is not None:
@@ -96,7 +87,6 @@ def played(
     tracer.close()
     found = SimpleNamespace(
         recorded=recorded,
-        resident=np.stack(resident),
         control=control,
         bytes=engine.statistics.summary()["bytes"],
         paging=dict(engine.statistics.paging),
@@ -168,131 +158,6 @@ def test_bytes_of_one_version_for_all_are_found_out(run_of):
         replay(other, policies=[HOT])
 
 
-def test_a_prefix_is_simulated(run_of):
-    """The first chunks alone, as a run that has not ended: the same bytes as far as they go."""
-    _, trace = run_of
-    first = dataclasses.replace(trace, complete=False, chunks=trace.chunks[:1])
-    found = simulate(first, policies=[HOT])
-    assert found.bytes is not None
-    assert np.array_equal(found.bytes.sum(axis=1), first.array("step.bytes").sum(axis=1))
-
-
-def test_other_cells_and_policies_are_simulated(run_of):
-    _, trace = run_of
-    low_only = simulate(trace, cells=np.array([[0, 16]] * LAYERS))
-    assert low_only.bytes is not None
-    low = layout().records[LO].nbytes
-    # Everything is filled once, in the low version, and then it is there.
-    assert low_only.bytes.sum() == low_only.fills.sum() * low
-    assert low_only.read_through.sum() == 0
-    dense = simulate(trace, cells=16)
-    assert dense.bytes is not None
-    assert dense.bytes.sum() == dense.fills.sum() * layout().records[HI].nbytes
-    more = simulate(trace, cells=np.array([[4, 16]] * LAYERS), policies=[HOT])
-    assert more.control is not None and more.control["precision"]["hi"] > 4
-    fewer = simulate(trace, policies=[HOT])
-    assert more.misses.sum() < fewer.misses.sum()
-    weights_only = simulate(trace, eviction="lfu")
-    assert weights_only.bytes is not None and weights_only.staged.sum() == 0
-    assert weights_only.bytes.sum() == weights_only.misses.sum() * low  # all wanted low
-
-
-def test_a_history_has_who_was_resident(run_of):
-    """As the engine's tables had it after each step; who is absent is −1."""
-    found, trace = run_of
-    history = version_history(trace)
-    assert np.all(history.version[0] == -1)  # cold
-    np.testing.assert_array_equal(history.version[1:], found.resident[: trace.steps - 1])
-    counts = [np.sum(history.version == v, axis=(1, 2)) for v in (-1, HI, LO)]
-    assert all(count.max() > 0 for count in counts)
-    said = found.control["precision"]
-    assert history.moved["promotion"].sum() == said["promotions"]
-    assert history.moved["demotion"].sum() == said["demotions"]
-    assert history.resident_bytes.max() <= said["budget_bytes"]
-    # What a step missed was absent when its layers began.
-    for at, step in enumerate(trace.step_traces()):
-        assert np.all(history.version[at][step.missed] == -1)
-
-
-def test_a_history_that_does_not_follow_is_refused(run_of):
-    """The first step is cut off, a decision is lost, who evicted is not known."""
-    _, trace = run_of
-    lines = list(trace.decisions())
-
-    def steps(self):
-        return itertools.islice(type(trace).step_traces(trace), 1, None)
-
-    def refused(match, **changes):
-        other = type("Other", (type(trace),), changes)
-        fields = {f.name: getattr(trace, f.name) for f in dataclasses.fields(trace)}
-        with pytest.raises(TraceError, match=match):
-            version_history(other(**(fields | changes.get("fields", {}))))
-
-    refused("the misses of step 1 do not follow", step_traces=steps)
-    first = next(i for i, line in enumerate(lines) if "fill_version" in line["decision"])
-    left = [*lines[:first], *lines[first + 1 :]]
-    refused("misses of step .* do not follow", decisions=lambda self: iter(left))
-    spec = {**trace.header.spec, "eviction": "Mine"}
-    header = dataclasses.replace(trace.header, spec=spec)
-    refused("eviction was by 'Mine', which is no policy", fields={"header": header})
-    between = [{**lines[0], "moment": "ROUTED"}, *lines[1:]]
-    refused("DynaExq decided between layers", decisions=lambda self: iter(between))
-
-
-@pytest.mark.nightly
-def test_both_drivers_and_a_second_run_give_the_same_bits(tmp_path):
-    runs = [played(tmp_path / str(i), driver=d) for i, d in enumerate(("device", "device", "host"))]
-    for other in runs[1:]:
-        pairs = zip(runs[0].recorded, other.recorded, strict=True)
-        assert all(a.same_bits(b) for a, b in pairs)
-        assert other.bytes == runs[0].bytes and other.control == runs[0].control
-    often = precision_of("dynaexq,margin=0,paged=true", interval="4 tokens")
-    other = played(tmp_path / "often", often)
-    pairs = zip(runs[0].recorded, other.recorded, strict=True)
-    assert not all(a.same_bits(b) for a, b in pairs)
-
-
-@pytest.mark.nightly
-def test_with_a_fixed_map_cells_change_no_bit(tmp_path):
-    """Misses compute in the map's versions, whatever is in cells: the bits of everything
-    resident."""
-    paged = played(tmp_path / "paged", precision_of("random,seed=3,paged=true", hi_share=0.5))
-    assert paged.control is None and paged.paging["read_through"] > 0
-    trace = read_trace(tmp_path / "paged")
-    np.save(tmp_path / "map.npy", np.array(trace.header.spec["paged"]["fill_version"]))
-    replay(trace)
-    again = precision_of(f"map={tmp_path / 'map.npy'},paged=true", hi_share=0.25)
-    other = played(tmp_path / "again", again)
-    resident = played(tmp_path / "resident", precision_of(f"map={tmp_path / 'map.npy'}"), slots=20)
-    assert other.bytes != paged.bytes and resident.paging["fills"] == 0
-    for found in (other, resident):
-        pairs = zip(paged.recorded, found.recorded, strict=True)
-        assert all(a.same_bits(b) for a, b in pairs)
-
-
-@pytest.mark.nightly
-def test_through_the_command_line(tmp_path, capsys):
-    """Below what holds all experts low, where resident experts are refused."""
-    options = ["--precision", "dynaexq,margin=0,paged=true", "--interval", "8 tokens"]
-    options += ["--expert-budget", "1MiB", "--max-model-len", "128", "--max-num-seqs", "2"]
-    options += ["--max-num-batched-tokens", "64", "--max-tokens", "24", "--temperature", "0"]
-    options += ["--ignore-eos", "--json", "--trace", str(tmp_path / "t")]
-    assert cli.main(["generate", "The old house stood on", *options]) == 0
-    stats = json.loads(capsys.readouterr().err.splitlines()[-1])
-    found = stats["precision"]
-    assert found["paged"] is True and found["changes_bits"] is True
-    assert found["promotions"] > 0 and found["demotions"] > 0
-    assert found["hi"] + found["lo"] + found["absent"] == 64 and found["absent"] > 0
-    assert stats["experts"]["fills"] > 0
-    again = replay(
-        read_trace(tmp_path / "t"), policies=[DynaExq(0.5, 0, paged=True, interval="8 tokens")]
-    )
-    assert again.control is not None and again.control["precision"]["hi"] == found["hi"]
-
-
-# ---- without an engine
-
-
 @pytest.mark.parametrize(
     ("slots", "share", "wanted"),
     [
@@ -318,62 +183,7 @@ def test_cells_of_one_version_do_not_mix():
         version_cells(layout(precision_of("int4")), 8, LAYERS, EXPERTS)
 
 
-def test_the_header_gives_the_cells_back():
-    spec = PagedSpec(np.array([[2, 8], [1, 8]]), np.ones((2, 16), np.int8))
-    back = paged_said(json.loads(json.dumps(spec.said)))
-    assert back is not None and back.capacity == (3, 16) and back.cell_bound == 10
-    assert np.array_equal(back.fill_version, spec.fill_version) and paged_said(None) is None
-    tables = cold_tables(spec.cells, 16, (1, 0, 0), back.cell_bound, spec.fill_version)
-    assert tables.cell_version[0].tolist() == [0, 0, *[1] * 8]
-    assert np.sum(tables.cell_row >= 0, axis=1).tolist() == [10, 9]
-
-
-def test_a_damaged_header_is_refused(run_of):
-    _, trace = run_of
-    spec = {**trace.header.spec, "paged": {"cells": [[1, 2], [1, 2]]}}
-    with pytest.raises(TraceError, match="fill_version"):
-        spec_of(dataclasses.replace(trace.header, spec=spec))
-
-
 def test_demand_is_counted_by_version():
     assert demand_bytes(7, 5, None, (100,)) == (700, 500)
     demand = np.array([[[1, 3], [0, 2]], [[0, 3], [2, 1]]])
     assert demand_bytes(7, 5, demand, (100, 10)) == (160, 230)
-
-
-# ---- refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "dynaexq,paged=true,spares=2"}, "spares means nothing where experts are"),
-        ({"precision": "dynaexq,paged=true,blocking=true"}, "blocking means nothing where"),
-        ({"precision": "int4,paged=true"}, "precision 'int4' has no setting 'paged=true'"),
-        ({"precision": "dynaexq,paged=maybe"}, "paged='maybe' is not true or false"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused_before_loading(options, message):
-    with pytest.raises(UserError, match=message):
-        LLM("/no/such/model", **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        # Less than all experts low: the message names what runs.
-        ({"precision": "dynaexq"}, "or page them .paged=true, such as --precision dynaexq,paged"),
-        (
-            {"precision": "dynaexq,paged=true", "prefetch": "random"},
-            "writes 'stages', and cells of",
-        ),
-        ({"precision": "dynaexq,paged=true", "policies": [LayerCells()]}, "writes 'cells', and ce"),
-        (
-            {"precision": "dynaexq,paged=true", "resize": "mv_wsa"},
-            "cells of two versions are laid ou",
-        ),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        LLM("demo", expert_budget="1MiB", max_model_len=128, progress=False, **options)

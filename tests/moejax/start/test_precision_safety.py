@@ -31,8 +31,11 @@ from tests.moejax.step.test_constant_memory import nbytes
 
 pytestmark = pytest.mark.slow
 
+
 LAYERS, EXPERTS, SLOTS = 2, 16, 20
 """Of the slots, 14 experts can be dense while 18 are int4, with a spare cell of each."""
+
+
 LIMITS = Options(
     "demo",
     max_model_len=192,
@@ -41,11 +44,17 @@ LIMITS = Options(
     # A shared prefix was computed in the versions of an earlier run.
     enable_prefix_caching=False,
 )
+
+
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+
+
 JOBS = [
     Job(tuple(range(7 * i + 5, 7 * i + 25 + 30 * i)), GREEDY, arrival=(0, 3, 9)[i])
     for i in range(3)
 ]
+
+
 LOW = np.ones((LAYERS, EXPERTS), np.int8)
 
 
@@ -105,28 +114,6 @@ class Idle(Restless):
         versions = np.ndenumerate(np.asarray(observation.version))
         queue = tuple(Transition(layer, e, int(version)) for (layer, e), version in versions)
         return state, Decision(transitions=queue)
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedRestless:
-    """With misses: wants other versions of residents, and of misses, every step."""
-
-    seed: int = 0
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset({"version"})
-    writes: frozenset[str] = frozenset({"transitions", "fill_version"})
-
-    def init(self, spec: Spec) -> int:
-        return 0
-
-    def decide(self, state: int, observation: Observation):
-        rng = np.random.default_rng((self.seed, state))
-        version = np.asarray(observation.version)
-        resident = rng.permutation(np.argwhere(version >= 0))[:6]
-        queue = [Transition(int(i), int(e), 1 - int(version[i, e])) for i, e in resident]
-        # -1 and -2: not cached, read through in version 0 or 1.
-        fills = rng.choice([0, 1, -1, -2], version.shape, p=[0.3, 0.5, 0.1, 0.1])
-        return state + 1, Decision(transitions=tuple(queue), fill_version=fills)
 
 
 def started(driver: str, precision: Precision, slots: int = SLOTS):
@@ -214,35 +201,6 @@ def test_every_step_finds_every_expert_complete(engine):
     assert same_bits(found, hurried) and hurried.stats == found.stats
 
 
-@pytest.mark.parametrize(
-    ("hi", "lo", "slots"),
-    [
-        *(
-            pytest.param(*pair, marks=pytest.mark.nightly)
-            for pair in (
-                ("int8", "int4", SLOTS),
-                ("dense", "int8", 26),
-                ("dense", "int2", SLOTS),
-                ("int4", "int2", SLOTS),
-                ("lossless12", "int4", SLOTS),
-            )
-        ),
-    ],
-)
-def test_every_pair_of_versions(hi, lo, slots):
-    """All bytes after each step, whatever the two versions are; and no bits hang on when the host
-    looked."""
-    engine = started("device", precision_of("dynaexq", hi=hi, lo=lo), slots)
-    try:
-        found = played(engine, LOW, Restless(seed=3), slots=slots)
-        again = played(engine, LOW, Restless(seed=3), slots=slots, watch=False)
-    finally:
-        engine.runner.delete()
-    assert found.stats["promotions"] > 10 and found.stats["demotions"] > 5
-    assert found.stats["peak_bytes"] <= found.stats["budget_bytes"]
-    assert same_bits(found, again) and again.stats == found.stats
-
-
 def test_the_recorded_residency_gives_the_same_bits(engine):
     """What was wanted, played again by a policy that sees nothing."""
     queues: list = []
@@ -281,30 +239,6 @@ def test_a_trace_of_transitions_is_replayed(engine, tmp_path):
     assert found.control is not None and found.control["precision"]["moves"] > 0
 
 
-def test_paged_experts_change_versions_too(engine):
-    """Each layer has 3 dense and 8 int4 cells for 16 experts: misses fill the version that is
-    wanted, transitions evict in the class they go to. The same requests give the same bits."""
-    runner, found = engine.runner, []
-    for seed in (1, 1, 2):
-        arena = engine.scheduler.arena
-        cell_row, cell_version = arena.grant_versions([(3, 8)] * LAYERS)
-        tables = empty_tables(LAYERS, EXPERTS, cell_row.shape[1])._asdict()
-        tables |= {"cell_row": cell_row, "cell_version": cell_version}
-        runner.tables, runner.placement = with_contents(runner.tables, tables), None
-        policies = [PagedRestless(seed)]
-        controller = start_controller(runner, policies, max_model_len=192, seed=0)
-        control: Any = control_of(runner, controller)
-        engine.control = control
-        engine._steps = itertools.count()
-        recorded = run(SimpleNamespace(engine=engine), JOBS)  # pyright: ignore[reportArgumentType]
-        counts = control.controller.stats()["transfers"]
-        assert counts["promotion"]["done"] > 5 and counts["demotion"]["done"] > 5
-        found.append(SimpleNamespace(recorded=recorded))
-    engine.control = None
-    engine.scheduler.arena.grant_expert_slots(SLOTS)
-    assert same_bits(found[0], found[1]) and not same_bits(found[0], found[2])
-
-
 @pytest.mark.parametrize("name", ["move", "populate", "transfer", "snapshot", "integrity"])
 def test_nothing_of_the_arena_is_copied(engine, name):
     """What runs between steps works in place (contract 3)."""
@@ -315,36 +249,3 @@ def test_nothing_of_the_arena_is_copied(engine, name):
     assert compiled.memory.temp_bytes < runner.arena.nbytes // 2
     if name in ("move", "populate", "transfer"):
         assert compiled.memory.alias_bytes >= nbytes(runner.arena)
-
-
-@pytest.mark.nightly
-def test_uniform_versions_are_those_of_one_version():
-    """n = E gives the bits of a dense engine, n = 0 those of an int4 one."""
-    every = LAYERS * EXPERTS
-    engine = started("device", MIXED, slots=every + 2)
-    mixed = [played(engine, LOW * version, slots=every + 2) for version in (0, 1)]
-    engine.runner.delete()
-    for name, found in zip(("dense", "int4"), mixed, strict=True):
-        one = started("device", Precision(name, (name,)), slots=every)
-        bits = run(SimpleNamespace(engine=one), JOBS)  # pyright: ignore[reportArgumentType]
-        one.runner.delete()
-        assert same_bits(found, SimpleNamespace(recorded=bits))
-
-
-@pytest.mark.nightly
-def test_blocking_transitions_are_done_before_the_next_step(engine):
-    """Every wish that fits is there in the step that follows; nothing rides in a step."""
-    found = played(engine, LOW, Restless(), blocking=True)
-    assert found.stats["promotions"] > 20
-    assert ProgramKey("transfer") in engine.runner.executables()
-
-
-@pytest.mark.nightly
-def test_both_drivers_do_the_same():
-    found = []
-    for driver in ("device", "host"):
-        engine = started(driver, MIXED)
-        found.append(played(engine, LOW, Restless(seed=4)))
-        engine.runner.delete()
-    np.testing.assert_array_equal(found[0].versions, found[1].versions)
-    assert same_bits(*found) and found[0].stats == found[1].stats

@@ -6,12 +6,9 @@ import pytest
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import (
     decodes_in_buckets,
-    ops_in_use,
     step_shapes,
     without_kernel,
 )
-from moejax.start.kernels import kernel_shapes
-from moejax.step.parts import empty_prefill
 from moejax.step.programs import ProgramKey, Programs
 from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
@@ -98,53 +95,3 @@ def test_a_prefill_step_takes_the_fewest_chunks_that_hold_its_own():
 
     assert chunks(31 * 64) == (31,) and chunks(32 * 64) == (8, 32) and chunks(100 * 64) == (25, 100)
     assert chunks(8192, bucketed=False) == (128,) and chunks(8) == (1,)
-
-
-def test_chunks_of_a_smaller_step_are_the_first_ones():
-    shapes = shapes_of(2, 4096, batched=8192)
-    whole = empty_prefill(shapes)
-    for values in whole[:5] + whole[6:]:  # the count is a number
-        values[...] = np.arange(values.size).reshape(values.shape)
-    first = whole.of_chunks(8)
-    for name in ("tokens", "row", "start", "skip", "length", "targets"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(whole, name)[:8])
-    assert first.last is whole.last and first.count is whole.count
-
-
-@pytest.mark.parametrize(
-    ("architecture", "fields", "by_head", "others"),
-    [
-        ("Qwen3MoeForCausalLM", {}, True, ()),
-        ("MixtralForCausalLM", {}, False, ()),
-        ("OlmoeForCausalLM", {}, False, (32,)),
-        ("OlmoeForCausalLM", {"num_key_value_heads": 4}, False, ()),
-        ("DeepseekV3ForCausalLM", {}, False, (24,)),
-        ("DeepseekV2ForCausalLM", {}, False, ()),
-        ("Glm4MoeForCausalLM", {}, False, (20,)),
-        ("Glm4MoeForCausalLM", {"partial_rotary_factor": 1.0}, True, ()),
-        ("Ernie4_5_MoeForCausalLM", {}, False, ()),
-    ],
-)
-def test_norms_whose_kernels_are_checked(architecture, fields, by_head, others):
-    config = parse_config(config_of(architecture, **fields))
-    for shape in kernel_shapes(config, "bfloat16", config.slot_layout(2)):
-        assert (shape.qk_norm, shape.other_norms) == (by_head, others)
-
-
-def test_what_latent_attention_checks():
-    config = parse_config(config_of("DeepseekV3ForCausalLM"))
-    (shape,) = kernel_shapes(config, "bfloat16", config.slot_layout(2))
-    assert (shape.head_dim, shape.latent, shape.up_projection) == (40, 32, (16, 24))
-    assert shape.interleave
-    config = parse_config(config_of("MixtralForCausalLM"))
-    (shape,) = kernel_shapes(config, "bfloat16", config.slot_layout(2))
-    assert (shape.latent, shape.up_projection, shape.interleave) == (0, (0, 0), False)
-
-
-def test_every_op_of_latent_attention_is_a_kernel_on_a_gpu():
-    config = parse_config(config_of("DeepseekV3ForCausalLM"))
-    assert without_kernel(config) == {}
-    assert set(ops_in_use(config, gpu_ops(config)).values()) == {"pallas"}
-    config = parse_config(config_of("DeepseekV3ForCausalLM", kv_lora_rank=520))
-    assert list(without_kernel(config)) == ["paged_attention"]
-    assert gpu_ops(config).paged_attention == "xla"

@@ -14,8 +14,14 @@ from pallas_kernels.cpu.spans import OpSpan
 from tests.pallas_kernels.contract import NATIVE
 
 LAYER = ("rms_norm", "linear", "kv_write", "decode_attention", "linear", "rms_norm", "route")
+
+
 EXPERTS = ("plan", "fill", "expert_ffn", "combine")
+
+
 HEAD = ("rms_norm", "linear")
+
+
 CHUNKS = [Span(3, 0, 10, 6.0, 7.0, "demand"), Span(2, 0, 10, 4.0, 4.5)]
 
 
@@ -77,15 +83,6 @@ def test_what_cannot_be_written_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         write_timeline(tmp_path / "t.png", events_of(1, 3))
-
-
-def test_a_command_line_that_cannot_be_drawn(capsys):
-    arguments = ["generate", "--input", "x", "--output", "y", "--timeline", "t.json"]
-    with pytest.raises(SystemExit):
-        cli.main(arguments)
-    assert "--timeline is of a PROMPT" in capsys.readouterr().err
-    assert cli.main(["plan", "--dry-run", "demo", "--timeline", "t.json"]) == 2
-    assert "--timeline is of a plan from a trace" in capsys.readouterr().err
 
 
 @NATIVE

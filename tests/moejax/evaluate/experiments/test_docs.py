@@ -1,8 +1,7 @@
-"""The five commands of docs/ablation.md, as written."""
+"""The five commands of docs/ablation.md, as written; `.ci/run` runs them from the wheel."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -38,7 +37,7 @@ def check_results(place):
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_commands_without_the_installation(commands, repository, tmp_path):
-    """.ci/run runs them too, from the wheel; here a line of shell is the command `moejax`."""
+    """A line of shell is the command `moejax`."""
     assert commands[1] == "pip install ."
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "moejax"
@@ -52,24 +51,6 @@ def test_commands_without_the_installation(commands, repository, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path)
-
-
-@pytest.mark.nightly  # installs from an index; the commands are those of the test above
-def test_all_commands_in_a_fresh_environment(commands, repository, tmp_path):
-    ignored = shutil.ignore_patterns(".git", "__pycache__", "build", "*.egg-info", "env")
-    shutil.copytree(repository, tmp_path / "checkout", ignore=ignored)
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    # The system's python3 may be too old, or have no venv.
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").symlink_to(sys._base_executable)
-    env["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{env['PATH']}"
-    script = "\n".join(["set -e", *commands])
-    place = tmp_path / "checkout"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=place, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_results(place)
 
 
 def test_the_page_has_every_key(page):

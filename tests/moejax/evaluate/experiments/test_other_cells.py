@@ -9,30 +9,28 @@ import pytest
 
 import moejax
 from host_offload.policies.prefetch.expertflow import training as forests
-from host_offload.policies.prefetch.names import prefetch_policy
-from host_offload.traces.reader import read_trace
 from moejax import LLM
-from moejax.commands.train_predictor import routers_of
 from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
 from moejax.evaluate.experiments.report.lanes import timeline
-from moejax.evaluate.experiments.report.markdown import definition
 from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.report.places import beside_baseline
 from moejax.evaluate.experiments.report.quality import quality_rows
 from moejax.evaluate.experiments.sources import learning
 from moejax.evaluate.experiments.sources.learning import Prompts
 from moejax.evaluate.token_ids import TokenIds
-from moejax.models.json_values import parse_yaml
 from tests.moejax.engine.budget_workload import COSTS
 
 FORESTS = "expertflow=train(trees=2, leaves=8, reach=1, pool=False)"
+
+
 LEARNED = ["static=train", "coactivation=train", "promoe=train", FORESTS, "oracle=run"]
 
+
 pytestmark = pytest.mark.slow  # engines of their own; test_grid.py shows the common kind
+
 
 SMALL = {"texts": ["story"], "prompt_tokens": 40, "output_tokens": 6, "repeats": 1}
 
@@ -64,15 +62,6 @@ def test_a_prediction_has_the_simulators_counts_and_times(predicted):
     times = {r["budget"]: r["decode_s"] for r in predicted.of_mode("predicted")}
     assert times["75%"] < times["37.5%"]
     assert predicted.of_mode("measured") == []
-
-
-def test_costs_that_are_not_there_are_refused():
-    with pytest.raises(
-        UserError, match=r"there is no file .*none\.json; moejax calibrate makes one"
-    ):
-        moejax.ablate(
-            SMALL | {"policies": ["lru"], "budgets": ["50%"], "costs": "none.json"}, "nowhere"
-        )
 
 
 def test_costs_that_cannot_be_read_are_refused(tmp_path):
@@ -131,35 +120,10 @@ def test_what_learned_within_a_grid_counts_what_the_simulator_counts(learned):
     assert not any("less than MIN" in note for note in learned.notes())
 
 
-def test_forests_are_those_of_the_training_part(learned):
-    """What a fit of the trace of the training prompts, which the grid does not measure, gives with
-    the model's routers, as it was kept."""
-    (kept,) = (learned.directory / "traces").glob("train-gate_input-expertflow-*.safetensors")
-    trace = read_trace(learned.directory / "traces" / "train-gate_input")
-    router = routers_of("demo", trace.header.config_digest)
-    training = forests.Training(trees=2, leaves=8, reach=1)
-    again = forests.fit(trace, router, training=training)
-    assert prefetch_policy(f"expertflow={kept}") == again
-    assert len(np.unique(trace.array("token.request"))) == 3  # train_prompts; the grid has 4
-
-
 def test_prompts_run_batch_by_batch(learned):
     """Four prompts of six tokens: each of them decodes five times, two together."""
     steps = {(r["prefill_steps"], r["decode_steps"]) for r in learned.of_mode("measured")}
     assert steps == {(2, 10)}
-
-
-def test_prompts_are_the_same_at_any_batch():
-    grid = {"policies": "lru", "budgets": "50%", "batch": [1, 3], "prompt_tokens": 20}
-    for given, counts in (({"prompts": 5}, [5, 5]), ({}, [1, 3])):
-        found = read_experiment(grid | given)
-        works = [Prompts(found).workload(cell) for cell in found.cells()]
-        assert [work.batch for work in works] == [1, 3]
-        assert [len(work.prompts) for work in works] == counts
-        assert works[0].prompts == works[1].prompts[: counts[0]]
-        training = Prompts(found).training()
-        assert (training.batch, len(training.prompts)) == (3, 32)
-        assert not {*training.prompts} & {*works[1].prompts}
 
 
 def test_what_was_learned_is_found_again(learned, monkeypatch):
@@ -187,63 +151,6 @@ def drawn(tmp_path_factory):
     return moejax.ablate(DRAWN, tmp_path_factory.mktemp("drawn") / "out", progress=False)
 
 
-def lru_misses(trace, cells):
-    """Misses of decode steps, by hand; the step before them leaves its experts resident."""
-    misses = 0
-    used = [{} for _ in range(trace.header.layers)]  # who is resident → when it was last used
-    for step in trace.step_traces():
-        for layer, cache in enumerate(used):
-            needed = sorted({*step.ids[:, layer].ravel().tolist()})
-            missing = [expert for expert in needed if expert not in cache]
-            misses += len(missing) * (step.kind == "decode")
-            cache.update({expert: step.number for expert in needed if expert in cache})
-            for expert in missing:
-                if len(cache) == cells:
-                    idle = [(at, e) for e, at in cache.items() if e not in needed]
-                    if not idle:
-                        continue  # read through
-                    del cache[min(idle)[1]]
-                cache[expert] = step.number
-    return misses
-
-
-def test_drawn_routing_is_counted_as_by_hand(drawn):
-    assert not drawn.failures
-    rows = [
-        r for r in drawn.of_mode("simulated") if (r["policy"], r["driver"]) == ("lru", "device")
-    ]
-    assert len(rows) == 2 * 2 * 2
-    traces = {
-        (trace.header.experts, trace.header.spec["seed"], step.ids.shape[0]): trace
-        for path in (drawn.directory / "traces").iterdir()
-        for trace in [read_trace(path)]
-        for step in trace.step_traces()
-        if step.kind == "decode" and trace.steps == 13
-    }
-    for row in rows:
-        trace = traces[row["experts"], 0, row["batch"]]
-        assert row["decode_misses"] == lru_misses(trace, row["cells_least"])
-    learned = [r for r in drawn.of_mode("simulated") if r["policy"] == "coactivation=train"]
-    assert sum(row["ahead_used"] for row in learned) > 0
-
-
-def test_every_policy_stands_beside_the_baseline(drawn):
-    rows = {row[0]: row for row in beside_baseline(drawn)}
-    assert [*rows] == DRAWN["policies"]
-    assert rows["lru"][1:4] == ["1.00–1.00", "0", "0"]
-    places = {}
-    for row in drawn.of_mode("simulated"):
-        place = row["text"], row["batch"], row["budget"]
-        places.setdefault(place, {})[row["policy"]] = row["decode_misses"] + row["decode_ahead"]
-    less = sum(found["lfu"] < found["lru"] for found in places.values())
-    more = sum(found["lfu"] > found["lru"] for found in places.values())
-    assert rows["lfu"][2:4] == [str(less), str(more)]
-    for found in places.values():
-        del found["oracle=run"]  # which is never the least
-    least = sum(found["lfu"] == min(found.values()) for found in places.values())
-    assert rows["lfu"][4] == str(least)
-
-
 def test_less_than_the_bound_is_a_bug(drawn):
     rows = [dict(row) for row in drawn.rows]
     bound = next(row for row in rows if row["mode"] == "bound" and row["decode_misses"])
@@ -251,14 +158,6 @@ def test_less_than_the_bound_is_a_bug(drawn):
     notes = [*dataclasses.replace(drawn, rows=rows).notes()]
     assert "lfu moved less than MIN, which cannot be: report a bug" in notes
     assert not any("less than MIN" in note for note in drawn.notes())
-
-
-def test_a_report_of_drawn_routing_says_what_it_is(drawn, tmp_path):
-    page = write_report(drawn, tmp_path)[0].read_text()
-    assert "routing without a model: 4 policies × 2 budgets × 2 kinds" in page
-    assert "Beside lru, over all places below full residency" in page
-    again = parse_yaml(definition(drawn))
-    assert read_experiment(again).asked == drawn.asked
 
 
 def test_a_trace_is_routing_too(drawn, tmp_path):
@@ -269,19 +168,6 @@ def test_a_trace_is_routing_too(drawn, tmp_path):
     taught = given | {"routing": [str(path)], "policies": ["lru", "static=train"]}
     with pytest.raises(UserError, match="one trace, which policies are compared on"):
         moejax.ablate(taught, tmp_path / "other", progress=False)
-
-
-def test_cells_move_between_layers_in_a_simulation(repository, tmp_path):
-    path = repository / "scripts" / "experiments" / "static_layers.py"
-    given = DRAWN | {"policies": ["lru", f"{path}:StaticLayers"], "budgets": ["50%"], "batch": 1}
-    found = moejax.ablate(given, tmp_path / "out", progress=False)
-    assert not found.failures
-    for row in found.of_mode("simulated"):
-        assert row["moves_cells"] == ("StaticLayers" in row["policy"])
-        if row["moves_cells"]:
-            # One layer of two is whole once each expert came, and the other is read through.
-            assert row["decode_fills"] <= row["experts"]
-            assert row["decode_read_through"] > 12
 
 
 @pytest.fixture(scope="module")
@@ -318,13 +204,6 @@ def test_a_link_delays_and_changes_no_count(linked):
             if r["policy"] == policy
         }
         assert times["20MB/s"] > times["none"]
-
-
-def test_panels_of_a_link_have_its_rate(linked):
-    rates = {panel.title.rpartition("link ")[2]: panel.link for panel in panels(linked)}
-    assert rates.pop("20MB/s") == 20e6
-    (other,) = rates.values()
-    assert other != 20e6
 
 
 def test_quality_is_that_of_an_evaluation(tmp_path):

@@ -51,14 +51,6 @@ def test_tau_counts_pairs_of_one_batch():
     assert np.isnan(kendall([pair(1, 10), pair(2, 20, batch=2)], apart=False)[0])
 
 
-def test_pairs_that_were_not_told_apart_are_left_out():
-    pairs = [pair(1.0, 10), pair(1.1, 5), pair(2.0, 20)]
-    assert kendall(pairs, apart=False) == (pytest.approx(1 / 3), 3)
-    assert kendall(pairs, apart=True) == (1.0, 2)
-    without = [Pair({**p.measured, "decode_s_low": None}, p.predicted) for p in pairs]
-    assert kendall(without, apart=True)[1] == 0
-
-
 def test_errors_are_relative_to_what_was_measured():
     pairs = [pair(2, 1), pair(2, 2.5, budget="50%"), pair(4, 4, batch=8)]
     assert errors(pairs, "p50") == pytest.approx([-0.5, 0.25, 0])
@@ -73,13 +65,6 @@ def test_errors_are_relative_to_what_was_measured():
     assert said["p99"] == said["first token"] == said["run"] == "25.0% (-50.0%)"
     assert (said["τ"], said["τ, told apart"]) == ("0.00 of 1", "–")
     assert (said["stall"], said["bound"]) == ("25%", "12%")
-
-
-def test_what_was_not_both_measured_and_predicted_has_no_row():
-    measured, predicted = pair(2, 1)
-    assert prediction_rows([measured]) == prediction_rows([predicted]) == []
-    assert prediction_rows([measured, {**predicted, "batch": 2}]) == []
-    assert len(prediction_rows([measured, predicted])) == 1
 
 
 GIVEN = {

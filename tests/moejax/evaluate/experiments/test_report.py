@@ -11,13 +11,10 @@ import pytest
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.experiments.intervals import median_interval
-from moejax.evaluate.experiments.record_file import LATER_KEYS, completed_keys, require_same
 from moejax.evaluate.experiments.records import Records, read_results
-from moejax.evaluate.experiments.report.content import Series, panels, table_rows
-from moejax.evaluate.experiments.report.figures import figure
+from moejax.evaluate.experiments.report.content import panels, table_rows
 from moejax.evaluate.experiments.report.markdown import definition, table
 from moejax.evaluate.experiments.report.page import page, plots, write_report
-from moejax.evaluate.experiments.report.speed import speed_rows
 
 ASKED = {
     "model": "demo",
@@ -31,6 +28,7 @@ ASKED = {
     "baseline": "lru",
     "files": {"mine.py": "ab" * 32},
 }
+
 
 SESSION = {
     "session": 0,
@@ -138,17 +136,6 @@ def test_medians_with_intervals_and_pairs(records):
     assert not line["counts_differ"]
 
 
-def test_pairs_are_of_one_session(records):
-    rows = [dict(r) for r in records.rows]
-    for one in rows:
-        if one["policy"] == "lru" and one["repeat"] > 1:
-            one["session"] = 1
-    line = of(dataclasses.replace(records, rows=rows), "dir/mine.py:Mine")
-    assert line["tpot_p50_s_ratio"] == pytest.approx(1.5)
-    assert "tpot_p50_s_ratio_low" not in line  # two pairs
-    assert "tpot_p50_s_low" in line
-
-
 def test_what_a_reader_must_know(records):
     assert any("eviction had no choice" in note for note in records.notes())
     rows = [dict(r) for r in records.rows]
@@ -197,42 +184,6 @@ def test_a_simulated_cell_is_told_once_unless_it_differs(records):
     ]
 
 
-def test_a_grid_that_was_simulated_alone_says_how_fast(records):
-    """Two cells of two prefill and two decode steps with 16 references each."""
-    rows = [
-        {**row("lru", b, 0, mode="simulated"), "wall_s": s}
-        for b, s in (("25%", 16e-6), ("50%", 4e-6))
-    ]
-    of_speed = dataclasses.replace(records, rows=rows, asked=ASKED | {"modes": ["simulated"]})
-    assert speed_rows(of_speed) == [["lru", "1", "2", "32", "5.00", "2.00", "8.00", "2"]]
-    assert "M references/s" in table(of_speed)
-    older = [{n: v for n, v in one.items() if n != "wall_s"} for one in rows]
-    assert speed_rows(dataclasses.replace(of_speed, rows=older)) == []
-    measured = dataclasses.replace(of_speed, asked=ASKED | {"modes": ["measured", "simulated"]})
-    assert speed_rows(measured) == []
-
-
-def test_failures_are_in_the_table(records):
-    rows = [dict(r) for r in records.rows]
-    for one in rows:
-        if one["policy"] == "dir/mine.py:Mine":
-            one["error"] = "ValueError: <no>"
-    found = dataclasses.replace(records, rows=rows)
-    assert "failed: ValueError: <no>" in table(found)
-    assert "failed: ValueError: &lt;no&gt;" in page(found)
-    assert "12 of 26 runs failed" in "\n".join(found.notes())
-
-
-def test_seeds_are_one_line_with_a_range(records):
-    others = [dict(r) | {"seed": 1, "decode_misses": 6} for r in records.rows]
-    found = dataclasses.replace(
-        records, rows=[*records.rows, *others], asked=ASKED | {"seeds": [0, 1]}
-    )
-    (panel,) = panels(found)
-    assert len(panel.lines) == 4
-    assert table_rows(panel)[0][3] == "2.50 (2.00–3.00)"
-
-
 def test_the_page_needs_nothing_else(records):
     text = page(records)
     # A namespace is a name, not an address that is read.
@@ -255,16 +206,6 @@ def test_plots_are_svg_with_every_bound(records):
     assert "MIN over the link" in drawn[1]
     assert ">memory<" in drawn[1]
     assert ">link<" in drawn[2]
-
-
-def test_a_point_is_where_its_axes_say():
-    drawn = figure("t", "x", "y", [Series("a", [(0.0, 0.0), (10.0, 5.0)])])
-    line = re.findall(r'points="([^"]+)"', drawn)[0]
-    assert line == "52.0,242.0 442.0,28.0"
-    log = figure("t", "x", "y", [Series("a", [(0.0, 0.1), (10.0, 10.0)])], log=True)
-    assert re.findall(r'points="([^"]+)"', log)[0] == "52.0,242.0 442.0,28.0"
-    # One point, and values that are all 0.
-    ElementTree.fromstring(figure("<t>", "x", "y", [Series("a&b", [(3.0, 0.0)])]))
 
 
 def test_a_report_is_written_whole(records, tmp_path):
@@ -296,32 +237,6 @@ def test_results_are_read_or_refused(records, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "there" / "report.html")
 
 
-def test_records_of_the_first_grids_are_read_with_what_held_for_them(records, tmp_path):
-    """They had no link rate, no routing, no experts of a layer and no bound of one pool."""
-    root = tmp_path / "results"
-    root.mkdir()
-    later = {"link_rate", "moves_cells", "experts", "pool_misses"}
-    asked = {name: value for name, value in ASKED.items() if name not in LATER_KEYS}
-    (root / "experiment.json").write_text(json.dumps(asked))
-    rows = [{k: v for k, v in row.items() if k not in later} for row in records.rows]
-    sessions = [
-        {"experts": 16, **{k: v for k, v in one.items() if k != "link_rate"}}
-        for one in records.sessions
-    ]
-    for name, lines in (("records", rows), ("sessions", sessions)):
-        (root / f"{name}.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
-    found = read_results(root)
-    assert found.asked["link_rate"] == ["none"] and found.asked["routing"] == []
-    assert found.summary() == [
-        {k: v for k, v in line.items() if k != "pool_misses"} for line in records.summary()
-    ]
-    assert "MIN, one pool" not in (page(found)) and "MIN, one pool" in page(records)
-    # The same command goes on with them.
-    require_same(root, completed_keys(ASKED))
-    with pytest.raises(UserError, match="link_rate was"):
-        require_same(root, completed_keys(ASKED) | {"link_rate": ["2GB/s"]})
-
-
 @pytest.mark.slow  # pandas and matplotlib take seconds to import
 def test_frames_and_plots_for_notebooks(records, monkeypatch):
     frame = records.to_pandas()
@@ -335,24 +250,6 @@ def test_frames_and_plots_for_notebooks(records, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, name, None)
         with pytest.raises(UserError, match="pip install"):
             call()
-
-
-# ---- the command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ablate"], "name a definition: moejax ablate CONFIG.yaml"),
-        (["ablate", "grid.yaml", "--new", "x"], "leave out the rest"),
-        (["ablate", "grid"], "has no suffix; name a directory of results with --output"),
-        (["ablate", "none.yaml"], "none.yaml cannot be read"),
-    ],
-)
-def test_mistakes_on_the_command_line(arguments, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5)])

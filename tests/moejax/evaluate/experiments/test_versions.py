@@ -1,17 +1,10 @@
 """Experts in two versions within a grid: equal bytes, what was learned, a run over all texts."""
 
-import json
-
 import numpy as np
 import pytest
 
 import moejax
-from host_offload.control.interface import routed_counts
-from host_offload.policies.precision.maps import HI
-from host_offload.policies.precision.names import precision_of
-from host_offload.traces.reader import read_trace
 from moejax import LLM
-from moejax.errors import UserError
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
@@ -23,6 +16,8 @@ from moejax.evaluate.token_ids import TokenIds
 from tests.host_offload.traces.traces_of import write_trace
 
 MIX = 'hi="dense", lo="int4"'
+
+
 GRID = {
     "policies": ["lru", "lfu"],
     "precision": [
@@ -59,39 +54,6 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
         taught.precision.start(2, 4, 1)
 
 
-def test_what_errors_weigh_decides_over_all_layers(tmp_path, monkeypatch):
-    from moejax.evaluate.experiments.sources import mixes
-
-    weights = np.array([[9.0, 1.0, 1.0, 1.0]])
-    asked = []
-
-    def error_weights(model, trace, hi, lo, **more):
-        asked.append((model, hi, lo, more))
-        return type("Found", (), {"weights": weights})
-
-    monkeypatch.setattr(mixes, "error_weights", error_weights)
-    trace = counted(tmp_path, [2, 2, 2, 1, 1, 0])
-    found = mix_of(f"map=train({MIX}, weighted=True)", tmp_path)
-    assert found.train_arrays == {"gate_input"}
-    start = found.taught(trace, "demo", {"quantizer": "mse", "dtype": "auto"}).precision.start
-    assert start(1, 4, 1).tolist() == [[0, 1, 1, 1]]
-    assert asked == [("demo", "dense", "int4", {"quantizer": "mse"})]
-    text = f'dynaexq({MIX}, scope="error-weighted", weights="train", scores="train")'
-    policy = mix_of(text, tmp_path).taught(trace, "demo", {}).precision.policy
-    assert policy.scope == "error-weighted" and (policy.weights == weights).all()
-    assert policy.scores.tolist() == [[1, 2, 3, 0]]
-
-
-def test_settings_are_those_of_the_command_line(tmp_path):
-    found = mix_of('dynaexq(hi="int8", lo="int2", alpha=0.8, blocking=True)', tmp_path).precision
-    same = precision_of("dynaexq,alpha=0.8,blocking=true", hi="int8", lo="int2")
-    assert found == same
-    np.save(tmp_path / "map.npy", np.array([[0, 1]], np.int8))
-    given = mix_of("map=map.npy", tmp_path)
-    assert given.precision.given.tolist() == [[0, 1]]
-    assert given.files == (tmp_path / "map.npy",)
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     return moejax.ablate(GRID, tmp_path_factory.mktemp("mixed") / "out", progress=False)
@@ -114,18 +76,6 @@ def test_versions_have_equal_bytes_and_one_policy(mixed):
     # A map and DynaExq without its spares: as many high ones.
     (fixed,) = {row["hi"] for row in rows if row["precision"].startswith("map")}
     assert 10 < fixed < 24
-
-
-@pytest.mark.slow
-def test_a_learned_map_is_what_the_training_part_selects(mixed):
-    trace = read_trace(mixed.directory / "traces" / "train")
-    counts = sum(routed_counts(step.ids, 16) for step in trace.step_traces())
-    experiment = read_experiment(GRID)
-    name = GRID["precision"][1]
-    taught = experiment.mixes[name].taught(trace, "demo", {})
-    start = taught.precision.start(4, 16, 18)
-    for layer, high in enumerate(start == HI):
-        assert counts[layer][high].min() >= counts[layer][~high].max()
 
 
 @pytest.mark.slow
@@ -165,22 +115,3 @@ def test_the_report_compares_precisions(mixed, tmp_path):
     # A grid that goes on starts nothing and scores nothing.
     again = moejax.ablate(GRID, mixed.directory, progress=False)
     assert (again.rows, again.quality) == (mixed.rows, mixed.quality)
-
-
-@pytest.mark.slow
-def test_a_text_that_was_not_scored_is_scored_in_a_whole_run(mixed):
-    """What a kill within the scores leaves: the same figures, since texts before it run again."""
-
-    def left_out(line):
-        return "spares" in line["precision"] and (line["text"] == "math" or "mode" in line)
-
-    quality = mixed.directory / "quality.jsonl"
-    lines = quality.read_text().splitlines()
-    for path in (quality, mixed.directory / "records.jsonl"):
-        kept = [x for x in path.read_text().splitlines() if not left_out(json.loads(x))]
-        path.write_text("\n".join(kept) + "\n")
-    again = moejax.ablate(GRID, mixed.directory, progress=False)
-    key = lambda line: (line["precision"], line["text"])  # noqa: E731
-    assert sorted(again.quality, key=key) == sorted(map(json.loads, lines), key=key)
-    with pytest.raises(UserError, match="results of another experiment"):
-        moejax.ablate(GRID | {"precision": ["int8"]}, mixed.directory, progress=False)

@@ -17,8 +17,12 @@ from moejax.errors import UserError
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]  # the harness's own model needs torch
 
+
 TRI = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
 
 YAML = """\
 task: {name}
@@ -27,6 +31,8 @@ dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 {more}
 """
+
+
 MORE = {
     "made_choice": """
 output_type: multiple_choice
@@ -198,9 +204,6 @@ def numbers(value):
     return [float(value)]
 
 
-# ---- the adapter
-
-
 @pytest.fixture(scope="module")
 def lm():
     from moejax.evaluate.harness.model import MoejaxLM
@@ -213,48 +216,6 @@ def request(kind, *arguments):
     from lm_eval.api.instance import Instance
 
     return Instance(kind, {}, arguments, 0)
-
-
-def test_answers_are_in_the_order_of_the_requests(lm):
-    text = "The old house stood by the sea and nobody had lived there for years"
-    words = text.split(" ")
-    asked = [request("loglikelihood", " ".join(words[:i]), f" {words[i]}") for i in (12, 1, 6, 3)]
-    together = lm.loglikelihood(asked, disable_tqdm=True)
-    assert together == [lm.loglikelihood([one], disable_tqdm=True)[0] for one in asked]
-    ids = lm.tok_encode(asked[0].args[0]), lm.tok_encode("".join(asked[0].args))
-    scores = lm.llm.score(ids[1])[len(ids[0]) - 1 :]
-    assert together[0][0] == pytest.approx(scores.sum(), abs=1e-4)
-
-
-def test_greedy_is_what_the_model_would_have_written(lm):
-    (text,) = lm.generate_until(
-        [request("generate_until", "The old house", {"max_gen_toks": 6})], disable_tqdm=True
-    )
-    found = lm.loglikelihood(
-        [request("loglikelihood", "The old house", one) for one in (text, " xylophone")],
-        disable_tqdm=True,
-    )
-    assert [greedy for _, greedy in found] == [True, False]
-
-
-def test_a_rolling_likelihood_is_of_windows_with_a_token_before_each(lm):
-    text = "It was a long way from the house to the sea, and the wind was cold. " * 20
-    ids, prefix, room = lm.tok_encode(text), lm.prefix_token_id, lm.max_length
-    assert len(ids) > room
-    expected = lm.llm.score([prefix, *ids[:room]]).sum()
-    expected += lm.llm.score(ids[-room - 1 :])[room - (len(ids) - room) :].sum()
-    (found,) = lm.loglikelihood_rolling([request("rolling", text)], disable_tqdm=True)
-    assert found == pytest.approx(expected, abs=1e-3)
-
-
-def test_texts_end_before_their_stop_strings(lm):
-    asked = {"max_gen_toks": 24}
-    (whole,) = lm.generate_until([request("g", "The old", dict(asked))], disable_tqdm=True)
-    stop = whole[5:8]
-    (cut,) = lm.generate_until(
-        [request("g", "The old", {**asked, "until": [stop, ""]})], disable_tqdm=True
-    )
-    assert cut == whole[: whole.index(stop)]
 
 
 def test_long_contexts_are_cut_from_the_left(lm):

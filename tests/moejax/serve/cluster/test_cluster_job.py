@@ -24,6 +24,7 @@ from tests.moejax.serve.test_batch import FakeLLM
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
+
 LINES = [
     {"id": "a", "prompt": "x"},
     {"id": 17, "prompt": "y", "n": 2},
@@ -114,13 +115,6 @@ def test_rows_of_parquet_are_lines(tmp_path):
         [str(path), write(tmp_path / "bad.jsonl", ["{"])], tmp_path / "x", on_error="skip"
     )
     assert said == [f"{tmp_path / 'bad.jsonl'}, line 1: {said[0].split(': ', 1)[1]}"]
-
-
-def test_a_line_that_is_too_long_is_one_error(tmp_path):
-    long = json.dumps({"id": "long", "prompt": "x" * (MOST_LINE + 10)})
-    source = write(tmp_path / "in.jsonl", [LINES[0], long, LINES[1]])
-    work, said = run(source, tmp_path / "out", on_error="skip")
-    assert (work.done, work.errors) == (3, 1) and "longer than" in said[0]
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
@@ -219,30 +213,6 @@ def test_what_cannot_be_opened(tmp_path):
         run([str(tmp_path / "torn.parquet")], tmp_path / "out3")
     with pytest.raises(UserError, match="'csv' is unknown"):
         run([source], tmp_path / "out4", "csv")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["x", "--ray", "local"], "--ray needs --input"),
-        (["--input", "a", "--output", "o", "--workers", "2"], "need --ray"),
-        (["--input", "a", "b", "--output", "o"], "several files need --ray"),
-        (["--input", "IN", "--output", "o", "--ray", "nobody"], "is no address of Ray"),
-        (["--input", "IN", "--output", "o", "--ray", "127.0.0.1:1"], "nothing answers"),
-        (["--input", "IN", "--output", "o", "--ray", "local", "--workers", "0"], "at least 1"),
-        (["--input", "IN", "--output", "o", "--ray", "local", "--trace", "t"], "leave out --trace"),
-    ],
-)
-def test_a_mistake_in_the_arguments(tmp_path, monkeypatch, capsys, arguments, message):
-    pytest.importorskip("ray", reason="needs Ray")
-    monkeypatch.chdir(tmp_path)
-    source = write(tmp_path / "in.jsonl", LINES)
-    arguments = [source if a == "IN" else a for a in arguments]
-    try:
-        status = cli.main(["generate", *arguments])
-    except SystemExit as error:
-        status = error.code
-    assert status == 2 and message in capsys.readouterr().err
 
 
 def test_without_ray(tmp_path, monkeypatch, capsys):

@@ -44,14 +44,6 @@ def test_each_task_has_one_result(run):
     assert all(len(actor.seen) >= 10 for actor in ray.actors)
 
 
-def test_much_cost_goes_first_and_the_last_are_shared(run):
-    ray = FakeRay(double, room=100)
-    run(ray, [Task(i, cost=i) for i in range(40)])
-    first, second = (actor.seen for actor in ray.actors)
-    assert first[:20] == list(range(39, 19, -1))
-    assert len(second) >= 10  # though the first one had room for all
-
-
 def test_what_is_wrong_with_a_task_is_its_result(run):
     def work(actor, payload):
         return Outcome(0, error="too long") if payload == 3 else payload
@@ -174,16 +166,6 @@ def test_pieces_come_as_they_are_and_only_the_rest_is_done_again(run):
     assert found == [1, 2, 3, 4, None]
 
 
-def test_workers_with_a_node_each(run):
-    ray = FakeRay(double, nodes=2)
-    run(ray, [Task(i) for i in range(20)], workers=4, whole_nodes=True)
-    assert [actor.options["num_cpus"] for actor in ray.actors] == [4.0, 4.0]
-    assert {actor.options["label_selector"]["ray.io/node-id"] for actor in ray.actors} == {
-        "n0",
-        "n1",
-    }
-
-
 def test_workers_that_only_end_end_the_job(run):
     def work(actor, payload):
         raise Die
@@ -210,25 +192,6 @@ def test_turns_stay_on_one_worker_and_begin_anew_with_another(run):
     seen = [[p for p in actor.seen if p.startswith("s")] for actor in ray.actors]
     assert [s for s in seen if s] == [[f"s{i}" for i in range(5)], [f"s{i}" for i in range(6)]]
     pool.end_group("s")
-
-
-def test_turns_after_one_that_was_given_up_are_too(run):
-    def work(actor, payload):
-        if payload == 1:
-            raise Die
-        return payload
-
-    def tasks():
-        for i in range(4):
-            yield Task(i, group="s")
-        for i in range(10, 60):
-            yield Task(i)
-        yield Task(4, group="s")
-
-    results, _, _ = run(FakeRay(work), tasks())
-    found = dict(results)
-    assert found[0] == 0 and all(isinstance(found[i], UserError) for i in (1, 2, 3, 4))
-    assert len(results) == 55
 
 
 def test_workers_of_a_cluster(monkeypatch):

@@ -1,21 +1,15 @@
 """Conversations are played turn by turn, in their time, and swapping them changes no token."""
 
-import itertools
 import types
 
 import pytest
 
-from moejax import LLM
 from moejax.evaluate.experiments.conversations.replay import VirtualClock, replay
 from moejax.evaluate.experiments.conversations.workloads import (
     Workload,
     conversations,
     synthetic_corpus,
 )
-from moejax.traces import read_trace
-
-SIZES = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-TIGHT = {"kv_budget": "288KiB", "kv_overflow": "swap", "expert_budget": "25%"}
 
 
 class FakeEngine:
@@ -83,45 +77,3 @@ def test_a_turn_begins_after_the_one_before_and_its_pause(rate):
     # Where sessions overlap they share steps; pauses cost none.
     alone = sum(turn.max_tokens for session in found for turn in session.turns)
     assert engine.steps < alone if rate > 1 else engine.steps <= alone
-
-
-@pytest.mark.slow
-def test_swapping_sessions_changes_no_token(tmp_path):
-    workload = Workload(
-        sessions=4,
-        turns=4,
-        document_tokens=80,
-        question_tokens=6,
-        answer_tokens=6,
-        shift_tokens=10,
-        shift_share=0.3,
-        rate=20.0,
-    )
-
-    def played(**options):
-        with LLM("demo", progress=False, **SIZES, **options) as llm:
-            found = conversations(workload, synthetic_corpus(llm.config.vocab_size, 0))
-            return [*replay(llm.engine, found, VirtualClock(0.01))], llm.stats()["kv"]
-
-    roomy, kv = played()
-    lines, tight_kv = played(**TIGHT, trace=tmp_path / "trace")
-    assert tight_kv["swapped_out_bytes"] > 0 == kv["swapped_out_bytes"]
-    assert len(lines) == 16
-
-    def tokens(lines):
-        return {(line["session"], line["turn"]): line["output_token_ids"] for line in lines}
-
-    assert tokens(lines) == tokens(roomy)
-    for session in range(4):
-        mine = [line for line in lines if line["session"] == session]
-        assert [line["turn"] for line in mine] == [0, 1, 2, 3]
-        for before, line in itertools.pairwise(mine):
-            assert line["prompt_tokens"] > before["prompt_tokens"] + before["output_tokens"]
-            assert line["cached_tokens"] >= before["prompt_tokens"]
-            assert line["ttft_s"] > 0 and not line["recomputed"]
-    found = read_trace(tmp_path / "trace")
-    generated = sum(len(line["output_token_ids"]) for line in lines)
-    assert int((found.array("token.phase") == 1).sum()) == generated - 16
-    assert set(found.array("token.user").tolist()) == {0, 1, 2, 3}
-    shifts = sum(line["kind"] == "shift" for line in lines)
-    assert len(found.marks()) == shifts > 0

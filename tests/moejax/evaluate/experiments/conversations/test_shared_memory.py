@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 import moejax
@@ -11,9 +10,11 @@ from moejax.evaluate.experiments.arms import arm_of
 from moejax.evaluate.experiments.conversations.priced import drawn, prices_of, workloads_of
 from moejax.evaluate.experiments.records import read_results
 from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.report.shared_memory import paired_ratio, shared_rows
+from moejax.evaluate.experiments.report.shared_memory import shared_rows
 
 BURSTS = 'turns(sessions=3, turns=2, arrival="bursty", rate=8.0, document_tokens=60)'
+
+
 GRID = {
     "policies": ["lru", "mv_wsa", "mv_wsa=train", "peak_headroom"],
     "memory": "4MiB",
@@ -93,22 +94,3 @@ def test_a_grid_of_conversations_goes_on_and_is_reported(played, tmp_path):
     changed = [{**row, "tokens": row["policy"]} for row in played.rows]
     notes = dataclasses.replace(played, rows=changed).notes()
     assert any("changed tokens" in note for note in notes)
-
-
-@pytest.mark.slow
-def test_turns_that_outgrow_an_engine_are_counted(tmp_path):
-    """What was left is unserved, and the next run is as if nothing had been."""
-    small = {"policies": ["lru"], "budgets": ["50%"], "prompt_tokens": 64, "output_tokens": 64}
-    given = GRID | small | {"conversations": ["turns(turns=9)", BURSTS]}
-    found = moejax.ablate(given, tmp_path / "out", progress=False)
-    long, short = ([r for r in found.rows if r["text"] == t] for t in given["conversations"])
-    assert all(row["unserved"] > 0 and "max_model_len" in row["refusal"] for row in long)
-    assert len(short) == 2
-
-
-def test_ratios_are_paired_by_seed():
-    base = np.array([1.0, 10.0, 100.0])
-    mean, low, high, worst = paired_ratio(base * [1.1, 1.0, 1.1**-1], base)
-    assert mean == pytest.approx(1.0) and worst == pytest.approx(1 / 1.1)
-    assert low < 1 < high and low == pytest.approx(1 / high)
-    assert high == pytest.approx(np.exp(4.30 * np.log(1.1) / np.sqrt(3)), rel=1e-3)

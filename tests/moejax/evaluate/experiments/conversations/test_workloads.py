@@ -1,7 +1,6 @@
 """Workloads are the same for a seed, and have the rates, lengths and turns that were asked for."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from moejax.evaluate.experiments.conversations.workloads import (
 )
 
 CORPUS = synthetic_corpus(512, seed=1, tokens=4096)
+
+
 MANY = Workload(sessions=200, turns=12, tool_share=0.3, shift_share=0.2, seed=5)
 
 
@@ -34,62 +35,6 @@ def test_a_seed_decides_everything(found):
     bursty = conversations(dataclasses.replace(MANY, arrival="bursty"), CORPUS)
     assert [c.turns for c in bursty] == [c.turns for c in found]
     assert [c.arrival_s for c in bursty] != [c.arrival_s for c in found]
-
-
-def test_every_session_has_a_document_of_its_own_behind_the_common_prefix():
-    workload = dataclasses.replace(MANY, sessions=30, system_tokens=20, document_tokens=100)
-    firsts = [each.turns[0] for each in conversations(workload, CORPUS)]
-    assert {turn.kind for turn in firsts} == {"document"}
-    assert len({turn.new_tokens[:20] for turn in firsts}) == 1
-    assert len({turn.new_tokens[20:120] for turn in firsts}) == 30
-    for turn in firsts:
-        document = np.asarray(turn.new_tokens[20:120])
-        text = np.concatenate([CORPUS[turn.domain]] * 2)
-        starts = np.flatnonzero(text == document[0])
-        assert any(np.array_equal(text[s : s + 100], document) for s in starts)
-
-
-def test_turns_are_of_the_kinds_and_lengths_that_were_asked_for(found):
-    turns = [turn for each in found for turn in each.turns]
-    assert [t.index for t in turns] == [*range(12)] * 200
-    assert [t.session for t in turns] == np.repeat(np.arange(200), 12).tolist()
-    for kind, tokens, answer in (
-        ("question", MANY.question_tokens, MANY.answer_tokens),
-        ("tool", MANY.tool_tokens, MANY.tool_answer_tokens),
-    ):
-        chosen = [t for t in turns if t.kind == kind]
-        lengths = np.array([len(t.new_tokens) for t in chosen])
-        answers = np.array([t.max_tokens for t in chosen])
-        assert (lengths.min(), lengths.max()) == (tokens // 2, tokens * 3 // 2)
-        assert lengths.mean() == pytest.approx(tokens, rel=0.05)
-        assert answers.mean() == pytest.approx(answer, rel=0.05)
-        pause = {"question": MANY.think_s, "tool": MANY.tool_s}[kind]
-        assert np.mean([t.think_s for t in chosen]) == pytest.approx(pause, rel=0.15)
-    for each in found:
-        assert each.tokens == sum(len(t.new_tokens) + t.max_tokens for t in each.turns)
-        domains = [t.domain for t in each.turns]
-        shifts = [t.kind == "shift" for t in each.turns]
-        assert [a != b for a, b in itertools.pairwise(domains)] == shifts[1:]
-
-
-def test_tools_come_in_bursts_and_topics_shift_as_often_as_asked(found):
-    runs, free, shifts, bursts = [], 0, 0, 0
-    for each in found:
-        kinds = [t.kind for t in each.turns]
-        i = 1
-        while i < len(kinds):
-            # Where no burst runs, a turn shifts, or begins a burst, or neither.
-            free += 1
-            shifts += kinds[i] == "shift"
-            if kinds[i] != "tool":
-                i += 1
-                continue
-            bursts += 1
-            runs.append(kinds[i : i + MANY.tool_turns])
-            i += MANY.tool_turns
-    assert all(set(run) == {"tool"} for run in runs)
-    assert shifts / free == pytest.approx(0.2, abs=0.03)
-    assert bursts / (free - shifts) == pytest.approx(0.3, abs=0.03)
 
 
 def counts(times: np.ndarray, window: float) -> np.ndarray:
@@ -113,14 +58,6 @@ def test_arrivals_have_their_rate_and_only_bursty_ones_are_bursty():
     assert dispersion["bursty"] == pytest.approx(expected, rel=0.1)
     steady = bursty_arrivals(np.random.default_rng(0), 4.0, 40_000, on_share=1.0)
     assert len(steady) / steady[-1] == pytest.approx(4.0, rel=0.05)
-
-
-def test_synthetic_domains_differ_and_keep_to_the_vocabulary():
-    tokens = {name: set(np.unique(ids)) for name, ids in CORPUS.items()}
-    assert all(min(ids) > 0 and max(ids) < 512 for ids in tokens.values())
-    top = [np.argsort(-np.bincount(ids, minlength=512))[:8].tolist() for ids in CORPUS.values()]
-    assert len({i for ids in top for i in ids}) > 16
-    assert all(ids.dtype == np.int32 and len(ids) == 4096 for ids in CORPUS.values())
 
 
 @pytest.mark.parametrize(

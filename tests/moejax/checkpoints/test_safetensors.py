@@ -1,43 +1,150 @@
-"""Checkpoints made to harm: each is one clear line, and nothing of it runs."""
+"""Safetensors: every bit where it belongs, and each fault or trap is one line that names it."""
+
+from __future__ import annotations
 
 import json
-import logging
 import os
 import pathlib
 import pickle
 import shutil
+import subprocess
+import sys
 import zipfile
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_bytes
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file, save, save_file
 
 from host_offload.versions.encoders import NUMPY_DTYPES
+from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.placement import count_nonfinite
-from moejax.checkpoints.safetensors.headers import MOST_HEADER
-from moejax.checkpoints.safetensors.shards import find_shards
+from moejax.checkpoints.safetensors.headers import MOST_HEADER, read_header
+from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
+from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
-from moejax.models.config import load_config
-from moejax.models.directory import FOLLOW_LINKS, read_json
-from moejax.models.json_values import parse_json
-from moejax.requests.prompts import PromptEncoder
-from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
+from moejax.models.config import parse_config
+from moejax.models.directory import FOLLOW_LINKS, open_regular, read_bounded
+from moejax.models.json_values import MOST_VALUES
+from tests.moejax.checkpoints.conversions import copied, refuses
 from tests.moejax.checkpoints.random_checkpoint import (
+    BF16,
     CONFIG,
+    EMBED,
+    HEAD,
     UP,
     assert_loaded,
     random_tensors,
+    stacked,
     write,
 )
 
-SINGLE, INDEX, PART = "model.safetensors", "model.safetensors.index.json", "part-0.safetensors"
-DEMO = pathlib.Path(__file__).parents[3] / "moejax" / "demo"
+PART = "part-0.safetensors"
+
+
+STACKED = stacked(random_tensors(CONFIG), 3, 3)
+TIED = {**CONFIG, "tie_word_embeddings": True}
+BIASED = {**TIED, "attention_bias": True, "mlp_only_layers": []}
+NO_DTYPE = {key: value for key, value in CONFIG.items() if key != "dtype"}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "held", "dtype"),
+    [
+        pytest.param(CONFIG, random_tensors(CONFIG), STACKED, "bfloat16", id="stacked experts"),
+        pytest.param(BIASED, random_tensors(BIASED), None, "bfloat16", id="biases"),
+        pytest.param(
+            TIED,
+            random_tensors(TIED),
+            {**random_tensors(TIED), HEAD: random_tensors(TIED)[EMBED]},
+            "bfloat16",
+            id="a head that is the embedding",
+        ),
+        pytest.param(
+            NO_DTYPE,
+            random_tensors(NO_DTYPE, np.float16),
+            None,
+            "float16",
+            id="dtype of the weights",
+        ),
+        pytest.param(
+            CONFIG, random_tensors(CONFIG, np.float32), None, "bfloat16", id="dtype of the config"
+        ),
+    ],
+)
+def test_checkpoints_of_every_kind_arrive(tmp_path, config, tensors, held, dtype):
+    loaded = load_checkpoint(write(tmp_path, held or tensors, config, shards=2))
+    assert loaded.dtype == dtype and loaded.config == parse_config(config | {"dtype": dtype})
+    assert_loaded(loaded, tensors, config)
+
+
+def test_tensors_larger_than_what_is_read_at_once(tmp_path, monkeypatch):
+    """Chunks of 16 rows, pieces of 5: every boundary is somewhere."""
+    monkeypatch.setattr("moejax.checkpoints.placement._CHUNK", 300)
+    monkeypatch.setattr("moejax.checkpoints.placement._PIECE", 5 * 16 * 2)
+    config = {**CONFIG, "hidden_size": 40, "moe_intermediate_size": 7}
+    tensors = random_tensors(config)
+    assert_loaded(load_checkpoint(write(tmp_path, tensors, config)), tensors, config)
+
+
+LOAD_AND_MEASURE = """
+import sys
+import jax
+from moejax.checkpoints.load import load_checkpoint
+jax.device_put(1.0).block_until_ready()
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(key))
+before = status("VmRSS:")
+load_checkpoint(sys.argv[1])
+print(status("VmHWM:") - before)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_resident_memory_is_bounded(tmp_path, repository):
+    """1 GiB in 8 shards, each layer in all of them: weights, one shard, one layer, 256 MiB."""
+    config = {
+        **CONFIG,
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "mlp_only_layers": [],
+        "head_dim": 64,
+        "num_experts": 42,
+        "moe_intermediate_size": 512,
+        "vocab_size": 8192,
+    }
+    rng, tensors = np.random.default_rng(0), {}
+    for name, place in expected_tensors(parse_config(config), ()).items():
+        bits = rng.integers(0, 16000, place.shape, dtype=np.uint16)
+        tensors[name] = bits.view(ml_dtypes.bfloat16)
+    write(tmp_path, tensors, config, shards=8)
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+    layer = 42 * 3 * 512 * 1024 * 2
+    shard = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    del tensors
+    assert weights > 2**30
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD_AND_MEASURE, str(tmp_path)],
+        cwd=repository,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert int(result.stdout) <= weights + shard + layer + 2**28
+
+
+# ---- what is refused
+
+
+UP_RE = UP.replace(".", r"\.")
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +166,6 @@ class Explosive:
 
     def __reduce__(self):
         return (open, (self.mark, "w"))
-
-
-# ---- ways to spoil a checkpoint: each is edit(directory)
 
 
 def text(name, content):
@@ -170,14 +274,6 @@ def moved(by):
     return header(change)
 
 
-def last_moved(directory):
-    def change(table):
-        last = max(table.values(), key=lambda entry: entry["data_offsets"])
-        last["data_offsets"] = [10**9 + offset for offset in last["data_offsets"]]
-
-    header(change)(directory)
-
-
 def sparse(name, size, start=b""):
     def edit(directory):
         (directory / name).write_bytes(start)
@@ -210,36 +306,67 @@ def shards_in_linked_directory(directory):
     index(lambda owner: {n: f"sub/{f}" if f == PART else f for n, f in owner.items()})(directory)
 
 
-LONG = "x" * 300 + ".safetensors"
+def tensors(change, file=SINGLE):
+    """The file with other tensors: change(name → array)."""
+
+    def edit(directory):
+        held = load_file(directory / file)
+        change(held)
+        save_file(held, directory / file)
+
+    return edit
+
+
 DEEP = '{"a":' * 100_000
+
+
 DAMAGED = "damaged or truncated safetensors file"
+
 
 SINGLE_FILE = [
     # what is no file, or not the checkpoint's
     ("directory", instead(SINGLE, pathlib.Path.mkdir), "a directory, where a file is expected"),
     ("pipe", instead(SINGLE, os.mkfifo), "a pipe, socket or device"),
     ("device", instead(SINGLE, lambda p: p.symlink_to("/dev/zero")), "a pipe, socket or device"),
-    ("empty", text(SINGLE, ""), "0 bytes are less than its header"),
     ("link out", link(SINGLE, "../secret"), f"a link out of .*{FOLLOW_LINKS}=1"),
     ("link to nothing", instead(SINGLE, lambda p: p.symlink_to("gone")), "a link to nothing"),
-    ("loop of links", instead(SINGLE, lambda p: p.symlink_to(p.name)), "cannot be read"),
     ("config link out", link("config.json", "../secret"), "config.json: a link out"),
-    ("config pipe", instead("config.json", os.mkfifo), "config.json: a pipe"),
-    ("config directory", instead("config.json", pathlib.Path.mkdir), "config.json: a directory"),
+    # what is there in place of weights
+    (
+        "nothing",
+        instead(SINGLE, lambda p: None),
+        "neither model.safetensors nor .*index.json found$",
+    ),
+    ("git lfs", text(SINGLE, "version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+    # tensors
+    ("tensor missing", tensors(lambda t: t.pop(UP)), f"tensor {UP_RE} is missing$"),
+    (
+        "tensors missing",
+        tensors(lambda t: (t.pop(UP), t.pop(HEAD))),
+        r"tensor lm_head.weight is missing \(and 1 others\)",
+    ),
+    ("tensor too many", tensors(lambda t: t.update(x=np.zeros(1, BF16))), "unknown tensor x"),
+    ("fewer experts", config(num_experts=2), "unknown tensor|has shape"),
+    (
+        "shape",
+        tensors(lambda t: t.update({UP: t[UP].T.copy()})),
+        r"has shape \[16, 8\], but .*8, 16",
+    ),
+    ("int32", tensors(lambda t: t.update({UP: t[UP].astype(np.int32)})), "has dtype I32 .*GPTQ"),
+    ("fp8", entry(dtype="F8_E4M3", shape=[16, 16]), f"tensor {UP_RE} has dtype F8_E4M3 .*FP8"),
+    (
+        "head that is not tied",
+        config(tie_word_embeddings=True),
+        f"tensor {HEAD} differs from {EMBED}.*tie_word_embeddings",
+    ),
     # pickles
     ("bin", only("pytorch_model.bin", pickled), "only PyTorch .bin.*pickles can run code"),
-    ("pt", only("model.pt", pickled), "only PyTorch"),
-    ("pth", only("consolidated.00.pth", zipped), "only PyTorch"),
-    ("ckpt", only("model.ckpt", pickled), "only PyTorch"),
-    ("pkl", only("weights.pkl", pickled), "only PyTorch"),
     ("renamed pickle", instead(SINGLE, pickled), "a pickle or zip file under another name"),
-    ("renamed pickle 4", instead(SINGLE, lambda p: pickled(p, 4)), "never loads pickles"),
     ("renamed zip", instead(SINGLE, zipped), "a pickle or zip file under another name"),
     # code
     ("foreign code", config(architectures=["Mine"], auto_map={"AutoModel": "mine.M"}), "'Mine'"),
     # the header's length and text
     ("header beyond file", raw_header("{}", 10**6), "less than its header"),
-    ("header of 2**63", raw_header("{}", 2**63), "less than its header"),
     (
         "header beyond limit",
         sparse(SINGLE, MOST_HEADER + 100, (MOST_HEADER + 1).to_bytes(8, "little")),
@@ -249,102 +376,69 @@ SINGLE_FILE = [
     ("byte order mark", raw_header("\ufeff{}"), "the header is not a JSON object"),
     ("deep header", raw_header(DEEP), "nested too deeply"),
     ("header not UTF-8", raw_header(b'{"\xff": 1}'), f"{DAMAGED} .*utf-8"),
-    ("header cut", raw_header('{"a": '), DAMAGED),
-    ("NaN in header", raw_header('{"__metadata__": NaN}'), "NaN is not a JSON number"),
-    ("tensor twice", raw_header('{"a": 1, "a": 2}'), "the key 'a' is there twice"),
     ("half a character", raw_header('{"\\ud800": 1}'), f"{DAMAGED} .*surrogates"),
-    ("escape codes", raw_header('{"\\u001b[31m": 1}'), r"name '\\x1b\[31m' has unprintable"),
     ("metadata", raw_header('{"__metadata__": {"a": 1}}'), "__metadata__ must be an object"),
     ("no tensors", raw_header("{}"), "the tensors end at byte 10 of"),
     ("entry is a list", raw_header('{"a": []}'), "must have dtype, shape and data_offsets"),
-    ("unknown field", entry(strides=[1]), "must have dtype, shape and data_offsets alone"),
     ("field missing", entry(shape=None), "must have dtype, shape and data_offsets alone"),
     # shapes
     ("negative", entry(shape=[-8, -16]), r"shape of tensor .* list of numbers, \[-8, -16\]"),
-    ("fractional", entry(shape=[8.0, 16]), "must be a list of numbers"),
-    ("boolean", entry(shape=[True, 128]), "must be a list of numbers"),
-    ("no list", entry(shape="8x16"), "must be a list of numbers, '8x16'"),
     ("2**60", entry(shape=[2**60, 16]), r"needs 36893488147419103232 bytes, its data_offsets"),
-    ("overflow", entry(shape=[2**32, 2**32, 8, 16]), "data_offsets are"),
     ("zero", entry(shape=[0, 16]), r"shape \[0, 16\] needs 0 bytes"),
     (
         "zero and no bytes",
         header(lambda t: {**t, "z": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}),
         "unknown tensor z",
     ),
-    ("many digits", entry(shape=[10**4000, 1]), r"shape \[1000.*\.\.\. needs 2000"),
     ("more digits", raw_header('{"a": ' + "9" * 5000 + "}"), DAMAGED),
     ("many axes", entry(shape=[1] * 1000 + [8, 16]), "has 1002 axes"),
     # offsets
     ("overlap", moved(lambda a, b: [a - 2, b - 2]), "where the one before ends"),
     ("gap", moved(lambda a, b: [a + 2, b + 2]), "where the one before ends"),
-    ("beyond file", last_moved, r"begins at byte 1000\d+, where the one before ends"),
     ("backwards", moved(lambda a, b: [b, a]), "needs 256 bytes"),
     (
         "negative offsets",
         moved(lambda a, b: [-256, 0]),
         "data_offsets of tensor .* list of numbers",
     ),
-    ("three offsets", moved(lambda a, b: [a, a, b]), "must be two numbers"),
     ("bytes after the end", header(lambda t: None, extra=b"more"), "the tensors end at byte"),
     # dtypes
     ("dtype 7", entry(dtype=7), "dtype of tensor .* must be a name, 7"),
-    ("dtype null", entry(dtype=[]), "must be a name"),
     ("endless dtype", entry(dtype="X" * 10**5), r"has dtype X+\.\.\. \(not a dtype"),
     # config.json
     ("config NaN", raw_config('"rms_norm_eps": NaN'), "NaN is not a JSON number"),
-    ("config -Infinity", raw_config('"rope_theta": -Infinity'), "-Infinity is not a JSON number"),
     ("config 1e999", raw_config('"rope_theta": 1e999'), "the number 1e999 is too large"),
     ("config key twice", raw_config('"vocab_size": 24'), "'vocab_size' is there twice"),
-    ("config digits", raw_config('"x": ' + "9" * 5000), "cannot be read as JSON"),
     ("config deep", text("config.json", DEEP), "nested too deeply"),
     ("config not UTF-8", text("config.json", b'{"a": "\xff"}'), "cannot be read as JSON.*utf-8"),
-    ("config is a list", text("config.json", []), "expected a JSON object, found list"),
-    ("config empty", text("config.json", ""), "cannot be read as JSON"),
     ("config 101 MiB", sparse("config.json", 101 * 2**20), "too many for a checkpoint's JSON"),
-    ("vocab_size text", config(vocab_size="24"), "vocab_size must be an integer, not '24'"),
-    ("hidden_size 16.0", config(hidden_size=16.0), "hidden_size must be an integer, not 16.0"),
-    ("layers true", config(num_hidden_layers=True), "num_hidden_layers must be an integer"),
-    ("layers -1", config(num_hidden_layers=-1), "num_hidden_layers must be at least 1"),
-    ("layers 10**9", config(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
     ("experts 10**12", config(num_experts=10**12), "num_experts must be at most"),
     ("too many experts", config(num_hidden_layers=4000, num_experts=60000), "experts in all"),
     ("hidden_size 2**40", config(hidden_size=2**40), "hidden_size must be at most"),
-    ("architectures text", config(architectures="x"), "architectures must be a list"),
-    ("architectures nested", config(architectures=[["x"]]), "architectures must be a list"),
-    ("rope_theta list", config(rope_theta=[1]), "rope_theta"),
-    ("hidden_size 10**400", config(hidden_size=10**400), "hidden_size must be at most"),
-    ("rms_norm_eps 10**400", config(rms_norm_eps=10**400), "rms_norm_eps must be a number from"),
-    ("eos text", config(eos_token_id="0"), "eos_token_id must be a token id"),
-    ("generation config", text("generation_config.json", "[]"), "generation_config.json: expected"),
 ]
 
+
 SHARDED = [
+    ("shard missing", lambda d: (d / PART).unlink(), "part-0.safetensors: shard missing"),
+    (
+        "absent tensor",
+        index(lambda o: o.update({"extra.weight": PART})),
+        "part-0.safetensors: lacks the tensor extra.weight, which .*index.json places",
+    ),
+    (
+        "tensor outside of the index",
+        tensors(lambda t: t.update(more=np.zeros(1, BF16)), PART),
+        "holds the tensor more, but .* does not know it",
+    ),
     ("index escape", placed("../part-0.safetensors"), "not a .safetensors file inside"),
-    ("index absolute", placed("/etc/x.safetensors"), "not a .safetensors file inside"),
     ("index hidden escape", placed("a/../../x.safetensors"), "not a .safetensors file inside"),
     ("index NUL", placed("a\0.safetensors"), r"'a\\x00.safetensors', which is not"),
-    ("index two lines", placed("a\nb.safetensors"), "which is not a .safetensors file"),
-    ("index long name", index(lambda o: dict.fromkeys(o, LONG)), "x.safetensors: shard missing"),
     ("index number", placed(7), "placed in 7, which is not"),
-    ("index null", placed(None), "placed in None, which is not"),
-    ("index pickle", placed("x.bin"), "which is not a .safetensors file"),
     ("index unprintable", index(lambda o: o.update({"\x1b": PART})), r"tensor '\\x1b' is placed"),
     ("index empty", index(lambda o: {}), "weight_map must be an object"),
-    ("index list", index(lambda o: list(o)), "weight_map must be an object"),
-    ("index is null", text(INDEX, "null"), "expected a JSON object, found NoneType"),
     ("index no bytes", text(INDEX, ""), "index.json: cannot be read as JSON"),
-    (
-        "index key twice",
-        text(INDEX, f'{{"weight_map": {{"a": "{PART}", "a": "{PART}"}}}}'),
-        "the key 'a' is there twice",
-    ),
     ("index other spelling", placed(f"./{PART}"), "holds the tensor .*index.json places it in"),
-    ("index link out", link(INDEX, "../secret"), "index.json: a link out"),
-    ("shard link out", link(PART, "../secret"), "part-0.safetensors: a link out"),
     ("linked directory", shards_in_linked_directory, "sub/part-0.safetensors: a link out"),
-    ("shard pickle", instead(PART, pickled), "part-0.safetensors: a pickle"),
-    ("shard directory", instead(PART, pathlib.Path.mkdir), "part-0.safetensors: a directory"),
     (
         "tensor in two shards",
         lambda d: (d / PART).write_bytes((d / "part-1.safetensors").read_bytes()),
@@ -369,17 +463,6 @@ def test_refused(request, tmp_path, kind, edit, message):
     assert not (directory / "ran").exists() and not (tmp_path / "ran").exists()
 
 
-def test_link_out_of_the_hub_cache(tmp_path, single):
-    """Of the hub's cache only its blobs are the checkpoint's."""
-    cache = tmp_path / "models--some--model"
-    directory = cache / "snapshots" / "abc"
-    shutil.copytree(single, directory)
-    (cache / "refs").mkdir()
-    link(SINGLE, "../../refs/secret")(directory)
-    with pytest.raises(UserError, match="a link out of the checkpoint's directory"):
-        load_checkpoint(directory)
-
-
 def test_what_is_harmless_is_loaded(tmp_path, sharded, monkeypatch):
     """A false total_size, code that nobody asked for, links within the directory, and links out of
     it for who allows them."""
@@ -395,32 +478,6 @@ def test_what_is_harmless_is_loaded(tmp_path, sharded, monkeypatch):
     monkeypatch.setenv(FOLLOW_LINKS, "1")
     assert_loaded(load_checkpoint(directory), random_tensors(CONFIG), CONFIG)
     assert not (directory / "ran").exists()
-
-
-# ---- weights
-
-
-@pytest.mark.parametrize("dtype", ["auto", "float32", "half"])
-def test_values_that_are_not_finite_are_loaded_with_one_warning(tmp_path, caplog, dtype):
-    tensors = random_tensors(CONFIG)
-    tensors["model.norm.weight"][3] = np.inf
-    tensors[UP][1, :5] = np.nan
-    tensors[UP][2, 0] = -np.inf
-    down = UP.replace("up", "down")
-    tensors[down][0, 0] = -np.nan
-    write(tmp_path, tensors)
-    with caplog.at_level(logging.WARNING, "moejax"):
-        loaded = load_checkpoint(tmp_path, dtype)
-    assert_loaded(loaded, tensors, CONFIG)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: 1 values of tensor {down} are NaN or infinite, and 2 other tensors have "
-        "such values too"
-    ]
-
-
-def test_finite_weights_are_not_warned_of(single, caplog):
-    load_checkpoint(single).store.delete()
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES.values(), ids=str)
@@ -482,129 +539,96 @@ def test_file_that_is_written_to(tmp_path, single):
         )
 
 
-def test_slices_of_a_shard(single):
-    (shard,) = find_shards(single)
-    expected = load_file(single / SINGLE)[UP]
-    with shard.open() as reader:
-        for wanted in (0, -1, slice(2, 5), slice(None), slice(6, 100), slice(3, 3)):
-            np.testing.assert_array_equal(reader.get_rows(UP, wanted), expected[wanted])
+# ---- files that would hang, fill memory or take minutes
 
 
-# ---- tokenizers
+def enormous_model(directory):
+    """A model whose embeddings are 200 GiB of holes, as its config.json says."""
+    config = CONFIG | {"vocab_size": 10**8, "hidden_size": 1074}
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    tensors = random_tensors({**config, "vocab_size": 2})
+    nbytes = config["vocab_size"] * config["hidden_size"] * 2
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        large = name in names
+        shape = [config["vocab_size"], config["hidden_size"]] if large else list(tensor.shape)
+        size = nbytes if large else tensor.nbytes
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(directory / SINGLE, 8 + len(text) + at)
+    return directory
 
 
-def tokenizer_directory(tmp_path, **settings):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, tmp_path / name)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-    return tmp_path
+def test_weights_beyond_the_memory(tmp_path, monkeypatch):
+    directory = enormous_model(tmp_path / "hf")
+    refuses("config.json asks for 400.1 GiB of weights in host memory", load_checkpoint, directory)
+    monkeypatch.setattr("moejax.checkpoints.convert.require_space", lambda *_: None)
+    refuses("asks for 200 GiB of weights in host memory", convert, directory, tmp_path / "model")
 
 
-def test_tokenizer_runs_no_code_and_reads_no_other_file(tmp_path):
-    """Neither auto_map nor a file named elsewhere counts."""
-    other = tmp_path / "tokenizer.1.0.json"
-    other.write_text((DEMO / "tokenizer.json").read_text().replace("house", "mouse"))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    tokenizer_directory(
-        tmp_path,
-        auto_map={"AutoTokenizer": ["evil.Slow", "evil.Fast"]},
-        tokenizer_class="Evil",
-        trust_remote_code=True,
-        fast_tokenizer_files=[other.name],
-        tokenizer_file=str(other),
-        vocab_file="/etc/hostname",
-    )
-    tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(DEMO)
-    assert tokenizer is not None and plain is not None
-    assert tokenizer.get_vocab() == plain.get_vocab()
-    assert not (tmp_path / "ran").exists()
+def entries(count):
+    return {f"t{i}": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+
+
+def header_file(path, text):
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return path
+
+
+def test_a_header_of_too_many_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr("moejax.checkpoints.safetensors.headers._MOST_TENSORS", 10)
+    path = header_file(tmp_path / SINGLE, json.dumps(entries(11)).encode())
+    refuses("11 tensors; at most 10 are read of a file", read_header, path)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_of_too_many_values(name, sharded, tmp_path):
+    directory = copied(sharded, tmp_path / "hf")
+    (directory / name).write_text('{"a": [' + "[]," * MOST_VALUES + "[]]}")
+    refuses(f"{name}: cannot be read as JSON: about 8000003 values", load_checkpoint, directory)
 
 
 @pytest.mark.parametrize(
-    ("name", "edit", "message"),
+    ("file", "edit", "message"),
     [
-        ("tokenizer.json", link, "tokenizer.json: a link out"),
-        ("tokenizer_config.json", link, "tokenizer_config.json: a link out"),
-        ("tokenizer.json", lambda name, _: instead(name, os.mkfifo), "tokenizer.json: a pipe"),
+        ("README.md", instead("README.md", os.mkfifo), "a pipe"),
         (
-            "special_tokens_map.json",
-            lambda name, _: instead(name, pathlib.Path.mkdir),
-            "special_tokens_map.json: a directory",
+            "additional_chat_templates/a",
+            sparse("additional_chat_templates/a", 200 << 30),
+            "too many for all",
         ),
     ],
 )
-def test_tokenizer_files_that_are_refused(tmp_path, name, edit, message):
-    (tmp_path / "inner").mkdir()
-    directory = tokenizer_directory(tmp_path / "inner")
-    edit(name, "../secret")(directory)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(directory)
+def test_files_that_are_copied(file, edit, message, single, tmp_path):
+    directory = copied(single, tmp_path / "hf")
+    (directory / file).parent.mkdir(exist_ok=True)
+    edit(directory)
+    refuses(message, convert, directory, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
-@pytest.fixture(scope="module")
-def encoder():
-    """One whose process, which takes two seconds to start, is all templates'."""
-    encoder = PromptEncoder(load_tokenizer(DEMO), "DIR", 256)
-    yield encoder
-    encoder.close()
+def test_the_gate_itself(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_bounded(tmp_path / "file", 5, "a test") == b"12345"
+    too_many = "file: 5 bytes are too many for a test; at most 4"
+    refuses(too_many, read_bounded, tmp_path / "file", 4, "a test")
+    for name, what in (("pipe", "a pipe, socket or device"), (".", "a directory")):
+        refuses(f"{what}, where a file is expected", open_regular, tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(messages) }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{{ 1 / 0 }}",
-        "{% if %}",
-        "{% include '/etc/hostname' %}",
-    ],
-)
-def test_chat_template_stays_in_its_sandbox(template, encoder):
-    encoder._tokenizer.chat_template = template
-    prompt = {"messages": [{"role": "user", "content": "x"}]}
-    with pytest.raises(UserError, match="the chat template of DIR refuses these messages"):
-        encoder(prompt)
-
-
-def test_tokenizer_of_another_model():
-    tokenizer, config = load_tokenizer(DEMO), load_config(DEMO)
-    assert tokenizer is not None
-    assert check_vocabulary(tokenizer, config, DEMO) is tokenizer
-    assert check_vocabulary(None, config, DEMO) is None
-    tokenizer.add_tokens(["<more>"])
-    grown = max(tokenizer.get_vocab().values())
-    assert grown >= config.vocab_size
-    with pytest.raises(UserError, match=f"token '<more>' with id {grown}, but config.json has voc"):
-        check_vocabulary(tokenizer, config, DEMO)
-
-
-# ---- JSON and headers, by the thousand
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(json_values)
-@settings(max_examples=50, deadline=None)
-def test_good_json_is_read_as_it_is(value):
-    assert parse_json(json.dumps(value)) == value
-
-
-def test_json_with_nan_for_who_wants_it(tmp_path):
-    (tmp_path / "x.json").write_text('{"loss": NaN, "most": 1e999}')
-    assert np.isnan(read_json(tmp_path / "x.json", nan=True)["loss"])
+# ---- by the thousand
 
 
 GOOD = save({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16)})
+
+
 LENGTH = int.from_bytes(GOOD[:8], "little")
 
 
