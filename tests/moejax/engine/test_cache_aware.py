@@ -146,16 +146,6 @@ def test_a_run_can_be_repeated_with_either_driver_and_over_a_link():
             assert llm.stats()["experts"] == experts, options
 
 
-@pytest.mark.slow  # an engine of XLA's ops
-def test_it_is_the_same_choice_with_xla_ops():
-    found = []
-    for delta in (0.0, 0.2):
-        with open_llm(delta, driver="host", ops="xla") as llm:
-            found.append((run(llm, mixed_jobs()[:3]), llm.stats()["experts"]["hit_rate"]))
-    (unbiased, low), (biased, high) = found
-    assert low + 0.1 < high and not same(unbiased, biased)
-
-
 @NATIVE
 def test_a_trace_has_the_routing_as_it_was_and_no_other_is_simulated_by_it(tmp_path):
     trace, _, stats = traced(tmp_path / "run", 0.1, eviction="lfu")
@@ -184,29 +174,6 @@ def test_a_step_without_it_is_compiled_as_if_it_did_not_exist():
         off = lowered(key, in_place=True)
         assert lowered(key, in_place=True, cache_aware=0.1) == off
         assert lowered(key, cache_aware=0.1)[0] != lowered(key)[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache_aware_routing": -0.1}, "a number from 0 up such as 0.05, not -0.1"),
-        ({"cache_aware_routing": float("nan")}, "from 0 up such as 0.05, not nan"),
-        ({"cache_aware_routing": float("inf")}, "from 0 up such as 0.05, not inf"),
-        ({"cache_aware_routing": "much"}, "must be a number, got 'much'"),
-        ({"driver": "stream"}, "with driver='stream' all of them are"),
-        ({"driver": "host", "placement": "greedy"}, "a placement on measured times who comes"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_what_it_does_not_go_with_is_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        LLM("demo", **{**LIMITS, "cache_aware_routing": 0.1, **options}).close()
-
-
-def test_a_router_that_takes_no_correction_is_refused(tmp_path):
-    directory = write_checkpoint(tmp_path, "PhimoeForCausalLM")
-    with pytest.raises(UserError, match=r"this model's router \(sparsemixer\) chooses by logits"):
-        LLM(directory, **SMALL, cache_aware_routing=0.1).close()
 
 
 @NATIVE

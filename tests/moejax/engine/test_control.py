@@ -21,10 +21,7 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 from host_offload.control.step_record import StepRecord, StepRows
 from host_offload.memory.tables import empty_tables, snapshot
 from host_offload.policies.eviction.hot_table import HotTable
-from host_offload.policies.eviction.names import POLICIES
-from host_offload.policies.eviction.static import Static
-from moejax import LLM, SamplingParams, UserError
-from moejax.commands.main import _parser
+from moejax import LLM, SamplingParams
 from moejax.engine.control import layer_hooks
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import Runner
@@ -80,55 +77,6 @@ def test_policies_change_no_bit_and_break_no_table(llm):
     assert {"decode_staged", "prefill_staged", "snapshot"} <= {*map(str, compiled)}
 
 
-def test_the_observation_is_of_the_step_before(llm, monkeypatch):
-    """One step late while the engine runs, and the copy of the tables is that of the same step."""
-    control, ages, same = llm.engine.control, [], []
-    end_step = control.controller.end_step
-
-    def recorded(step, **given):
-        ages.append(given["age"])
-        # What the step found resident or filled is resident behind it; frequencies agree.
-        active = np.unique(step.ids[:, 0])
-        same.append(bool((given["tables"].address[0, active] >= 0).any()))
-        end_step(step, **given)
-
-    monkeypatch.setattr(control.controller, "end_step", recorded)
-    llm.generate([5, 6, 7], GREEDY)
-    assert set(ages[:-1]) == {1} and ages[-1] in (0, 1)
-    assert all(same)
-
-
-def test_stats_and_names(llm):
-    stats = llm.stats()
-    assert stats["eviction"] == "fifo"
-    assert stats["control"]["policies"] == ["FIFO", "RecentPrefetch"]
-    assert stats["control"]["decisions"]["RecentPrefetch"] > 0
-
-
-def test_policies_that_are_weights_cost_nothing():
-    with make_llm(expert_budget="40%", eviction="lfru") as llm:
-        assert llm.engine.control is None and llm.stats()["control"] is None
-        np.testing.assert_array_equal(llm.engine.runner.tables.victim_weights, [1, 1, 0])
-        assert not {"snapshot", "decode_staged"} & {*map(str, llm.engine.runner.executables())}
-
-
-@pytest.mark.slow
-def test_static_in_the_engine():
-    hot = tuple((3, 1, 4, 5) for _ in range(4))
-    policies = [Static(hot=hot)]
-    with make_llm(expert_budget="40%", policies=policies) as llm:
-        assert llm.stats()["eviction"] == "Static"
-        params = dataclasses.replace(GREEDY, max_tokens=40)
-        (before,) = llm.generate([[5, 6, 7]], params)
-        fills, runner = llm.stats()["experts"]["fills"], llm.engine.runner
-        resident = np.asarray(runner.tables.address) >= 0
-        assert resident[:, [3, 1, 4, 5]].all() and not runner.faults()
-        # From here on nothing comes in.
-        (after,) = llm.generate([[5, 6, 7]], params)
-        assert after.outputs[0].token_ids == before.outputs[0].token_ids
-        assert llm.stats()["experts"]["fills"] == fills
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"driver": "host", "placement": "fiddler-code,STATED"}])
 def test_a_hot_table_in_the_engine(options):
@@ -156,57 +104,6 @@ def cells_of(llm) -> np.ndarray:
     return np.sum(np.asarray(llm.engine.runner.tables.cell_row) >= 0, axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class WrongPrior:
-    moments: frozenset = frozenset({Moment.STEP_END})
-    needs: frozenset = frozenset({"router"})
-    writes: frozenset = frozenset({"prior"})
-
-    def init(self, spec: Spec) -> None:
-        if spec.router is not None:
-            raise ValueError(f"the router is {spec.router.dtype}{list(spec.router.shape)}")
-
-    def decide(self, state: None, observation: Observation):
-        return None, Decision()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (
-            {"eviction": "mru"},
-            "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, "
-            "global-lfru, fifo, static, hot-table",
-        ),
-        ({"policies": RecentPrefetch()}, "policies must be a list of policies, not RecentPrefetch"),
-        ({"policies": [RecentPrefetch]}, r"RecentPrefetch is a class; give an object"),
-        (
-            {"eviction": "static", "policies": [RecentPrefetch()]},
-            "policies Static and RecentPrefetch both write 'stages'; leave one out",
-        ),
-        (
-            {"policies": [scripted(moments={Moment.ROUTED})]},
-            "Scripted asks for ROUTED, which driver='device' lacks; driver='host' has it",
-        ),
-        # What the policy says of the model comes as it is; the router is given to who needs it.
-        ({"policies": [WrongPrior()]}, r"the router is float32\[4, \d+, 16\]"),
-    ],
-)
-def test_refusals(options, match):
-    with pytest.raises(UserError, match=match):
-        make_llm(**options)
-
-
-def test_the_command_line_knows_every_eviction_policy():
-    choices = re.search(r"--eviction \{([a-z,-]+)\}", _help("generate"))
-    assert choices and set(choices[1].split(",")) == set(POLICIES)
-
-
-def _help(command: str) -> str:
-    (action,) = (a for a in _parser()._actions if a.dest == "command")
-    return action.choices[command].format_help()  # type: ignore[index, union-attr]
-
-
 # ---- the host driver
 
 
@@ -230,28 +127,6 @@ class NextLayer:
         assert observation.ids is not None and observation.ids.shape[1] == 1
         wanted = (Stage(observation.layer + 1, int(e)) for e in np.unique(observation.ids))
         return state, Decision(stages=tuple(wanted))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_policies_between_layers():
-    """Transfers asked for after routing a layer are there, or skipped, before the next one."""
-    with make_llm(expert_budget="40%", driver="host", policies=[NextLayer()]) as llm:
-        engine = llm.engine
-        control, engine.control, engine.hooks = engine.control, None, None
-        alone = run(llm, JOBS, check=False)
-        engine.control = control
-        engine.hooks = layer_hooks(control, engine.runner)
-        for got, want in zip(run(llm, JOBS), alone, strict=True):
-            assert got.same_bits(want)
-        (seat,) = control.controller._seats[1:]
-        transfers = [s for s in seat.state if s[0] == Moment.TRANSFER]
-        assert transfers and all(s[2] for s in transfers)
-        carried = [t for _, _, finished in transfers for t in finished if not t.skipped]
-        assert carried and all(t.published == t.issued >= 0 for t in carried)
-        counts = llm.stats()["control"]["transfers"]["prefetch"]
-        assert counts["done"] >= len(carried) and counts["used"] > 0
-        assert counts["issued"] == counts["done"] + counts["skipped"]
 
 
 # ---- the border itself
@@ -343,24 +218,6 @@ def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
     assert control.between_layers(Moment.LAYER_BEGIN, 0, NO_ROWS) == []
     counts = control.controller.stats()["transfers"]["prefetch"]
     assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
-
-
-def test_table_updates_are_contents():
-    prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
-    start = {(Moment.STEP_END, 0): Decision(prior=prior, fill_version=prior * 0 - 1)}
-    runner: Any = FakeRunner()
-    policy = scripted(start, writes={"prior", "fill_version"})
-    control = Control(runner, Controller(spec(), [policy]))
-    assert runner.prepared == []
-    assert control.before_step(0) == []
-    control.after_dispatch(0)
-    control.after_read(step_record(0))
-    before = runner.tables
-    assert control.before_step(1) == []
-    np.testing.assert_array_equal(runner.tables.prior, prior)
-    np.testing.assert_array_equal(runner.tables.fill_version, prior * 0 - 1)
-    assert runner.tables.prior.dtype == before.prior.dtype
-    assert runner.tables.owner is before.owner
 
 
 @pytest.mark.parametrize("can", [False, True, None])

@@ -18,22 +18,12 @@ from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.expert_map.step_search import BITS, rounded
-from host_offload.policies.prefetch.expert_map.store import (
-    MapStore,
-    Trajectory,
-    selected,
-    semantic_scores,
-)
 from host_offload.simulate.replay import replay
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from moejax import LLM, SamplingParams
-from moejax.engine.step_work import Step, chosen_in_step
-from moejax.errors import UserError
-from tests.hlo import arena_copies, read_executable
 from tests.moejax.engine_runs import Job, mixed_jobs, run
-from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = pytest.mark.slow
@@ -158,110 +148,3 @@ def cells_of(budget: str) -> int:
 
 def policy_name(policy: ExpertMapInStep) -> str:
     return "given" if policy.fitted else "empty"
-
-
-def half(store: MapStore) -> MapStore:
-    """As the device holds it."""
-    embeddings, maps = rounded(store.embeddings, store.maps.swapaxes(0, 1))
-    embeddings, maps = embeddings.astype(np.float32), maps.swapaxes(0, 1).astype(np.float32)
-    return MapStore(embeddings, maps, np.sqrt(np.cumsum(np.einsum("lne,lne->ln", maps, maps), 0)))
-
-
-def predicted(store: MapStore, distance: int, embedding, probs) -> np.ndarray:
-    """bool[L, E]: what the host form's functions want of the layers of a step of one row."""
-    wanted = np.zeros(probs.shape[::2], bool)
-    scores = semantic_scores(store, embedding)
-    for layer in range(distance):
-        wanted[layer] = chosen(store, scores, layer)
-    trajectory = Trajectory.of(store, 1)
-    for layer in range(len(probs) - distance):
-        trajectory = trajectory.after(store, layer, probs[layer])
-        wanted[layer + distance] = chosen(store, trajectory.scores(store, layer), layer + distance)
-    return wanted
-
-
-def chosen(store: MapStore, scores: np.ndarray, layer: int) -> np.ndarray:
-    nearest = np.argmax(scores, axis=1)
-    return selected(store.maps[layer, nearest], scores[0, nearest], TOP_K)[0]
-
-
-@NATIVE
-@pytest.mark.parametrize("distance", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_steps_decide_what_the_host_form_would(distance, at_rest):
-    """One row a step, cells for twice top-k: what the map wants of a layer is there when the layer
-    runs, and nothing else was fetched."""
-    _, trace = at_rest
-    policy = in_step.fit(trace, capacity=80, distance=distance, share=0.5)
-    store = half(policy.init(spec_of(trace.header)).store)
-    steps: list[Step] = []
-    policy = dataclasses.replace(policy, learns=True)  # so that steps give out their probabilities
-    with pytest.MonkeyPatch.context() as patch, searching(policy, ops="cpu") as llm:
-        patch.setattr(ExpertMapInStep, "_learned", lambda policy, state, seen: state)
-        llm.engine.listener = steps.append
-        for seed in range(3):
-            job = decoding(seed)
-            llm.engine.add(list(job.prompt), job.params)
-            while not llm.engine.idle:
-                llm.engine.step()
-        runner = llm.engine.runner
-        (key,) = (key for key in runner.executables() if key.maps and key.kind == "decode")
-        compiled = read_executable(runner._executable(key).result())
-        assert runner.steps.owned and arena_copies(compiled, runner.arena) == []
-    fetched = checked = beyond = 0
-    for step in steps:
-        if step.kind != "decode":
-            assert step.output.ahead is None
-            continue
-        arrays, missed = step.output.arrays, step.output.read().missed
-        wanted = predicted(
-            store, distance, np.asarray(arrays.embedding)[:1], np.asarray(arrays.probs)[:, :1]
-        )
-        entries = chosen_in_step(step.output)
-        assert np.all(wanted[entries[:, 0], entries[:, 1]]) and np.all(entries[:, 3] == 1)
-        small = wanted.sum(axis=1) <= 8
-        assert not np.any(missed[small] & wanted[small])
-        fetched, checked = fetched + len(entries), checked + small.sum()
-        beyond += int(np.any(wanted.sum(axis=1) > TOP_K))
-    assert fetched > 100 and checked > 150 and beyond > 0
-
-
-@pytest.mark.nightly
-def test_a_fitted_store_needs_no_probabilities(at_rest, tmp_path):
-    wanted, trace = at_rest
-    policy = in_step.fit(trace, capacity=50, distance=3)
-    assert policy.fitted is not None and not policy.needs
-    policy.fitted.write(tmp_path / "maps.safetensors")
-    options = {"prefetch": f"expert_map_in_step={tmp_path / 'maps.safetensors'}", **LIMITS}
-    with LLM("demo", ops="xla", expert_budget="25%", progress=False, **options) as llm:
-        assert not llm.engine.runner.steps.trace_arrays
-        assert_same_bits(run(llm, mixed_jobs()), wanted)
-        assert llm.stats()["control"]["transfers"]["prefetch"]["used"] > 50
-
-
-@pytest.mark.nightly
-def test_kernels_interpreted():
-    with interpreted_llm("demo", max_model_len=128, max_num_seqs=4) as llm:
-        wanted = run(llm, three_jobs(4096), check=False)
-    policy = ExpertMapInStep(capacity=20, distance=2)
-    options: dict[str, Any] = {"expert_budget": "40%", "policies": [policy]}
-    with interpreted_llm("demo", max_model_len=128, max_num_seqs=4, **options) as llm:
-        assert_same_bits(run(llm, three_jobs(4096)), wanted)
-        assert llm.stats()["ops"]["stage"] == "pallas"
-        assert llm.stats()["control"]["transfers"]["prefetch"]["used"] > 5
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"driver": "host"}, "driver='host' does not; use driver='device'"),
-        ({"precision": "dynaexq"}, "one version of the experts"),
-        ({"memory": "1MiB", "policies": [ExpertMapInStep(capacity=10_000)]}, "lower the maps'"),
-        ({"policies": [ExpertMapInStep(distance=4)]}, "distance must lie in 1…3"),
-        ({"policies": [ExpertMapInStep(capacity=0)]}, "capacity must be at least 1"),
-    ],
-    ids=("host driver", "two versions", "little memory", "far ahead", "no maps"),
-)
-def test_refusals(options, says):
-    options = {"policies": [ExpertMapInStep()], **options}
-    with pytest.raises(UserError, match=says):
-        LLM("demo", progress=False, **LIMITS, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,29 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec
+from host_offload.control.interface import Policy
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.names import with_eviction
-from host_offload.policies.prefetch import coactivation, moe_infinity
-from host_offload.policies.prefetch.deepspeed import DeepSpeedInference
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.expertflow import training as forests
 from host_offload.policies.prefetch.llapor import online, training
 from host_offload.policies.prefetch.llapor.online import LearnedOnline, Learning, Tuning
 from host_offload.policies.prefetch.llapor.training import Training
-from host_offload.policies.prefetch.moe_infinity import MoEInfinity
-from host_offload.policies.prefetch.names import PREFETCH, prefetch_policy
-from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.promoe import policy as promoe
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import Trace, read_trace
 from moejax import LLM, SamplingParams
-from moejax.commands.main import main
 from moejax.engine.control import control_of, layer_hooks, spec_of_engine
-from moejax.errors import UserError
 from moejax.traces.tracer import start_trace
-from scripts.experiments.static_layers import StaticLayers
 from scripts.parts.controllers import start_controller
 from tests.moejax.engine_runs import Job, Recorded, run
 
@@ -78,64 +68,6 @@ def recorded(
     return results, read_trace(directory)
 
 
-@dataclasses.dataclass(frozen=True)
-class Maps:
-    """Has the engine give out what expert maps are made of."""
-
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset({"probs", "embedding"})
-    writes: frozenset[str] = frozenset()
-
-    def init(self, spec: Spec) -> None:
-        return None
-
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
-        return None, Decision()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("driver", ["device", "host"])
-def test_no_bit_depends_on_prefetch(driver, tmp_path):
-    """Every policy by turns in one engine, those that learn from a trace of its own; and the
-    simulator replays what the engine did."""
-    host = driver == "host"
-    options: dict[str, Any] = dict(expert_budget="40%", driver=driver, progress=False)
-    # With prefix caching the second run is not the first one again, which the oracle asks for.
-    options |= dict(prefetch="fate" if host else "random", enable_prefix_caching=False)
-    if host:
-        options["policies"] = [Maps()]
-    with LLM("demo", **options, **LIMITS) as llm:
-        assert llm.engine.control is not None
-        router = llm.engine.control.controller.spec.router
-        alone, trace = recorded(llm, tmp_path / "alone", [], router)
-        policies: list[Policy] = [oracle_of(trace)]
-        if host:
-            policies += [promoe.fit(trace), coactivation.fit(trace), expert_map.fit(trace)]
-            policies.append(moe_infinity.fit(trace))
-            policies.append(training.fit(trace, training=Training(width=16, epochs=2)))
-            assert router is not None
-            policies.append(forests.fit(trace, router, training=forests.Training(trees=2)))
-        for name in PREFETCH:
-            if host or name == "random":
-                policies.append(prefetch_policy(name))
-        # The last one moves cells, which then stay moved.
-        for number, policy in enumerate([*policies, StaticLayers()]):
-            results, trace = recorded(llm, tmp_path / str(number), [policy], router)
-            for got, want in zip(results, alone, strict=True):
-                assert got.same_bits(want), policy
-            control = llm.engine.control
-            assert control is not None
-            # Without a sequence that ended before nothing is predicted in so short a run.
-            if policy not in (MoEInfinity(), DeepSpeedInference()):
-                assert any(each.first_use >= 0 for each in trace.transfers()), policy
-            replay(trace, policies=[policy], spec=control.controller.spec)
-        learned = moe_infinity.fit(trace).fitted
-        assert learned is not None
-        other = MoEInfinity(fitted=dataclasses.replace(learned, config_digest="ab" * 32))
-        with pytest.raises(ValueError, match="moe-infinity was fitted to a model of configuration"):
-            use(llm, [other])
-
-
 @pytest.mark.slow
 def test_searches_beside_inference_change_no_bit_and_are_replayed(tmp_path):
     """Whatever came in time: the tokens are those of no prefetch at all, and a replay that takes
@@ -157,22 +89,6 @@ def test_searches_beside_inference_change_no_bit_and_are_replayed(tmp_path):
         found = replay(trace, policies=[again], spec=control.controller.spec)
         assert found.control is not None
         assert found.control["said"] == {"ExpertMap": {"decisions": 5 * trace.steps}}
-
-
-def test_a_prefetch_that_cannot_run_is_refused_before_anything_is_read():
-    for prefetch, match in (
-        ("fate", "policy Fate asks for ROUTED, which driver='device' lacks; driver='host' has it"),
-        ("belady", "unknown prefetch policy 'belady'"),
-    ):
-        with pytest.raises(UserError, match=match):
-            LLM("/nowhere", prefetch=prefetch, progress=False)
-    with pytest.raises(UserError, match="LFU and MoEInfinity both write 'victim_weights'"):
-        LLM("/nowhere", eviction="lfu", prefetch="moe-infinity", driver="host", progress=False)
-
-
-def test_the_command_line_takes_prefetch(capsys):
-    assert main(["generate", "x", "--model", "/nowhere", "--prefetch", "promoe"]) == 2
-    assert "prefetch 'promoe' needs a file that its fit wrote" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.names import PER_LAYER, POLICIES, with_eviction
+from host_offload.policies.eviction.names import with_eviction
 from host_offload.policies.eviction.static import Static
 from host_offload.policies.prefetch.names import PREFETCH
 from host_offload.simulate.replay import replay
@@ -34,11 +34,11 @@ from scripts.parts.controllers import start_controller
 from tests.faults import Faults, inject
 from tests.host_offload.control.erratic_policy import Erratic
 from tests.host_offload.control.policy_runs import scripted
+from tests.moejax.engine.scenes import LIMITS, at_rest, open_llm, same_bits
 from tests.moejax.engine.test_control import NextLayer
-from tests.moejax.engine_runs import Job, run
+from tests.moejax.engine_runs import Job, mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 JOBS = [
     Job(tuple(range(7 * i + 5, 7 * i + 25 + 40 * i)), GREEDY, arrival=(0, 12, 60)[i])
@@ -67,9 +67,10 @@ BETWEEN: dict[str, tuple[Policy, ...]] = {
     "Erratic between layers": (Erratic(moments=frozenset(Moment)),),
 }
 
-NAMES = {"device": [*PER_LAYER, *OWN], "host": [*POLICIES, *OWN, *BETWEEN]}
-IN_CI = {"device": NAMES["device"], "host": ["lfru", "FIFO", "NextLayer"]}
-"""test_rows_have_one_order replays the other policy between layers."""
+SUBJECTS = [
+    *(("device", name) for name in ("lru", *OWN)),
+    *(("host", name) for name in ("lfru", "global-lfu", *BETWEEN)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +123,7 @@ def traced(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [
-        pytest.param(driver, name, marks=() if name in IN_CI[driver] else (pytest.mark.nightly,))
-        for driver, names in NAMES.items()
-        for name in names
-    ],
-)
+@pytest.mark.parametrize(("driver", "name"), SUBJECTS)
 def test_a_replay_is_what_the_engine_did(start, driver, name, tmp_path):
     own = {**OWN, **BETWEEN}.get(name, ())
     trace = traced(start(driver), tmp_path / "t", None if own else name, own)
@@ -146,16 +140,6 @@ def test_a_replay_is_what_the_engine_did(start, driver, name, tmp_path):
     late = read[:-1] > dispatched[1:]
     # A step with hooks is read before the next one is dispatched, others mostly after.
     assert not late.all() and late.any() == (name not in BETWEEN)
-
-
-@pytest.mark.slow
-def test_rows_have_one_order(start, tmp_path):
-    """The last request runs in the first one's row, before the second in the batch of the device
-    and after it in the engine's order of requests."""
-    longer = dataclasses.replace(GREEDY, max_tokens=50)
-    jobs = [Job((5, 6), GREEDY), Job((8, 9), longer, arrival=1), Job((11,), longer, arrival=30)]
-    own = BETWEEN["Erratic between layers"]
-    replay(traced(start("host"), tmp_path / "t", None, own, jobs), policies=own)
 
 
 @pytest.mark.slow
@@ -252,39 +236,26 @@ def test_budgets_that_wait_are_replayed(start, driver, tmp_path):
     refused([*lines[:first], early, *lines[first + 1 :]], "before step 4 a budget was .* no policy")
 
 
-def test_budgets_moved_by_hand_are_replayed_without_policies(start, tmp_path):
-    trace = traced(start("device"), tmp_path / "t", "lru", jobs=JOBS[:2], by_hand=[2, 9, 4, 7])
-    (budget,) = trace.budgets()
-    found = replay(trace)
-    assert 10 < budget.step < trace.steps - 10
-    without = simulate(trace, eviction="lru")
-    assert (without.misses != found.misses).any()
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("prefetch", PREFETCH)
 def test_prefetch_by_name(prefetch, tmp_path):
-    """Through the front door, with what the policies need of the model."""
+    """Through the front door, with what the policies need of the model: no bit changes, and what
+    the header says is what policies were told, except for the routers."""
     moments, needs = PREFETCH[prefetch]().moments, PREFETCH[prefetch]().needs
     driver = "host" if moments & BETWEEN_LAYERS else "device"
     arrays = sorted({"probs", "gate_input", "embedding"} & needs)
-    options: dict[str, Any] = {"driver": driver, "expert_budget": "40%", **LIMITS}
-    directory = tmp_path / "t"
-    with LLM(
-        "demo", prefetch=prefetch, trace=directory, trace_arrays=arrays, progress=False, **options
-    ) as llm:
-        run(llm, JOBS, check=False)
+    options = {"driver": driver, "expert_budget": "40%", "trace": tmp_path / "t"}
+    with open_llm(prefetch=prefetch, trace_arrays=arrays, **options) as llm:
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
         assert llm.engine.control is not None
         told = llm.engine.control.controller.spec
-    trace = read_trace(directory)
-    # What the header says is what policies were told, except for the routers.
+    trace = read_trace(tmp_path / "t")
     said = spec_of(trace.header)
     for field in dataclasses.fields(told):
         if field.name not in ("router", "costs", "moved_bytes"):
             assert repr(getattr(said, field.name)) == repr(getattr(told, field.name))
     assert repr(said.link_bytes) == repr(told.link_bytes)  # None of moved_bytes: the same
-    found = replay(trace, spec=told)
-    assert found.staged.sum() > 0
+    assert replay(trace, spec=told).staged.sum() > 0
 
 
 @dataclasses.dataclass(frozen=True)

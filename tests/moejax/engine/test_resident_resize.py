@@ -22,7 +22,7 @@ from host_offload.policies.precision.names import precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
-from moejax import LLM, SamplingParams, UserError
+from moejax import LLM, SamplingParams
 from moejax.engine.control import control_of
 from moejax.engine.resize import ResidentResizer
 from moejax.start.options import Options
@@ -105,25 +105,6 @@ class Line:
             return state, Decision()
         slots = np.random.default_rng((self.seed, calls)).choice([floor, (floor + most) // 2, most])
         return state, Decision(kv_pages=int(slots) * per_slot)
-
-
-@dataclasses.dataclass(frozen=True)
-class Following:
-    """Wants, for each step, the transitions that another run carried out in it."""
-
-    changes: tuple[tuple[Transition, ...], ...]
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset({"transitions"})
-
-    def init(self, spec: Spec) -> None:
-        return None
-
-    def decide(self, state, observation: Observation):
-        # What is decided after step s is read rides in step s + 2.
-        after = observation.step + 2
-        queue = self.changes[after] if after < len(self.changes) else ()
-        return state, Decision(transitions=queue)
 
 
 def started(driver: str, expert_slots: int = EXPERT_SLOTS):
@@ -231,39 +212,6 @@ def test_versions_and_slots_move_at_once(engine, tmp_path):
         replay(trace, policies=[Restless(), Line(seed=9)])
 
 
-@pytest.mark.nightly
-def test_the_same_history_of_versions_gives_the_same_bits():
-    """In an arena with room for all, where no slot moves and nothing waits, the transitions of a
-    run in which slots moved."""
-    engine = started("device", LAYERS * EXPERTS + 12)
-    moving = played(engine, [Restless(seed=3), Line(seed=3)])
-    assert moving.moved["slots_moved"] > 3
-    tables = [LOW, *moving.versions]
-    changes = tuple(
-        tuple(
-            Transition(int(layer), int(expert), int(after[layer, expert]))
-            for layer, expert in np.argwhere(before != after)
-        )
-        for before, after in itertools.pairwise(tables)
-    )
-    fixed = played(engine, [Following(changes)], slots=LAYERS * EXPERTS + 12, spares=6)
-    engine.runner.delete()
-    np.testing.assert_array_equal(fixed.versions, moving.versions)
-    assert fixed.moved["slots_moved"] == 0 and same_bits(fixed.recorded, moving.recorded)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_both_drivers_move_the_same():
-    found = []
-    for driver in ("device", "host"):
-        engine = started(driver)
-        found.append(played(engine, [Restless(seed=5), Line(seed=5)]))
-        engine.runner.delete()
-    np.testing.assert_array_equal(found[0].versions, found[1].versions)
-    assert found[0].slots == found[1].slots and same_bits(found[0].recorded, found[1].recorded)
-
-
 @pytest.mark.slow
 def test_what_experts_cannot_give_is_the_policys_mistake(engine):
     played_once = played(engine, [Restless()])
@@ -321,24 +269,3 @@ def test_the_closed_form_moves_slots_of_two_versions(tmp_path):
     assert said["budget"]["resizes"] > 1 and said["budget"]["failed"] == 0
     assert said["precision"]["hi"] <= said["precision"]["hi_capacity"]
     assert said["precision"]["absent"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"resize": "mv_wsa"}, "it weighs the misses of experts, and where every expert is"),
-        ({"resize": "joint"}, "use resize=peak_headroom"),
-        ({"resize": "peak_headroom", "hi_share": 0.5}, "hi_share fixes how many experts are high"),
-        (
-            {"resize": "peak_headroom", "precision": "random", "interval": None},
-            "versions are fixed",
-        ),
-        (
-            {"resize": "peak_headroom", "precision": "dynaexq,paged=true"},
-            "cells of two versions are laid out once",
-        ),
-    ],
-)
-def test_what_cannot_move_is_refused_by_name(options, message):
-    with pytest.raises(UserError, match=message):
-        LLM("demo", **{**OPTIONS, **options})

@@ -172,9 +172,9 @@ def test_a_session_dropped_by_recompute_says_so():
         Turn((5,) * 100, 3, "a"),
         Turn((6,) * 250, 3, arrival=20),
         Turn((7,), 3, "a", arrival=40),
+        Turn((8,), 3, "a", arrival=60),  # what follows a recomputed turn says so too
     ]
-    requests = run(device, turns)
-    assert [r.recomputed for r in requests] == [False, False, True]
+    assert [r.recomputed for r in run(device, turns)] == [False, False, True, True]
 
 
 def test_priority_then_arrival():
@@ -212,17 +212,12 @@ def test_a_long_prompt_is_not_passed_over_and_stalls_nobody():
     assert starts[0] >= first
 
 
-def test_siblings_share_the_prompt_from_the_first_prefill_step_on():
-    device = Device(pages=64, **SMALL)
+@pytest.mark.parametrize("caching", [True, False])
+def test_siblings_share_the_prompt_from_the_first_prefill_step_on(caching):
+    device = Device(pages=64, prefix_caching=caching, **SMALL)
     run(device, [Turn(tuple(range(1, 60)), 4)] * 4)
     # Three whole blocks of 16 each, for three followers.
-    assert kv_stats(device.scheduler)["prefix_hit_tokens"] == 3 * 3 * BLOCK
-
-
-def test_prefix_caching_can_be_switched_off():
-    device = Device(pages=64, prefix_caching=False, **SMALL)
-    run(device, [Turn(tuple(range(1, 60)), 4)] * 4)
-    assert kv_stats(device.scheduler)["prefix_hit_tokens"] == 0
+    assert kv_stats(device.scheduler)["prefix_hit_tokens"] == caching * 3 * 3 * BLOCK
 
 
 def test_a_full_swap_space_is_stuck_and_says_so():
