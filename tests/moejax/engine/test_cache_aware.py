@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from host_offload.memory.tables import Entry
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, read_trace
@@ -25,8 +24,7 @@ from moejax.evaluate.results_file import read_lines
 from moejax.serve.cluster.fleet import Scale, worker_options
 from moejax.serve.cluster.worker import Generator
 from moejax.step.layer_programs import layer_program
-from moejax.step.parts import favour_residents
-from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.programs import ProgramKey
 from tests.moejax.engine_runs import Job, Recorded, mixed_jobs, run
 from tests.moejax.models.families import write_checkpoint
 from tests.moejax.step.test_constant_memory import abstract_programs, with_steps
@@ -66,23 +64,6 @@ def same(a: list[Recorded], b: list[Recorded]) -> bool:
 def test_bits_are_those_of_full_residency_where_nobody_is_favoured(delta, budget):
     """Nothing is taken from missing ones, or all are resident in place."""
     with open_llm(delta, expert_budget=budget) as llm:
-        assert same(run(llm, mixed_jobs()), at_rest())
-
-
-@NATIVE
-def test_bits_are_those_of_full_residency_with_a_cell_for_everyone():
-    """Not in place, but in cells; before they are there outputs are others."""
-    with open_llm(0.3, expert_budget=None, eviction="lfu") as llm:
-        runner = llm.engine.runner
-        assert not runner.steps.in_place and runner.steps.favours_residents
-        assert not same(run(llm, mixed_jobs()[:3]), at_rest()[:3])
-        for layer, experts in enumerate(np.asarray(runner.tables.address) < 0):
-            free = np.flatnonzero(np.asarray(runner.tables.owner[layer]) < 0).tolist()
-            missing = np.flatnonzero(experts).tolist()
-            entries = [Entry(layer, e, 0, cell) for e, cell in zip(missing, free, strict=True)]
-            for first in range(0, len(entries), STAGES):
-                runner.transfer(entries[first : first + STAGES])
-        assert np.all(np.asarray(runner.tables.address) >= 0)
         assert same(run(llm, mixed_jobs()), at_rest())
 
 
@@ -195,17 +176,6 @@ def test_routers_with_a_correction_of_their_own_and_layers_between(tmp_path, arc
     assert not same(found["device", 0.0], found["device", 0.2])
     for delta in (None, 0.0, 0.2):
         assert same(found["device", delta], found["host", delta])
-
-
-def test_missing_ones_lose_and_residents_keep_their_score_to_the_bit():
-    address = np.array([[5, -1, 0], [0, 1, 2]])
-    programs = abstract_programs(
-        shape("demo", layers=2), 32 << 20, rows=4, max_model_len=256, max_num_batched_tokens=64
-    )
-    context = with_steps(programs, cache_aware=0.25).context(ProgramKey("decode"))
-    found = [favour_residents(address, layer, context) for layer in (0, 1)]
-    assert np.array_equal(found, [[0, -0.25, 0], [0, 0, 0]])
-    assert favour_residents(address, 0, programs.context(ProgramKey("decode"))) is None
 
 
 def test_whoever_promises_the_same_outputs_refuses_it(tmp_path, capsys):

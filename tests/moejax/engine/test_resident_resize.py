@@ -16,13 +16,11 @@ from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.placement import place, resident_spec
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.policies.budget.peak_headroom import ResidentHeadroom
-from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.names import precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
-from moejax import LLM, SamplingParams
+from moejax import SamplingParams
 from moejax.engine.control import control_of
 from moejax.engine.resize import ResidentResizer
 from moejax.start.options import Options
@@ -221,51 +219,3 @@ def test_what_experts_cannot_give_is_the_policys_mistake(engine):
         engine.resizer.move(None, (arena.slots - 9) * arena.layout.pages_per_slot)
     with pytest.raises(PolicyError, match="layers have no cells of their own"):
         engine.resizer.move(np.ones(LAYERS, np.int32), None)
-
-
-# ---- by name
-
-OPTIONS: dict[str, Any] = {
-    "precision": "dynaexq,margin=0",
-    "interval": "16 tokens",
-    "max_model_len": 256,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 256,
-    "enable_prefix_caching": False,
-    "progress": False,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_closed_form_moves_slots_of_two_versions(tmp_path):
-    """KV that is not used goes to experts, more of which become high; no request is refused that
-    the fixed split serves, and longer ones get the slots back."""
-    prompts = [{"prompt_token_ids": [*range(5 + i, 25 + i)]} for i in range(6)]
-    longer = [{"prompt_token_ids": [*range(5 + i, 205 + i)]} for i in range(6)]
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    sizes: dict[str, Any] = {"memory": "6MiB", "kv_budget": "3MiB"}
-    finished, stats = {}, {}
-    for resize in ("none", "peak_headroom"):
-        trace = tmp_path / resize
-        with LLM("demo", resize=resize, trace=trace, **sizes, **OPTIONS) as llm:
-            seen = []
-            for batch in (prompts, prompts, longer, longer):
-                outputs = llm.generate(batch, params)
-                finished.setdefault(resize, []).extend(
-                    (len(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs
-                )
-                seen.append(llm.stats())
-            stats[resize] = seen
-        if resize == "peak_headroom":
-            policies = [DynaExq(margin=0.0, interval="16 tokens", resized=True), ResidentHeadroom()]
-            found = replay(read_trace(trace), policies=policies)
-            assert found.misses.sum() == 0
-    assert finished["peak_headroom"] == finished["none"]
-    capacity = [s["precision"]["hi_capacity"] for s in stats["peak_headroom"]]
-    (fixed,) = {s["precision"]["hi_capacity"] for s in stats["none"]}
-    assert capacity[1] > fixed and capacity[3] < capacity[1], capacity
-    said = stats["peak_headroom"][-1]
-    assert said["budget"]["resizes"] > 1 and said["budget"]["failed"] == 0
-    assert said["precision"]["hi"] <= said["precision"]["hi_capacity"]
-    assert said["precision"]["absent"] == 0
