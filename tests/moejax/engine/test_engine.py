@@ -9,10 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.resize import Resizer
 from moejax.step.runner import Runner
 from scripts.check.kv_faults import kv_faults
 
@@ -174,20 +172,6 @@ def test_an_engine_is_idle_after_a_request_that_stopped_early(llm, expected, mon
     llm.engine.set_budget([3, 0, 8, 16], kv - 5)
     assert llm.stats()["arena"]["cells_per_layer"] == [3, 0, 8, 16]
     llm.engine.set_budget(cells, kv)
-
-
-def test_a_policy_may_shrink_kv_although_prompts_are_cached(llm):
-    scheduler, runner = llm.engine.scheduler, llm.engine.runner
-    arena, before = scheduler.arena, llm.stats()["arena"]
-    llm.generate(np.random.default_rng(5).integers(1, 4096, 200).tolist(), GREEDY)
-    assert scheduler.cache.idle > 8
-    resizer = Resizer(runner, scheduler)
-    while not resizer.move(None, arena.layout.pages_per_slot).settled:
-        assert kv_faults(scheduler) == []
-    assert arena.pages == arena.layout.pages_per_slot and kv_faults(scheduler) == []
-    with pytest.raises(PolicyError, match="wants what the arena cannot give"):
-        resizer.move(None, 10**6)
-    llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
 
 
 @pytest.mark.parametrize(

@@ -328,32 +328,3 @@ def test_a_turn_preempted_in_its_prompt_says_that_it_was_recomputed():
             assert request.cached_tokens <= len(request.prompt)
         seen |= requests[1].preemptions > 0 and requests[1].recomputed
     assert seen
-
-
-@pytest.mark.parametrize("broken", ["_read", "_write"])
-def test_a_page_that_cannot_be_moved_costs_no_other_request_a_token(broken, monkeypatch):
-    rng = np.random.default_rng(3)
-    failures = 0
-    for seed in range(8):
-        turns = [t for t in workload(np.random.default_rng(seed), 24) if t.abort is None]
-        device = Device(pages=32, **SMALL)
-        moving = getattr(device.scheduler.cache, broken.strip("_"))
-
-        def fail(*args, moving=moving):
-            if rng.random() < 0.3:
-                raise MemoryError("no pinned memory")
-            return moving(*args)
-
-        setattr(device.scheduler.cache, broken.strip("_"), fail)
-        step = device.step
-
-        def stepped(device=device, step=step):
-            nonlocal failures
-            try:
-                step()
-            except MemoryError:
-                failures += 1
-
-        device.step = stepped
-        check_against_alone(turns, run(device, turns))
-    assert failures > 3
