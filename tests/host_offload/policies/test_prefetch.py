@@ -400,9 +400,9 @@ def test_prefetch_pages_as_plain_python(tmp_path_factory, kinds, cells):
     policies = policies_of(trace)
     del policies["static-layers"]  # moves cells, which this device cannot
     for name, policy in policies.items():
-        if search_of([policy]) is not None:  # its steps decide: test_map_search.py
+        if search_of([policy]) is not None:  # its steps decide: engine/test_policies.py
             continue
-        if isinstance(policy, ExpertMap):  # nor has it cells of one pool: test_pool.py
+        if isinstance(policy, ExpertMap):  # nor has it cells of one pool: the same
             policy = dataclasses.replace(policy, pool=False)
         wanted: list = []
         device = LayeredDevice(Controller(spec, [policy], listener=wanted.append), cells)

@@ -55,7 +55,7 @@ from tests.moejax.engine.scenes import (
     same_bits,
     tokens_of,
 )
-from tests.moejax.engine_runs import mixed_jobs, run
+from tests.moejax.engine_runs import Job, mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
@@ -87,6 +87,7 @@ MOVES_CELLS = scripted(
     writes={"cells"},
 )
 HOST = {"driver": "host"}
+MAPS = {"trace_arrays": "probs,embedding"}
 SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "lru": ({"eviction": "lru", "prefill_waves": 2}, ()),
     "recent": ({"eviction": "lru"}, (RecentPrefetch(),)),
@@ -102,14 +103,16 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
 QUICK = {"recent", "next layer"}
 
 
-def traced(directory, policies=(), jobs=None, late: bool = False, **options) -> Trace:
+def traced(directory, policies=(), late: bool = False, **options) -> Trace:
     """The trace of a run under these policies, of a cold engine. late: transfers are."""
     given = {"expert_budget": "40%", "policies": policies, "trace": directory}
     with open_llm(enable_prefix_caching=False, **given, **options) as llm:
         if late:
             delay(llm, 1e-3, 0.2)
-        found = run(llm, jobs or mixed_jobs(), check=not late)
-        assert same_bits(found, at_rest()) or jobs
+        erratic = any(isinstance(policy, Erratic) for policy in policies)
+        # Erratic policies refuse fills and take experts out of cells between two counts.
+        found = run(llm, mixed_jobs(), check=not late and not erratic)
+        assert same_bits(found, at_rest())
     return read_trace(directory)
 
 
@@ -170,7 +173,7 @@ def test_what_differs_is_said(recent):
     assert (other.transfers.sum(axis=0) != again.transfers.sum(0)).any()
     with pytest.raises(TraceError, match=r"the trace has .*, the replay .*; give the policies"):
         replay(recent, policies=(RecentPrefetch(window=1),))
-    with pytest.raises(TraceError, match=r"step \d+: bytes: the trace has \d+, the replay 0"):
+    with pytest.raises(TraceError, match=r"step \d+: bytes: the trace has \d+, the replay \d+"):
         replay(recent)
     spec = {**recent.header.spec, "cells": [3, 4, 4, 4]}
     header = dataclasses.replace(recent.header, spec=spec)
@@ -202,8 +205,8 @@ def test_what_cannot_be_replayed(recent, tmp_path):
         writer.append(*steps)
     with pytest.raises(TraceError, match=r"step 0 is not in the trace .*; use simulate"):
         replay(read_trace(tmp_path / "late"), policies=(RecentPrefetch(),))
-    settings = {**recent.header.settings, "eviction": "FIFO"}
-    header = dataclasses.replace(recent.header, settings=settings)
+    spec = {**recent.header.spec, "eviction": "FIFO"}
+    header = dataclasses.replace(recent.header, spec=spec)
     with pytest.raises(TraceError, match="eviction was by 'FIFO', which is no policy of moejax"):
         replay(dataclasses.replace(recent, header=header))
 
@@ -220,7 +223,7 @@ def test_budgets_that_wait_are_replayed(tmp_path):
     moving = scripted(script, needs={"cells", "state"}, writes={"cells", "kv_pages"})
     policies = (moving, RecentPrefetch())
     longer = dataclasses.replace(GREEDY, max_tokens=30)
-    last = dataclasses.replace(GREEDY, max_tokens=60)
+    last = dataclasses.replace(GREEDY, max_tokens=90)
     options = {"eviction": "lfu", "policies": policies, "trace": tmp_path / "t"}
     with open_llm(expert_budget="40%", enable_prefix_caching=False, **options) as llm:
         for first, params in ((5, longer), (8, longer), (3, last)):
@@ -416,8 +419,8 @@ def test_searches_beside_inference_change_no_bit_and_are_replayed(tmp_path):
     """Whatever came in time: the tokens are those of no prefetch at all, and a replay that takes
     the recorded decisions does what the engine did."""
     policy = ExpertMap(distance=2, asynchronous=True)
-    options = {"expert_budget": "40%", "policies": [policy], "trace": tmp_path / "t", **HOST}
-    with open_llm(enable_prefix_caching=False, **options) as llm:
+    options = {"policies": [policy], "trace": tmp_path / "t", **MAPS, **HOST}
+    with open_llm(expert_budget="40%", enable_prefix_caching=False, **options) as llm:
         assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
         said = llm.stats()["control"]["said"]["ExpertMap"]
         spec = llm.engine.control.controller.spec
@@ -435,7 +438,8 @@ def earlier(tmp_path_factory):
     directory = tmp_path_factory.mktemp("earlier") / "t"
     with open_llm(prefetch="fate", trace=directory, trace_arrays="gate_input", **HOST) as llm:
         run(llm, mixed_jobs(), check=False)
-        return read_trace(directory), llm.engine.control.controller.spec.router
+        router = llm.engine.control.controller.spec.router
+    return read_trace(directory), router
 
 
 @pytest.mark.slow
@@ -479,13 +483,10 @@ def test_forests_of_an_earlier_run_bring_experts_ahead(earlier, tmp_path):
 # ---- expert maps that decode steps search themselves
 
 
-MAPS = {"trace_arrays": "probs,embedding"}
-
-
-def resident_trace(directory) -> Trace:
+def resident_trace(directory, jobs) -> Trace:
     """Of an engine without the policy and with every expert there."""
     with open_llm(trace=directory, **MAPS) as llm:
-        run(llm, mixed_jobs(), check=False)
+        run(llm, jobs, check=False)
     return read_trace(directory)
 
 
@@ -524,7 +525,7 @@ def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
     """Of routing that was recorded without the policy; then at another budget and over a link. A
     replay has each hit, transfer and decision. A trace without routers' probabilities is
     refused."""
-    trace = resident_trace(tmp_path / "rest")
+    trace = resident_trace(tmp_path / "rest", mixed_jobs())
     fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5)
     for number, policy in enumerate((ExpertMapInStep(capacity=30), fitted)):
         found = simulate(trace, policies=[policy], cells=4, driver="device")
@@ -551,14 +552,17 @@ def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
 def test_maps_from_empty_learn_each_step_when_the_host_does(tmp_path):
     """The host form, whose engine reads a step before it dispatches the next one: simulated from a
     run without hooks, whose steps were read later, it learns each step when that engine does."""
-    trace = resident_trace(tmp_path / "rest")
+    # Both end in the same step, so none begins or ends earlier where steps are read earlier.
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    jobs = [Job(tuple(range(first, first + 20)), params) for first in (5, 300)]
+    trace = resident_trace(tmp_path / "rest", jobs)
     steps = list(trace.step_traces())
     assert [a for a, b in itertools.pairwise(steps) if a.read_s > b.start_s]  # the other order
     policy = ExpertMap(capacity=30, pool=False)
     found = simulate(trace, policies=[policy], cells=4, driver="host")
     options = {"policies": [policy], "trace": tmp_path / "engine", **HOST}
     with open_llm(expert_budget="25%", **options) as llm:
-        run(llm, mixed_jobs(), check=False)
+        run(llm, jobs, check=False)
     engine = read_trace(tmp_path / "engine")
     for name in ("hits", "fills", "read_through"):
         assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
