@@ -65,6 +65,8 @@ class Device:
         self.tokens = [-1] * rows
         self.pending: tuple[ScheduledWork, dict[int, int]] | None = None
         self.number = 0
+        self.works: list[ScheduledWork | None] = []
+        """Of each step."""
 
     def _read(self, rows: Sequence[int]) -> list:
         return [list(self.pages.get(row, [None] * BLOCK)) for row in rows]
@@ -98,6 +100,7 @@ class Device:
     def step(self) -> None:
         previous, self.pending = self.pending, None
         work = self.scheduler.next_work()
+        self.works.append(work)
         if work is None and previous is None and not self.scheduler.idle:
             work = self.unblocked()
             if work is None:

@@ -43,6 +43,7 @@ def favouring(delta: float | None, model="demo", **options) -> LLM:
     return open_llm(model, **{**given, **options})
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_full_residency_where_all_are_resident_in_place():
     with favouring(0.3, expert_budget=None) as llm:
         assert same_bits(run(llm, mixed_jobs()), at_rest())

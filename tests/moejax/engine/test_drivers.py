@@ -74,8 +74,8 @@ class Subject:
         return brings and not self.pairs and self.dense < EXPERTS
 
 
-def flux(tiers: str, dense: int, packed: int, slow: bool = True, **options) -> Subject:
-    return Subject({"tiers": f"{tiers},planner=none", **options}, dense, packed, slow)
+def flux(tiers: str, dense: int, packed: int, **options) -> Subject:
+    return Subject({"tiers": f"{tiers},planner=none", **options}, dense, packed)
 
 
 SUBJECTS = {
@@ -122,16 +122,16 @@ SUBJECTS = {
     "stream, all": Subject({**STREAM, "expert_budget": "100%"}, dense=EXPERTS),
     "stream, little KV": Subject({**STREAM, "memory": TWO_LAYERS, "transfer_threads": 1}),
     "stream, int8": Subject({**STREAM, "precision": "int8", **LINK}),
-    "stream, packed": flux("flux,dense=25%,packed=50%", 4, 8, False, **STREAM),
+    "stream, packed": flux("flux,dense=25%,packed=50%", 4, 8, **STREAM),
     "stream, packed in place": flux("flux-direct,packed=50%", 0, 8, **STREAM, link_rate="1GB/s"),
     "stream, whole layers": Subject({"tiers": "flux,by=layers,packed=75%", **STREAM}),
-    "stream queue": Subject({**STREAM_QUEUE, "expert_budget": "80%"}, dense=11, slow=False),
+    "stream queue": Subject({**STREAM_QUEUE, "expert_budget": "80%"}, dense=11),
     "stream queue, little KV": Subject({**STREAM_QUEUE, "memory": TWO_LAYERS}),
     "stream queue, packed": flux("flux,dense=12.5%,packed=50%", 2, 8, **STREAM_QUEUE),
     "stream queue, in place": flux("flux-direct,dense=25%,packed=50%", 4, 8, **STREAM_QUEUE),
     "stream queue, whole layers": Subject({"tiers": "flux,by=layers,packed=50%", **STREAM_QUEUE}),
     # They are in files.
-    "file": Subject({"store": "file", "expert_budget": "25%"}, slow=False),
+    "file": Subject({"store": "file", "expert_budget": "25%"}),
     "file, none resident": Subject(
         {"store": "file", "driver": "host", "verify_reads": False, "expert_budget": 0}
     ),

@@ -218,6 +218,7 @@ def test_a_prompt_longer_than_a_prefill_step_and_arrivals_in_between(llm, expect
     assert (first.output, second.output) == (alone, expected)
 
 
+@pytest.mark.slow
 def test_a_closed_llm_says_so():
     llm = LLM("demo", progress=False, **LIMITS)
     stream = llm.stream("The old house", GREEDY)
@@ -249,6 +250,7 @@ def test_a_start_that_fails_frees_what_it_took(monkeypatch):
     assert all(array.is_deleted() for array in arrays)
 
 
+@pytest.mark.slow
 def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)

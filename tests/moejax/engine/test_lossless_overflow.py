@@ -180,15 +180,9 @@ MISSING = {"expert_budget": "63%", "prefetch": None, "interval": "6 tokens"}
 @pytest.mark.parametrize(
     ("precision", "options", "driver"),
     [
-        *(
-            pytest.param(
-                *("dynaexq,margin=0,alpha=0,spares=4", RESIDENT, driver), marks=pytest.mark.nightly
-            )
-            for driver in ("device", "host")
-        ),
         ("dynaexq,margin=0,alpha=0,paged=true", MISSING, "host"),
         pytest.param(
-            "dynaexq,margin=0,alpha=0,paged=true", MISSING, "device", marks=pytest.mark.nightly
+            *("dynaexq,margin=0,alpha=0,spares=4", RESIDENT, "device"), marks=pytest.mark.nightly
         ),
     ],
 )

@@ -105,6 +105,7 @@ def with_another_record(runner, compute):
     return "_record", lambda layer, expert: record((layer + 1) % 4, expert)
 
 
+@pytest.mark.slow
 def test_mistakes_are_seen(monkeypatch):
     """What the test above would say of them."""
     with placed("queue", policies=[Anyhow(0.7)]) as llm:
@@ -116,6 +117,7 @@ def test_mistakes_are_seen(monkeypatch):
 
 
 @BOTH
+@pytest.mark.slow
 def test_a_trace_says_who_computed_what_and_replays(beside, tmp_path):
     """With prefetches by gates. Other placements of the same steps count in the simulator what
     they do in the engine; a replay finds a change of who computed."""
@@ -215,6 +217,7 @@ def test_kernels_beside_the_native_op_repeat_a_recorded_placement(tmp_path):
     assert same_bits(found[1], found[0]) and not same_bits(found[2], found[0])
 
 
+@pytest.mark.slow
 def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
     """The accelerator's op waits for loads of milliseconds, and the second's runs meanwhile; times
     that are stated are taken."""
@@ -324,12 +327,14 @@ def other_bytes(self, host, layer, expert):
 
 
 @pytest.mark.parametrize("seen_by", [not_in_place, other_bytes])
+@pytest.mark.slow
 def test_memory_that_the_cpu_cannot_read_in_place_is_refused(seen_by, monkeypatch):
     monkeypatch.setattr(PinnedRecords, "seen_by", seen_by)
     with pytest.raises(UserError, match="computes experts where the store has them, and"):
         placed("queue", STATED).close()
 
 
+@pytest.mark.slow
 def test_a_cache_of_files_in_pinned_arrays_is_refused(demo_dir, tmp_path):
     model = convert(demo_dir, tmp_path / "demo").directory
     options = {**BESIDE["queue"], "store": "file", "host_memory": "4MiB", "placement": STATED}

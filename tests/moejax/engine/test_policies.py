@@ -352,6 +352,7 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
         replay(read_trace(tmp_path / "t"), policies=policies)
 
 
+@pytest.mark.slow
 def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
     """Delays make the progress another one in every run; the trace says which it was."""
     policies = [WhenTheLinkIsFree()]
@@ -596,6 +597,7 @@ def test_what_an_engine_says_of_its_policies(fifo):
     assert np.asarray(tables.prior).max() == fifo.config.num_experts
 
 
+@pytest.mark.slow
 def test_policies_that_are_weights_cost_nothing():
     with open_llm(expert_budget="40%", eviction="lfru") as llm:
         assert llm.engine.control is None and llm.stats()["control"] is None

@@ -30,7 +30,6 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
         {},
         [
             ({"driver": "tape"}, "driver 'tape' does not exist; use one of device, host, stream"),
-            ({"hooks": object()}, "use driver='host'"),
             (
                 {"eviction": "mru"},
                 "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, "

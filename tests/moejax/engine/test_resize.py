@@ -434,6 +434,7 @@ def test_sessions_that_grow_after_kv_shrank_are_served(how, tmp_path):
     assert any(b.by_hand for b in found.budgets()), "slots that no policy wanted moved"
 
 
+@pytest.mark.slow
 def test_what_a_refused_copy_leaves():
     """Before the device has taken arena and tables, the split stays, and the requests go on. After
     that nothing can run any more, so the engine says so instead."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels.dispatch
@@ -114,6 +114,7 @@ cell_counts = st.one_of(
     more_kv=st.integers(0, 6),
     eviction=st.sampled_from(["lru", "lfu"]),
 )
+@settings(max_examples=20)
 def test_mixes_and_budgets_change_no_bit(subject, mix, cells, more_kv, eviction):
     llm, layout = subject.llm, subject.llm.engine.scheduler.arena.layout
     compiled = set(llm.engine.runner.executables())

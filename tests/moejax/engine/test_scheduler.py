@@ -192,16 +192,8 @@ def test_a_long_prompt_is_not_passed_over_and_stalls_nobody():
     short = [Turn((i + 1,) * 10, 60) for i in range(3)]
     long = Turn((50,) * 640, 2, arrival=4)
     later = [Turn((60 + i,) * 10, 30, arrival=5) for i in range(4)]
-    works = []
-    next_work = device.scheduler.next_work
-
-    def recorded():
-        works.append(next_work())
-        return works[-1]
-
-    device.scheduler.next_work = recorded
     requests = run(device, [*short, long, *later])
-    number = requests[3].number
+    number, works = requests[3].number, device.works
     prefill_steps = [w for w in works if w and any(c.request.number == number for c in w.chunks)]
     assert len(prefill_steps) == 10  # one chunk of 64 at a time: a quarter of the prefill step
     first, last = works.index(prefill_steps[0]), works.index(prefill_steps[-1])
@@ -251,11 +243,9 @@ def test_admission_waits_for_enough_rows_while_others_decode():
     turns = [Turn((i + 1,) * 3, 5 + 4 * i) for i in range(4)] + [
         Turn((i + 30,) * 3, 5) for i in range(6)
     ]
-    works = []
-    next_work = device.scheduler.next_work
-    device.scheduler.next_work = lambda: works.append(next_work()) or works[-1]
     run(device, turns)
-    sizes = [len({c.request.number for c in w.chunks}) for w in works if w and w.chunks]
+    works = [w for w in device.works if w and w.chunks]
+    sizes = [len({c.request.number for c in w.chunks}) for w in works]
     assert sizes[0] == 4 and max(sizes[1:]) >= 3 and len(sizes) <= 4
 
 
@@ -274,18 +264,9 @@ def test_more_waiting_requests_do_not_begin_later():
         device = Device(pages=600, rows=16, prefill_chunks=8, max_model_len=512, admission=4)
         long = [Turn((i + 1,) * 3, 300) for i in range(13)]
         new = [Turn((40 + i,) * 3, 2, arrival=5, priority=urgent) for i in range(8)]
-        requests, begun = [], {}
-        step = device.step
-
-        def stepped(device=device, begun=begun, requests=requests, step=step):
-            step()
-            for request in device.scheduler.running.values():
-                begun.setdefault(request.number, len(requests))
-            requests.append(None)
-
-        device.step = stepped
         run(device, [*long, *new], check=False)
-        waited = begun[13] - 5
+        placed = [{r.number for r in work.placed} if work else set() for work in device.works]
+        waited = next(i for i, numbers in enumerate(placed) if 13 in numbers) - 5
         assert waited <= (2 if urgent else HELD_STEPS + 4), waited
 
 

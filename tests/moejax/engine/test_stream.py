@@ -93,7 +93,8 @@ def in_another_row(llm: LLM, cells: int) -> None:
         llm.generate(PROMPTS[0], GREEDY)
 
 
-@pytest.mark.parametrize("residents", [0, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("residents", [0, 10])
 def test_memory_is_shared_by_both_halves_residents_and_kv(residents):
     """Of 80 records of memory 16 are the half that is staging, or 6 where 10 of each layer stay."""
     streamed = EXPERTS - residents
@@ -409,7 +410,8 @@ def test_the_bits_are_those_of_full_residency_with_kernels(tiers):
     assert same_bits(*found)
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [3, 4])
 def test_a_layer_changes_halves_with_each_pass_where_their_number_is_odd(layers):
     running = started(layers)
     runner, seen = running.engine.runner, []
@@ -431,6 +433,7 @@ def test_a_model_that_the_window_holds_whole_is_refused():
         started(2)
 
 
+@pytest.mark.slow
 def test_a_step_that_ends_in_the_middle_leaves_the_next_one_whole(monkeypatch):
     """Also where records that failed ahead of need are brought again."""
     with open_llm(**STREAM_QUEUE) as llm:

@@ -73,7 +73,8 @@ class Bringing:
         return None
 
 
-@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_what_tables_have_and_cells_have_not(ahead):
     """Hits, by the tables, whose copies begin when they are needed, are waited for; what was on its
     way into a cell that another expert got is not taken for that. The store is separate arrays in

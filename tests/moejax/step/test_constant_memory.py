@@ -172,20 +172,19 @@ def parts(kind: str) -> tuple[ProgramKey, ...]:
 
 TRACED = {"traced": True}
 QUICK = [
-    *(("xla", key) for key in (DECODE, PREFILL)),
-    *(("owned", key) for key in (DECODE, PREFILL, STAGED, *map(ProgramKey, BETWEEN))),
-    *(("owned", key) for key in (part("decode", "attend", 0), part("decode", "experts"))),
-    *(("native", DECODE), ("native, unlike", DECODE), ("owned, streaming", DECODE)),
-    *(("xla", ProgramKey(kind)) for kind in ("swap_in", "swap_out", "move_pages", "integrity")),
+    *(("owned", key) for key in (DECODE, PREFILL, *map(ProgramKey, BETWEEN))),
+    *(("xla", DECODE), ("xla", ProgramKey("swap_in")), ("owned, streaming", DECODE)),
 ]
 SLOW = [
-    *(("owned", key) for key in (FORCED, ProgramKey("stage"))),
+    *(("owned", key) for key in (STAGED, FORCED, ProgramKey("stage"))),
+    *(("owned", key) for key in (part("decode", "attend", 0), part("decode", "experts"))),
     *(("owned, waves", PREFILL), ("owned, streaming", PREFILL), ("owned, link", STAGED)),
-    *(("native", key) for key in (PREFILL, STAGED)),
-    ("native, waves", PREFILL),
-    *(("xla", key) for key in (*parts("decode"), *parts("prefill"), part("score", "output"))),
-    *(("xla", ProgramKey("stage")), ("xla, unlike", part("decode", "attend", 1))),
-    ("xla, unlike", part("decode", "feed_forward", 0)),
+    *(("native", key) for key in (DECODE, PREFILL, STAGED)),
+    *(("native, waves", PREFILL), ("native, unlike", DECODE)),
+    *(("xla", ProgramKey(kind)) for kind in ("swap_out", "move_pages", "integrity", "stage")),
+    *(("xla", key) for key in (PREFILL, *parts("decode"), *parts("prefill"))),
+    ("xla", part("score", "output")),
+    *(("xla, unlike", part("decode", *p)) for p in (("attend", 1), ("feed_forward", 0))),
 ]
 NIGHTLY = [
     *(("xla", key) for key in (STAGED, *OTHERS, ProgramKey("prompt_logprobs"))),
