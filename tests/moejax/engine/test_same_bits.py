@@ -117,15 +117,19 @@ cell_counts = st.one_of(
 @settings(max_examples=20)
 def test_mixes_and_budgets_change_no_bit(subject, mix, cells, more_kv, eviction):
     llm, layout = subject.llm, subject.llm.engine.scheduler.arena.layout
-    compiled = set(llm.engine.runner.executables())
     # From the KV of one sequence to that of four: requests wait for pages, rows or nothing.
     pages = -(-LIMITS["max_model_len"] // layout.page.block_size)
     set_budget(llm, cells, -(-pages // layout.pages_per_slot) + more_kv, eviction)
     jobs = [Job(POOL[i].prompt, POOL[i].params, arrival) for i, arrival in mix]
     subject.check(run(llm, jobs), [i for i, _ in mix])
-    # Budgets are contents: what a request needs first may be compiled, and no step again.
-    new = {key.kind for key in set(llm.engine.runner.executables()) - compiled}
-    assert new <= {"integrity", "sample", "sample_all", "greedy", "swap_in", "swap_out"}
+
+
+def test_budgets_do_not_recompile(subject):
+    run(subject.llm, POOL[:4])
+    before = set(subject.llm.engine.runner.executables())
+    set_budget(subject.llm, [1, 0, 16, 3], 9, "lfu")
+    run(subject.llm, POOL[:4])
+    assert set(subject.llm.engine.runner.executables()) == before
 
 
 @pytest.mark.slow
