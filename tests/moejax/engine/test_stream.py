@@ -264,7 +264,7 @@ def test_an_order_with_a_mistake_is_found(mistake, monkeypatch):
     mistake(monkeypatch)
     try:
         found = out_of_order(3, load=2e-4, tiers=tiers) or out_of_order(3, compute=1000)
-    except RuntimeError as error:  # by the check of every step
+    except (AssertionError, RuntimeError) as error:  # by the checks before and of every step
         found = [str(error)]
     assert found
 
