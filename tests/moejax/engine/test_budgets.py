@@ -17,9 +17,10 @@ from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.control import spec_of_engine
+from moejax.engine.control import control_of, spec_of_engine
 from moejax.start.options import Options
 from moejax.start.settings import parse_budget_options
+from scripts.parts.controllers import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
@@ -107,6 +108,32 @@ def test_live_resize_changes_no_token_and_says_what_it_did(llm):
     assert {"pages_moved", "deferred", "cells"} <= stats.keys()
     arena = llm.stats()["arena"]
     assert arena["expert_slots"] + arena["kv_slots"] + arena["free_slots"] == arena["slots"] == 32
+
+
+def test_width_kv_and_cells_together(llm):
+    """The same engine with the joint policy, where a step of one sequence takes a thousandth of one
+    of four: once it knows steps, no other sequence begins beside one that runs, and no token
+    changes."""
+    engine = llm.engine
+    before, narrow = engine.control, dataclasses.replace(COSTS.costs(), step_s={1: 1e-3, 4: 1.0})
+    controller = start_controller(
+        engine.runner, [JointBudget()], max_model_len=256, seed=0, costs=narrow
+    )
+    engine.control = control_of(engine.runner, controller, engine.resizer)
+    seen: list[tuple[int, int]] = []
+    scheduler = engine.scheduler
+    engine.listener = lambda step: seen.append((scheduler.max_running, len(scheduler.running)))
+    try:
+        assert converse(llm) == recorded()[1]
+        limits, running = zip(*seen, strict=True)
+        assert limits[0] == 4 == max(running) and limits[-1] == 1
+        assert llm.stats()["budget"]["max_running"] == 1
+        # Those that had begun go on.
+        assert list(running[limits.index(1) :]) == sorted(running[limits.index(1) :], reverse=True)
+        assert running.count(1) > len(running) // 2
+    finally:
+        engine.control, engine.listener = before, None
+        engine.resizer.limit(LIMITS["max_num_seqs"])
 
 
 @pytest.mark.slow

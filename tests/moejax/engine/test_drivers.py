@@ -123,6 +123,7 @@ SUBJECTS = {
     "stream, little KV": Subject({**STREAM, "memory": TWO_LAYERS, "transfer_threads": 1}),
     "stream, int8": Subject({**STREAM, "precision": "int8", **LINK}),
     "stream, packed": flux("flux,dense=25%,packed=50%", 4, 8, **STREAM),
+    "stream, all packed": flux("flux,packed=100%", 0, EXPERTS, **STREAM),
     "stream, packed in place": flux("flux-direct,packed=50%", 0, 8, **STREAM, link_rate="1GB/s"),
     "stream, whole layers": Subject({"tiers": "flux,by=layers,packed=75%", **STREAM}),
     "stream queue": Subject({**STREAM_QUEUE, "expert_budget": "80%"}, dense=11),
@@ -132,6 +133,7 @@ SUBJECTS = {
     "stream queue, whole layers": Subject({"tiers": "flux,by=layers,packed=50%", **STREAM_QUEUE}),
     # They are in files.
     "file": Subject({"store": "file", "expert_budget": "25%"}),
+    "file, all": Subject({"store": "file"}),
     "file, none resident": Subject(
         {"store": "file", "driver": "host", "verify_reads": False, "expert_budget": 0}
     ),

@@ -26,6 +26,7 @@ from moejax.serve.costs import cost_model_for
 from moejax.start.build import start_engine
 from moejax.start.decide.stream import used_experts
 from moejax.start.options import Options
+from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
 from moejax.step.drivers.host import HostRunner
@@ -82,6 +83,8 @@ def test_kv_has_what_experts_do_not_need():
         assert "it pays from about 9 on (max_num_seqs)" in notes
         in_another_row(llm, cells=33)
     assert used_experts(16, 4, 8) < 0.9 * 16 + 0.1 and used_experts(16, 4, 9) >= 0.9 * 16
+    plan, _ = dry_run(Options("demo", driver="stream", **{**LIMITS, "max_num_seqs": 16}))
+    assert "pays from" not in " ".join(plan.budget.notes)
 
 
 def in_another_row(llm: LLM, cells: int) -> None:
@@ -568,7 +571,10 @@ def test_kv_grows_into_what_experts_give_and_they_come_back(tiers):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiers", "seconds"),
-    [("flux,packed=50%,dense=25%", FAST), ("flux-direct,packed=50%", SLOWLY)],
+    [
+        *(("flux,packed=50%,dense=25%", seconds) for seconds in (FAST, SLOWLY)),
+        ("flux-direct,packed=50%", SLOWLY),
+    ],
 )
 def test_residents_of_both_tiers_go_and_come(tiers, seconds):
     """No KV in the way: ρ alone, to the one bound or the other, one expert of each layer every two
