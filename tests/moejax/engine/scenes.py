@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.queue.native import Faults
 from moejax import LLM, SamplingParams
+from tests.faults import Faults, inject
 from tests.moejax.engine_runs import Recorded, mixed_jobs, run
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -90,7 +90,7 @@ def delay(llm: LLM, seconds: float = 1e-3, share: float = 1.0) -> None:
     """Copies take up to so much longer, a share of them; those by jax all, by a while."""
     runner = llm.engine.runner
     if runner.queue is not None:
-        runner.queue.inject(Faults(seed=1, delay=seconds, delayed=share))
+        inject(runner.queue, Faults(seed=1, delay=seconds, delayed=share))
     elif (queue := getattr(runner, "device_queue", None)) is not None:
         put, trips = _PUTS.setdefault(queue, queue.put), 300 if seconds else 0
         queue.put = lambda pieces: _later(trips, *put(pieces))
@@ -102,9 +102,9 @@ def failing(llm: LLM, *, ahead_only: bool = False) -> Iterator[None]:
     runner = llm.engine.runner
     if runner.queue is not None:
         errors = {"ahead_errors": 1.0} if ahead_only else {"errors": 1.0}
-        runner.queue.inject(Faults(seed=1, **errors))
+        inject(runner.queue, Faults(seed=1, **errors))
         yield
-        runner.queue.inject(Faults())
+        inject(runner.queue, Faults())
         return
     queue = runner.device_queue
     put, begin = queue.put, queue._begin

@@ -21,7 +21,6 @@ from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.eviction.names import eviction_policy
 from host_offload.policies.placement import names
 from host_offload.policies.placement.recorded import recorded_placement
-from host_offload.queue.native import Faults
 from host_offload.queue.pinned import PinnedRecords
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
@@ -33,6 +32,7 @@ from moejax.commands.main import main
 from moejax.start.second import second_of
 from moejax.step.programs import ProgramKey
 from pallas_kernels.cpu.spans import recorded
+from tests.faults import Faults, inject
 from tests.moejax.engine.scenes import (
     LINK,
     QUEUE,
@@ -246,22 +246,6 @@ def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
 
 
 @pytest.mark.slow
-def test_the_second_processor_waits_for_the_loads_where_transfers_are_not_beside():
-    """The bits are the same, and the seconds those of one after the other."""
-    test = "threads=1+1,accelerator=1ms,startup=1ms"
-    with placed("link", policies=[Anyhow(0.5)], placement_test=test) as llm:
-        llm.engine.runner.serial = True
-        with recorded() as spans:
-            found = run(llm, mixed_jobs()[:2], check=False)
-        stats = llm.stats()["placement"]
-    assert same_bits(found, at_rest())
-    experts = [span for span in spans if span.op == "expert_ffn"]
-    assert len(experts) > 50 and all(a.end <= b.begin for a, b in itertools.pairwise(experts))
-    # gap: from when the accelerator was done to when the second one was, all its work.
-    assert stats["gap_s"] >= 1e-3 * stats["experts"] > 0
-
-
-@pytest.mark.slow
 def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_at(monkeypatch):
     """Whoever did not compute an expert has NaN in its slots here: a sum would show it."""
     with placed("link", f"prescope,{COSTS}") as llm:
@@ -383,7 +367,7 @@ def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypat
         assert llm.engine.runner.queue is not None and llm.engine.control is not None
         run(llm, mixed_jobs()[:1], check=False)  # until the table is known
         before = dict(llm.engine.statistics.paging)
-        llm.engine.runner.queue.inject(Faults(seed=1, delay=1e-3))
+        inject(llm.engine.runner.queue, Faults(seed=1, delay=1e-3))
         assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
         after = llm.engine.statistics.paging
         for what in ("read_through", "hits"):

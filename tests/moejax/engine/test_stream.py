@@ -15,7 +15,6 @@ import moejax.step.drivers.device
 import moejax.step.experts
 from host_offload.control.window import HOST, PACKED
 from host_offload.memory.arena import SlotClass
-from host_offload.queue.native import Faults
 from host_offload.queue.pinned import PinnedBuilder
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import random_model, shape
@@ -33,6 +32,7 @@ from moejax.step.drivers.host import HostRunner
 from moejax.step.drivers.stream import StreamRunner
 from moejax.step.drivers.stream_queued import QueuedStreamRunner
 from pallas_kernels.cpu.spans import recorded
+from tests.faults import Faults, delay_arena, inject
 from tests.moejax.engine.scenes import (
     EXPERTS,
     GREEDY,
@@ -182,11 +182,11 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
     assert not runner.faults()  # and the first layer is there
     residents = int((runner.window.tier == PACKED).sum())  # came before it
     runner.queue.record()
-    runner.queue.inject(Faults(seed=layers, delay=load))
-    runner.memory.delay(compute)
+    inject(runner.queue, Faults(seed=layers, delay=load))
+    delay_arena(runner.memory, compute)
     with recorded() as ops:
         found = run(running, short_jobs(), check=False)
-        runner.memory.delay(0)
+        delay_arena(runner.memory, 0)
         wrong = runner.faults()
     if not same_bits(found, at_rest_of(layers)):
         wrong.append("other bits")

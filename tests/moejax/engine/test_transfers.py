@@ -10,11 +10,11 @@ import pytest
 
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.queue import native
-from host_offload.queue.native import Faults
 from host_offload.queue.pinned import PinnedRecords
 from moejax import SamplingParams
 from moejax.step.programs import STAGES
 from pallas_kernels.stage import Entries
+from tests.faults import Faults, inject
 from tests.moejax.engine.scenes import EXPERTS, LINK, QUEUE, at_rest, open_llm, same_bits
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
@@ -35,11 +35,11 @@ def test_results_name_the_link_and_a_failed_step_leads_to_nobodys_prefix():
         said = "experts pass a link of 0.5 GB/s, 50 us, beside compute"
         assert said in stats["notes"] and said in str(llm.explain())
         engine, queue = llm.engine, llm.engine.runner.queue
-        queue.inject(Faults(seed=1, errors=1.0))
+        inject(queue, Faults(seed=1, errors=1.0))
         failed = engine.add(prompt, params)
         engine.step()
         jax.block_until_ready(engine._pending.results)
-        queue.inject(Faults())
+        inject(queue, Faults())
         while not engine.idle:
             engine.step()
         assert failed.error is not None

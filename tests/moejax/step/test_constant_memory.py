@@ -34,6 +34,7 @@ from pallas_kernels.cpu.arena import OwnedArena, abstract_arena, read_rows
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 from tests.aot.aot_h200 import Compiled, compile_for_h200
+from tests.faults import delay_arena
 from tests.hlo import arena_copies, compile_to_read
 from tests.pallas_kernels.contract import NATIVE
 
@@ -313,9 +314,9 @@ def test_an_engine_leaves_the_arena_where_it_is_and_loses_nothing_of_it():
         address, held = memory.address, sum(array.nbytes for array in jax.live_arrays())
         want = answers()
         before, writes = resident_bytes(), memory.token()[1]
-        memory.delay(300)
+        delay_arena(memory, 300)
         assert answers() == want
-        memory.delay(0)
+        delay_arena(memory, 0)
         assert memory.token()[1] - writes > 2 * len(want[0][0])
         assert llm.stats()["experts"]["fills"] > 0
         assert resident_bytes() - before < memory.nbytes // 2
