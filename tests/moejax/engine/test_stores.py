@@ -222,7 +222,7 @@ def slow(*values):
         slow(flip_kept_time, "do not have their checksum", THROUGH | PLACED),
         slow(truncate, CHANGED, CELLS | {"driver": "host"}),
         slow(replace, CHANGED, THROUGH),
-        (flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
+        slow(flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
         slow(vanish, "No such file", CACHED | {"expert_budget": 0}),
         slow(truncate, CHANGED, CACHED | {"expert_budget": "25%", "verify_reads": False}),
     ],
