@@ -65,6 +65,8 @@ class Device:
         self.tokens = [-1] * rows
         self.pending: tuple[ScheduledWork, dict[int, int]] | None = None
         self.number = 0
+        self.works: list[ScheduledWork | None] = []
+        """Of each step."""
 
     def _read(self, rows: Sequence[int]) -> list:
         return [list(self.pages.get(row, [None] * BLOCK)) for row in rows]
@@ -97,13 +99,8 @@ class Device:
 
     def step(self) -> None:
         previous, self.pending = self.pending, None
-        try:
-            work = self.scheduler.next_work()
-        except MemoryError:  # as Engine._next_work
-            self._give_up()
-            if previous is not None:
-                self._finish(*previous)
-            raise
+        work = self.scheduler.next_work()
+        self.works.append(work)
         if work is None and previous is None and not self.scheduler.idle:
             work = self.unblocked()
             if work is None:
@@ -116,15 +113,6 @@ class Device:
     def unblocked(self) -> ScheduledWork | None:
         """Asked when requests wait and nothing can be dispatched."""
         return None
-
-    def _give_up(self) -> None:
-        scheduler = self.scheduler
-        blocks = set(scheduler.published)
-        running = scheduler.running.values()
-        holders = {r for r in running if not blocks.isdisjoint(r.blocks)}
-        for request in scheduler.in_step | holders:
-            self.abort(request)
-        scheduler.cache.forget(scheduler.published)
 
     def _finish(self, work: ScheduledWork, sampled: dict[int, int]) -> None:
         pairs = work.rows or [(c.row, c.request) for c in work.chunks if c.samples]

@@ -1,6 +1,7 @@
 """An engine that begins anew with other policies and cells is one that has just started so."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ import pytest
 from host_offload.control.rules import PolicyError
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from moejax import LLM, SamplingParams
+from moejax import SamplingParams
+from moejax.engine.resize import check_one_version
+from tests.moejax.engine.scenes import EXPERTS, LAYERS, open_llm
 
 pytestmark = pytest.mark.slow  # contents of tables, whatever the version of jax
 
-LIMITS = {"max_num_seqs": 4, "max_model_len": 128, "progress": False}
 PROMPTS = ["The old house", "def main():", "Question: how many apples"]
 
 
@@ -29,36 +31,25 @@ def counted(llm):
 
 @pytest.fixture(scope="module")
 def engine():
-    with LLM("demo", eviction="lru", enable_prefix_caching=False, **LIMITS) as llm:
+    with open_llm(eviction="lru", enable_prefix_caching=False) as llm:
         yield llm
 
 
 @pytest.mark.parametrize(
     ("policies", "share"),
     [
-        ([POLICIES["lfu"]()], 0.5),
-        pytest.param([POLICIES["fifo"]()], 0.25, marks=pytest.mark.slow),  # engines of their own
-        pytest.param([POLICIES["static"]()], 0.5, marks=pytest.mark.slow),
+        ([POLICIES["fifo"]()], 0.25),
         ([POLICIES["lru"](), RandomPrefetch()], 0.5),
         ([POLICIES["lru"]()], 0.0),
     ],
-    ids=lambda value: (
-        "+".join(type(p).__name__ for p in value) if isinstance(value, list) else None
-    ),
+    ids=["fifo", "prefetch", "none resident"],
 )
 def test_it_counts_what_a_new_one_counts(engine, policies, share):
-    layers, experts = engine.plan.spec.layers, engine.plan.spec.experts
-    with LLM(
-        "demo",
-        expert_budget=f"{share:.0%}",
-        policies=policies,
-        enable_prefix_caching=False,
-        **LIMITS,
-    ) as new:
-        wanted = counted(new)
-        spec = new.plan.spec
+    options = {"expert_budget": f"{share:.0%}", "policies": policies}
+    with open_llm(enable_prefix_caching=False, **options) as new:
+        wanted, spec = counted(new), new.plan.spec
     engine.generate(PROMPTS, use_tqdm=False)  # which leaves experts, clocks and frequencies
-    engine.engine.begin_anew(spec, policies, [round(share * experts)] * layers)
+    engine.engine.begin_anew(spec, policies, [round(share * EXPERTS)] * LAYERS)
     compiled = len(engine.engine.runner.executables())
     assert counted(engine) == wanted
     assert len(engine.engine.runner.executables()) == compiled
@@ -66,7 +57,7 @@ def test_it_counts_what_a_new_one_counts(engine, policies, share):
 
 
 def test_what_cannot_begin_anew_says_so(engine):
-    spec, cells = engine.plan.spec, [4] * engine.plan.spec.layers
+    spec, cells = engine.plan.spec, [4] * LAYERS
 
     @dataclasses.dataclass(frozen=True)
     class NoInit(RandomPrefetch):
@@ -79,7 +70,7 @@ def test_what_cannot_begin_anew_says_so(engine):
         engine.engine.begin_anew(spec, [NoInit()], cells)
     assert engine.engine.control is None
     with pytest.raises(ValueError, match="cells per layer must be"):
-        engine.engine.begin_anew(spec, [], [99] * len(cells))
+        engine.engine.begin_anew(spec, [], [99] * LAYERS)
     engine.engine.tracer = object()
     try:
         with pytest.raises(ValueError, match="a trace is of one run's policies"):
@@ -88,16 +79,6 @@ def test_what_cannot_begin_anew_says_so(engine):
         engine.engine.tracer = None
     engine.engine.begin_anew(spec, [], cells)
     assert np.all(np.asarray(engine.engine.runner.tables.owner) == -1)
-
-
-def test_two_versions_cannot(monkeypatch):
-    from moejax.engine.resize import check_one_version
-
-    class Runner:
-        placement = None
-
-        class layout:
-            records = ("dense", "int4")
-
+    two = SimpleNamespace(placement=None, layout=SimpleNamespace(records=("dense", "int4")))
     with pytest.raises(ValueError, match="two versions are laid out once"):
-        check_one_version(Runner())
+        check_one_version(two)

@@ -160,6 +160,7 @@ def test_cells_that_follow_live_curves(tmp_path):
     np.testing.assert_array_equal(replayed.misses, measured)
 
 
+@pytest.mark.slow
 def test_the_configurators_split_is_where_the_engine_starts(llm, monkeypatch):
     monkeypatch.setattr("moejax.start.build.step_costs", lambda steps, runner: COSTS.costs())
     directory, _ = recorded()
@@ -176,6 +177,7 @@ def test_the_configurators_split_is_where_the_engine_starts(llm, monkeypatch):
     assert f"budget mv_wsa: {found.cap} cells a layer" in budget.notes[-1]
 
 
+@pytest.mark.slow
 def test_cells_of_a_trace_or_in_numbers():
     directory, _ = recorded()
     plan = planned(cells=f"optimal={directory}")

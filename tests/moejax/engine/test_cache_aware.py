@@ -4,7 +4,6 @@ the rule that is said, and says so."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -12,12 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from host_offload.memory.tables import Entry
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
-from host_offload.traces.reader import Trace, read_trace
+from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
-from moejax import LLM, SamplingParams, UserError
+from moejax import LLM, UserError
 from moejax.checkpoints.random_model import shape
 from moejax.commands.main import main
 from moejax.evaluate.experiments.definition import read_experiment
@@ -25,87 +23,55 @@ from moejax.evaluate.results_file import read_lines
 from moejax.serve.cluster.fleet import Scale, worker_options
 from moejax.serve.cluster.worker import Generator
 from moejax.step.layer_programs import layer_program
-from moejax.step.parts import favour_residents
-from moejax.step.programs import STAGES, ProgramKey
-from tests.moejax.engine_runs import Job, Recorded, mixed_jobs, run
+from moejax.step.programs import ProgramKey
+from tests.moejax.engine.scenes import GREEDY, at_rest, open_llm, same_bits
+from tests.moejax.engine_runs import Job, mixed_jobs, run
 from tests.moejax.models.families import write_checkpoint
 from tests.moejax.step.test_constant_memory import abstract_programs, with_steps
 from tests.pallas_kernels.contract import NATIVE
 
-LIMITS: dict[str, Any] = {
-    **dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256),
-    **dict(progress=False, enable_prefix_caching=False),
-}
-SMALL: dict[str, Any] = {
-    **dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64),
-    **dict(progress=False, enable_prefix_caching=False),
-}
+pytestmark = NATIVE
+
+SMALL: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 """Of models of random weights."""
 HALF = 2.0**-11
 """Relative error of a float16, as traces have scores."""
 
 
-def open_llm(delta: float | None, **options) -> LLM:
-    given = {"expert_budget": "25%", "cache_aware_routing": delta}
-    return LLM("demo", **{**LIMITS, **given, **options})
+def favouring(delta: float | None, model="demo", **options) -> LLM:
+    given = {"expert_budget": "25%", "cache_aware_routing": delta, "enable_prefix_caching": False}
+    return open_llm(model, **{**given, **options})
 
 
-@functools.cache
-def at_rest() -> list[Recorded]:
-    with LLM("demo", **LIMITS) as llm:
-        assert llm.stats()["cache_aware_routing"] is None
-        return run(llm, mixed_jobs(), check=False)
+@pytest.mark.slow
+def test_bits_are_those_of_full_residency_where_all_are_resident_in_place():
+    with favouring(0.3, expert_budget=None) as llm:
+        assert same_bits(run(llm, mixed_jobs()), at_rest())
 
 
-def same(a: list[Recorded], b: list[Recorded]) -> bool:
-    return all(x.same_bits(y) for x, y in zip(a, b, strict=True))
-
-
-@NATIVE
-@pytest.mark.parametrize(("delta", "budget"), [(0.0, "25%"), (0.3, None)], ids=str)
-def test_bits_are_those_of_full_residency_where_nobody_is_favoured(delta, budget):
-    """Nothing is taken from missing ones, or all are resident in place."""
-    with open_llm(delta, expert_budget=budget) as llm:
-        assert same(run(llm, mixed_jobs()), at_rest())
-
-
-@NATIVE
-def test_bits_are_those_of_full_residency_with_a_cell_for_everyone():
-    """Not in place, but in cells; before they are there outputs are others."""
-    with open_llm(0.3, expert_budget=None, eviction="lfu") as llm:
-        runner = llm.engine.runner
-        assert not runner.steps.in_place and runner.steps.favours_residents
-        assert not same(run(llm, mixed_jobs()[:3]), at_rest()[:3])
-        for layer, experts in enumerate(np.asarray(runner.tables.address) < 0):
-            free = np.flatnonzero(np.asarray(runner.tables.owner[layer]) < 0).tolist()
-            missing = np.flatnonzero(experts).tolist()
-            entries = [Entry(layer, e, 0, cell) for e, cell in zip(missing, free, strict=True)]
-            for first in range(0, len(entries), STAGES):
-                runner.transfer(entries[first : first + STAGES])
-        assert np.all(np.asarray(runner.tables.address) >= 0)
-        assert same(run(llm, mixed_jobs()), at_rest())
-
-
-def traced(directory, delta: float, **options) -> tuple[Trace, list[Recorded], dict[str, Any]]:
-    with open_llm(delta, trace=directory, trace_arrays="probs", **options) as llm:
-        found, stats = run(llm, mixed_jobs()), llm.stats()
-    return read_trace(directory), found, stats
-
-
-@NATIVE
 def test_it_does_what_it_says(tmp_path):
     """By a trace's own scores: who is left out for a worse one was missing, and at most DELTA
-    better; weights are of the scores as they were. The hit rate rises with DELTA."""
+    better; weights are of the scores as they were. Nothing is taken where DELTA is 0; the hit rate
+    rises with it. A trace has the routing as it was, and no other is simulated by it."""
     rates, left_out = [], []
-    for delta in (0.0, 0.05, 0.2):
-        trace, found, stats = traced(tmp_path / str(delta), delta)
-        assert same(found, at_rest()) == (delta == 0)
+    for delta in (0.0, 0.2):
+        directory = tmp_path / str(delta)
+        options = {"trace": directory, "trace_arrays": "probs", "eviction": "lfu"}
+        with favouring(delta, **options) as llm:
+            found, stats = run(llm, mixed_jobs()), llm.stats()
+        trace = read_trace(directory)
+        assert same_bits(found, at_rest()) == (delta == 0)
         assert stats["cache_aware_routing"] == trace.header.spec["cache_aware_routing"] == delta
         assert any("CHANGES OUTPUTS" in note for note in stats["notes"])
         rates.append(stats["experts"]["hit_rate"])
         left_out.append(sum(_check(step, delta) for step in trace.step_traces()))
-    assert left_out[0] == 0 < left_out[1] < left_out[2]
-    assert rates[0] + 0.05 < rates[1] and rates[1] + 0.05 < rates[2]
+        assert replay(trace).hits.sum() == stats["experts"]["hits"]
+    assert left_out[0] == 0 < left_out[1] and rates[0] + 0.1 < rates[1]
+    with pytest.raises(TraceError, match=r"cache_aware_routing was 0\.2, so what was routed"):
+        simulate(trace, eviction="lru")
+    plain = {**trace.header.spec, "cache_aware_routing": 0.0}
+    trace = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=plain))
+    assert simulate(trace, eviction="lru").hits.sum() > 0
 
 
 def _check(step, delta: float) -> int:
@@ -128,44 +94,15 @@ def _check(step, delta: float) -> int:
     return count
 
 
-@NATIVE
+@pytest.mark.slow
 def test_a_run_can_be_repeated_with_either_driver_and_over_a_link():
     """What is resident when a layer is routed does not depend on time."""
-    first, *others = (
-        {"driver": "device"},
-        {"driver": "host"},
-        {"driver": "host", "link_rate": "200MB/s", "link_latency": "100us"},
-        {"driver": "device", "link_rate": "2GB/s"},
-    )
-    with open_llm(0.1, **first) as llm:
+    with favouring(0.1) as llm:
         found, experts = run(llm, mixed_jobs()), llm.stats()["experts"]
-    assert not same(found, at_rest())
-    for options in others:
-        with open_llm(0.1, **options) as llm:
-            assert same(run(llm, mixed_jobs()), found), options
-            assert llm.stats()["experts"] == experts, options
-
-
-@pytest.mark.slow  # an engine of XLA's ops
-def test_it_is_the_same_choice_with_xla_ops():
-    found = []
-    for delta in (0.0, 0.2):
-        with open_llm(delta, driver="host", ops="xla") as llm:
-            found.append((run(llm, mixed_jobs()[:3]), llm.stats()["experts"]["hit_rate"]))
-    (unbiased, low), (biased, high) = found
-    assert low + 0.1 < high and not same(unbiased, biased)
-
-
-@NATIVE
-def test_a_trace_has_the_routing_as_it_was_and_no_other_is_simulated_by_it(tmp_path):
-    trace, _, stats = traced(tmp_path / "run", 0.1, eviction="lfu")
-    found = replay(trace)
-    assert found.hits.sum() == stats["experts"]["hits"]
-    with pytest.raises(TraceError, match=r"cache_aware_routing was 0\.1, so what was routed"):
-        simulate(trace, eviction="lru")
-    plain = {**trace.header.spec, "cache_aware_routing": 0.0}
-    trace = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=plain))
-    assert simulate(trace, eviction="lru").hits.sum() > 0
+    assert not same_bits(found, at_rest())
+    with favouring(0.1, driver="host", link_rate="200MB/s", link_latency="100us") as llm:
+        assert same_bits(run(llm, mixed_jobs()), found)
+        assert llm.stats()["experts"] == experts
 
 
 def test_a_step_without_it_is_compiled_as_if_it_did_not_exist():
@@ -186,59 +123,22 @@ def test_a_step_without_it_is_compiled_as_if_it_did_not_exist():
         assert lowered(key, cache_aware=0.1)[0] != lowered(key)[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache_aware_routing": -0.1}, "a number from 0 up such as 0.05, not -0.1"),
-        ({"cache_aware_routing": float("nan")}, "from 0 up such as 0.05, not nan"),
-        ({"cache_aware_routing": float("inf")}, "from 0 up such as 0.05, not inf"),
-        ({"cache_aware_routing": "much"}, "must be a number, got 'much'"),
-        ({"driver": "stream"}, "with driver='stream' all of them are"),
-        ({"driver": "host", "placement": "greedy"}, "a placement on measured times who comes"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_what_it_does_not_go_with_is_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        LLM("demo", **{**LIMITS, "cache_aware_routing": 0.1, **options}).close()
-
-
-def test_a_router_that_takes_no_correction_is_refused(tmp_path):
-    directory = write_checkpoint(tmp_path, "PhimoeForCausalLM")
-    with pytest.raises(UserError, match=r"this model's router \(sparsemixer\) chooses by logits"):
-        LLM(directory, **SMALL, cache_aware_routing=0.1).close()
-
-
-@NATIVE
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"])
 def test_routers_with_a_correction_of_their_own_and_layers_between(tmp_path, architecture):
     """GLM-4.5 adds a learned one and chooses groups first; the Qwen3 model has a layer without
     experts between others."""
     directory = write_checkpoint(tmp_path, architecture)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     rng, found = np.random.default_rng(5), {}
     prompts = [tuple(rng.integers(1, 40, n).tolist()) for n in (5, 9, 14)]
-    jobs = [Job(prompt, params, arrival=i) for i, prompt in enumerate(prompts)]
-    for driver in ("device", "host"):
-        for delta in (None, 0.0, 0.2):
-            options = {"expert_budget": "100%" if delta is None else "50%", "driver": driver}
-            with LLM(directory, **SMALL, **options, cache_aware_routing=delta) as llm:
-                found[driver, delta] = run(llm, jobs)
-    assert same(found["device", None], found["device", 0.0])
-    assert not same(found["device", 0.0], found["device", 0.2])
-    for delta in (None, 0.0, 0.2):
-        assert same(found["device", delta], found["host", delta])
-
-
-def test_missing_ones_lose_and_residents_keep_their_score_to_the_bit():
-    address = np.array([[5, -1, 0], [0, 1, 2]])
-    programs = abstract_programs(
-        shape("demo", layers=2), 32 << 20, rows=4, max_model_len=256, max_num_batched_tokens=64
-    )
-    context = with_steps(programs, cache_aware=0.25).context(ProgramKey("decode"))
-    found = [favour_residents(address, layer, context) for layer in (0, 1)]
-    assert np.array_equal(found, [[0, -0.25, 0], [0, 0, 0]])
-    assert favour_residents(address, 0, programs.context(ProgramKey("decode"))) is None
+    jobs = [Job(prompt, GREEDY, arrival=i) for i, prompt in enumerate(prompts)]
+    for driver, delta in (("device", None), ("device", 0.0), ("device", 0.2), ("host", 0.2)):
+        options = {"expert_budget": "100%" if delta is None else "50%", "driver": driver}
+        with favouring(delta, directory, **SMALL, **options) as llm:
+            found[driver, delta] = run(llm, jobs)
+    assert same_bits(found["device", None], found["device", 0.0])
+    assert not same_bits(found["device", 0.0], found["device", 0.2])
+    assert same_bits(found["device", 0.2], found["host", 0.2])
 
 
 def test_whoever_promises_the_same_outputs_refuses_it(tmp_path, capsys):
@@ -255,7 +155,7 @@ def test_whoever_promises_the_same_outputs_refuses_it(tmp_path, capsys):
         worker_options(Generator, "demo", option, Scale())
 
 
-@NATIVE
+@pytest.mark.slow
 def test_the_command_line_says_so(tmp_path, capsys):
     command = ["generate", "The old house", "--max-tokens", "8", "--temperature", "0"]
     limits = ["--max-model-len", "256", "--max-num-seqs", "4", "--expert-budget", "25%"]
@@ -268,7 +168,7 @@ def test_the_command_line_says_so(tmp_path, capsys):
     assert "\nexperts " in said and "\nrouting" not in said and "CHANGES OUTPUTS" not in said
 
 
-@NATIVE
+@pytest.mark.slow
 def test_an_evaluation_goes_on_with_no_other_budget(tmp_path, capsys):
     """Elsewhere a budget changes no figure; here it does, so lines of both are not of one file."""
     (tmp_path / "text").write_text("The old house stood at the end of the road. " * 8)

@@ -1,30 +1,18 @@
-"""Policies beside a real engine: same bits, transfers carried out, nothing compiled on the way."""
+"""The border between an engine and its policies: what a control hands over, and when."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import re
-import sys
-import types
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import moejax
-from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.control import Control, Moved
 from host_offload.control.controller import Controller
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.interface import Decision, Moment, Stage
 from host_offload.control.step_record import StepRecord, StepRows
 from host_offload.memory.tables import empty_tables, snapshot
-from host_offload.policies.eviction.hot_table import HotTable
-from host_offload.policies.eviction.names import POLICIES
-from host_offload.policies.eviction.static import Static
-from moejax import LLM, SamplingParams, UserError
-from moejax.commands.main import _parser
 from moejax.engine.control import layer_hooks
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.runner import Runner
@@ -37,225 +25,6 @@ from tests.host_offload.control.policy_runs import (
     spec,
     use,
 )
-from tests.moejax.engine_runs import Job, run
-
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-JOBS = [Job(tuple(range(7 * i + 5, 7 * i + 25 + 40 * i)), GREEDY, arrival=15 * i) for i in range(3)]
-
-
-# One expert budget for all, the tutorial's: one set of compiled executables.
-def make_llm(**options) -> LLM:
-    return LLM("demo", dtype="float32", progress=False, **{**LIMITS, **options})
-
-
-# ---- the device driver
-
-
-@pytest.fixture(scope="module")
-def llm():
-    """FIFO and the tutorial's policy, half of the experts."""
-    policies = [RecentPrefetch()]
-    with make_llm(expert_budget="40%", eviction="fifo", policies=policies) as llm:
-        yield llm
-
-
-@pytest.mark.slow
-def test_policies_change_no_bit_and_break_no_table(llm):
-    """Against the same engine without control; every invariant is checked after every step."""
-    engine = llm.engine
-    control, engine.control = engine.control, None
-    alone = run(llm, JOBS, check=False)
-    engine.control = control
-    compiled = set(engine.runner.executables())
-    for got, want in zip(run(llm, JOBS), alone, strict=True):
-        assert got.same_bits(want)
-    transfers = llm.stats()["control"]["transfers"]["recent"]
-    assert transfers["done"] > 0 and transfers["issued"] == transfers["done"] + transfers["skipped"]
-    assert transfers["bytes"] == transfers["done"] * llm.engine.runner.layout.records[0].nbytes
-    np.testing.assert_array_equal(engine.runner.tables.victim_weights, [0, 0, 1])
-    assert np.asarray(engine.runner.tables.prior).max() == llm.config.num_experts
-    # The integrity check belongs to this test, all else was there before.
-    assert set(engine.runner.executables()) - compiled <= {ProgramKey("integrity")}
-    assert {"decode_staged", "prefill_staged", "snapshot"} <= {*map(str, compiled)}
-
-
-def test_the_observation_is_of_the_step_before(llm, monkeypatch):
-    """One step late while the engine runs, and the copy of the tables is that of the same step."""
-    control, ages, same = llm.engine.control, [], []
-    end_step = control.controller.end_step
-
-    def recorded(step, **given):
-        ages.append(given["age"])
-        # What the step found resident or filled is resident behind it; frequencies agree.
-        active = np.unique(step.ids[:, 0])
-        same.append(bool((given["tables"].address[0, active] >= 0).any()))
-        end_step(step, **given)
-
-    monkeypatch.setattr(control.controller, "end_step", recorded)
-    llm.generate([5, 6, 7], GREEDY)
-    assert set(ages[:-1]) == {1} and ages[-1] in (0, 1)
-    assert all(same)
-
-
-def test_stats_and_names(llm):
-    stats = llm.stats()
-    assert stats["eviction"] == "fifo"
-    assert stats["control"]["policies"] == ["FIFO", "RecentPrefetch"]
-    assert stats["control"]["decisions"]["RecentPrefetch"] > 0
-
-
-def test_policies_that_are_weights_cost_nothing():
-    with make_llm(expert_budget="40%", eviction="lfru") as llm:
-        assert llm.engine.control is None and llm.stats()["control"] is None
-        np.testing.assert_array_equal(llm.engine.runner.tables.victim_weights, [1, 1, 0])
-        assert not {"snapshot", "decode_staged"} & {*map(str, llm.engine.runner.executables())}
-
-
-@pytest.mark.slow
-def test_static_in_the_engine():
-    hot = tuple((3, 1, 4, 5) for _ in range(4))
-    policies = [Static(hot=hot)]
-    with make_llm(expert_budget="40%", policies=policies) as llm:
-        assert llm.stats()["eviction"] == "Static"
-        params = dataclasses.replace(GREEDY, max_tokens=40)
-        (before,) = llm.generate([[5, 6, 7]], params)
-        fills, runner = llm.stats()["experts"]["fills"], llm.engine.runner
-        resident = np.asarray(runner.tables.address) >= 0
-        assert resident[:, [3, 1, 4, 5]].all() and not runner.faults()
-        # From here on nothing comes in.
-        (after,) = llm.generate([[5, 6, 7]], params)
-        assert after.outputs[0].token_ids == before.outputs[0].token_ids
-        assert llm.stats()["experts"]["fills"] == fills
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"driver": "host", "placement": "fiddler-code,STATED"}])
-def test_a_hot_table_in_the_engine(options):
-    """One layer's experts are used more than all others': its cells become more, no bit changes,
-    and nobody else comes in."""
-    stated = "per_token=1us,startup=1us,load=4us,accelerator=1us,attention=1us"
-    options = {k: v.replace("STATED", stated) for k, v in options.items()}
-    counts = np.ones((4, 16), int)
-    counts[2] += 9
-    table = HotTable(counts=tuple(tuple(c) for c in counts.tolist()))
-    params = dataclasses.replace(GREEDY, max_tokens=24)
-    with make_llm() as llm:
-        (wanted,) = llm.generate([[5, 6, 7]], params)
-    with make_llm(expert_budget="40%", policies=[table], **options) as llm:
-        before = cells_of(llm)
-        for _ in range(3):
-            (found,) = llm.generate([[5, 6, 7]], params)
-            assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
-        assert cells_of(llm)[2] == 16 > before[2] and cells_of(llm).sum() == before.sum()
-        runner = llm.engine.runner
-        assert (np.asarray(runner.tables.address)[2] >= 0).all() and not runner.faults()
-
-
-def cells_of(llm) -> np.ndarray:
-    return np.sum(np.asarray(llm.engine.runner.tables.cell_row) >= 0, axis=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class WrongPrior:
-    moments: frozenset = frozenset({Moment.STEP_END})
-    needs: frozenset = frozenset({"router"})
-    writes: frozenset = frozenset({"prior"})
-
-    def init(self, spec: Spec) -> None:
-        if spec.router is not None:
-            raise ValueError(f"the router is {spec.router.dtype}{list(spec.router.shape)}")
-
-    def decide(self, state: None, observation: Observation):
-        return None, Decision()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (
-            {"eviction": "mru"},
-            "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-lru, global-lfu, "
-            "global-lfru, fifo, static, hot-table",
-        ),
-        ({"policies": RecentPrefetch()}, "policies must be a list of policies, not RecentPrefetch"),
-        ({"policies": [RecentPrefetch]}, r"RecentPrefetch is a class; give an object"),
-        (
-            {"eviction": "static", "policies": [RecentPrefetch()]},
-            "policies Static and RecentPrefetch both write 'stages'; leave one out",
-        ),
-        (
-            {"policies": [scripted(moments={Moment.ROUTED})]},
-            "Scripted asks for ROUTED, which driver='device' lacks; driver='host' has it",
-        ),
-        # What the policy says of the model comes as it is; the router is given to who needs it.
-        ({"policies": [WrongPrior()]}, r"the router is float32\[4, \d+, 16\]"),
-    ],
-)
-def test_refusals(options, match):
-    with pytest.raises(UserError, match=match):
-        make_llm(**options)
-
-
-def test_the_command_line_knows_every_eviction_policy():
-    choices = re.search(r"--eviction \{([a-z,-]+)\}", _help("generate"))
-    assert choices and set(choices[1].split(",")) == set(POLICIES)
-
-
-def _help(command: str) -> str:
-    (action,) = (a for a in _parser()._actions if a.dest == "command")
-    return action.choices[command].format_help()  # type: ignore[index, union-attr]
-
-
-# ---- the host driver
-
-
-@dataclasses.dataclass(frozen=True)
-class NextLayer:
-    """Stages in the layer after the one just routed the experts of the same ids."""
-
-    layers: int = 4
-
-    moments: frozenset = frozenset({Moment.ROUTED, Moment.TRANSFER, Moment.STEP_END})
-    needs: frozenset = frozenset({"ids", "finished", "in_flight"})
-    writes: frozenset = frozenset({"stages"})
-
-    def init(self, spec: Spec) -> tuple:
-        return ()
-
-    def decide(self, state: tuple, observation: Observation):
-        state = (*state, (observation.moment, observation.layer, observation.finished))
-        if observation.moment != Moment.ROUTED or observation.layer == self.layers - 1:
-            return state, Decision()
-        assert observation.ids is not None and observation.ids.shape[1] == 1
-        wanted = (Stage(observation.layer + 1, int(e)) for e in np.unique(observation.ids))
-        return state, Decision(stages=tuple(wanted))
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_policies_between_layers():
-    """Transfers asked for after routing a layer are there, or skipped, before the next one."""
-    with make_llm(expert_budget="40%", driver="host", policies=[NextLayer()]) as llm:
-        engine = llm.engine
-        control, engine.control, engine.hooks = engine.control, None, None
-        alone = run(llm, JOBS, check=False)
-        engine.control = control
-        engine.hooks = layer_hooks(control, engine.runner)
-        for got, want in zip(run(llm, JOBS), alone, strict=True):
-            assert got.same_bits(want)
-        (seat,) = control.controller._seats[1:]
-        transfers = [s for s in seat.state if s[0] == Moment.TRANSFER]
-        assert transfers and all(s[2] for s in transfers)
-        carried = [t for _, _, finished in transfers for t in finished if not t.skipped]
-        assert carried and all(t.published == t.issued >= 0 for t in carried)
-        counts = llm.stats()["control"]["transfers"]["prefetch"]
-        assert counts["done"] >= len(carried) and counts["used"] > 0
-        assert counts["issued"] == counts["done"] + counts["skipped"]
-
-
-# ---- the border itself
-
 
 NO_ROWS = StepRows(*np.zeros((4, 0), np.int32))
 
@@ -345,24 +114,6 @@ def test_a_step_that_failed_behind_a_hook_leaves_nothing_to_settle():
     assert (counts["issued"], counts["deferred"], counts["skipped"]) == (1, 1, 0)
 
 
-def test_table_updates_are_contents():
-    prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
-    start = {(Moment.STEP_END, 0): Decision(prior=prior, fill_version=prior * 0 - 1)}
-    runner: Any = FakeRunner()
-    policy = scripted(start, writes={"prior", "fill_version"})
-    control = Control(runner, Controller(spec(), [policy]))
-    assert runner.prepared == []
-    assert control.before_step(0) == []
-    control.after_dispatch(0)
-    control.after_read(step_record(0))
-    before = runner.tables
-    assert control.before_step(1) == []
-    np.testing.assert_array_equal(runner.tables.prior, prior)
-    np.testing.assert_array_equal(runner.tables.fill_version, prior * 0 - 1)
-    assert runner.tables.prior.dtype == before.prior.dtype
-    assert runner.tables.owner is before.owner
-
-
 @pytest.mark.parametrize("can", [False, True, None])
 def test_a_budget_goes_to_the_engine(can):
     start = {(Moment.STEP_END, 0): Decision(cells=np.array([2, 3]))}
@@ -387,28 +138,3 @@ def test_a_budget_goes_to_the_engine(can):
     if can is not None:
         ((cells, pages),) = asked
         assert cells.tolist() == [2, 3] and pages is None
-
-
-def test_the_tutorial_shows_the_file_that_runs(repository):
-    page = (repository / "docs" / "write_a_policy.md").read_text()
-    source = (repository / "examples" / "recent_prefetch.py").read_text()
-    (shown,) = re.findall(r"```python\n(import dataclasses.*?)```", page, re.DOTALL)
-    body = source[source.index("import dataclasses") : source.index('if __name__ == "__main__"')]
-    assert shown.strip() == body.strip()
-
-
-def test_the_tutorials_file_runs_as_a_script(llm, repository, capsys, monkeypatch):
-    """On the engine at hand, which has the same policy and budget."""
-    path, asked = repository / "examples" / "recent_prefetch.py", {}
-
-    def at_hand(model, **options):
-        asked.update(options, model=model)
-        return contextlib.nullcontext(llm)
-
-    monkeypatch.setattr(moejax, "LLM", at_hand)
-    monkeypatch.setitem(sys.modules, "example", module := types.ModuleType("example"))
-    module.__dict__["__name__"] = "__main__"
-    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
-    assert asked["model"] == "demo" and asked["expert_budget"] == "40%"
-    assert [type(policy).__name__ for policy in asked["policies"]] == ["RecentPrefetch"]
-    assert "'recent': {'issued'" in capsys.readouterr().out

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, SamplingParams, UserError
-from moejax.engine.resize import Resizer
 from moejax.step.runner import Runner
 from scripts.check.kv_faults import kv_faults
 
@@ -180,20 +174,6 @@ def test_an_engine_is_idle_after_a_request_that_stopped_early(llm, expected, mon
     llm.engine.set_budget(cells, kv)
 
 
-def test_a_policy_may_shrink_kv_although_prompts_are_cached(llm):
-    scheduler, runner = llm.engine.scheduler, llm.engine.runner
-    arena, before = scheduler.arena, llm.stats()["arena"]
-    llm.generate(np.random.default_rng(5).integers(1, 4096, 200).tolist(), GREEDY)
-    assert scheduler.cache.idle > 8
-    resizer = Resizer(runner, scheduler)
-    while not resizer.move(None, arena.layout.pages_per_slot).settled:
-        assert kv_faults(scheduler) == []
-    assert arena.pages == arena.layout.pages_per_slot and kv_faults(scheduler) == []
-    with pytest.raises(PolicyError, match="wants what the arena cannot give"):
-        resizer.move(None, 10**6)
-    llm.engine.set_budget(before["cells_per_layer"], before["kv_slots"])
-
-
 @pytest.mark.parametrize(
     ("cells", "kv_slots"), [([2] * 4, -3), ([2] * 3, 5), ([17, 0, 0, 0], 5), ([2] * 4, 10_000)]
 )
@@ -214,16 +194,13 @@ def test_budgets_do_not_move_under_running_requests(llm):
     assert all_free(llm)
 
 
-def test_an_aborted_score_stays_aborted(llm):
+def test_a_score_that_is_aborted_or_refused_costs_nothing(llm):
     request = llm.engine.add([7] * 100, GREEDY, targets=[8] * 100)
     llm.engine.step()
     llm.engine.abort([request])
     while not llm.engine.idle:
         llm.engine.step()
     assert request.finish_reason == "abort" and all_free(llm)
-
-
-def test_scored_tokens_must_be_in_the_vocabulary(llm):
     for token in (4096, -1):
         with pytest.raises(UserError, match=f"token id {token} is outside"):
             llm.score([5, 6, token])
@@ -241,11 +218,7 @@ def test_a_prompt_longer_than_a_prefill_step_and_arrivals_in_between(llm, expect
     assert (first.output, second.output) == (alone, expected)
 
 
-def test_one_token(llm, expected):
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    assert llm.generate([7, 8, 9], params)[0].outputs[0].token_ids == expected[:1]
-
-
+@pytest.mark.slow
 def test_a_closed_llm_says_so():
     llm = LLM("demo", progress=False, **LIMITS)
     stream = llm.stream("The old house", GREEDY)
@@ -277,6 +250,7 @@ def test_a_start_that_fails_frees_what_it_took(monkeypatch):
     assert all(array.is_deleted() for array in arrays)
 
 
+@pytest.mark.slow
 def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -284,27 +258,3 @@ def test_a_folder_named_demo_does_not_shadow_the_model(tmp_path, monkeypatch):
         assert llm.config.num_experts == 16
     with pytest.raises(UserError, match=r"model\.safetensors"):
         LLM("./demo", progress=False)
-
-
-@pytest.mark.nightly
-def test_a_program_with_64_bit_integers_switched_on(expected):
-    code = (
-        "from moejax import LLM, SamplingParams\n"
-        f"with LLM('demo', progress=False, **{LIMITS}) as llm:\n"
-        "    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)\n"
-        "    print(llm.generate([7, 8, 9], params)[0].outputs[0].token_ids)\n"
-    )
-    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
-    command = [sys.executable, "-c", code]
-    wide = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert wide.returncode == 0, wide.stderr
-    assert json.loads(wide.stdout) == expected
-
-
-def test_statistics_count_from_the_arrival_after_a_pause(llm):
-    before = llm.stats()["time"]
-    time.sleep(1.0)
-    llm.generate([7, 8, 9], GREEDY)
-    after = llm.stats()["time"]
-    spent = sum(after[k] - before[k] for k in ("prefill_s", "decode_s"))
-    assert 0 < spent < 1.0

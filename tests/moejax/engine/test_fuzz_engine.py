@@ -1,7 +1,6 @@
 """Random workloads under all invariants: a sample of what `python -m scripts.check fuzz` does."""
 
 import dataclasses
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,45 +13,19 @@ from scripts.check.kv_faults import kv_faults
 from scripts.parts.bench_engine import SMALL
 from tests.moejax.engine.scheduler_model import Device, Turn, run
 from tests.pallas_kernels.contract import NATIVE
-from tests.scripts.runs import json_lines, refusal
+from tests.scripts.runs import json_lines
 
 pytestmark = pytest.mark.slow
 
 SEED = 0
-EPISODES = 4
-"""About 1500 steps."""
 SHORT = 5
 """An episode of few steps."""
-
-REACHED = (
-    *("preemptions", "prefix hit tokens", "session hit tokens", "sessions evicted"),
-    *("pages swapped out", "pages swapped in", "cached pages dropped", "budgets moved"),
-    *("expert fills", "expert hits", "experts read through", "staged transfers"),
-    *("siblings", "forks", "queued turns", "rewritten turns", "ended sessions", "refusals"),
-    *("penalties", "biases", "logprobs", "prompt_logprobs", "scores", "stopped by a string"),
-    *("cancelled running", "cancelled waiting", "ended by stop", "ended by length"),
-    *("failed steps", "recomputed", "compared"),
-)
-
-
-def run_some(llm, episodes):
-    counts = Counter()
-    for number in range(episodes):
-        counts.update(run_episode(llm, SEED, number, check_every=16).counts)
-    return counts
 
 
 @pytest.fixture(scope="module")
 def llm():
     with LLM("demo", **SMALL) as llm:
         yield llm
-
-
-@pytest.mark.nightly
-def test_a_sample_of_random_workloads(llm):
-    counts = run_some(llm, EPISODES)
-    missing = [name for name in REACHED if not counts[name]]
-    assert not missing, (missing, counts)
 
 
 IN_THE_WAY = (
@@ -71,19 +44,6 @@ def test_a_sample_with_transfers_from_memory_and_files(capsys):
     assert not missing, summary
 
 
-def test_what_was_in_the_way_is_said_in_a_line():
-    counts = Counter({"cancelled running": 2, "cancelled waiting": 3, "budgets moved": 1})
-    said = fuzz_engine.in_the_way(counts)
-    assert "5 requests cancelled" in said and "1 resizes" in said and "0 preemptions" in said
-
-
-@pytest.mark.nightly
-def test_an_episode_depends_on_its_number_only(llm):
-    first = run_episode(llm, SEED, SHORT, check_every=64)
-    run_episode(llm, SEED, SHORT + 1, check_every=64)
-    assert run_episode(llm, SEED, SHORT, check_every=64) == first
-
-
 @pytest.mark.nightly
 def test_a_page_that_is_not_brought_back_is_found(llm, monkeypatch):
     def swap_in(cache, blocks):
@@ -94,7 +54,7 @@ def test_a_page_that_is_not_brought_back_is_found(llm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "swap_in", swap_in)
         with pytest.raises(Fault, match="differs from its solo run"):
-            run_some(llm, 3)
+            [run_episode(llm, SEED, number, check_every=16) for number in range(3)]
 
 
 def test_what_differs_is_named(llm):
@@ -123,26 +83,6 @@ def test_a_failure_says_how_to_run_it_again(llm, monkeypatch, capsys):
     assert "--seed 3 --episode 5" in said and "--store memory --chunk-bytes 16KiB" in said
 
 
-def test_the_command(llm, monkeypatch, capsys):
-    monkeypatch.setattr(fuzz_engine, "LLM", lambda *a, **k: llm)
-    monkeypatch.setattr(type(llm), "__exit__", lambda *a: None)
-    (summary,) = json_lines(
-        capsys, fuzz_engine.main, "--episode", str(SHORT), "--check-every", "32"
-    )
-    assert summary["episodes"] == 1 and summary["steps"] > 50
-    assert summary["counts"]["requests"] > 0
-    assert "at least 1" in refusal(capsys, fuzz_engine.main, "--steps", "0")
-
-
-def test_budgets_hold_at_least_one_longest_sequence(llm):
-    rng = np.random.default_rng(0)
-    layout = llm.engine.scheduler.arena.layout
-    for _ in range(50):
-        cells, slots = fuzz_engine.draw_budget(rng, llm)
-        assert slots * layout.pages_per_slot * layout.page.block_size >= 192
-        assert sum(cells) + slots <= llm.engine.scheduler.arena.slots
-
-
 # ---- what it found
 
 
@@ -156,17 +96,6 @@ def test_a_turn_moved_out_in_the_step_that_it_came_in_begins_once():
         device.step()
         assert not [f for f in kv_faults(device.scheduler) if "references" in f]
     assert turn.preemptions > 0
-
-
-def test_turns_after_a_recomputed_one_say_so_too():
-    device = Device(pages=20, overflow="recompute", rows=4, prefill_chunks=4, max_model_len=512)
-    turns = [
-        Turn((5,) * 100, 3, "a"),
-        Turn((6,) * 250, 3, arrival=20),
-        Turn((7,), 3, "a", arrival=40),
-        Turn((8,), 3, "a", arrival=60),
-    ]
-    assert [r.recomputed for r in run(device, turns)] == [False, False, True, True]
 
 
 def test_a_score_that_is_computed_again_has_each_token_once(llm):

@@ -1,151 +1,228 @@
 """Experts that a second processor computes beside the steps' own: the bits of full residency
-whoever computes what, both at work at once, and a trace that says who did."""
+whoever computes what, and a trace that says who did. Beside native ops over a link, and beside a
+device with memory of its own, shown on a CPU whose transfers jax carries out: only rows of x and y
+cross. Where the processors' bits differ they are those of the recorded placement."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import time
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec
+import moejax.start.decide.plan
 from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.eviction.names import eviction_policy
 from host_offload.policies.placement import names
+from host_offload.policies.placement.recorded import recorded_placement
+from host_offload.queue.pinned import PinnedRecords
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from moejax import LLM, UserError
+from moejax.checkpoints.convert import convert
 from moejax.commands.main import main
+from moejax.start.second import second_of
 from moejax.step.programs import ProgramKey
 from pallas_kernels.cpu.spans import recorded
 from tests.faults import Faults, inject
+from tests.moejax.engine.scenes import (
+    LINK,
+    QUEUE,
+    Anyhow,
+    at_rest,
+    delay,
+    open_llm,
+    same_bits,
+)
 from tests.moejax.engine_runs import mixed_jobs, run
+from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
 
-LIMITS: dict[str, Any] = {
-    **dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256),
-    **dict(progress=False, enable_prefix_caching=False),
-}
-LINK = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
-AT_ONCE = {"transfer_threads": 3, "chunk_bytes": "1MiB"}
-"""Of a small model a chunk is then a whole part of a record, and there is a thread for each."""
 COSTS = "per_token=50us,startup=300us,accelerator=200us,attention=500us"
+STATED = f"prescope,{COSTS},load=1ms"
+BESIDE = {
+    "link": {**LINK, "driver": "host", "expert_budget": "40%"},
+    "queue": {**QUEUE, "expert_budget": "40%"},
+}
+BOTH = pytest.mark.parametrize("beside", BESIDE)
 
 
-def open_llm(**options) -> LLM:
-    given = {"placement": f"prescope,{COSTS}", "driver": "host", "expert_budget": "40%"}
-    return LLM("demo", **{**LIMITS, **LINK, **given, **options})
+def placed(beside: str, placement: str | None = None, **options) -> LLM:
+    given = {"placement": placement, "enable_prefix_caching": False, **BESIDE[beside]}
+    return open_llm(**{**given, **options})
 
 
-@functools.cache
-def at_rest():
-    with LLM("demo", **LIMITS) as llm:
-        return run(llm, mixed_jobs(), check=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Anyhow:
-    """Gives experts to either processor by a number drawn from step and layer, residents too, and
-    loads the others in a random order."""
-
-    share: float
-    moments: frozenset = frozenset({Moment.EXPERTS_BEGIN})
-    needs: frozenset = frozenset({"counts"})
-    writes: frozenset = frozenset({"execute", "load_order"})
-
-    def init(self, spec: Spec) -> None:
-        return None
-
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
-        assert observation.counts is not None
-        active = np.count_nonzero(observation.counts[observation.layer])
-        rng = np.random.default_rng([observation.step, observation.layer])
-        execute = (rng.random(active) < self.share).astype(np.int8)
-        return None, Decision(execute=execute, load_order=rng.permutation(active))
-
-
-def test_the_bits_are_those_of_full_residency_whoever_computes_what():
-    """Prefill in two waves and decode, over a link that is late, with cells for some experts and
-    for none."""
-    with open_llm(placement=None, policies=[Anyhow(0.5)], prefill_waves=2) as llm:
+@BOTH
+def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
+    """Prefill in two waves and decode, with copies that are late, with cells for some experts and
+    for none. Each active expert is counted once, by one processor."""
+    with placed(beside, policies=[Anyhow(0.5)], prefill_waves=2) as llm:
+        runner = llm.engine.runner
         for policy, cells in ((Anyhow(0.5), 6), (Anyhow(0.8), 0), (Anyhow(1.0), 6)):
             llm.engine.begin_anew(llm.plan.spec, [eviction_policy("lru"), policy], [cells] * 4)
+            delay(llm, 1e-3 if cells else 0.0)
             paging, before = llm.engine.statistics.paging, llm.stats()["placement"]
             hits, fills = paging["hits"], paging["fills"]
-            found = run(llm, mixed_jobs()[:3], check=not cells)
-            assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=False))
+            found = run(llm, mixed_jobs()[:3], check=not cells and beside == "link")
+            assert not runner.faults() and same_bits(found, at_rest())
             after = llm.stats()["placement"]
             assert after["experts"] > before["experts"] and after["rows"] > before["rows"]
             # Where all misses are computed beside, nobody comes; elsewhere residents are used.
-            assert (
-                (paging["hits"] > hits) == (paging["fills"] > fills) == (cells and policy.share < 1)
-            )
-            computed = paging["hits"] + paging["fills"] + paging["read_through"]
-            assert paging["active"] == computed + after["experts"]
+            some = bool(cells) and policy.share < 1
+            assert (paging["hits"] > hits) == (paging["fills"] > fills) == some
+            there = paging["hits"] + paging["fills"] + paging["read_through"]
+            assert paging["active"] == there + after["experts"]
+        assert after["same_bits"] and after["implementation"] == "cpu"
+        if beside == "queue":
+            # It computes with the pinned arrays' own memory, and what crosses to the device is y.
+            assert {a.sharding.memory_kind for a in runner.records.of(0, 0)} == {"pinned_host"}
+            assert runner._seen
+            for (layer, expert), seen in runner._seen.items():
+                (piece,) = runner.records.of(layer, expert)
+                assert seen.unsafe_buffer_pointer() == piece.unsafe_buffer_pointer()
 
 
-def test_a_trace_says_who_computed_what_and_replays(tmp_path):
-    """And other placements of the same steps count in the simulator what they do in the engine."""
+def into_wrong_slots(runner, compute):
+    def mutant(*args):
+        made = compute(*args)
+        return made._replace(slots=[np.roll(slots, 1) for slots in made.slots])
+
+    return "_compute", mutant
+
+
+def with_another_record(runner, compute):
+    record = runner._record
+    return "_record", lambda layer, expert: record((layer + 1) % 4, expert)
+
+
+@pytest.mark.slow
+def test_mistakes_are_seen(monkeypatch):
+    """What the test above would say of them."""
+    with placed("queue", policies=[Anyhow(0.7)]) as llm:
+        runner = llm.engine.runner
+        for mutate in (into_wrong_slots, with_another_record):
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, *mutate(runner, runner._compute))
+                assert not same_bits(run(llm, mixed_jobs()[:2], check=False), at_rest()), mutate
+
+
+@BOTH
+@pytest.mark.slow
+def test_a_trace_says_who_computed_what_and_replays(beside, tmp_path):
+    """With prefetches by gates. Other placements of the same steps count in the simulator what
+    they do in the engine; a replay finds a change of who computed."""
+    load = "" if beside == "link" else ",load=1ms"
     options = {"trace": tmp_path / "run", "trace_arrays": "gate_input"}
-    with open_llm(**options, placement=f"prescope,{COSTS},predict=gates") as llm:
+    with placed(beside, f"prescope,{COSTS}{load},predict=gates", **options) as llm:
         assert llm.engine.control is not None
         spec = llm.engine.control.controller.spec
         found = run(llm, mixed_jobs(), check=False)
         stats = llm.stats()
-    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
+    assert same_bits(found, at_rest())
     assert sum(stats["transfers"]["prefetches"].values()) > 0
-    assert stats["placement"]["placement"] == f"prescope,{COSTS},predict=gates,load=link"
     trace = read_trace(tmp_path / "run")
     steps = [*trace.step_traces()]
-    placed = np.stack([step.placed for step in steps])
-    assert placed.sum() == stats["placement"]["experts"] > 0
-    assert not np.any(placed & ~np.stack([step.missed for step in steps]))
+    by_second = np.stack([step.placed for step in steps])
+    assert by_second.sum() == stats["placement"]["experts"] > 0
+    assert trace.header.spec["placement_same_bits"]
+    assert not np.any(by_second & ~np.stack([step.missed for step in steps]))
     simulation = replay(trace, spec=spec)
-    assert np.array_equal(simulation.placed, placed.sum(axis=2))
+    assert np.array_equal(simulation.placed, by_second.sum(axis=2))
     assert simulation.fills.sum() == stats["experts"]["fills"]
+    if beside == "queue":
+        return
+    assert stats["placement"]["placement"] == f"prescope,{COSTS},predict=gates,load=link"
     assert simulation.bytes.sum() == sum(stats["bytes"].values()) + np.sum(
         [step.bytes[2] for step in steps]
     )
-    for name in ("fiddler-code", "llama.cpp"):
-        placement = f"{name},{COSTS},load=1ms"
-        simulation = simulate(trace, placement=placement, eviction="lru")
-        with open_llm(placement=placement) as other:
-            run(other, mixed_jobs(), check=False)
-            counted = other.stats()
-        assert simulation.placed.sum() == counted["placement"]["experts"] > 0, name
-        for what in ("hits", "fills", "read_through"):
-            assert getattr(simulation, what).sum() == counted["experts"][what], name
-
-
-def test_a_replay_finds_a_change_of_who_computed(tmp_path):
     placement = f"fiddler-code,{COSTS},load=1ms"
-    with open_llm(trace=tmp_path / "run", placement=placement) as llm:
-        run(llm, mixed_jobs()[:2], check=False)
-    trace = read_trace(tmp_path / "run")
-    header = trace.header
-    other = {**header.spec, "placement": placement.replace("fiddler-code", "llama.cpp")}
-    trace = dataclasses.replace(trace, header=dataclasses.replace(header, spec=other))
+    simulation = simulate(trace, placement=placement, eviction="lru")
+    with placed(beside, placement, trace=tmp_path / "other") as other:
+        run(other, mixed_jobs(), check=False)
+        counted = other.stats()
+    assert simulation.placed.sum() == counted["placement"]["experts"] > 0
+    for what in ("hits", "fills", "read_through"):
+        assert getattr(simulation, what).sum() == counted["experts"][what]
+    trace = read_trace(tmp_path / "other")
+    changed = {**trace.header.spec, "placement": placement.replace("fiddler-code", "llama.cpp")}
+    header = dataclasses.replace(trace.header, spec=changed)
     with pytest.raises(TraceError, match=r"decision"):
-        replay(trace)
+        replay(dataclasses.replace(trace, header=header))
 
 
+def other_bits(*args):
+    """A second processor of another implementation than the steps' own."""
+    second = second_of(*args)
+    return second and dataclasses.replace(second, implementation="xla", same_bits=False)
+
+
+@pytest.mark.slow
+def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypatch):
+    """Prefetches depend on how fast copies are, so a run alone need not place as another did."""
+    monkeypatch.setattr(moejax.start.decide.plan, "second_of", other_bits)
+    run_before = tmp_path / "run"
+    with placed("queue", f"{STATED},predict=gates", trace=run_before) as llm:
+        delay(llm)
+        wanted = run(llm, mixed_jobs()[:3], check=False)
+        stats = llm.stats()["placement"]
+        assert not stats["same_bits"] and stats["experts"] > 0
+        assert any("a function of the placement" in note for note in llm.plan.budget.notes)
+    assert not same_bits(wanted, at_rest())
+    assert not read_trace(run_before).header.spec["placement_same_bits"]
+    with placed("queue", f"recorded={run_before}", trace=tmp_path / "again") as llm:
+        assert same_bits(run(llm, mixed_jobs()[:3], check=False), wanted)
+        assert llm.stats()["placement"]["experts"] == stats["experts"]
+        with pytest.raises(ValueError, match="this run has other requests than the recorded one"):
+            run(llm, mixed_jobs()[:1], check=False)
+
+
+@pytest.mark.slow
+def test_a_recording_without_a_placement_is_refused(tmp_path):
+    with placed("queue", trace=tmp_path / "run") as llm:
+        run(llm, mixed_jobs()[:1], check=False)
+    with pytest.raises(TraceError, match="a run without a placement"):
+        recorded_placement(read_trace(tmp_path / "run"))
+    with pytest.raises(UserError, match="a run without a placement"):
+        placed("queue", f"recorded={tmp_path / 'run'}").close()
+
+
+@pytest.mark.nightly
+def test_kernels_beside_the_native_op_repeat_a_recorded_placement(tmp_path):
+    """Every op of the steps a Triton-lowered kernel, interpreted; missed experts by the native
+    op."""
+    limits = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 192}
+    given = {**limits, "transfers": "queue", "driver": "host"}
+    given |= {"prefill_waves": 1, "expert_budget": "40%"}
+    jobs, found = three_jobs(vocabulary=4096), []
+    for placement in (STATED, f"recorded={tmp_path / 'run0'}", None):
+        trace = tmp_path / f"run{len(found)}" if placement else None
+        with interpreted_llm("demo", placement=placement, trace=trace, **given) as llm:
+            found.append(run(llm, jobs, check=False))
+            assert not llm.engine.runner.faults()
+            stats = llm.stats()
+            assert stats["ops"]["expert_ffn"] == "pallas"
+            if placement:
+                assert stats["placement"]["experts"] > 0
+                assert not stats["placement"]["same_bits"]
+    assert same_bits(found[1], found[0]) and not same_bits(found[2], found[0])
+
+
+@pytest.mark.slow
 def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
     """The accelerator's op waits for loads of milliseconds, and the second's runs meanwhile; times
     that are stated are taken."""
     test = "threads=1+1,accelerator=1ms,startup=2ms,per_token=1us,attention=4ms"
-    slow = {"link_rate": "20MB/s", "placement_test": test}
-    policy = Anyhow(0.5)
-    with open_llm(placement=None, policies=[policy], **slow) as llm:
+    with placed("link", policies=[Anyhow(0.5)], link_rate="20MB/s", placement_test=test) as llm:
         runner = llm.engine.runner
         for part, number in (("accelerate", 0), ("beside", 1)):
             assert runner.steps.second.threads[number] == 1
@@ -164,14 +241,14 @@ def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
     assert stats["accelerator_s"] + stats["second_s"] - stats["both_s"] < took
     assert stats["gap_of_a_layer_s"]["max"] >= stats["gap_of_a_layer_s"]["mean"] > 0
     # Between any two layers of a step, not before the first.
-    assert stats["between_s"] > 4e-3 * stats["between"] > 0
+    assert stats["between_s"] > 4e-3 * stats["between"] > 0 == stats["between"] % 3
     assert 0 < stats["decided_s"] < stats["between_s"] - 4e-3 * stats["between"]
-    assert stats["between"] % 3 == 0
 
 
+@pytest.mark.slow
 def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_at(monkeypatch):
     """Whoever did not compute an expert has NaN in its slots here: a sum would show it."""
-    with open_llm() as llm:
+    with placed("link", f"prescope,{COSTS}") as llm:
         runner = llm.engine.runner
         bind, poisoned = type(runner)._bind, []
 
@@ -197,65 +274,83 @@ def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_a
 
         monkeypatch.setattr(type(runner), "_bind", broken)
         found = run(llm, mixed_jobs(), check=False)
-    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
-    assert sum(poisoned) > 0
+    assert same_bits(found, at_rest()) and sum(poisoned) > 0
 
 
-def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
-    with open_llm() as llm:
+@BOTH
+@pytest.mark.slow
+def test_a_second_processor_that_fails_ends_the_step_and_no_more(beside, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("the second processor broke")
+
+    with placed(beside, policies=[Anyhow(0.5)]) as llm:
         runner = llm.engine.runner
-        beside = type(runner)._beside
-
-        def broken(self, parts, *args):
-            def fail(*_):
-                raise RuntimeError("the second processor broke")
-
-            return beside(self, {**parts, ("beside", None): fail}, *args)
-
-        monkeypatch.setattr(type(runner), "_beside", broken)
+        if beside == "queue":
+            monkeypatch.setattr(runner, "_compute", fail)
+        else:
+            before = runner._beside
+            monkeypatch.setattr(
+                runner,
+                "_beside",
+                lambda parts, *args: before({**parts, ("beside", None): fail}, *args),
+            )
         with pytest.raises(RuntimeError, match="the second processor broke"):
-            run(llm, mixed_jobs(), check=False)
+            run(llm, mixed_jobs()[:2], check=False)
         monkeypatch.undo()
         for _ in range(3):
             llm.engine.step()
-        found = run(llm, mixed_jobs(), check=False)
-    assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
+        assert same_bits(run(llm, mixed_jobs()[:2], check=False), at_rest())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"driver": "device"}, "Placement asks for EXPERTS_BEGIN, which driver='device' lacks"),
-        ({"driver": "stream"}, "which driver='stream' lacks"),
-        ({"placement": "cpu"}, "unknown placement 'cpu'; known: prescope"),
-        ({"placement": None, "placement_test": "threads=1+1"}, "name one, placement='prescope'"),
-        ({"placement_test": "threads=2"}, r"threads=2 is not A\+B"),
-        ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token, att"),
-        ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
-        ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_what_a_second_processor_does_not_go_with_is_refused(options, message):
-    with pytest.raises((UserError, ValueError), match=message):
-        open_llm(**options).close()
+def not_in_place(self, *args):
+    raise ValueError("jax copies pinned arrays to the CPU")
 
 
+def other_bytes(self, host, layer, expert):
+    return jax.device_put(np.zeros(self.shape[2:], np.uint16), host)
+
+
+@pytest.mark.parametrize("seen_by", [not_in_place, other_bytes])
+@pytest.mark.slow
+def test_memory_that_the_cpu_cannot_read_in_place_is_refused(seen_by, monkeypatch):
+    monkeypatch.setattr(PinnedRecords, "seen_by", seen_by)
+    with pytest.raises(UserError, match="computes experts where the store has them, and"):
+        placed("queue", STATED).close()
+
+
+@pytest.mark.slow
+def test_a_cache_of_files_in_pinned_arrays_is_refused(demo_dir, tmp_path):
+    model = convert(demo_dir, tmp_path / "demo").directory
+    options = {**BESIDE["queue"], "store": "file", "host_memory": "4MiB", "placement": STATED}
+    with pytest.raises(UserError, match="not of a cache of files in them; take store='memory'"):
+        open_llm(model, enable_prefix_caching=False, **options).close()
+
+
+def test_a_device_with_memory_of_its_own_takes_the_queue():
+    """Kernels (here none are interpreted, as the start is refused) beside a CPU's op."""
+    with (
+        pytest.raises(UserError, match="add transfers='queue'"),
+        interpreted_llm("demo", placement=STATED, driver="host", max_model_len=64, max_num_seqs=2),
+    ):
+        pass
+
+
+@pytest.mark.slow
 def test_the_command_line_places(capsys):
     limits = ["--max-model-len", "64", "--max-num-seqs", "2", "--expert-budget", "40%"]
     command = ["generate", "The old house", *limits, "--max-tokens", "8", "--temperature", "0"]
     assert main(command) == 0
     alone = capsys.readouterr().out
-    placed = ["--driver", "host", "--placement", f"prescope,{COSTS},load=1ms"]
-    assert main([*command, *placed]) == 0
+    beside = ["--driver", "host", "--placement", STATED]
+    assert main([*command, *beside]) == 0
     shown = capsys.readouterr()
     assert shown.out == alone
     (line,) = (line for line in shown.err.splitlines() if line.startswith("beside"))
     assert "missed experts (" in line and "done apart by" in line and "prescope" in line
-    assert main([*command, *placed, "--json"]) == 0
-    beside = capsys.readouterr()
-    assert beside.out == alone
-    assert json.loads(beside.err[beside.err.index("{") :])["placement"]["experts"] > 0
+    assert main([*command, *beside, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == alone
+    assert json.loads(shown.err[shown.err.index("{") :])["placement"]["experts"] > 0
 
 
 @pytest.mark.slow
@@ -263,18 +358,17 @@ def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypat
     """PreScope's AsyncIO as the engine has it: gate, up and down of an expert are three transfers
     at once; beside a hot table loads on demand pass two buffers in turn and come into no cell; who
     comes ahead gets a cell of its own layer. Whatever is late, the bits are the same."""
-    options = {"trace": tmp_path / "run", "trace_arrays": "gate_input", **AT_ONCE}
-    placement = f"prescope,{COSTS},predict=gates,buffers=2"
+    # Of a small model a chunk is then a whole part of a record, and there is a thread for each.
+    options: dict[str, Any] = {"transfer_threads": 3, "chunk_bytes": "1MiB"}
+    options |= {"trace": tmp_path / "run", "trace_arrays": "gate_input"}
     soon = dataclasses.replace(beside_prefetches(2), warmup=16)
     monkeypatch.setattr(names, "beside_prefetches", {2: soon}.__getitem__)
-    with open_llm(placement=placement, **options) as llm:
-        queue = llm.engine.runner.queue
-        assert queue is not None and llm.engine.control is not None
+    with placed("link", f"prescope,{COSTS},predict=gates,buffers=2", **options) as llm:
+        assert llm.engine.runner.queue is not None and llm.engine.control is not None
         run(llm, mixed_jobs()[:1], check=False)  # until the table is known
         before = dict(llm.engine.statistics.paging)
-        inject(queue, Faults(seed=1, delay=1e-3))
-        found = run(llm, mixed_jobs(), check=False)
-        assert all(a.same_bits(b) for a, b in zip(found, at_rest(), strict=True))
+        inject(llm.engine.runner.queue, Faults(seed=1, delay=1e-3))
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
         after = llm.engine.statistics.paging
         for what in ("read_through", "hits"):
             assert after[what] > before[what]

@@ -16,13 +16,11 @@ from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.placement import place, resident_spec
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.policies.budget.peak_headroom import ResidentHeadroom
-from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.names import precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
-from moejax import LLM, SamplingParams, UserError
+from moejax import SamplingParams
 from moejax.engine.control import control_of
 from moejax.engine.resize import ResidentResizer
 from moejax.start.options import Options
@@ -105,25 +103,6 @@ class Line:
             return state, Decision()
         slots = np.random.default_rng((self.seed, calls)).choice([floor, (floor + most) // 2, most])
         return state, Decision(kv_pages=int(slots) * per_slot)
-
-
-@dataclasses.dataclass(frozen=True)
-class Following:
-    """Wants, for each step, the transitions that another run carried out in it."""
-
-    changes: tuple[tuple[Transition, ...], ...]
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset({"transitions"})
-
-    def init(self, spec: Spec) -> None:
-        return None
-
-    def decide(self, state, observation: Observation):
-        # What is decided after step s is read rides in step s + 2.
-        after = observation.step + 2
-        queue = self.changes[after] if after < len(self.changes) else ()
-        return state, Decision(transitions=queue)
 
 
 def started(driver: str, expert_slots: int = EXPERT_SLOTS):
@@ -231,39 +210,6 @@ def test_versions_and_slots_move_at_once(engine, tmp_path):
         replay(trace, policies=[Restless(), Line(seed=9)])
 
 
-@pytest.mark.nightly
-def test_the_same_history_of_versions_gives_the_same_bits():
-    """In an arena with room for all, where no slot moves and nothing waits, the transitions of a
-    run in which slots moved."""
-    engine = started("device", LAYERS * EXPERTS + 12)
-    moving = played(engine, [Restless(seed=3), Line(seed=3)])
-    assert moving.moved["slots_moved"] > 3
-    tables = [LOW, *moving.versions]
-    changes = tuple(
-        tuple(
-            Transition(int(layer), int(expert), int(after[layer, expert]))
-            for layer, expert in np.argwhere(before != after)
-        )
-        for before, after in itertools.pairwise(tables)
-    )
-    fixed = played(engine, [Following(changes)], slots=LAYERS * EXPERTS + 12, spares=6)
-    engine.runner.delete()
-    np.testing.assert_array_equal(fixed.versions, moving.versions)
-    assert fixed.moved["slots_moved"] == 0 and same_bits(fixed.recorded, moving.recorded)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_both_drivers_move_the_same():
-    found = []
-    for driver in ("device", "host"):
-        engine = started(driver)
-        found.append(played(engine, [Restless(seed=5), Line(seed=5)]))
-        engine.runner.delete()
-    np.testing.assert_array_equal(found[0].versions, found[1].versions)
-    assert found[0].slots == found[1].slots and same_bits(found[0].recorded, found[1].recorded)
-
-
 @pytest.mark.slow
 def test_what_experts_cannot_give_is_the_policys_mistake(engine):
     played_once = played(engine, [Restless()])
@@ -273,72 +219,3 @@ def test_what_experts_cannot_give_is_the_policys_mistake(engine):
         engine.resizer.move(None, (arena.slots - 9) * arena.layout.pages_per_slot)
     with pytest.raises(PolicyError, match="layers have no cells of their own"):
         engine.resizer.move(np.ones(LAYERS, np.int32), None)
-
-
-# ---- by name
-
-OPTIONS: dict[str, Any] = {
-    "precision": "dynaexq,margin=0",
-    "interval": "16 tokens",
-    "max_model_len": 256,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 256,
-    "enable_prefix_caching": False,
-    "progress": False,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_closed_form_moves_slots_of_two_versions(tmp_path):
-    """KV that is not used goes to experts, more of which become high; no request is refused that
-    the fixed split serves, and longer ones get the slots back."""
-    prompts = [{"prompt_token_ids": [*range(5 + i, 25 + i)]} for i in range(6)]
-    longer = [{"prompt_token_ids": [*range(5 + i, 205 + i)]} for i in range(6)]
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    sizes: dict[str, Any] = {"memory": "6MiB", "kv_budget": "3MiB"}
-    finished, stats = {}, {}
-    for resize in ("none", "peak_headroom"):
-        trace = tmp_path / resize
-        with LLM("demo", resize=resize, trace=trace, **sizes, **OPTIONS) as llm:
-            seen = []
-            for batch in (prompts, prompts, longer, longer):
-                outputs = llm.generate(batch, params)
-                finished.setdefault(resize, []).extend(
-                    (len(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs
-                )
-                seen.append(llm.stats())
-            stats[resize] = seen
-        if resize == "peak_headroom":
-            policies = [DynaExq(margin=0.0, interval="16 tokens", resized=True), ResidentHeadroom()]
-            found = replay(read_trace(trace), policies=policies)
-            assert found.misses.sum() == 0
-    assert finished["peak_headroom"] == finished["none"]
-    capacity = [s["precision"]["hi_capacity"] for s in stats["peak_headroom"]]
-    (fixed,) = {s["precision"]["hi_capacity"] for s in stats["none"]}
-    assert capacity[1] > fixed and capacity[3] < capacity[1], capacity
-    said = stats["peak_headroom"][-1]
-    assert said["budget"]["resizes"] > 1 and said["budget"]["failed"] == 0
-    assert said["precision"]["hi"] <= said["precision"]["hi_capacity"]
-    assert said["precision"]["absent"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"resize": "mv_wsa"}, "it weighs the misses of experts, and where every expert is"),
-        ({"resize": "joint"}, "use resize=peak_headroom"),
-        ({"resize": "peak_headroom", "hi_share": 0.5}, "hi_share fixes how many experts are high"),
-        (
-            {"resize": "peak_headroom", "precision": "random", "interval": None},
-            "versions are fixed",
-        ),
-        (
-            {"resize": "peak_headroom", "precision": "dynaexq,paged=true"},
-            "cells of two versions are laid out once",
-        ),
-    ],
-)
-def test_what_cannot_move_is_refused_by_name(options, message):
-    with pytest.raises(UserError, match=message):
-        LLM("demo", **{**OPTIONS, **options})

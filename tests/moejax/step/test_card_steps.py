@@ -1,5 +1,5 @@
-"""The steps of known models, and expert_ffn over every format of records, compiled for every card
-of tests/aot: what does not fit a card's shared memory does not compile.
+"""The steps of known models compiled for every card of tests/aot: what does not fit a card's shared
+memory does not compile. expert_ffn over every format of records: test_expert_ffn_versions_aot.py.
 
 `python -m tests.aot.cards` writes the same compilations down as tables.
 """
@@ -10,12 +10,10 @@ import itertools
 
 import pytest
 
-from moejax.evaluate.gpu_check import VERSIONS
 from pallas_kernels.cards import shared_class
 from tests.aot.aot_h200 import CARDS, device_of
-from tests.aot.cards import MODELS, OURS, RECORD_ROWS, STEPS, compile_step
+from tests.aot.cards import MODELS, OURS, STEPS, compile_step
 from tests.moejax.step.test_constant_memory import STAGED, MiB
-from tests.pallas_kernels.test_expert_ffn_versions_aot import compile_layers
 
 pytestmark = pytest.mark.aot
 
@@ -46,18 +44,6 @@ def test_a_step_compiles_for_a_card(model, key, card):
         assert kernel.shared_bytes <= kib * 1024, name
         assert kernel.spill_bytes <= (SPILLED.get(name, 0) if kib == 99 else 0), name
     assert compiled.host_copies(1, to_host=True) == []
-    # References, of latent attention, cut out layers' weights: see test_family_steps.
+    # References, of latent attention, cut out layers' weights: as of test_families.
     if {"decode_attention_split", "prefill_attention"} & kernels.keys():
         assert compiled.copies(MiB) == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize(("rows", "row_tile"), RECORD_ROWS)
-@pytest.mark.parametrize("versions", VERSIONS, ids=str)
-def test_records_compile_for_a_card(versions, rows, row_tile, card):
-    _, kernels = compile_layers(versions, rows, row_tile, card=card)
-    own = [kernel for name, kernel in kernels.items() if name.startswith("expert_")]
-    assert len(own) == 2
-    for kernel in own:
-        assert 0 < kernel.shared_bytes <= shared_class(device_of(card)) * 1024

@@ -98,7 +98,10 @@ def test_trajectory_search_is_the_hosts_after_every_layer():
     assert np.asarray(found.place).tolist() == first.tolist()
 
 
-@pytest.mark.parametrize(("sizes", "rows"), [((40, 5, 16, 24), 3), ((300, 4, 128, 2048), 1)])
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [((40, 5, 16, 24), 3), pytest.param((300, 4, 128, 2048), 1, marks=pytest.mark.slow)],
+)
 def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
     """Of random rows, of stored ones, and of maps that are there twice: places, scores, lengths,
     what is wanted and its prior."""
@@ -216,6 +219,7 @@ def check_entries(listed, rng: np.random.Generator) -> None:
     assert [tuple(entry) for entry in simulated[:6]] == expected
 
 
+@pytest.mark.slow
 def test_an_empty_store_wants_nothing():
     arrays, _ = half_store(0)
     found = map_search.nearest_embedding(arrays, jnp.ones((R, D)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -22,8 +23,8 @@ from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels import resolve_ops
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.versions import VersionFormats
-from tests.aot.aot_h200 import Compiled, compile_for_h200
-from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes
+from tests.aot.aot_h200 import compile_for_h200
+from tests.moejax.step.test_constant_memory import GiB, MiB, abstract_programs, nbytes, with_steps
 
 pytestmark = pytest.mark.aot
 
@@ -31,248 +32,155 @@ RECORD = 9 * MiB
 """Three matrices [768, 2048] of bfloat16."""
 
 
-@pytest.fixture(scope="module")
-def programs() -> Programs:
+@functools.cache
+def of_kernels() -> Programs:
     ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
     made = abstract_programs(shape("qwen3-30b-a3b"), 40 * GiB, ops=ops, waves=8, **limits)
-    (record,) = made.steps.layout.records
-    edges = piece_edges(record, None)
-    rows = tuple(b - a for a, b in itertools.pairwise(edges))
-    (store,) = made.stores
-    return dataclasses.replace(
-        made,
-        steps=dataclasses.replace(made.steps, driver="host", queue=QueueSpec()),
-        stores=(AbsentRecords(store.shape, rows),),
-    )
+    return with_steps(made, driver="host", queue=QueueSpec())
 
 
-def compiled(programs: Programs, key: ProgramKey) -> Compiled:
-    program = layer_program(programs, key)
-    return compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
+def of_pieces(made: Programs, *rows: int) -> Programs:
+    """Records are separate arrays of so many rows each."""
+    return dataclasses.replace(made, stores=(AbsentRecords(made.stores[0].shape, rows),))
 
 
-def test_a_record_is_moved_into_its_cell_in_place(programs):
-    """Three copies of a piece into the donated arena, and nothing else."""
-    found = compiled(programs, ProgramKey("land"))
-    assert found.copies(MiB) == []
-    assert found.memory.alias_bytes == nbytes(programs.arena)
-    assert found.memory.temp_bytes < MiB
-    assert found.memory.argument_bytes - nbytes(programs.arena) <= RECORD + MiB
-    assert len(found.kernels()) <= 5, found.kernels()
-    assert found.host_copies(1) == []
+def queued() -> Programs:
+    edges = piece_edges(of_kernels().steps.layout.records[0], None)
+    return of_pieces(of_kernels(), *(b - a for a, b in itertools.pairwise(edges)))
 
 
-OURS = {"plan", "expert_gate_up", "expert_down", "combine"}
+def placed() -> Programs:
+    """Those of a step some of whose experts a CPU computes from the pinned store: a record is one
+    piece."""
+    second = SecondProcessor(implementation="cpu", same_bits=False)
+    rows = of_kernels().steps.layout.records[0].rows
+    return of_pieces(with_steps(of_kernels(), second=second), rows)
 
-LAUNCHES = {
-    "blank": collections.Counter(),
-    "plan": collections.Counter(plan=1),
-    "compute": collections.Counter(expert_gate_up=1, expert_down=1),
-    "through": collections.Counter(expert_gate_up=1, expert_down=1),
-    "combine": collections.Counter(combine=1),
+
+def streaming() -> Programs:
+    """Those of the stream driver: tables with cells of the ring, no part but experts."""
+    made = with_steps(queued(), driver="stream")
+    layers, experts = made.tables.address.shape
+    tables = jax.eval_shape(lambda: empty_tables(layers, experts, 2 * experts))
+    return dataclasses.replace(made, tables=tables)
+
+
+def tiered(tiers: str = "flux-direct") -> Programs:
+    """Those with packed residents."""
+    made = streaming()
+    (dense,), (store,) = made.steps.layout.records, made.stores
+    packed = dataclasses.replace(dense, version="lossless12")
+    layout = made.steps.config.slot_layout(dense.itemsize, ("dense", "lossless12"), "bfloat16")
+    formats = tuple(VersionFormats(cell, cell) for cell in (dense, packed))
+    made = with_steps(made, layout=layout, formats=formats, tiers=tiers)
+    other = AbsentRecords((*store.shape[:2], packed.rows, packed.hidden))
+    return dataclasses.replace(made, stores=(store, other))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program: where it is, our kernels in it and most of XLA's own, scratch, copies."""
+
+    programs: object
+    key: ProgramKey
+    ours: dict[str, int]
+    others: int
+    temp: int = 2
+    """MiB."""
+    copies: tuple[int, ...] = ()
+    """Of an MiB and more."""
+    in_place: str = ""
+    """What is updated: `arena`, `y`."""
+    marks: tuple = ()
+
+
+def decode(part: str) -> ProgramKey:
+    return ProgramKey("decode", part=part)
+
+
+NIGHTLY, SLOW = (pytest.mark.nightly,), (pytest.mark.slow,)
+TWO = {"expert_gate_up": 1, "expert_down": 1}
+SORTED = {"expert_gate_up_sorted": 1, "expert_down_sorted": 1, "combine": 1}
+CASES = {
+    # Three copies of a piece into the donated arena, or one of a record, and nothing else.
+    "land": Case(queued, ProgramKey("land"), {}, 5, in_place="arena"),
+    "land in one piece": Case(placed, ProgramKey("land"), {}, 3, in_place="arena"),
+    "blank": Case(queued, decode("blank"), {}, 2, 24),
+    "plan": Case(queued, decode("plan"), {"plan": 1}, 14, 24),
+    "compute": Case(queued, decode("compute"), TWO, 4, 24),
+    "combine": Case(queued, decode("combine"), {"combine": 1}, 1, 24),
+    # A record without a cell, whose three pieces are put together.
+    "through": Case(queued, decode("through"), TWO, 8, 24, (RECORD,), marks=NIGHTLY),
+    # Beside a second processor: x is copied by the host, y's rows are an argument.
+    "absent": Case(placed, decode("absent"), {}, 1),
+    "plan beside": Case(placed, decode("plan_beside"), {"plan": 1}, 12),
+    "put": Case(placed, decode("put"), {}, 1, in_place="y"),
+    "mark": Case(placed, decode("mark"), {}, 1),
+    "put, prefill": Case(
+        placed, ProgramKey("prefill", part="put"), {}, 1, in_place="y", marks=NIGHTLY
+    ),
+    # A layer streams: in place in the donated arena, from staging that the program is given.
+    "seat": Case(streaming, ProgramKey("seat"), {}, 20, 17),
+    "land many": Case(streaming, ProgramKey("land_many"), {}, 3 * LANDED + 1, 17, in_place="arena"),
+    "experts": Case(streaming, decode("experts"), {**TWO, "combine": 1}, 8, 17, in_place="arena"),
+    "experts, prefill": Case(
+        # A prefill step's experts' outputs, float32[8192, 8, 2048], and what sorts tokens.
+        *(streaming, ProgramKey("prefill", part="experts"), SORTED, 14, 640),
+        in_place="arena",
+        marks=NIGHTLY,
+    ),
+    # Packed residents are computed in the launches of dense ones, and decoded in place.
+    "land packed": Case(tiered, ProgramKey("land_packed"), {}, 2, 19, in_place="arena"),
+    "unpack": Case(
+        lambda: tiered("flux"), ProgramKey("unpack"), {}, 4 * LANDED + 3, 19, in_place="arena"
+    ),
+    "packed": Case(
+        tiered, decode("experts"), {**TWO, "combine": 1}, 8, 19, in_place="arena", marks=SLOW
+    ),
 }
-"""Our kernels in each part of a decode step."""
-
-OTHERS = {"blank": 2, "plan": 14, "compute": 4, "through": 8, "combine": 1}
-"""Most kernels of XLA's own."""
 
 
 @pytest.mark.parametrize(
-    "part",
-    # Its kernels are those of compute, whose compilation takes as long.
-    [pytest.param(p, marks=[pytest.mark.nightly] * (p == "through")) for p in EXPERT_PARTS],
+    "name", [pytest.param(name, marks=case.marks) for name, case in CASES.items()]
 )
-def test_parts_of_a_decode_step_copy_nothing_large(programs, part):
-    """But a record without a cell, whose three pieces are put together."""
-    found = compiled(programs, ProgramKey("decode", part=part))
-    large = [size for _, size in found.copies(MiB)]
-    assert large == ([RECORD] if part == "through" else [])
+def test_a_program_copies_nothing_large_and_launches_what_is_listed(name):
+    case = CASES[name]
+    made = case.programs()
+    program = layer_program(made, case.key)
+    found = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
+    assert [size for _, size in found.copies(MiB)] == list(case.copies)
     assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
     memory = found.memory
-    assert memory.host_argument_bytes == 0  # no part is given the store, nor a copy of the arena
-    assert memory.argument_bytes < (part == "compute") * nbytes(programs.arena) + 64 * MiB
-    assert memory.temp_bytes < 24 * MiB
+    assert memory.host_argument_bytes == 0  # no part is given the store
+    assert memory.temp_bytes < case.temp * MiB
+    written, crossed = 0, 0
+    if case.in_place == "arena":
+        written = nbytes(made.arena)
+        many = LANDED if case.key.kind == "land_many" else 1
+        crossed = many * RECORD * case.key.kind.startswith("land")
+    elif case.in_place == "y":
+        written = nbytes(layer_program(made, ProgramKey(case.key.kind, part="mark")).args)
+        crossed = PUT[case.key.kind] * 2048 * 4
+    reads = nbytes(made.arena) if case.key.part == "compute" else written
+    assert written <= memory.alias_bytes + MiB and memory.alias_bytes < written + 64 * MiB
+    assert memory.argument_bytes < reads + crossed + 80 * MiB
     launches = collections.Counter(found.kernels())
-    own = {
-        name: n for name, n in launches.items() if name in ("plan", "combine") or "expert" in name
-    }
-    assert own == LAUNCHES[part], launches
-    assert sum(launches.values()) - sum(own.values()) <= OTHERS[part], launches
+    ours = {n: k for n, k in launches.items() if n in ("plan", "combine") or "expert" in n}
+    assert ours == case.ours, launches
+    assert sum(launches.values()) - sum(ours.values()) <= case.others, launches
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", OF_RECORDS)
-def test_programs_of_records_copy_nothing_large(programs, kind):
-    found = compiled(programs, ProgramKey(kind))
+@pytest.mark.parametrize(
+    "key",
+    [*map(ProgramKey, OF_RECORDS), *(ProgramKey("prefill", part=p) for p in EXPERT_PARTS)],
+    ids=str,
+)
+def test_other_programs_copy_nothing_large(key):
+    program = layer_program(queued(), key)
+    found = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
     assert [size for _, size in found.copies(MiB) if size > RECORD] == []
-
-
-# ---- beside a second processor
-
-
-@pytest.fixture(scope="module")
-def placed(programs) -> Programs:
-    """Those of a step some of whose experts a CPU computes from the pinned store: a record is one
-    piece."""
-    (record,), (store,) = programs.steps.layout.records, programs.stores
-    second = SecondProcessor(implementation="cpu", same_bits=False)
-    return dataclasses.replace(
-        programs,
-        steps=dataclasses.replace(programs.steps, second=second),
-        stores=(AbsentRecords(store.shape, (record.rows,)),),
-    )
-
-
-PLACED_LAUNCHES = {
-    "absent": (collections.Counter(), 1),
-    "plan_beside": (collections.Counter(plan=1), 12),
-    "put": (collections.Counter(), 1),
-    "mark": (collections.Counter(), 1),
-}
-"""Part of a layer → our kernels, and most of XLA's own. `put` runs once for each 64 rows of y that
-crossed, of a prefill step for each 1024."""
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param(ProgramKey(kind, part=part), marks=[pytest.mark.nightly] * (kind != "decode"))
-        for kind in ("decode", "prefill")
-        for part in PLACED_LAUNCHES
-    ],
-    ids=str,
-)
-def test_what_a_second_processor_adds_copies_nothing_large(placed, key):
-    """Nothing crosses inside of a program: x is copied by the host, y's rows are an argument."""
-    found = compiled(placed, key)
-    assert found.copies(MiB) == []
-    assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
-    memory = found.memory
-    assert memory.host_argument_bytes == 0
-    rows = PUT[key.kind]
-    y = nbytes(layer_program(placed, ProgramKey(key.kind, part="mark")).args)
-    crossed = rows * 2048 * 4
-    if key.part == "put":
-        assert y <= memory.alias_bytes < y + MiB
-        assert crossed <= memory.argument_bytes - y < crossed + MiB
-    assert memory.temp_bytes < MiB * (64 if key == ProgramKey("prefill", part="plan_beside") else 2)
-    own, others = PLACED_LAUNCHES[key.part or ""]
-    launches = collections.Counter(found.kernels())
-    assert {name: launches[name] for name in own} == own
-    assert sum(launches.values()) - sum(own.values()) <= others, launches
-
-
-def test_a_record_in_one_piece_is_moved_by_one_copy(placed):
-    found = compiled(placed, ProgramKey("land"))
-    assert found.copies(MiB) == [] and found.host_copies(1) == []
-    assert found.memory.alias_bytes == nbytes(placed.arena)
-    assert len(found.kernels()) <= 3, found.kernels()
-
-
-# ---- the stream driver
-
-
-@pytest.fixture(scope="module")
-def streaming(programs) -> Programs:
-    """Those of the stream driver: tables with cells of the ring, no part but experts."""
-    layers, experts = programs.tables.address.shape
-    return dataclasses.replace(
-        programs,
-        steps=dataclasses.replace(programs.steps, driver="stream"),
-        tables=jax.eval_shape(lambda: empty_tables(layers, experts, 2 * experts)),
-    )
-
-
-STREAM_LAUNCHES = {
-    ProgramKey("seat"): (collections.Counter(), 20),
-    ProgramKey("land_many"): (collections.Counter(), 3 * LANDED + 1),
-    ProgramKey("decode", part="experts"): (
-        collections.Counter(expert_gate_up=1, expert_down=1, combine=1),
-        8,
-    ),
-    ProgramKey("prefill", part="experts"): (
-        collections.Counter(expert_gate_up_sorted=1, expert_down_sorted=1, combine=1),
-        14,
-    ),
-}
-"""Program of a layer → our kernels, and most of XLA's own. Of Qwen3-30B-A3B `land_many` runs 16
-times a layer; each of its kernels moves a matrix, 3 MiB."""
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param(key, marks=[pytest.mark.nightly] * (key.kind == "prefill"))
-        for key in STREAM_LAUNCHES
-    ],
-    ids=str,
-)
-def test_a_layer_that_streams_copies_nothing_but_records_into_cells(streaming, key):
-    """In place in the donated arena, from staging that the program is given."""
-    found = compiled(streaming, key)
-    assert found.copies(MiB) == []
-    assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
-    memory = found.memory
-    assert memory.host_argument_bytes == 0
-    of_arena = 0 if key.kind == "seat" else nbytes(streaming.arena)
-    staged = LANDED * RECORD if key.kind == "land_many" else 0
-    assert of_arena <= memory.alias_bytes < of_arena + MiB
-    assert of_arena + staged <= memory.argument_bytes < of_arena + staged + 80 * MiB
-    # A prefill step's experts' outputs, float32[8192, 8, 2048], and what sorts tokens by expert.
-    assert memory.temp_bytes < (640 if key.kind == "prefill" else 17) * MiB
-    own, others = STREAM_LAUNCHES[key]
-    launches = collections.Counter(found.kernels())
-    assert {name: launches[name] for name in own} == own
-    assert 0 < sum(launches.values()) - sum(own.values()) <= others, launches
-
-
-@pytest.fixture(scope="module")
-def tiered(streaming) -> Programs:
-    """Those with packed residents."""
-    (dense,), (store,) = streaming.steps.layout.records, streaming.stores
-    packed = dataclasses.replace(dense, version="lossless12")
-    layout = streaming.steps.config.slot_layout(dense.itemsize, ("dense", "lossless12"), "bfloat16")
-    formats = tuple(VersionFormats(cell, cell) for cell in (dense, packed))
-    steps = dataclasses.replace(
-        streaming.steps, layout=layout, formats=formats, tiers="flux-direct"
-    )
-    other = AbsentRecords((*store.shape[:2], packed.rows, packed.hidden))
-    return dataclasses.replace(streaming, steps=steps, stores=(store, other))
-
-
-TIERED_LAUNCHES = {
-    ProgramKey("land_packed"): (collections.Counter(), 2),
-    ProgramKey("unpack"): (collections.Counter(), 4 * LANDED + 3),
-    ProgramKey("decode", part="experts"): STREAM_LAUNCHES[ProgramKey("decode", part="experts")],
-}
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param(key, marks=[pytest.mark.slow] * (key.kind == "decode"))
-        for key in TIERED_LAUNCHES
-    ],
-    ids=str,
-)
-def test_packed_residents_are_computed_in_the_launches_of_dense_ones(tiered, key):
-    """And a packed record moves into its cell in place; what is decoded into the window goes there
-    in place too."""
-    if key.kind == "unpack":
-        steps = dataclasses.replace(tiered.steps, tiers="flux")
-        tiered = dataclasses.replace(tiered, steps=steps)
-    found = compiled(tiered, key)
-    assert found.copies(MiB) == []
-    assert found.host_copies(1) == found.host_copies(1, to_host=True) == []
-    memory = found.memory
-    assert memory.host_argument_bytes == 0
-    assert nbytes(tiered.arena) <= memory.alias_bytes < nbytes(tiered.arena) + MiB
-    assert memory.temp_bytes < 19 * MiB
-    own, others = TIERED_LAUNCHES[key]
-    launches = collections.Counter(found.kernels())
-    assert {name: launches[name] for name in own} == own
-    assert 0 < sum(launches.values()) - sum(own.values()) <= others, launches
 
 
 @pytest.mark.nightly
@@ -300,14 +208,7 @@ def test_within_one_program_a_layer_would_be_brought_by_a_kernel():
     assert begun and "dynamic_slice" in begun[1]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", EXPERT_PARTS)
-def test_parts_of_a_prefill_step_copy_nothing_large(programs, part):
-    found = compiled(programs, ProgramKey("prefill", part=part))
-    assert [size for _, size in found.copies(MiB) if size > RECORD] == []
-
-
-def test_an_arena_that_is_not_donated_is_copied(programs):
-    program = layer_program(programs, ProgramKey("land"))
+def test_an_arena_that_is_not_donated_is_copied():
+    program = layer_program(queued(), ProgramKey("land"))
     found = compile_for_h200(program.function, *program.args)
-    assert nbytes(programs.arena) in [size for _, size in found.copies(MiB)]
+    assert nbytes(queued().arena) in [size for _, size in found.copies(MiB)]

@@ -1,5 +1,4 @@
 import functools
-from unittest import mock
 
 import jax
 import numpy as np
@@ -17,17 +16,11 @@ sample = jax.jit(sampler.sample, compiler_options=OPTIONS)
 sample_all = jax.jit(functools.partial(sampler.sample, truncates=False), compiler_options=OPTIONS)
 
 
-def _kept(logits, temperature, *rest):
-    return sampler.kept(sampler.scale(logits, temperature), *rest)
-
-
-kept = jax.jit(_kept, compiler_options=OPTIONS)
 SEARCHES = {
     search.__name__: jax.jit(search, compiler_options=OPTIONS)
     for search in (reference.by_halves, reference.by_sixteenths)
 }
 """That of CPUs, which `kept` takes here, and that of GPUs."""
-kept_on_gpu = jax.jit(lambda *args: _kept(*args), compiler_options=OPTIONS)
 logprobs = jax.jit(sampler.logprobs, static_argnums=2, compiler_options=OPTIONS)
 adjust = jax.jit(sampler.adjust, compiler_options=OPTIONS)
 tally = jax.jit(sampler.tally, compiler_options=OPTIONS)
@@ -63,34 +56,6 @@ def _reference(logits, temperature, top_k, top_p, min_p):
         keep &= scaled >= values[above < top_p][-1]
         margin = np.abs(above - top_p).min()
     return keep, margin
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_truncation_equals_the_sorted_definition(data):
-    rows, vocabulary = 8, 96
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    logits = rng.normal(0, data.draw(st.sampled_from([0.1, 1.0, 5.0])), (rows, vocabulary))
-    if data.draw(st.booleans()):
-        logits = np.round(logits)  # many equal values
-    if data.draw(st.booleans()):
-        logits[:, ::3] = -np.inf
-    logits = logits.astype(np.float32)
-    temperature = rng.uniform(0.05, 2.0, rows).astype(np.float32)
-    top_k = rng.choice([-1, 0, 1, 2, 7, vocabulary - 1, vocabulary, 10 * vocabulary], rows)
-    top_p = rng.choice([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0], rows).astype(np.float32)
-    # Not values where exp of a rounded number decides.
-    min_p = rng.choice([0.0, 0.0123, 0.345, 1.0], rows).astype(np.float32)
-
-    result = np.asarray(kept(logits, temperature, top_k.astype(np.int32), top_p, min_p))
-    with mock.patch.object(reference, "farthest", reference.by_sixteenths):
-        on_gpu = kept_on_gpu(logits, temperature, top_k.astype(np.int32), top_p, min_p)
-    for row in range(rows):
-        keep, margin = _reference(logits[row], temperature[row], top_k[row], top_p[row], min_p[row])
-        if margin > 1e-5:
-            np.testing.assert_array_equal(result[row], keep)
-            np.testing.assert_array_equal(on_gpu[row], keep)
-        assert result[row, np.argmax(logits[row])]
 
 
 def _distances(rng, rows, vocabulary):
@@ -151,29 +116,6 @@ def test_rows_that_truncate_nothing_have_the_same_tokens_without_searches(data):
     assert sampler.truncates_any(top_k, top_p)
     beside = sample(logits, temperature, top_k, top_p, min_p, seed, position)
     np.testing.assert_array_equal(np.asarray(alone)[1::2], np.asarray(beside)[1::2])
-
-
-def test_top_k_keeps_everything_equal_to_the_last():
-    logits = np.array([[3, 2, 2, 2, 1]], np.float32)
-    assert kept(logits, *_parameters(1, top_k=2)).tolist() == [[True] * 4 + [False]]
-
-
-def test_top_p_counts_only_what_top_k_left():
-    logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
-    # Of 0.4 + 0.3, the first token has 0.57.
-    assert kept(logits, *_parameters(1, top_k=2, top_p=0.5)).tolist() == [[True] + [False] * 3]
-    assert kept(logits, *_parameters(1, top_p=0.5)).tolist() == [[True] * 2 + [False] * 2]
-
-
-def test_top_p_of_one_keeps_tokens_too_small_to_change_the_sum():
-    logits = np.array([[0.0, -40.0, -80.0]], np.float32)
-    assert kept(logits, *_parameters(1, top_p=1.0)).all()
-    assert kept(logits, *_parameters(1, top_p=0.999)).tolist() == [[True, False, False]]
-
-
-def test_thresholds_hold_for_a_row_of_equal_logits():
-    logits = np.full((1, 50), -7.25, np.float32)
-    assert kept(logits, *_parameters(1, top_k=1, top_p=0.01, min_p=1.0)).all()
 
 
 def test_greedy_takes_the_lowest_of_equals():
@@ -361,14 +303,6 @@ def test_a_neutral_row_keeps_every_bit():
     result = np.asarray(adjust(logits, counts, *penalties, ids, bias))
     np.testing.assert_array_equal(result[:4].view(np.uint32), logits[:4].view(np.uint32))
     assert (result[4:] != logits[4:]).any(axis=1).all()
-
-
-def test_biases_alone_give_the_bits_of_adjust():
-    logits, counts, _, _, _, ids, bias = _adjustments(np.random.default_rng(7), 8, 64)
-    one, zero = np.ones(8, np.float32), np.zeros(8, np.float32)
-    both = adjust(logits, counts, one, zero, zero, ids, bias)
-    alone = jax.jit(sampler.add_bias, compiler_options=OPTIONS)(logits, ids, bias)
-    np.testing.assert_array_equal(both, alone)
 
 
 def test_an_adjusted_row_does_not_depend_on_the_others():

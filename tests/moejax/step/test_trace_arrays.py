@@ -7,24 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from moejax import LLM, SamplingParams, UserError
-from moejax.checkpoints.random_model import shape
+from moejax import SamplingParams
 from moejax.step.parts import TRACE_ARRAYS, TraceArrays, parse_trace_arrays
 from moejax.step.programs import ProgramKey
 from moejax.traces import read_trace
+from tests.moejax.engine.scenes import open_llm, same_bits
 from tests.moejax.engine_runs import Job, Recorded, run
-from tests.moejax.step.test_constant_memory import (
-    MiB,
-    abstract_programs,
-    compile_here,
-    with_steps,
-)
 
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 JOBS = [Job(tuple(range(7 * i + 5, 7 * i + 15 + 40 * i)), GREEDY, arrival=3 * i) for i in range(3)]
+COLUMNS = dict(zip(TraceArrays._fields, ("probabilities", "gate_input", "embedding"), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,96 +39,60 @@ class Watching:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A run with all arrays and one without, of the same engine."""
+    """A run with all arrays, whose bits are those of one without, of the same engine."""
 
-    llm: LLM
     directory: Path
-    with_arrays: list[Recorded]
-    without: list[Recorded]
+    found: list[Recorded]
     seen: tuple[Observation, ...]
-    executables: tuple[str, ...]
-    """Of the run with arrays."""
+
+    @property
+    def steps(self):
+        return {step.number: step for step in read_trace(self.directory).step_traces()}
 
 
-def traced(directory: Path, driver: str, dtype: str) -> Traced:
+def traced(directory: Path, driver: str, dtype: str = "float32") -> Traced:
     """The trace is complete; the policy of the host driver looks between layers as well."""
     inside = {Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN}
     between = inside if driver == "host" else set()
     watching = Watching(moments=frozenset({Moment.STEP_END, *between}))
-    with LLM(
-        "demo",
-        dtype=dtype,
-        driver=driver,
-        expert_budget="40%",
-        policies=[watching],
-        trace=directory,
-        trace_arrays=sorted(TRACE_ARRAYS),
-        progress=False,
-        **LIMITS,
-    ) as llm:
+    options = {"driver": driver, "dtype": dtype, "expert_budget": "40%", "policies": [watching]}
+    with open_llm(**options, trace=directory, trace_arrays=sorted(TRACE_ARRAYS)) as llm:
         engine = llm.engine
-        with_arrays = run(llm, JOBS)
+        found = run(llm, JOBS)
         assert llm.stats()["trace_arrays"] == ["embedding", "gate_input", "probs"]
         seen = engine.control.controller._seats[1].state
-        executables = engine.runner.executables()
+        executables = {*map(str, engine.runner.executables())}
+        steps = {"device": {"decode_traced", "prefill_traced"}, "host": {"decode/traced_output"}}
+        assert steps[driver] <= executables
+        assert not {"decode", "prefill", "decode/output"} & executables
         engine.tracer = engine.control = engine.hooks = None
         plain = dataclasses.replace(engine.runner.steps, trace_arrays=frozenset())
         engine.runner.steps = plain
-        without = run(llm, JOBS, check=False)
+        assert same_bits(found, run(llm, JOBS, check=False))
         assert llm.stats()["trace_arrays"] == []
         plain = ProgramKey("decode", part="output" if driver == "host" else None)
-        assert plain in set(engine.runner.executables()) - set(executables)
-    return Traced(llm, directory, with_arrays, without, seen, executables)
+        assert plain in set(engine.runner.executables())
+    return Traced(directory, found, seen)
 
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
-    return traced(tmp_path_factory.mktemp("device") / "t", "device", "float32")
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    return traced(tmp_path_factory.mktemp("host") / "t", "host", "float32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("driver", ["device", pytest.param("host", marks=pytest.mark.nightly)])
-def test_no_bit_depends_on_them(driver, request):
-    both = request.getfixturevalue(driver)
-    for got, wanted in zip(both.with_arrays, both.without, strict=True):
-        assert got.same_bits(wanted)
-    steps = {"device": {"decode_traced", "prefill_traced"}, "host": {"decode/traced_output"}}
-    names = {*map(str, both.executables)}
-    assert steps[driver] <= names
-    assert not {"decode", "prefill", "decode/output"} & names
+    return traced(tmp_path_factory.mktemp("device") / "t", "device")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("driver", ["device", "host"])
 def test_no_bit_depends_on_them_in_bfloat16(driver, tmp_path):
-    both = traced(tmp_path / "t", driver, "bfloat16")
-    assert all(a.same_bits(b) for a, b in zip(both.with_arrays, both.without, strict=True))
-
-
-@pytest.mark.nightly
-def test_the_drivers_give_the_same_bits(device, host):
-    traces = [read_trace(each.directory) for each in (device, host)]
-    for name in ("probabilities", "gate_input", "embedding", "ids", "weights"):
-        a, b = (trace.array(f"token.{name}") for trace in traces)
-        assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), name
+    traced(tmp_path / "t", driver, "bfloat16")
 
 
 def test_what_they_are(device, demo_dir):
     header = read_trace(device.directory).header
     assert (header.probabilities, header.gate_input, header.embedding) == (True, 128, 128)
-    tokens = {}
-    for job, recorded in zip(JOBS, device.with_arrays, strict=True):
-        tokens[len(tokens)] = [*job.prompt, *recorded.tokens]
-    from safetensors.numpy import load_file
-
+    tokens = [[*job.prompt, *each.tokens] for job, each in zip(JOBS, device.found, strict=True)]
     table = load_file(demo_dir / "model.safetensors")["model.embed_tokens.weight"]
     kinds = set()
-    for step in read_trace(device.directory).step_traces():
+    for step in device.steps.values():
         kinds.add(step.kind)
         assert step.probabilities is not None and step.gate_input is not None
         probs, ids = step.probabilities.astype(np.float32), step.ids.astype(np.int64)
@@ -153,26 +112,21 @@ def test_what_they_are(device, demo_dir):
     assert kinds == {"prefill", "decode"}
 
 
-def of_steps(each: Traced):
-    return {step.number: step for step in read_trace(each.directory).step_traces()}
-
-
 def test_policies_see_them_at_the_end_of_a_step(device):
     ends = [seen for seen in device.seen if seen.moment == Moment.STEP_END]
-    steps = of_steps(device)
+    steps = device.steps
     assert len(ends) == len(steps)
-    columns = ("probabilities", "gate_input", "embedding")
-    arrays = dict(zip(TraceArrays._fields, columns, strict=True))
     for seen in ends:
-        for name, column in arrays.items():
+        for name, column in COLUMNS.items():
             np.testing.assert_array_equal(getattr(seen, name), getattr(steps[seen.step], column))
 
 
 @pytest.mark.slow
-def test_policies_see_them_while_the_host_driver_makes_the_step(host):
+def test_policies_see_them_while_the_host_driver_makes_the_step(tmp_path):
     """Rows and embeddings before the first layer, what was routed after it; in the trace's words
     and order, prompts and decoded tokens."""
-    steps, kinds, moments = of_steps(host), set(), set()
+    host = traced(tmp_path / "t", "host")
+    steps, kinds, moments = host.steps, set(), set()
     layers = [-1, *np.repeat(range(4), 3).tolist()]
     order = [seen.layer for seen in host.seen if seen.moment != Moment.STEP_END]
     assert order == layers * len(steps)
@@ -189,39 +143,6 @@ def test_policies_see_them_while_the_host_driver_makes_the_step(host):
         elif seen.moment != Moment.STEP_END:
             assert seen.ids is seen.probs is seen.gate_input is None
     assert len(moments) == 5 and kinds == {"prefill", "decode"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "key",
-    [
-        ProgramKey("decode", traced=True),
-        pytest.param(ProgramKey("prefill", traced=True, staged=True), marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_a_traced_step_copies_nothing_large(key):
-    programs = abstract_programs(
-        shape("demo"), 32 * MiB, rows=16, max_model_len=1024, max_num_batched_tokens=1024
-    )
-    compiled = compile_here(with_steps(programs, trace_arrays=TRACE_ARRAYS), key)
-    # A prefill step's gate inputs of all layers are 1 MiB; the arena is 32.
-    assert [size for _, size in compiled.copies(MiB) if size > 4 * MiB] == []
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"trace_arrays": "probs"}, r"are a part of a trace; .* trace \(--trace DIR\)"),
-        (
-            {"trace_arrays": "probs,logits", "trace": "x"},
-            "no array 'logits'; it has probs, gate_input, embedding",
-        ),
-    ],
-)
-def test_refusals(options, match):
-    with pytest.raises(UserError, match=match):
-        LLM("/no/such/model", **options)
 
 
 def test_names():

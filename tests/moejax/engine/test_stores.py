@@ -1,114 +1,39 @@
-"""Experts in files: the bits of experts in memory, and what goes wrong with files."""
+"""Experts in files: what a start reads, what goes wrong with a file while an engine runs, and what
+cannot be kept there. Bits: test_drivers.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from moejax import LLM, SamplingParams, UserError
+from host_offload.queue.cached import CachedRecords
+from moejax import LLM, UserError
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.evaluate.quantization import quantize
 from moejax.start.decide.residency import check_store
+from moejax.start.decide.transfers import automatic, new_builder
 from moejax.start.options import Options
 from moejax.start.report.dry_run import dry_run
-from moejax.start.settings import settings_of
+from moejax.start.settings import Settings, settings_of
 from tests.moejax.checkpoints.conversions import copied, flip, rewrite_manifest
-from tests.moejax.engine_runs import Job, run, set_budget
+from tests.moejax.engine.scenes import GREEDY, LIMITS, QUEUE, RECORD, STREAM_QUEUE, open_llm
 from tests.pallas_kernels.contract import NATIVE
 
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+CACHED = {**QUEUE, "store": "file", "host_memory": 12 * RECORD}
 PLACED = {
     "driver": "host",
     "placement": "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us",
 }
 """A second processor computes what is missed, but what free cells take."""
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def converted(demo_dir, tmp_path_factory) -> Path:
     return convert(demo_dir, tmp_path_factory.mktemp("file-store") / "demo").directory
-
-
-def jobs() -> list[Job]:
-    rng = np.random.default_rng(4)
-    found = []
-    for i, length in enumerate((17, 130, 40)):
-        sampling = {"temperature": 0.9} if i % 2 else {"temperature": 0}
-        params = SamplingParams(max_tokens=8, seed=i, ignore_eos=True, **sampling)
-        found.append(Job(tuple(rng.integers(1, 4096, length).tolist()), params, arrival=i))
-    return found
-
-
-def in_files(model: Path, **options) -> LLM:
-    return LLM(model, **{"store": "file", "progress": False, **LIMITS, **options})
-
-
-# ---- bits
-
-
-@NATIVE
-@pytest.mark.parametrize(
-    ("options", "cells"),
-    [
-        ({"expert_budget": "25%"}, [[16, 0, 1, 2]]),
-        pytest.param({"driver": "host", "expert_budget": "25%"}, [[0] * 4], marks=pytest.mark.slow),
-        pytest.param({"prefetch": "random", "expert_budget": "40%"}, [], marks=pytest.mark.slow),
-        pytest.param({"verify_reads": False, "expert_budget": 0}, [], marks=pytest.mark.slow),
-        pytest.param({"prefill_waves": 3, "expert_budget": "30%"}, [], marks=pytest.mark.slow),
-        pytest.param({}, [], marks=pytest.mark.slow),  # a cell for each
-        (PLACED | {"expert_budget": "25%", "link_rate": "500MB/s"}, [[16, 0, 1, 2]]),
-    ],
-    ids=str,
-)
-def test_the_bits_are_those_of_experts_in_memory(options, cells, converted):
-    with LLM(converted, progress=False, **LIMITS) as llm:
-        wanted = run(llm, jobs(), check=False)
-    with in_files(converted, **options) as llm:
-        assert llm.engine.runner.store.nbytes == 0
-        for per_layer in [[], *cells]:
-            if per_layer:
-                set_budget(llm, per_layer, 8)
-            found = run(llm, jobs(), check=bool(per_layer))
-            assert all(a.same_bits(b) for a, b in zip(found, wanted, strict=True))
-        assert not llm.engine.runner.faults()
-        stats = llm.stats()
-        assert stats["store"]["kind"] == "file" and stats["store"]["memory_bytes"] == 0
-        assert stats["store"]["file_bytes"] == 6 << 20
-        assert stats["store"]["verify_reads"] == options.get("verify_reads", True)
-        assert isinstance(stats["store"]["past_the_page_cache"], bool)
-        if "placement" in options:
-            assert stats["placement"]["experts"] > 0
-        assert stats["experts"]["fills"] + stats["experts"]["read_through"] > 0
-
-
-@NATIVE
-@pytest.mark.slow
-def test_a_version_that_quantize_wrote(converted, tmp_path):
-    quantize(converted, tmp_path / "int8", ["int8"])
-    options = {"precision": "int8", "expert_budget": "25%"}
-    with LLM(tmp_path / "int8", progress=False, **LIMITS, **options) as llm:
-        wanted = run(llm, jobs(), check=False)
-    with in_files(tmp_path / "int8", **options) as llm:
-        found = run(llm, jobs(), check=False)
-        assert not llm.engine.runner.faults()
-    assert all(a.same_bits(b) for a, b in zip(found, wanted, strict=True))
-
-
-@NATIVE
-def test_integrity_sees_a_byte_of_a_cell(converted):
-    with in_files(converted, expert_budget="25%") as llm:
-        llm.generate([[5, 6, 7]], GREEDY)
-        runner = llm.engine.runner
-        assert not runner.faults()
-        row = int(np.asarray(runner.tables.address).max())
-        runner.memory.view()[row, 3] ^= 1
-        assert runner.faults() == ["the bytes of a resident expert differ from the store's (1×)"]
 
 
 # ---- what is read, and where it is said
@@ -129,8 +54,7 @@ def test_no_expert_is_read_to_load(converted):
     assert loaded.store.nbytes == 0 and loaded.store.file_bytes == 6 << 20
     assert read < 5 << 20  # parameters have 2.4 MiB, other files less
     files = loaded.store.files["dense"]
-    leaf = Path(files.paths[3][15])
-    assert leaf.stat().st_size == 98304 and files.checksums.shape == (4, 16)
+    assert Path(files.paths[3][15]).stat().st_size == RECORD and files.checksums.shape == (4, 16)
 
 
 def test_host_memory_is_parameters_and_arena(converted):
@@ -144,6 +68,21 @@ def test_host_memory_is_parameters_and_arena(converted):
     assert "checksums NOT verified" in str(dry_run(options)[0])
     with pytest.raises(UserError, match="does not hold the parameters beside experts"):
         dry_run(Options(converted, store="file", host_memory="1MiB", **LIMITS))
+
+
+def test_a_cache_holds_what_is_on_its_way_and_is_none_of_the_devices_memory(converted):
+    """8 demands and 4 ahead of need."""
+    options = {**LIMITS, **CACHED}
+    assert automatic(settings_of(Options(converted, **options)), "gpu")
+    assert not automatic(settings_of(Options(converted, memory="1MiB", **options)), "gpu")
+    plan, _ = dry_run(Options(converted, memory="3MiB", **options))
+    arena = plan.budget.slots * plan.steps.layout.slot_bytes
+    assert 0 <= (3 << 20) - arena < plan.steps.layout.slot_bytes
+    plan, _ = dry_run(Options(converted, expert_budget="25%", **options))
+    assert any("are a cache of 12 of them" in note for note in plan.budget.notes)
+    options |= {"host_memory": 12 * RECORD - 1, "expert_budget": "25%"}
+    with pytest.raises(UserError, match=rf"is too small a cache.*\({12 * RECORD} bytes\)"):
+        dry_run(Options(converted, **options))
 
 
 # ---- what is refused
@@ -173,12 +112,30 @@ def test_options_that_go_with_files(options, message):
         ({"precision": "lossless12,in_transit=true"}, "cpu", "not precision lossless12"),
         ({"precision": "dynaexq"}, "cpu", "not precision dynaexq"),
         ({"resize": "joint"}, "cpu", "what steps cost there is not measured"),
+        ({**CACHED, "host_memory": None}, "gpu", "say how large, host_memory=SIZE"),
+        ({**CACHED, "driver": "device"}, "gpu", "driver='host' and driver='stream', not 'device'"),
+        ({**STREAM_QUEUE, "transfers": "queue"}, "gpu", "say how large, host_memory=SIZE"),
+        ({**CACHED, "transfers": None}, "gpu", "or driver='host' and transfers='queue' for a cach"),
+        ({**CACHED, "transfers": None}, "cpu", "or driver='host' and transfers='queue'"),
+        ({**CACHED, "ops": "auto", "memory": "1GiB"}, "cpu", "together; give one of them"),
+        (
+            {"driver": "stream", "host_memory": 12 * RECORD, "memory": "1GiB"},
+            "cpu",
+            "together; give one of them",
+        ),
+        ({**CACHED, "precision": "int8"}, "cpu", "brings dense experts, not precision int8"),
     ],
+    ids=str,
 )
 def test_what_does_not_read_files(options, platform, message):
-    settings = settings_of(Options("demo", store="file", **options))
+    settings = settings_of(Options("demo", **{"store": "file", **options}))
     with pytest.raises(UserError, match=message):
-        check_store(settings, platform)
+        check_start(settings, platform)
+
+
+def check_start(settings: Settings, platform: str) -> None:
+    check_store(settings, platform)
+    new_builder(settings, platform)
 
 
 @NATIVE
@@ -191,29 +148,28 @@ def test_what_does_not_read_files(options, platform, message):
 )
 def test_what_the_files_do_not_have(options, message, converted):
     with pytest.raises(UserError, match=message):
-        in_files(converted, **options)
+        open_llm(converted, store="file", **options)
 
 
 @NATIVE
 def test_a_directory_that_is_not_converted(demo_dir):
-    for start in (in_files, lambda model: dry_run(Options(model, store="file"))):
+    for start in (open_llm, lambda model, store: dry_run(Options(model, store=store))):
         with pytest.raises(UserError, match=r"run `moejax convert .*demo DST` once"):
-            start(demo_dir)
+            start(demo_dir, store="file")
 
 
 def test_a_file_of_another_size(converted, tmp_path):
     broken = copied(converted, tmp_path / "broken")
-    path = expert_file(broken, 1, 2)
-    os.truncate(path, 5000)
-    with pytest.raises(UserError, match=f"{path}.*5000 bytes, not 98304"):
+    os.truncate(path := expert_file(broken), 5000)
+    with pytest.raises(UserError, match=f"{path}.*5000 bytes, not {RECORD}"):
         load_checkpoint(broken, in_files=True)
 
 
 # ---- what goes wrong while it runs
 
 
-def expert_file(directory: Path, layer: int, expert: int) -> Path:
-    return directory / "state" / f"experts.dense.{layer}" / "c" / str(expert) / "0" / "0"
+def expert_file(directory: Path) -> Path:
+    return directory / "state" / "experts.dense.2" / "c" / "6" / "0" / "0"
 
 
 def vanish(path: Path) -> None:
@@ -239,40 +195,46 @@ def flip_kept_time(path: Path) -> None:
 
 def answered(llm: LLM, tokens: range) -> list[tuple[list[int], str]]:
     """What prompts of one token get, one after the other: the next token, and the error."""
-    found, once = [], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    found = []
     for token in tokens:
-        request = llm.engine.add([token], once)
+        request = llm.engine.add([token], ONCE)
         while not llm.engine.idle:
             llm.engine.step()
         found.append((request.output, str(request.error or "")))
     return found
 
 
-THROUGH, CELLS = {"expert_budget": 0}, {"expert_budget": "25%"}
+ONCE = dataclasses.replace(GREEDY, max_tokens=1)
+THROUGH, CELLS = {"store": "file", "expert_budget": 0}, {"store": "file", "expert_budget": "25%"}
 CHANGED = "changed since it was opened first"
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @NATIVE
 @pytest.mark.parametrize(
     ("harm", "message", "options"),
     [
-        (vanish, "No such file", CELLS),
-        (flip_kept_time, "do not have their checksum", THROUGH),
-        (flip_kept_time, "do not have their checksum", THROUGH | PLACED),
-        pytest.param(flip_kept_time, "do not have their checksum", CELLS, marks=pytest.mark.slow),
-        pytest.param(truncate, CHANGED, CELLS, marks=pytest.mark.slow),
-        pytest.param(replace, CHANGED, THROUGH, marks=pytest.mark.slow),
-        pytest.param(vanish, "No such file", CELLS | {"driver": "host"}, marks=pytest.mark.slow),
+        slow(vanish, "No such file", CELLS),
+        slow(flip_kept_time, "do not have their checksum", THROUGH),
+        slow(flip_kept_time, "do not have their checksum", THROUGH | PLACED),
+        slow(truncate, CHANGED, CELLS | {"driver": "host"}),
+        slow(replace, CHANGED, THROUGH),
+        slow(flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
+        slow(vanish, "No such file", CACHED | {"expert_budget": 0}),
+        slow(truncate, CHANGED, CACHED | {"expert_budget": "25%", "verify_reads": False}),
     ],
 )
 def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_path):
     """The requests of steps that needed it fail and say its name; others have the same bits, and
     when the file is there again, so has everything."""
     broken, tokens = copied(converted, tmp_path / "broken"), range(300, 312)
-    path = expert_file(broken, 2, 6)
-    with in_files(converted, expert_budget=0) as llm:
+    path = expert_file(broken)
+    with open_llm(converted) as llm:
         wanted = answered(llm, tokens)
-    with in_files(broken, **options) as llm:
+    with open_llm(broken, **options) as llm:
         kept, status = path.read_bytes(), path.stat()
         harm(path)
         found = answered(llm, tokens)
@@ -282,6 +244,8 @@ def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours[1] or ours == theirs
         assert not llm.engine.runner.faults()
+        if isinstance(llm.engine.runner.store.arrays.get("dense"), CachedRecords):
+            assert llm.stats()["transfers"]["failed"] >= len(errors)
         if path.exists() and path.stat().st_ino == status.st_ino:
             path.write_bytes(kept)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -299,19 +263,17 @@ def with_another_crc(content: dict) -> None:
 
 
 @NATIVE
-@pytest.mark.parametrize(
-    ("change", "harm"),
-    [
-        pytest.param(without_crcs, flip_kept_time, marks=pytest.mark.slow),
-        (with_another_crc, lambda path: None),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [CELLS, CACHED | {"expert_budget": "25%"}])
+@pytest.mark.parametrize("change", [without_crcs, with_another_crc])
 def test_reads_are_verified_by_crc32c_where_it_is_known_else_by_sha256(
-    change, harm, converted, tmp_path
+    change, options, converted, tmp_path
 ):
     broken = copied(converted, tmp_path / "broken")
     rewrite_manifest(broken, change)
-    harm(path := expert_file(broken, 2, 6))
-    with in_files(broken, **CELLS) as llm:
+    path = expert_file(broken)
+    if change == without_crcs:
+        flip_kept_time(path)
+    with open_llm(broken, **options) as llm:
         errors = [error for _, error in answered(llm, range(300, 312)) if error]
     assert errors and all(str(path) in e and "have their checksum" in e for e in errors)

@@ -1,0 +1,630 @@
+"""The contract of policies beside an engine: no bit changes, no table breaks, transfers are carried
+out, and a replay of the trace is what the engine did: every count, byte and decision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import moejax
+from examples.recent_prefetch import RecentPrefetch
+from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, Stage
+from host_offload.control.rules import BETWEEN_LAYERS, PolicyError
+from host_offload.control.step_record import USES
+from host_offload.memory.arena import SlotClass
+from host_offload.memory.budget import format_bytes
+from host_offload.policies.eviction.fifo import FIFO
+from host_offload.policies.eviction.hot_table import HotTable
+from host_offload.policies.eviction.static import Static
+from host_offload.policies.prefetch.expert_map import in_step
+from host_offload.policies.prefetch.expert_map import policy as expert_map
+from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
+from host_offload.policies.prefetch.expert_map.policy import ExpertMap
+from host_offload.policies.prefetch.expert_map.step_search import BITS, rounded
+from host_offload.policies.prefetch.expertflow import training as forests
+from host_offload.policies.prefetch.llapor import online, training
+from host_offload.policies.prefetch.llapor.online import LearnedOnline, Learning, Tuning
+from host_offload.policies.prefetch.llapor.training import Training
+from host_offload.policies.prefetch.names import PREFETCH
+from host_offload.simulate.replay import replay
+from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.traces.reader import Trace, TraceError, read_trace
+from host_offload.traces.writer import TraceWriter
+from moejax.engine.resize import cells_of as cells_of_arena
+from moejax.engine.resize import know_cells
+from tests.host_offload.control.erratic_policy import Erratic
+from tests.host_offload.control.policy_runs import scripted
+from tests.moejax.engine.scenes import (
+    GREEDY,
+    LIMITS,
+    RECORD,
+    at_rest,
+    cells_of,
+    delay,
+    open_llm,
+    same_bits,
+    tokens_of,
+)
+from tests.moejax.engine_runs import Job, mixed_jobs, run
+from tests.pallas_kernels.contract import NATIVE
+
+pytestmark = NATIVE
+
+
+@dataclasses.dataclass(frozen=True)
+class NextLayer:
+    """Stages in the layer after the one just routed the experts of the same ids."""
+
+    layers: int = 4
+    moments: frozenset = frozenset({Moment.ROUTED, Moment.TRANSFER, Moment.STEP_END})
+    needs: frozenset = frozenset({"ids", "finished", "in_flight"})
+    writes: frozenset = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> tuple:
+        return ()
+
+    def decide(self, state: tuple, observation: Observation):
+        if observation.moment != Moment.ROUTED or observation.layer == self.layers - 1:
+            return state, Decision()
+        assert observation.ids is not None and observation.ids.shape[1] == 1
+        wanted = (Stage(observation.layer + 1, int(e)) for e in np.unique(observation.ids))
+        return state, Decision(stages=tuple(wanted))
+
+
+MOVES_CELLS = scripted(
+    {(Moment.STEP_END, 7): Decision(cells=np.array([8, 4, 5, 6]))},
+    needs={"cells", "state"},
+    writes={"cells"},
+)
+HOST = {"driver": "host"}
+MAPS = {"trace_arrays": "probs,embedding"}
+SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
+    "lru": ({"eviction": "lru", "prefill_waves": 2}, ()),
+    "recent": ({"eviction": "lru"}, (RecentPrefetch(),)),
+    "fifo": ({}, (FIFO(), RecentPrefetch(window=2))),
+    "static": ({}, (Static(warmup=90),)),
+    "erratic": ({}, (Erratic(),)),
+    "moves cells": ({}, (MOVES_CELLS, RecentPrefetch())),
+    "lfru, host": ({"eviction": "lfru", **HOST}, ()),
+    "one pool": ({"eviction": "global-lfu", "prefill_waves": 2, **HOST}, ()),
+    "next layer": (HOST, (NextLayer(),)),
+    "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
+}
+QUICK = {"recent", "next layer"}
+
+
+def traced(directory, policies=(), late: bool = False, **options) -> Trace:
+    """The trace of a run under these policies, of a cold engine. late: transfers are."""
+    given = {"expert_budget": "40%", "policies": policies, "trace": directory}
+    with open_llm(enable_prefix_caching=False, **given, **options) as llm:
+        if late:
+            delay(llm, 1e-3, 0.2)
+        erratic = any(isinstance(policy, Erratic) for policy in policies)
+        # Erratic policies refuse fills and take experts out of cells between two counts.
+        found = run(llm, mixed_jobs(), check=not late and not erratic)
+        assert same_bits(found, at_rest())
+    return read_trace(directory)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
+)
+def test_no_bit_changes_and_a_replay_is_what_the_engine_did(name, tmp_path):
+    options, policies = SUBJECTS[name]
+    trace = traced(tmp_path / "t", policies, **options)
+    found = replay(trace, policies=policies, config_digest=trace.header.config_digest)
+    for field in ("hits", "fills", "read_through"):
+        np.testing.assert_array_equal(getattr(found, field), trace.array(f"step.{field}"))
+    np.testing.assert_array_equal(found.bytes, found.transfers * RECORD)
+    assert found.misses.sum() > 0 and found.of_kind("decode").sum() > 20
+    if policies and name != "static":
+        assert found.staged.sum() > 0 and len(list(trace.transfers())) > 0
+    read, dispatched = trace.array("step.read_s"), trace.array("step.start_s")
+    # A step with hooks is read before the next one is dispatched, others mostly after.
+    between = name in ("next layer", "erratic between layers", "one pool")
+    assert (read[:-1] > dispatched[1:]).any() == (not between)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("prefetch", PREFETCH)
+def test_prefetch_by_name(prefetch, tmp_path):
+    """With what the policies need of the model: what the header says is what policies were told,
+    except for the routers."""
+    moments, needs = PREFETCH[prefetch]().moments, PREFETCH[prefetch]().needs
+    driver = "host" if moments & BETWEEN_LAYERS else "device"
+    arrays = sorted({"probs", "gate_input", "embedding"} & needs)
+    options = {"driver": driver, "expert_budget": "40%", "trace": tmp_path / "t"}
+    with open_llm(prefetch=prefetch, trace_arrays=arrays, **options) as llm:
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+        assert llm.engine.control is not None
+        told = llm.engine.control.controller.spec
+    trace = read_trace(tmp_path / "t")
+    said = spec_of(trace.header)
+    for field in dataclasses.fields(told):
+        if field.name not in ("router", "costs", "moved_bytes"):
+            assert repr(getattr(said, field.name)) == repr(getattr(told, field.name))
+    assert repr(said.link_bytes) == repr(told.link_bytes)  # None of moved_bytes: the same
+    assert replay(trace, spec=told).staged.sum() > 0
+
+
+# ---- what a replay finds
+
+
+@pytest.fixture(scope="module")
+def recent(tmp_path_factory) -> Trace:
+    return traced(tmp_path_factory.mktemp("replay") / "t", (RecentPrefetch(),), eviction="lru")
+
+
+def test_what_differs_is_said(recent):
+    """Other policies than the run's, and a trace that says something else of a decision."""
+    policies = (RecentPrefetch(),)
+    other = simulate(recent, eviction="lru", policies=(RecentPrefetch(window=1),))
+    again = replay(recent, policies=policies)
+    assert (other.transfers.sum(axis=0) != again.transfers.sum(0)).any()
+    with pytest.raises(TraceError, match=r"the trace has .*, the replay .*; give the policies"):
+        replay(recent, policies=(RecentPrefetch(window=1),))
+    with pytest.raises(TraceError, match=r"step \d+: bytes: the trace has \d+, the replay \d+"):
+        replay(recent)
+    spec = {**recent.header.spec, "cells": [3, 4, 4, 4]}
+    header = dataclasses.replace(recent.header, spec=spec)
+    with pytest.raises(TraceError, match=r"step 0 \(prefill\), layer 0: \w+: the trace has"):
+        replay(dataclasses.replace(recent, header=header), policies=policies)
+    path = recent.directory / "decisions.jsonl"
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    for changed, match in (
+        ("".join(lines[:-1]), "decision: the trace has None, the replay"),
+        ("".join([*lines, lines[-1]]), r"decision: the trace has .*, the replay none"),
+        (text.replace("recent", "other", 1), r"the trace has .*other.*, the replay .*recent"),
+    ):
+        path.write_text(changed)
+        with pytest.raises(TraceError, match=match):
+            replay(recent, policies=policies)
+    path.write_text(text)
+
+
+def test_what_cannot_be_replayed(recent, tmp_path):
+    with pytest.raises(TraceError, match="is of another model: its configuration is"):
+        replay(recent, policies=(RecentPrefetch(),), config_digest="0f" * 32)
+    with pytest.raises(ValueError, match=r"writes 'kv_pages', and the simulator has no KV"):
+        simulate(recent, policies=(scripted(writes={"kv_pages"}),))
+    with pytest.raises(TraceError, match="needs 'probs', which this trace does not have; record"):
+        simulate(recent, policies=(scripted(needs={"probs"}),))
+    steps = [step._replace(number=step.number + 3) for step in recent.step_traces()]
+    with TraceWriter(tmp_path / "late", recent.header) as writer:
+        writer.append(*steps)
+    with pytest.raises(TraceError, match=r"step 0 is not in the trace .*; use simulate"):
+        replay(read_trace(tmp_path / "late"), policies=(RecentPrefetch(),))
+    spec = {**recent.header.spec, "eviction": "FIFO"}
+    header = dataclasses.replace(recent.header, spec=spec)
+    with pytest.raises(TraceError, match="eviction was by 'FIFO', which is no policy of moejax"):
+        replay(dataclasses.replace(recent, header=header))
+
+
+@pytest.mark.slow
+def test_budgets_that_wait_are_replayed(tmp_path):
+    """KV in use is in the way of a policy that moves cells and pages at once; the replay waits as
+    long. Then a budget is moved by hand, between two requests."""
+    least = -(-LIMITS["max_model_len"] // 16)
+    script = {
+        (Moment.STEP_END, 9): Decision(cells=np.array([7, 3, 8, 5]), kv_pages=least),
+        (Moment.STEP_END, 60): Decision(cells=np.array([6, 5, 4, 3])),
+    }
+    moving = scripted(script, needs={"cells", "state"}, writes={"cells", "kv_pages"})
+    policies = (moving, RecentPrefetch())
+    longer = dataclasses.replace(GREEDY, max_tokens=30)
+    last = dataclasses.replace(GREEDY, max_tokens=90)
+    options = {"eviction": "lfu", "policies": policies, "trace": tmp_path / "t"}
+    with open_llm(expert_budget="40%", enable_prefix_caching=False, **options) as llm:
+        for first, params in ((5, longer), (8, longer), (3, last)):
+            llm.engine.add([*range(first, first + 90)], params)
+        while not llm.engine.idle:
+            llm.engine.step()
+        llm.engine.drain()
+        llm.engine.set_budget([2, 9, 4, 7], llm.engine.scheduler.arena.count(SlotClass.KV))
+        tokens_of(llm)
+    trace = read_trace(tmp_path / "t")
+    *moved, last_moved, by_hand = trace.budgets()
+    # A decision is read a step late, so step 11 is the first that could have it.
+    assert moved[0].step == 11 and not moved[0].settled and moved[-1].settled
+    assert moved[-1].step > 12 and moved[-1].cells == (7, 3, 8, 5)
+    assert last_moved.cells == (6, 5, 4, 3)
+    assert least <= moved[-1].kv_pages < trace.array("step.use")[0, USES.index("kv_pages")]
+    assert by_hand.by_hand and by_hand.cells == (2, 9, 4, 7)
+    assert not any(budget.by_hand for budget in (*moved, last_moved))
+    found = replay(trace, policies=policies)
+    assert found.control is not None
+    assert found.control["budget_deferred"] == moved[-1].step - 11
+    path = trace.directory / "decisions.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if '"budget"' in line)
+    # Later, never, or by hand in place of a policy: each is another run.
+    for step, match in (
+        (16, "the trace has .*, the replay"),
+        (None, "the trace has .*, the replay"),
+        (4, "before step 4 a budget was .* no policy"),
+    ):
+        changed = [lines[first].replace('"step": 11', f'"step": {step}')] if step else []
+        path.write_text("".join([*lines[:first], *changed, *lines[first + 1 :]]))
+        with pytest.raises(TraceError, match=match):
+            replay(read_trace(trace.directory), policies=policies)
+
+
+# ---- decisions by what transfers do
+
+
+@dataclasses.dataclass(frozen=True)
+class WhenTheLinkIsFree:
+    """Stages where little is in flight, and says what it saw in priors: a policy that decides by
+    the progress of transfers."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset(
+        {"link_flying", "link_bytes_left", "link_arrived", "link_failed", "link_busy_us"}
+    )
+    writes: frozenset[str] = frozenset({"stages", "prior"})
+
+    def init(self, spec: Spec) -> tuple[int, int, int]:
+        return 0, spec.layers, spec.experts
+
+    def decide(self, state, observation):
+        step, layers, experts = state
+        seen = np.array([getattr(observation, name) for name in sorted(self.needs)])
+        assert (seen >= 0).all()
+        prior = np.zeros((layers, experts), np.int32)
+        prior[0, : len(seen)] = seen % 1000
+        free = observation.link_bytes_left < 1 << 17
+        wanted = [Stage(step % layers, (3 * step + i) % experts) for i in range(4)] if free else []
+        return (step + 1, layers, experts), Decision(stages=tuple(wanted), prior=prior)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByWhatFlies:
+    """Stages between layers what is not on its way, the more the fewer bytes are left of what is
+    brought ahead, and says what it saw of each transfer in priors."""
+
+    moments: frozenset[Moment] = frozenset({Moment.ROUTED, Moment.TRANSFER})
+    needs: frozenset[str] = frozenset({"progress"})
+    writes: frozenset[str] = frozenset({"stages", "prior"})
+
+    def init(self, spec: Spec) -> tuple[int, np.ndarray]:
+        return 0, np.zeros((spec.layers, spec.experts), np.int32)
+
+    def decide(self, state, observation):
+        asked, prior = state
+        progress = observation.progress
+        assert progress is not None and progress.busy_seconds >= 0
+        layers, experts = prior.shape
+        prior = prior.copy()
+        for each in progress.settled:
+            t = each.transfer
+            prior[t.layer, t.expert] = 1 + each.ticket % 7 + 10 * (t.cause == "demand")
+            assert each.state in ("done", "cancelled") and each.message == ""
+        left = 0
+        for each in progress.flying:
+            t = each.transfer
+            assert 0 <= each.bytes_left <= each.bytes
+            prior[t.layer, t.expert] = 100 + each.bytes_left % 97
+            left += 0 if t.demand else each.bytes_left
+        flying = {(each.transfer.layer, each.transfer.expert) for each in progress.flying}
+        target = (observation.layer + 1) % layers
+        some = [(target, (3 * asked + i) % experts) for i in range(1 + 4 * (left < 1 << 16))]
+        stages = tuple(Stage(*place) for place in some if place not in flying)
+        return (asked + 1, prior), Decision(stages=stages, prior=prior)
+
+
+OVER_A_LINK = {"link_rate": "300MB/s", "chunk_bytes": "16KiB"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{**OVER_A_LINK, **HOST}, {"transfers": "queue", **HOST}])
+def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
+    """With the native queue, and with one of copies by jax."""
+    policies = [ByWhatFlies()]
+    trace = traced(tmp_path / "t", policies, late=True, eviction="lru", **options)
+    seen = [each.progress for each in trace.progress()]
+    flying = [each for progress in seen for each in progress.flying]
+    ended = [each for progress in seen for each in progress.settled]
+    assert {each.transfer.cause for each in ended} == {"demand", "prefetch"}
+    assert {each.transfer.cause for each in flying} >= {"prefetch"}
+    assert any(0 < each.bytes_left < each.bytes for each in flying) or "transfers" in options
+    tickets = [each.ticket for each in ended]
+    assert len({*tickets}) == len(tickets) > 100, "each settles once"
+    replay(trace, policies=policies)
+    # With other progress it decides otherwise: what it saw is what makes the replay equal.
+    for chunk in (tmp_path / "t").glob("chunk-*"):
+        arrays = load_file(chunk)
+        with safe_open(chunk, framework="numpy") as file:
+            metadata = file.metadata()
+        arrays["settled.ticket"] = arrays["settled.ticket"] + 1
+        save_file(arrays, chunk, metadata)
+    with pytest.raises(TraceError, match="decision: the trace has"):
+        replay(read_trace(tmp_path / "t"), policies=policies)
+
+
+@pytest.mark.slow
+def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
+    """Delays make the progress another one in every run; the trace says which it was."""
+    policies = [WhenTheLinkIsFree()]
+    trace = traced(tmp_path / "t", policies, late=True, eviction="lru", **OVER_A_LINK)
+    decided = list(trace.decided())
+    assert any(d["decision"]["stages"] for d in decided)
+    assert len({str(d["decision"]["prior"][0][:5]) for d in decided}) > 10
+    assert replay(trace, policies=policies) is not None
+    steps = [step for chunk in trace.chunks for step in chunk.step_traces()]
+    busy = [int(step.use[USES.index("link_busy_us")]) for step in steps]
+    assert busy == sorted(busy) and busy[-1] > busy[0]
+
+
+# ---- cells that move, and what earlier runs taught
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"driver": "host", "placement": "fiddler-code,STATED"}])
+def test_a_hot_table_in_the_engine(options):
+    """One layer's experts are used more than all others': its cells become more, no bit changes,
+    and nobody else comes in."""
+    stated = "per_token=1us,startup=1us,load=4us,accelerator=1us,attention=1us"
+    options = {k: v.replace("STATED", stated) for k, v in options.items()}
+    counts = np.ones((4, 16), int)
+    counts[2] += 9
+    table = HotTable(counts=tuple(tuple(c) for c in counts.tolist()))
+    with open_llm(expert_budget="40%", policies=[table], **options) as llm:
+        before = cells_of(llm)
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+        assert cells_of(llm)[2] == 16 > before[2] and sum(cells_of(llm)) == sum(before)
+        runner = llm.engine.runner
+        assert (np.asarray(runner.tables.address)[2] >= 0).all() and not runner.faults()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eviction": "global-lfu"},
+        # What was on its way into a cell that another layer got is nobody's.
+        {"prefetch": "expert_map", **OVER_A_LINK},
+        pytest.param({"prefetch": "expert_map", "transfers": "queue"}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_cells_of_one_pool_go_on_and_budgets_move(options):
+    with open_llm(expert_budget="40%", driver="host", **options) as llm:
+        engine, arena = llm.engine, llm.engine.scheduler.arena
+        delay(llm, 1e-3, 0.3)
+        total = sum(cells_of(llm))
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+        assert not engine.runner.faults()
+        assert sum(cells_of(llm)) == total and len({*cells_of(llm)}) > 1
+        know_cells(engine.runner, arena)
+        assert cells_of_arena(arena) == cells_of(llm)
+        engine.set_budget([3, 2, 5, 4], arena.count(SlotClass.KV))
+        assert cells_of(llm) == [3, 2, 5, 4]
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+        assert sum(cells_of(llm)) == 14 and cells_of(llm) != [3, 2, 5, 4]
+        assert engine.control.controller.pool.handed > 100
+
+
+@pytest.mark.slow
+def test_searches_beside_inference_change_no_bit_and_are_replayed(tmp_path):
+    """Whatever came in time: the tokens are those of no prefetch at all, and a replay that takes
+    the recorded decisions does what the engine did."""
+    policy = ExpertMap(distance=2, asynchronous=True)
+    options = {"policies": [policy], "trace": tmp_path / "t", **MAPS, **HOST}
+    with open_llm(expert_budget="40%", enable_prefix_caching=False, **options) as llm:
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+        said = llm.stats()["control"]["said"]["ExpertMap"]
+        spec = llm.engine.control.controller.spec
+    trace = read_trace(tmp_path / "t")
+    # A search of each step's embedding and of its four layers; what was learned is bounded.
+    assert said["searches"] == 5 * trace.steps and said["late"] <= said["searches"]
+    found = replay(trace, policies=[expert_map.recorded(trace, policy)], spec=spec)
+    assert found.control is not None
+    assert found.control["said"] == {"ExpertMap": {"decisions": 5 * trace.steps}}
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """A run that networks and forests learn from: (trace, routers)."""
+    directory = tmp_path_factory.mktemp("earlier") / "t"
+    with open_llm(prefetch="fate", trace=directory, trace_arrays="gate_input", **HOST) as llm:
+        run(llm, mixed_jobs(), check=False)
+        router = llm.engine.control.controller.spec.router
+    return read_trace(directory), router
+
+
+@pytest.mark.slow
+def test_networks_learn_on_beside_an_engine(earlier, tmp_path):
+    """Networks that were trained on a run learn on in the next one, swapped between steps: the same
+    tokens, and a replay of the trace takes the run's decisions again."""
+    fitted = training.fit(earlier[0], training=Training(width=16, epochs=1)).fitted
+    policy = LearnedOnline(fitted, tuning=Tuning(rows=32, iterations=2))
+    options = {"trace": tmp_path / "t", "trace_arrays": "gate_input", "policies": [policy], **HOST}
+    with open_llm(expert_budget="40%", **options) as llm:
+        for _ in range(2):
+            assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+            for seat in llm.engine.control.controller._seats:
+                if isinstance(seat.state, Learning):
+                    seat.state.tuner.wait()  # the next run finds what it learned
+        (said,) = llm.stats()["control"]["said"].values()
+        assert said["rounds"] >= 1
+        fills = llm.stats()["experts"]["fills"]
+    trace = read_trace(tmp_path / "t")
+    assert replay(trace, policies=[online.recorded(trace, policy)]).fills.sum() == fills
+
+
+@pytest.mark.slow
+def test_forests_of_an_earlier_run_bring_experts_ahead(earlier, tmp_path):
+    """ExpertFlow in an engine, its pool of cells too: the same tokens, experts that came ahead and
+    were used, a step size that follows; a replay of the trace decides the same."""
+    fitted = forests.fit(*earlier, training=forests.Training(trees=3, leaves=32)).fitted
+    fitted.write(tmp_path / "forest")
+    given = f"expertflow={tmp_path / 'forest'}"
+    options = {"trace": tmp_path / "t", "trace_arrays": "gate_input", "prefetch": given, **HOST}
+    with open_llm(expert_budget="40%", **options) as llm:
+        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
+        spec = llm.engine.control.controller.spec
+        (seat,) = llm.engine.control.controller._seats
+        assert 1 <= seat.state.horizon.steps <= 3
+        assert llm.stats()["control"]["transfers"]["expertflow"]["used"] > 0
+        fills = llm.stats()["experts"]["fills"]
+    assert replay(read_trace(tmp_path / "t"), spec=spec).fills.sum() == fills
+
+
+# ---- expert maps that decode steps search themselves
+
+
+def resident_trace(directory, jobs) -> Trace:
+    """Of an engine without the policy and with every expert there."""
+    with open_llm(trace=directory, **MAPS) as llm:
+        run(llm, jobs, check=False)
+    return read_trace(directory)
+
+
+@pytest.mark.slow
+def test_same_bits_while_the_store_of_maps_grows(tmp_path):
+    """All invariants after every step; transfers are counted, traced and used; what the trace's
+    policy wrote is what the device holds."""
+    policy = ExpertMapInStep(capacity=60, distance=2)
+    with open_llm(expert_budget="40%", policies=[policy], trace=tmp_path / "t") as llm:
+        assert same_bits(run(llm, mixed_jobs()), at_rest())
+        runner, controller = llm.engine.runner, llm.engine.control.controller
+        counts = controller.staging.counts["prefetch"]
+        assert counts["done"] > 200 and counts["used"] > 100 and not counts["skipped"]
+        assert [str(k) for k in runner.executables() if k.maps] == [
+            "write_maps_maps60x2",
+            "decode_traced_maps60x2",
+        ]
+        store = controller._seats[0].state.store
+        assert store.size == 60
+        llm.engine.control.before_step(10_000)  # what the last step taught is written now
+        wanted = rounded(store.embeddings, store.maps.swapaxes(0, 1))
+        assert np.array_equal(np.asarray(runner.maps.embeddings), wanted[0])
+        assert np.array_equal(np.asarray(runner.maps.maps), wanted[1].swapaxes(0, 1))
+        lengths = np.asarray(runner.maps.lengths) * 2.0**-BITS
+        np.testing.assert_allclose(lengths, store.lengths, rtol=3e-3)
+        notes = " ".join(llm.stats()["notes"])
+        assert f"expert maps take {format_bytes(policy.search.nbytes(4, 16, 128))}" in notes
+    trace = read_trace(tmp_path / "t")
+    made = [t for t in trace.transfers() if t.published >= 0]
+    assert len(made) > 150 and {t.layer for t in made} == {0, 1, 2, 3}
+    assert trace.array("step.bytes")[:, 2].sum() == counts["bytes"]
+
+
+@pytest.mark.slow
+def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
+    """Of routing that was recorded without the policy; then at another budget and over a link. A
+    replay has each hit, transfer and decision. A trace without routers' probabilities is
+    refused."""
+    trace = resident_trace(tmp_path / "rest", mixed_jobs())
+    fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5)
+    for number, policy in enumerate((ExpertMapInStep(capacity=30), fitted)):
+        found = simulate(trace, policies=[policy], cells=4, driver="device")
+        directory = tmp_path / str(number)
+        options = {"link_rate": "200MB/s", "policies": [policy], "trace": directory, **MAPS}
+        with open_llm(expert_budget="25%", **options) as llm:
+            run(llm, mixed_jobs(), check=False)
+        engine = read_trace(directory)
+        assert np.array_equal(replay(engine, policies=[policy]).staged, found.staged)
+        for name in ("hits", "fills", "read_through"):
+            assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
+        assert engine.array("step.bytes")[:, 2].sum() == found.staged.sum() * RECORD
+        assert found.staged.sum() > 100
+    with pytest.raises(TraceError, match=r"the trace has .*, the replay"):
+        replay(engine, policies=[dataclasses.replace(fitted, distance=2)])
+    bare = dataclasses.replace(engine, header=dataclasses.replace(engine.header, embedding=0))
+    with pytest.raises(TraceError, match="a decode step searches 'embedding', which"):
+        simulate(bare, policies=[fitted], driver="device")
+    with pytest.raises(PolicyError, match="use driver='device'"):
+        simulate(trace, policies=[fitted], driver="host")
+
+
+@pytest.mark.slow
+def test_maps_from_empty_learn_each_step_when_the_host_does(tmp_path):
+    """The host form, whose engine reads a step before it dispatches the next one: simulated from a
+    run without hooks, whose steps were read later, it learns each step when that engine does."""
+    # Both end in the same step, so none begins or ends earlier where steps are read earlier.
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    jobs = [Job(tuple(range(first, first + 20)), params) for first in (5, 300)]
+    trace = resident_trace(tmp_path / "rest", jobs)
+    steps = list(trace.step_traces())
+    assert [a for a, b in itertools.pairwise(steps) if a.read_s > b.start_s]  # the other order
+    policy = ExpertMap(capacity=30, pool=False)
+    found = simulate(trace, policies=[policy], cells=4, driver="host")
+    options = {"policies": [policy], "trace": tmp_path / "engine", **HOST}
+    with open_llm(expert_budget="25%", **options) as llm:
+        run(llm, jobs, check=False)
+    engine = read_trace(tmp_path / "engine")
+    for name in ("hits", "fills", "read_through"):
+        assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
+    assert found.staged.sum() > 50
+
+
+# ---- the tutorial's
+
+
+@pytest.fixture(scope="module")
+def fifo():
+    """FIFO and the tutorial's policy, 40% of the experts, as its file asks for."""
+    policies = [RecentPrefetch()]
+    with open_llm(expert_budget="40%", eviction="fifo", policies=policies) as llm:
+        yield llm
+
+
+def test_what_an_engine_says_of_its_policies(fifo):
+    compiled = {*map(str, fifo.engine.runner.executables())}
+    assert {"decode_staged", "prefill_staged", "snapshot"} <= compiled
+    tokens_of(fifo)
+    stats = fifo.stats()
+    assert stats["eviction"] == "fifo"
+    assert stats["control"]["policies"] == ["FIFO", "RecentPrefetch"]
+    assert stats["control"]["decisions"]["RecentPrefetch"] > 0
+    transfers = stats["control"]["transfers"]["recent"]
+    assert transfers["done"] > 0 and transfers["issued"] == transfers["done"] + transfers["skipped"]
+    assert transfers["bytes"] == transfers["done"] * RECORD
+    tables = fifo.engine.runner.tables
+    np.testing.assert_array_equal(tables.victim_weights, [0, 0, 1])
+    assert np.asarray(tables.prior).max() == fifo.config.num_experts
+
+
+@pytest.mark.slow
+def test_policies_that_are_weights_cost_nothing():
+    with open_llm(expert_budget="40%", eviction="lfru") as llm:
+        assert llm.engine.control is None and llm.stats()["control"] is None
+        np.testing.assert_array_equal(llm.engine.runner.tables.victim_weights, [1, 1, 0])
+        assert not {"snapshot", "decode_staged"} & {*map(str, llm.engine.runner.executables())}
+
+
+def test_the_tutorial_shows_the_file_that_runs(repository):
+    page = (repository / "docs" / "write_a_policy.md").read_text()
+    source = (repository / "examples" / "recent_prefetch.py").read_text()
+    (shown,) = re.findall(r"```python\n(import dataclasses.*?)```", page, re.DOTALL)
+    body = source[source.index("import dataclasses") : source.index('if __name__ == "__main__"')]
+    assert shown.strip() == body.strip()
+
+
+def test_the_tutorials_file_runs_as_a_script(fifo, repository, capsys, monkeypatch):
+    """On the engine at hand, which has the same policy and budget."""
+    path, asked = repository / "examples" / "recent_prefetch.py", {}
+
+    def at_hand(model, **options):
+        asked.update(options, model=model)
+        return contextlib.nullcontext(fifo)
+
+    monkeypatch.setattr(moejax, "LLM", at_hand)
+    monkeypatch.setitem(sys.modules, "example", module := types.ModuleType("example"))
+    module.__dict__["__name__"] = "__main__"
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    assert asked["model"] == "demo" and asked["expert_budget"] == "40%"
+    assert [type(policy).__name__ for policy in asked["policies"]] == ["RecentPrefetch"]
+    assert "'recent': {'issued'" in capsys.readouterr().out

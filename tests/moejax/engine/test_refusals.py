@@ -1,0 +1,232 @@
+"""What an engine cannot be is refused at its start, with what to write instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from examples.recent_prefetch import RecentPrefetch
+from host_offload.control.interface import Moment
+from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
+from moejax import UserError
+from moejax.commands.main import main
+from tests.host_offload.control.policy_runs import scripted
+from tests.moejax.engine.scenes import EXPERTS, LINK, QUEUE, RECORD, STREAM_QUEUE, open_llm
+from tests.moejax.models.families import write_checkpoint
+from tests.pallas_kernels.contract import NATIVE
+
+TIMES = "per_token=50us,startup=300us,accelerator=200us,attention=500us"
+PLACED = {**LINK, "driver": "host", "placement": f"prescope,{TIMES}"}
+PLACED_QUEUE = {**QUEUE, "placement": f"prescope,{TIMES},load=1ms"}
+PEAK = {"resize": "peak_headroom"}
+LFU = {"eviction": "lfu", "driver": "host"}
+ROUTED = scripted(moments={Moment.ROUTED})
+MAPS = {"policies": [ExpertMapInStep()]}
+TWO_VERSIONS = {"precision": "dynaexq,margin=0", "interval": "16 tokens"}
+IN_TRANSIT = {"precision": "lossless12,in_transit=true"}
+
+REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    (
+        {},
+        [
+            ({"driver": "tape"}, "driver 'tape' does not exist; use one of device, host, stream"),
+            ({"eviction": "mru"}, "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-"),
+            ({"policies": RecentPrefetch()}, "must be a list of policies, not RecentPrefetch"),
+            ({"policies": [RecentPrefetch]}, "RecentPrefetch is a class; give an object"),
+            (
+                {"eviction": "static", "policies": [RecentPrefetch()]},
+                "both write 'stages'; l",
+            ),
+            (
+                {"policies": [ROUTED]},
+                "Scripted asks for ROUTED, which driver='device' lacks; driver=",
+            ),
+            ({"prefetch": "fate"}, "Fate asks for ROUTED, which driver='device' lacks"),
+            ({"prefetch": "belady"}, "unknown prefetch policy 'belady'"),
+            (
+                {**LFU, "prefetch": "moe-infinity"},
+                "LFU and MoEInfinity both write 'victim_we",
+            ),
+            ({"trace_arrays": "probs"}, "are a part of a trace; "),
+            ({"trace_arrays": "logits", "trace": "x"}, "no array 'logits'; it has probs, gate_inp"),
+        ],
+    ),
+    (
+        {**LINK, "expert_budget": "40%"},
+        [
+            ({"ops": "xla"}, "link_rate needs native CPU ops, which wait for transfers; op kv_wri"),
+            ({"ops": "fill=xla"}, "op fill is xla: leave link_rate out, or use ops='cpu'"),
+            (IN_TRANSIT, "decodes experts on their way"),
+            ({"link_rate": "fast"}, "'fast' is not a rate; write bytes per second, such as"),
+            ({"link_latency": "20"}, "'20' is not a time; write it with a unit, such as \"20us\""),
+            ({"link_latency": -1.0}, "is not a time"),
+            ({"link_rate": 0}, "0 is not a rate"),
+            ({"chunk_bytes": 0}, "chunk_bytes must be at least 1"),
+            ({"transfer_threads": 0}, "transfer_threads must be at least 1"),
+        ],
+    ),
+    (
+        {**QUEUE, "expert_budget": "40%"},
+        [
+            ({"driver": "device"}, "runs as one executable: use driver='host', or transfers='ops'"),
+            ({"link_rate": "2GB/s"}, "link_rate is for a CPU with native ops, whose transfers"),
+            ({"link_latency": "2us"}, "copies pass the link as it is: leave link_latency out"),
+            ({"precision": "int8"}, "brings dense experts, not precision int8: use transfers='ops"),
+            (IN_TRANSIT, "brings dense experts, not precision"),
+            ({"resize": "mv_wsa"}, "what steps cost there is not measured, and these policies"),
+            ({"chunk_bytes": 0}, "chunk_bytes must be at least 1"),
+            ({"transfers": "ssd"}, "transfers is one of ops, queue, not 'ssd'"),
+            ({"transfers": "ops", "link_rate": "2GB/s"}, "link_rate is of a queue of transfers; l"),
+            ({"transfers": "ops", "store": "file", "ops": "auto"}, "is read by a queue of transfe"),
+            ({"store": "file"}, "read through a cache in pinned host memory here: say how large"),
+        ],
+    ),
+    (
+        {"driver": "stream"},
+        [
+            ({"ops": "kv_write=xla"}, "kv_write xla is not native beside ops that are, for which"),
+            ({"precision": "dynaexq"}, "which driver='stream' lacks"),
+            ({"precision": "random"}, "driver=stream has experts of one version"),
+            (IN_TRANSIT, "as they lie in the store, not precision"),
+            ({"eviction": "lfu"}, "so eviction says nothing; leave eviction out, or use driver="),
+            ({"prefetch": "random"}, "which driver='stream' lacks"),
+            ({"placement": "prescope"}, "which driver='stream' lacks"),
+            ({"resize": "mv_wsa"}, "which driver='stream' lacks"),
+            ({"cells": "9,9,9,9"}, "so cells says nothing"),
+            ({"prefill_waves": 2}, "so prefill_waves says nothing"),
+            ({"expert_budget": "25%"}, "two layers of experts, 3 MiB (3145728 bytes), and expert"),
+            ({"trace": "nowhere"}, "so trace says nothing"),
+            ({"memory": "3MiB"}, "arena too small"),
+            ({"hooks": object()}, "which no hook can enter; use driver='host'"),
+            ({"cache_aware_routing": 0.1}, "with driver='stream' all of them are"),
+        ],
+    ),
+    (
+        {**STREAM_QUEUE, "enable_prefix_caching": False},
+        [
+            ({"tiers": "flux"}, "planner=live moves residents of an arena that the native library"),
+            ({"tiers": "flux-direct,packed=25%"}, "planner=live moves residents of an arena that"),
+            ({"precision": "int8"}, "driver='stream' with ops that are not native brings dense e"),
+            ({"link_rate": "2GB/s"}, "jax's copies pass the link as it is: leave link_rate out"),
+            ({"store": "file"}, "read through a cache in pinned host memory here: say how large"),
+            ({"memory": EXPERTS * RECORD}, "the next layer's experts take in staging 1.5 MiB of d"),
+            ({"store": "shared"}, "keeps experts in pinned arrays of its own, not in memory that"),
+            ({"transfers": "ops"}, "loads layers by a queue of transfers; leave out transfers='op"),
+            ({"expert_budget": "20%"}, "holds a layer, beside the next one in staging, of experts"),
+        ],
+    ),
+    (
+        {"driver": "stream", "tiers": "flux"},
+        [
+            ({"tiers": "flex"}, "unknown tiers 'flex'; known: flux, flux-direct"),
+            ({"driver": "device"}, "use driver='stream', or leave it out"),
+            ({"precision": "int8"}, "packs dense experts of a store in memory, not precision"),
+            ({"dtype": "float32"}, "lossless12 holds bfloat16 weights, not float32"),
+            ({"chunk_bytes": 1001}, "decodes whole values; use an even chunk_bytes"),
+            ({"tiers": "flux,dense=x"}, "tiers dense= is a share from 0 to 1 or in %, not 'x'"),
+            ({"tiers": "flux,dense=60%,packed=60%"}, "dense=0.6 and packed=0.6 are more than all"),
+            ({"tiers": "flux,by=row"}, "tiers by= is one of experts, layers, not 'row'"),
+            ({"tiers": "flux,planner=off"}, "planner= is one of live, one-layer, none, not 'off'"),
+            ({"tiers": "flux,interval=0"}, "interval= is a number of steps from 1 on, not '0'"),
+            ({"tiers": "flux,alpha=1"}, "takes dense, packed, by, planner, interval as KEY=VALUE"),
+            ({"tiers": "flux,by=layers,planner=live"}, "stay as they begin; use planner=none"),
+            (
+                {"tiers": "flux,packed=1", "expert_budget": "50%"},
+                "and expert_budget is 3 MiB",
+            ),
+        ],
+    ),
+    (
+        {**PLACED, "enable_prefix_caching": False},
+        [
+            ({"driver": "device"}, "Placement asks for EXPERTS_BEGIN, which driver='device' lacks"),
+            ({"placement": "cpu"}, "unknown placement 'cpu'; known: prescope"),
+            ({"placement": None, "placement_test": "threads=1+1"}, "name one, placement='prescop"),
+            ({"placement_test": "threads=2"}, "threads=2 is not A+B"),
+            ({"placement_test": "speed=1ms"}, "takes threads, accelerator, startup, per_token, a"),
+            ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
+            ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
+            ({"cache_aware_routing": 0.1}, "a placement on measured times who comes"),
+        ],
+    ),
+    (
+        {**PLACED_QUEUE, "expert_budget": "40%", "enable_prefix_caching": False},
+        [
+            ({"placement": "prescope"}, "(a placement takes stated ones: per_token=TIME,startup="),
+            ({"placement_test": "threads=1+1"}, "two groups of a CPU's cores, which transfers='q"),
+            ({"chunk_bytes": "16KiB"}, "in one piece, and chunk_bytes cuts it"),
+            ({"driver": "device"}, "Placement asks for EXPERTS_BEGIN, which driver='device' lacks"),
+            ({"placement": "recorded=nowhere"}, "nowhere"),
+        ],
+    ),
+    (
+        {"cache_aware_routing": 0.1},
+        [
+            ({"cache_aware_routing": -0.1}, "a number from 0 up such as 0.05, not -0.1"),
+            ({"cache_aware_routing": float("nan")}, "from 0 up such as 0.05, not nan"),
+            ({"cache_aware_routing": float("inf")}, "from 0 up such as 0.05, not inf"),
+            ({"cache_aware_routing": "much"}, "must be a number, got 'much'"),
+        ],
+    ),
+    (
+        {**TWO_VERSIONS, "enable_prefix_caching": False},
+        [
+            ({"resize": "mv_wsa"}, "it weighs the misses of experts, and where every expert is"),
+            ({"resize": "joint"}, "use resize=peak_headroom"),
+            ({"resize": "peak_headroom", "hi_share": 0.5}, "hi_share fixes how many experts are h"),
+            ({**PEAK, "precision": "random", "interval": None}, "versions are fixed"),
+            (
+                {**PEAK, "precision": "dynaexq,paged=true"},
+                "cells of two versions are laid out",
+            ),
+        ],
+    ),
+    (
+        MAPS,
+        [
+            ({"driver": "host"}, "driver='host' does not; use driver='device'"),
+            ({"precision": "dynaexq"}, "one version of the experts"),
+            ({"memory": "1MiB", "policies": [ExpertMapInStep(capacity=10_000)]}, "lower the maps'"),
+            ({"policies": [ExpertMapInStep(distance=4)]}, "distance must lie in 1…3"),
+            ({"policies": [ExpertMapInStep(capacity=0)]}, "capacity must be at least 1"),
+        ],
+    ),
+]
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({**base, **each}, message) for base, cases in REFUSED for each, message in cases],
+    ids=[message[:50] for _, cases in REFUSED for _, message in cases],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(options, message):
+    with pytest.raises((UserError, ValueError)) as refused:
+        open_llm(**options).close()
+    assert message in str(refused.value)
+
+
+def test_a_prefetch_is_refused_before_anything_is_read(capsys):
+    with pytest.raises(UserError, match="which driver='device' lacks"):
+        open_llm("/nowhere", prefetch="fate")
+    assert main(["generate", "x", "--model", "/nowhere", "--prefetch", "promoe"]) == 2
+    assert "prefetch 'promoe' needs a file that its fit wrote" in capsys.readouterr().err
+
+
+def test_a_router_that_takes_no_correction_is_refused(tmp_path):
+    directory = write_checkpoint(tmp_path, "PhimoeForCausalLM")
+    with pytest.raises(UserError, match=r"this model's router \(sparsemixer\) chooses by logits"):
+        open_llm(directory, cache_aware_routing=0.1).close()
+
+
+def test_the_command_line_knows_drivers_and_eviction_policies(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "x", "--driver", "tape"])
+    assert "invalid choice: 'tape'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    choices = re.search(r"--eviction \{([a-z,-]+)\}", capsys.readouterr().out)
+    assert choices and set(choices[1].split(",")) == set(POLICIES)
