@@ -8,6 +8,7 @@ from importlib import import_module
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
+from pallas_kernels.option_text import parse_pairs, unknown
 from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
 
 
@@ -62,16 +63,15 @@ def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
     Raises ValueError naming what exists, for an op or an implementation that does not.
     """
     if isinstance(ops, str) and "=" in ops:
-        pairs = [pair.partition("=") for pair in ops.split(",")]
-        ops = {op.strip(): name.strip() for op, _, name in pairs}
+        ops = parse_pairs("ops", ops, dict.fromkeys(OPS, str))
     if isinstance(ops, Mapping):
         chosen = dict(ops)
     else:
         have = [op for op, names in OPS.items() if ops in names and op not in MADE_OF]
         chosen = dict.fromkeys(have or OPS, ops)
-    unknown = sorted(set(chosen) - set(OPS))
-    if unknown:
-        raise ValueError(f"unknown op {unknown[0]!r}; the ops are {', '.join(OPS)}")
+    for op in chosen:
+        if op not in OPS:
+            raise ValueError(unknown("op", op, OPS))
     for op, name in chosen.items():
         if name != "auto" and name not in OPS[op]:
             raise ValueError(

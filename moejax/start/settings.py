@@ -25,6 +25,7 @@ from moejax.start.second import check_places, placement_of
 from moejax.start.tiers import PACKED_AS, Tiers, tiers_of_options
 from moejax.traces.tracer import check_trace
 from pallas_kernels import parse_ops
+from pallas_kernels.option_text import parse_option, unknown
 
 BUDGET = ("fixed", "mv_wsa")
 """Names of budget=: as memory, expert_budget and kv_budget say; by WiSP's configurator."""
@@ -164,7 +165,7 @@ def parse_budget_options(options: Options) -> BudgetOptions:
         cells = "uniform"
     rule, cells_trace = _name_and_path("cells", cells, ALLOCATIONS)
     if resize not in RESIZE:
-        raise UserError(f"unknown resize {resize!r}; known: {', '.join(RESIZE)}")
+        raise UserError(unknown("resize", resize, RESIZE))
     if name == "fixed" and budget_trace:
         raise UserError("budget fixed needs no trace; write budget=mv_wsa=TRACE, or leave it out")
     if name == "mv_wsa" and not budget_trace:
@@ -194,10 +195,9 @@ def parse_budget_options(options: Options) -> BudgetOptions:
 
 
 def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, str | None]:
-    name, _, path = value.partition("=")
-    if name not in known:
-        raise UserError(f"unknown {option} {name!r}; known: {', '.join(known)}")
-    return name, path or None
+    with user_errors():
+        name, path, _ = parse_option(option, value, {key: {} for key in known}, paths=known)
+    return name, path
 
 
 def parse_precision(options: Options) -> Precision:

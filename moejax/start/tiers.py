@@ -16,10 +16,11 @@ from host_offload.memory.arena import own_arena
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.sources import memory_sources
 from host_offload.sizing.tiers import INTERVAL
-from moejax.errors import UserError
+from moejax.errors import UserError, user_errors
 from pallas_kernels.cpu.arena import drain
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
+from pallas_kernels.option_text import Reader, one_of, parse_option, share, whole
 from pallas_kernels.records import decode
 
 if TYPE_CHECKING:
@@ -73,9 +74,8 @@ def tiers_of_options(options: Options, precision: Precision) -> Tiers | None:
     """Raises UserError for what there is not, and for what does not go with tiers."""
     if options.tiers is None:
         return None
-    name, *pairs = (part.strip() for part in options.tiers.split(","))
-    if name not in NAMES:
-        raise UserError(f"unknown tiers {name!r}; known: {', '.join(NAMES)}")
+    with user_errors():
+        name, _, given = parse_option("tiers", options.tiers, dict.fromkeys(NAMES, _SETTINGS))
     if options.driver != "stream":
         raise UserError(
             f"tiers={name} is of experts that stream; use driver='stream', or leave it out"
@@ -87,12 +87,6 @@ def tiers_of_options(options: Options, precision: Precision) -> Tiers | None:
         )
     if (options.chunk_bytes or 0) % 2:
         raise UserError(f"tiers={name} decodes whole values; use an even chunk_bytes")
-    given = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or key not in _KEYS:
-            raise UserError(f"tiers takes {', '.join(_KEYS)} as KEY=VALUE, not {pair!r}")
-        given[key] = _KEYS[key](key, value)
     if given.get("by") == "layers" and given.setdefault("planner", "none") != "none":
         raise UserError("tiers by=layers stay as they begin; use planner=none")
     found = Tiers(name, **given)
@@ -101,36 +95,12 @@ def tiers_of_options(options: Options, precision: Precision) -> Tiers | None:
     return found
 
 
-def _share(key: str, value: str) -> float:
-    number = value.removesuffix("%")
-    try:
-        share = float(number) / (100 if number != value else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise UserError(f"tiers {key}= is a share from 0 to 1 or in %, not {value!r}")
-    return share
-
-
-def _named(key: str, value: str) -> str:
-    known = BY if key == "by" else PLANNERS
-    if value not in known:
-        raise UserError(f"tiers {key}= is one of {', '.join(known)}, not {value!r}")
-    return value
-
-
-def _steps(key: str, value: str) -> int:
-    if not value.isdigit() or not int(value):
-        raise UserError(f"tiers {key}= is a number of steps from 1 on, not {value!r}")
-    return int(value)
-
-
-_KEYS = {
-    "dense": _share,
-    "packed": _share,
-    "by": _named,
-    "planner": _named,
-    "interval": _steps,
+_SETTINGS: dict[str, Reader] = {
+    "dense": share,
+    "packed": share,
+    "by": one_of(*BY),
+    "planner": one_of(*PLANNERS),
+    "interval": whole(1),
 }
 
 

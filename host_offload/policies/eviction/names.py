@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from host_offload.control.interface import Policy
+from pallas_kernels.option_text import unknown
 
 POLICIES: dict[str, Callable[[], Any]] = {
     name: pkgutil.resolve_name(f"{__package__}.{place}")
@@ -40,7 +41,7 @@ EVICTION: dict[str, tuple[int, int, int]] = {
 def eviction_policy(eviction: str) -> Policy:
     """The policy of that name. Raises ValueError naming the known ones."""
     if eviction not in POLICIES:
-        raise ValueError(f"unknown eviction policy {eviction!r}; known: {', '.join(POLICIES)}")
+        raise ValueError(unknown("eviction policy", eviction, POLICIES))
     return POLICIES[eviction]()
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from host_offload.control.interface import Policy, Spec
 from host_offload.policies.eviction.hot_table import beside_prefetches
@@ -14,77 +12,36 @@ from host_offload.policies.placement.recorded import PREFIX, recorded_placement
 from host_offload.policies.placement.rivals import SCHEDULERS
 from host_offload.policies.prefetch.llapor.policy import Learned
 from host_offload.traces.reader import read_trace
+from pallas_kernels.option_text import Reader, one_of, parse_option, seconds, share, whole
 
 ALIASES = {"cross_layer": "prescope"}
 
-_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "": 1.0}
-_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns|)")
-
-
-def seconds(text: str) -> float:
-    """The seconds that "20us", "1.5ms" or a plain number says. Raises ValueError."""
-    found = _TIME.fullmatch(text.strip())
-    try:
-        assert found is not None
-        return float(found[1]) * _UNITS[found[2]]
-    except (AssertionError, ValueError):
-        raise ValueError(f"{text!r} is no time; write 20us, 1.5ms or 0.002s") from None
+_SETTINGS: dict[str, Reader] = {
+    **dict.fromkeys(COSTS, seconds),
+    "load": lambda value: None if value == "link" else seconds(value),
+    "predict": one_of("gates"),
+    "hit": share,
+    "buffers": whole(),
+}
+"""Readers of the keys that every placement has; a load of None is what the stated link takes."""
 
 
 def placement_policy(placement: str) -> Placement:
-    """The policy called NAME[,KEY=VALUE…]: a name of SCHEDULERS or cross_layer; costs in seconds
-    (COSTS; load=link: what the stated link takes), predict=gates, hit=R_hit at the start, buffers=N
-    (with_placement). Raises ValueError naming what is known."""
-    name, *given = placement.split(",")
-    name = ALIASES.get(name, name)
-    if name not in SCHEDULERS:
-        known = ", ".join((*SCHEDULERS, *ALIASES, f"{PREFIX}TRACE"))
-        raise ValueError(f"unknown placement {name!r}; known: {known}")
-    known = ", ".join((*COSTS, "predict", "hit", "buffers"))
-    settings: dict[str, Any] = {}
-    stated: dict[str, float] = {}
-    for pair in given:
-        key, _, value = pair.partition("=")
-        if key in COSTS and pair != "load=link":
-            stated[key] = seconds(value)
-        elif key in _SETTINGS:
-            settings |= _SETTINGS[key](value)
-        else:
-            raise ValueError(f"placement {name!r} has no setting {key!r}; it has {known}")
-    return Placement(name, tuple(sorted(stated.items())), **settings)
+    """The policy called NAME[,KEY=VALUE…].
 
-
-def _predict(value: str) -> dict[str, str]:
-    if value != "gates":
-        raise ValueError(
-            f"placement predicts by gates, or by prefetch learned=FILE; not by {value!r}"
-        )
-    return {"predict": value}
-
-
-def _hit(value: str) -> dict[str, float]:
-    try:
-        hit = float(value)
-    except ValueError:
-        hit = -1.0
-    if not 0 <= hit <= 1:
-        raise ValueError(f"hit is R_hit at the start, 0 to 1, not {value!r}")
-    return {"hit": hit}
-
-
-def _buffers(value: str) -> dict[str, int]:
-    if not value.isdecimal():
-        raise ValueError(f"buffers are cells of each layer, 0 or more, not {value!r}")
-    return {"buffers": int(value)}
-
-
-_SETTINGS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "predict": _predict,
-    "hit": _hit,
-    "buffers": _buffers,
-    "load": lambda value: {"load_of_link": True},
-}
-"""Key → what it makes of a value; load is here where it is the link's."""
+    NAME is one of SCHEDULERS or cross_layer. Keys: costs as times (COSTS; load=link: what the
+    stated link takes), predict=gates, hit=R_hit at the start, buffers=N (with_placement). Raises
+    ValueError as parse_option.
+    """
+    names = dict.fromkeys((*SCHEDULERS, *ALIASES), _SETTINGS)
+    option = parse_option("placement", placement, names, known=(f"{PREFIX}TRACE",))
+    stated = {name: option.settings.pop(name) for name in COSTS if name in option.settings}
+    return Placement(
+        ALIASES.get(option.name, option.name),
+        tuple(sorted((name, value) for name, value in stated.items() if value is not None)),
+        load_of_link=None in stated.values(),
+        **option.settings,
+    )
 
 
 def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,11 @@ from host_offload.policies.precision.maps import (
     read_array,
     top_map,
 )
+from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
 from pallas_kernels.records.format import BITS
 
 VERSIONS = ("dense", "lossless12", "int8", "int4", "int2")
 """Versions, from the most bytes to the fewest."""
-
-PRECISION = (*VERSIONS, "dynaexq", "map", "random")
-"""What LLM(precision=…) and --precision take: a version for all experts, or who mixes two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +110,10 @@ def precision_of(
     """The precision called NAME[,key=value…] or NAME=PATH[,…]; None: dense.
 
     hi, lo: versions that dynaexq, map and random mix (dense and int4). interval: dynaexq's. seed:
-    of random, where the text has none. Keys: _KEYS. Raises ValueError naming the known ones, for
-    what is out of range, for a file that is none, and for an option that means nothing to NAME.
+    of random, where the text has none. Raises ValueError as parse_option, for what is out of range,
+    for a file that is none, and for an option that means nothing to NAME.
     """
-    name, path, keys = _parse(text or "dense")
+    name, path, keys = parse_option("precision", text or "dense", _SETTINGS, paths=("map",))
     if name in VERSIONS:
         mixes = {"hi": hi, "lo": lo, "hi_share": hi_share, "interval": interval}
         for option, value in mixes.items():
@@ -145,10 +142,8 @@ def precision_of(
         raise ValueError(
             f"{next(iter(moves))} means nothing where experts are paged; leave it or paged out"
         )
-    if not paged and (spares := moves.setdefault("spares", 1)) < 1:
-        raise ValueError(f"spares must be at least 1, or no transition could begin, not {spares}")
-    if (step_bytes := moves.get("step_bytes", 1)) < 1:
-        raise ValueError(f"step_bytes must be at least 1, not {step_bytes}")
+    if not paged:
+        moves.setdefault("spares", 1)
     for key in ("weights", "scores"):
         if key in keys:
             keys[key] = read_array(keys[key], key)
@@ -157,57 +152,28 @@ def precision_of(
     return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), **moves)
 
 
-def _parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
-    """(name, path, keys) of NAME[=PATH][,key=value…]."""
-    first, *rest = text.split(",")
-    name, given, path = first.partition("=")
-    if name not in PRECISION:
-        raise ValueError(f"unknown precision {name!r}; known: {', '.join(PRECISION)}")
-    if given and name != "map":
-        raise ValueError(f"precision {name!r} takes no file; leave out ={path}")
-    known, keys = _KEYS.get(name, {}), {}
-    for part in rest:
-        key, given, value = part.partition("=")
-        if key not in known or not given:
-            settings = ", ".join(f"{key}=…" for key in known) or "none"
-            raise ValueError(f"precision {name!r} has no setting {part!r}; known: {settings}")
-        if key in keys:
-            raise ValueError(f"precision {name!r}: {key} is given twice; leave one of them out")
-        try:
-            keys[key] = known[key](value)
-        except ValueError:
-            raise ValueError(
-                f"precision {name!r}: {key}={value!r} is not {_A[known[key]]}"
-            ) from None
-    return name, path or None, keys
-
-
-def _yes(value: str) -> bool:
-    if value not in ("true", "false"):
-        raise ValueError(value)
-    return value == "true"
-
-
-_KEYS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
-    "lossless12": {"in_transit": _yes},  # others would not give the dense bits when decoded
-    "random": {"seed": int, "paged": _yes},
-    "map": {"paged": _yes},
+_SETTINGS: dict[str, dict[str, Reader]] = {
+    **{version: {} for version in VERSIONS},
+    "lossless12": {"in_transit": yes},  # others would not give the dense bits when decoded
+    "random": {"seed": whole(), "paged": yes},
+    "map": {"paged": yes},
     "dynaexq": {
-        "paged": _yes,
-        "alpha": float,
-        "margin": float,
-        "slack": int,
+        "paged": yes,
+        "alpha": number,
+        "margin": number,
+        "slack": whole(),
         "scope": str,
         "weights": str,
         "scores": str,
-        "spares": int,
-        "blocking": _yes,
-        "step_bytes": int,
+        "spares": whole(1),
+        "blocking": yes,
+        "step_bytes": whole(1),
     },
 }
 """Name → its settings."""
 
-_A = {int: "a whole number", float: "a number", _yes: "true or false"}
+PRECISION = tuple(_SETTINGS)
+"""What LLM(precision=…) and --precision take: a version for all experts, or who mixes two."""
 
 
 def _pair(hi: str | None, lo: str | None) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from host_offload.control.interface import Policy
+from pallas_kernels.option_text import parse_option
 
 
 class _Made(NamedTuple):
@@ -62,13 +63,9 @@ FROM_PATH: dict[str, Callable[[str], Policy]] = _resolved({n: m.read for n, m in
 def prefetch_policy(prefetch: str) -> Policy:
     """The policy called NAME or NAME=PATH. Raises ValueError naming the known ones, and for a path
     that is missing, of no use or unreadable."""
-    name, given, path = prefetch.partition("=")
-    known = sorted(PREFETCH.keys() | FROM_PATH.keys())
-    if name not in known:
-        raise ValueError(f"unknown prefetch policy {name!r}; known: {', '.join(known)}")
-    if given:
-        if name not in FROM_PATH:
-            raise ValueError(f"prefetch {name!r} learns nothing; leave out ={path}")
+    names = {key: {} for key in sorted(PREFETCH.keys() | FROM_PATH.keys())}
+    name, path, _ = parse_option("prefetch policy", prefetch, names, paths=FROM_PATH)
+    if path is not None:
         return FROM_PATH[name](path)
     if name not in PREFETCH:
         what = "the trace of the very run" if name == "oracle" else "a file that its fit wrote"

@@ -1,0 +1,152 @@
+"""The one grammar of options that are text: ``NAME[=PATH][,KEY=VALUE…]``.
+
+``placement=prescope,per_token=20us``, ``precision=dynaexq,alpha=0.9``, ``prefetch=learned=FILE``
+and ``ops=plan=xla,route=pallas`` are read by `parse_option` and `parse_pairs`, so that every
+mistake in them is answered in one form, with the nearest word that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+Reader = Callable[[str], Any]
+"""Reads a value. Raises ValueError whose text ends the sentence "KEY='text' is not …"."""
+
+
+class OptionText(NamedTuple):
+    """What an option says."""
+
+    name: str
+    path: str | None
+    """What follows ``NAME=``; None: nothing."""
+    settings: dict[str, Any]
+
+
+def parse_option(
+    option: str,
+    text: str,
+    settings: Mapping[str, Mapping[str, Reader]],
+    *,
+    paths: Iterable[str] = (),
+    known: Iterable[str] = (),
+) -> OptionText:
+    """Reads ``NAME[=PATH][,KEY=VALUE…]``.
+
+    - `option`: what messages call it, such as "precision".
+    - `settings`: the names that there are, each with the readers of its keys.
+    - `paths`: the names that take ``=PATH``.
+    - `known`: names that messages list too, though they are read elsewhere.
+
+    Raises ValueError for an unknown name or key, for a key given twice, for a value that its reader
+    refuses, and for a path where there is none.
+    """
+    first, *pairs = text.split(",")
+    name, equals, path = (part.strip() for part in first.partition("="))
+    if name not in settings:
+        raise ValueError(unknown(option, name, (*settings, *known)))
+    if equals and name not in set(paths):
+        raise ValueError(f"{option} {name!r} takes no file; leave out ={path}")
+    found = parse_pairs(f"{option} {name!r}", ",".join(pairs), settings[name])
+    return OptionText(name, path or None, found)
+
+
+def parse_pairs(whose: str, text: str, readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """Reads ``KEY=VALUE,…``; "" is {}. whose: what messages say has these keys. Raises ValueError
+    as parse_option."""
+    found: dict[str, Any] = {}
+    for pair in text.split(",") if text else ():
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if key not in readers or not equals:
+            keys = ", ".join(f"{key}=…" for key in readers) or "none"
+            raise ValueError(
+                f"{whose} has no setting {pair.strip()!r}{nearest(key, readers)}; known: {keys}"
+            )
+        if key in found:
+            raise ValueError(f"{whose}: {key} is given twice; leave one of them out")
+        try:
+            found[key] = readers[key](value)
+        except ValueError as error:
+            raise ValueError(f"{whose}: {key}={value!r} is not {error}") from None
+    return found
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that does not exist: ``unknown eviction policy 'lruu', did you mean
+    'lru'?; known: …``."""
+    known = list(known)
+    return f"unknown {what} {name!r}{nearest(name, known)}; known: {', '.join(known)}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What a message adds about a word that does not exist: ``, did you mean 'WORD'?`` with the
+    nearest known word, or nothing where none is near."""
+    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+# ---- readers
+
+
+def one_of(*names: str) -> Reader:
+    """Reads one of these words."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"one of {', '.join(names)}{nearest(text, names)}")
+        return text
+
+    return read
+
+
+def whole(least: int = 0) -> Reader:
+    """Reads a whole number from `least` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"a whole number, {least} or more")
+        return int(text)
+
+    return read
+
+
+def number(text: str) -> float:
+    """Reads a number, such as 0.9 or 1e-3."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def share(text: str) -> float:
+    """Reads a share: 0.25 or 25%."""
+    digits = text.removesuffix("%")
+    try:
+        found = float(digits) / (1 if digits == text else 100)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise ValueError("a share from 0 to 1 or in %")
+    return found
+
+
+def yes(text: str) -> bool:
+    """Reads true or false."""
+    if text not in ("true", "false"):
+        raise ValueError("true or false")
+    return text == "true"
+
+
+_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "": 1.0}
+_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns|)")
+
+
+def seconds(text: str) -> float:
+    """Reads a time in seconds: 20us, 1.5ms, or a number of seconds."""
+    found = _TIME.fullmatch(text)
+    try:
+        return float(found[1]) / _IN_A_SECOND[found[2]] if found else number("")
+    except ValueError:
+        raise ValueError("a time; write 20us, 1.5ms or 0.002s") from None
