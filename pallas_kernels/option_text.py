@@ -59,7 +59,9 @@ def parse_pairs(whose: str, text: str, readers: Mapping[str, Reader]) -> dict[st
     found: dict[str, Any] = {}
     for pair in text.split(",") if text else ():
         key, equals, value = (part.strip() for part in pair.partition("="))
-        if key not in readers or not equals:
+        if key in readers and not equals:
+            raise ValueError(f"{whose}: {key} needs a value; write {key}=…")
+        if key not in readers:
             keys = ", ".join(f"{key}=…" for key in readers) or "none"
             raise ValueError(
                 f"{whose} has no setting {pair.strip()!r}{nearest(key, readers)}; known: {keys}"

@@ -12,11 +12,11 @@ from host_offload.control.rules import gives_away
 from host_offload.policies.placement.names import placement_policy
 from host_offload.policies.placement.recorded import PREFIX
 from moejax.errors import UserError, user_errors
-from moejax.sizes import parse_duration
 from moejax.start.options import Options
 from moejax.step.parts import SecondProcessor, StatedTimes, StepSpec
 from pallas_kernels import Ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
+from pallas_kernels.option_text import Reader, parse_pairs, seconds
 
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
@@ -25,25 +25,24 @@ RATES = tuple(field.name for field in dataclasses.fields(StatedTimes))
 """Times of placement_test, as fields of StatedTimes and costs of a placement."""
 
 
+def _two_groups(text: str) -> tuple[int, int]:
+    parts = text.split("+")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            "A+B, threads of the accelerator's and the second processor's experts, such as 1+1"
+        )
+    return int(parts[0]), int(parts[1])
+
+
+_TEST_SETTINGS: dict[str, Reader] = {"threads": _two_groups, **dict.fromkeys(RATES, seconds)}
+
+
 def parse_placement_test(text: str | None) -> SecondProcessor:
     """What `threads=A+B,accelerator=TIME,startup=TIME,per_token=TIME` says; None: nothing, so both
     processors run on what threads there are, as fast as they go. Raises UserError."""
-    found: dict[str, float] = {}
-    threads = (0, 0)
-    for pair in (text or "").split(",") if text else ():
-        key, _, value = pair.strip().partition("=")
-        if key in RATES:
-            found[key] = parse_duration(value)
-        elif key == "threads":
-            parts = value.split("+")
-            if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-                raise UserError(
-                    f"placement_test threads={value} is not A+B, threads of the accelerator's and "
-                    "the second processor's experts, such as 1+1"
-                )
-            threads = int(parts[0]), int(parts[1])
-        else:
-            raise UserError(f"placement_test takes threads, {', '.join(RATES)}, not {key!r}")
+    with user_errors():
+        found = parse_pairs("placement_test", text or "", _TEST_SETTINGS)
+    threads = found.pop("threads", (0, 0))
     return SecondProcessor(threads, StatedTimes(**found) if found else None)
 
 
@@ -61,7 +60,7 @@ def placement_of(options: Options) -> str | None:
         for name in RATES
         if name not in given and (value := getattr(test.stated, name, 0.0))
     ]
-    if options.link_rate and "load" not in given:
+    if options.link_rate and "load" not in given and not policy.load_of_link:
         more.append("load=link")
     return ",".join([options.placement, *more])
 

@@ -47,7 +47,7 @@ def test_auto_is_native_on_a_cpu_that_has_the_library(monkeypatch):
     [
         ("cuda", "op 'linear' has no implementation 'cuda'; it has xla"),
         ({"plan": "cuda"}, "op 'plan' has no implementation 'cuda'; it has xla"),
-        ({"attention": "xla"}, "unknown op 'attention'; the ops are linear, head_linear"),
+        ({"attention": "xla"}, "unknown op 'attention', did you mean 'paged_attention'"),
     ],
 )
 def test_refuses(ops, message):

@@ -56,7 +56,7 @@ def test_pairs_are_read_as_they_were_written(pairs):
         ("x", "unknown speed 'x'; known: steady, timed, recorded=TRACE"),
         ("timed=FILE", "speed 'timed' takes no file; leave out =FILE"),
         ("timed,rat=1s", "'timed' has no setting 'rat=1s', did you mean 'rate'?; known: rate=…"),
-        ("timed,rate", "speed 'timed' has no setting 'rate'"),
+        ("timed,rate", "speed 'timed': rate needs a value; write rate=…"),
         ("steady,rate=1s", "speed 'steady' has no setting 'rate=1s'; known: none"),
         ("timed,rate=1s,rate=2s", "speed 'timed': rate is given twice; leave one of them out"),
         ("timed,rate=fast", "rate='fast' is not a time; write 20us, 1.5ms or 0.002s"),

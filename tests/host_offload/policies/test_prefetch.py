@@ -83,7 +83,7 @@ def test_names():
             "belady",
             "policy 'belady'; known: coactivation, deepspeed, expert_map, expert_map_in_step, exp",
         ),
-        ("fate=x", "prefetch 'fate' learns nothing; leave out =x"),
+        ("fate=x", "prefetch policy 'fate' takes no file; leave out =x"),
         ("promoe", "prefetch 'promoe' needs a file that its fit wrote: promoe=PATH"),
         ("oracle", "prefetch 'oracle' needs the trace of the very run: oracle=PATH"),
         ("oracle=/nowhere", "/nowhere is no trace"),

@@ -113,7 +113,7 @@ def test_stats_without_control_say_what_was_asked_for():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "int3"}, "unknown precision 'int3'; known: dense"),
+        ({"precision": "int3"}, "unknown precision 'int3', did you mean 'int8'"),
         ({"precision": "int4", "hi": "dense"}, "hi means nothing to precision 'int4'"),
         ({"precision": "dynaexq", "interval": "4 bytes"}, "interval '4 bytes' is not a number of"),
         ({"precision": precision_of("int4"), "lo": "int2"}, "lo is a part of the Precision that"),
@@ -126,7 +126,7 @@ def test_stats_without_control_say_what_was_asked_for():
         ({"precision": "dynaexq,paged=true,blocking=true"}, "blocking means nothing where"),
         ({"precision": "int4,paged=true"}, "precision 'int4' has no setting 'paged=true'"),
         ({"precision": "dynaexq,paged=maybe"}, "paged='maybe' is not true or false"),
-        ({"precision": "dynaexq,spares=0"}, "spares must be at least 1"),
+        ({"precision": "dynaexq,spares=0"}, "spares='0' is not a whole number, 1 or more"),
         ({"precision": "int4", "quantizer": "best"}, "quantizer 'best' is unknown; choose rtn"),
     ],
 )

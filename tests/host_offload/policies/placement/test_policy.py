@@ -143,12 +143,12 @@ def test_a_name_says_all_that_a_replay_needs():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prescop", "unknown placement 'prescop'; known: prescope, greedy"),
-        ("prescope,speed=3", "has no setting 'speed'; it has per_token"),
-        ("prescope,load=fast", "'fast' is no time; write 20us"),
-        ("prescope,predict=hope", "predicts by gates, or by prefetch learned=FILE"),
-        ("prescope,hit=2", "hit is R_hit at the start, 0 to 1, not '2'"),
-        ("prescope,hit=x", "hit is R_hit at the start"),
+        ("prescop", "unknown placement 'prescop', did you mean 'prescope'"),
+        ("prescope,speed=3", "has no setting 'speed=3'; known:"),
+        ("prescope,load=fast", "load='fast' is not a time; write 20us"),
+        ("prescope,predict=hope", "predict='hope' is not one of gates"),
+        ("prescope,hit=2", "hit='2' is not a share from 0 to 1"),
+        ("prescope,hit=x", "hit='x' is not a share"),
     ],
 )
 def test_a_name_that_is_none_is_refused(text, message):
@@ -244,7 +244,7 @@ def test_buffers_bring_a_hot_table_that_leaves_cells_to_prefetches():
     (alone,) = with_placement(f"prescope,{STATED}", [])
     assert alone.buffers is None and "buffers" not in said(alone, told())
     for text in ("-1", "x", ""):
-        with pytest.raises(ValueError, match="buffers are cells of each layer, 0 or more"):
+        with pytest.raises(ValueError, match="is not a whole number, 0 or more"):
             with_placement(f"prescope,buffers={text}", [])
     with pytest.raises(ValueError, match="spare cells of a layer are 0 or more"):
         beside_prefetches(-1).init(told())
