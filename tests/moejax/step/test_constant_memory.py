@@ -273,8 +273,7 @@ def compile_large(programs: Programs, key: ProgramKey, donate: bool = True) -> C
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "key",
-    # With kernels in place of XLA's ops, .ci/run compiles the others: in test_kernel_steps and,
-    # with a stage, in test_card_steps.
+    # With kernels in place of XLA's ops, .ci/run compiles the others: tests/aot/test_steps.py.
     [PREFILL, *(pytest.param(k, marks=pytest.mark.nightly) for k in (DECODE, STAGED, *OTHERS))],
     ids=str,
 )
