@@ -64,18 +64,12 @@ CHECKS: dict[str, tuple] = {
 """Kernel → a contract that runs it, its spec, and a history."""
 
 
-def replaced(pattern: str, by: str, number: int | None = 0) -> Callable[[str], str]:
-    """An edit: the match of this number becomes `by`, which may name groups; None: all of them, in
-    every copy of a loop, of which a spec may run one."""
+def replaced(pattern: str, by: str, number: int = 0) -> Callable[[str], str]:
+    """An edit: the match of this number becomes `by`, which may name groups."""
 
     def edit(ptx: str) -> str:
-        found = list(re.finditer(pattern, ptx))
-        chosen = found if number is None else found[number : number + 1]
-        if not chosen:
-            raise LookupError(f"no {pattern} number {number}")
-        for where in reversed(chosen):
-            ptx = ptx[: where.start()] + where.expand(by) + ptx[where.end() :]
-        return ptx
+        where = list(re.finditer(pattern, ptx))[number]
+        return ptx[: where.start()] + where.expand(by) + ptx[where.end() :]
 
     return edit
 
@@ -134,6 +128,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[str], str], str]] = {
     ),
     "a store without its mask": (
         *("linear", replaced(r"@%p\d+ (st\.global)", r"\1"), "out of bounds|race"),
+    ),
+    "a wrong swizzle of a read": (
+        *("linear", replaced(r"(xor\.b32\s+%r\d+, %r\d+,) 64;", r"\1 32;"), "wrong values"),
     ),
     "a loop that does not end": (
         *(
