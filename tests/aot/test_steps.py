@@ -110,7 +110,7 @@ def test_a_step_compiles_for_a_card(model, key, card):
     if key.kind == "decode":
         # Launched once, the loop over layers within; a stage list is read behind each layer.
         assert (compiled.graphs() == [True]) != key.staged
-        assert "copy" not in inside
+        assert inside["copy"] == key.staged
     else:
         # Within the loop over layers one more step to the right: what each wave launches.
         wave = re.findall(r"^ {8}\d+: k\w+ .*?\] (\S+) grid:", compiled.thunks, re.M)
