@@ -85,7 +85,8 @@ def check_program(check, card, spilled=0):
         assert kernel.load_bits()[128] > 0 or re.match(NARROW, name), name
         # The approximate instructions are wrong for angles of many turns.
         assert "cos.approx" not in kernel.ptx and "sin.approx" not in kernel.ptx, name
-        if name.endswith("_write"):  # rounded where the reference rounds
+        # Rounded where the reference rounds; below compute capability 9 a product is an fma of −0.
+        if name.endswith("_write") and kib > 99:
             assert "fma.rn.bf16" not in kernel.ptx, name
     return own
 
