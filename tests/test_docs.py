@@ -96,7 +96,7 @@ RUNS = {
     "pallas_kernels/combine/loop.py": OP,
 }
 """File that a diff adds → what runs on the tree with it."""
-CONTRACTS = {"pallas_kernels/combine/loop.py": ["tests/pallas_kernels/test_combine.py", "-kloop"]}
+CONTRACTS = {"pallas_kernels/combine/loop.py": ["tests/pallas_kernels/test_contracts.py", "-kloop"]}
 """File that a diff adds → the contract suite that takes it in."""
 IN_CI = ("host_offload/policies/eviction/random_eviction.py", "pallas_kernels/combine/loop.py")
 
@@ -137,7 +137,7 @@ def test_a_diff_is_one_file_and_one_line_elsewhere(shown):
 def test_the_diff_applies_and_runs(shown, added, tmp_path):
     copy = tmp_path / "copy"
     for package in (*PACKAGES, "tests", "scripts"):
-        ignored = shutil.ignore_patterns("__pycache__", "models.jsonl")
+        ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / package, copy / package, ignore=ignored)
     shutil.copy(REPOSITORY / "pyproject.toml", copy)
     # Nothing of this repository but what was copied, and not inside of another one.

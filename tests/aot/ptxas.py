@@ -66,20 +66,6 @@ class Kernel:
             widths[8 * int(size, 0)] += 1
         return widths
 
-    def loops(self) -> list[int]:
-        """PTX instructions of one turn of each loop that is a single basic block, most first."""
-        blocks = re.split(r"^(\$L__BB\w+):", self.ptx, flags=re.MULTILINE)
-        turns = []
-        for label, body in zip(blocks[1::2], blocks[2::2], strict=True):
-            # The block's text goes on behind the last branch back, to the next label.
-            back = list(re.finditer(rf"\bbra(\.uni)?\s+{re.escape(label)};", body))
-            if back:
-                turn = re.sub(
-                    r"//[^\n]*|^\s*\.[^\n]*", "", body[: back[-1].end()], flags=re.MULTILINE
-                )
-                turns.append(turn.count(";"))
-        return sorted(turns, reverse=True)
-
 
 def compile_kernels(fn, *args, card="h200", **options) -> tuple[Compiled, dict[str, Kernel]]:
     """compile_for(card, fn, *args, **options) and its kernels by name, XLA's own included.

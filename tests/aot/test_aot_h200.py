@@ -73,12 +73,6 @@ def test_missing_donation_is_found():
     assert compiled.memory.alias_bytes == 0
 
 
-def test_jitted_function_keeps_its_donation():
-    compiled = compile_for_h200(jax.jit(fill, donate_argnums=0), BUFFER, BLOCK)
-    assert compiled.copies() == []
-    assert compiled.memory.alias_bytes >= GiB
-
-
 def test_pallas_kernel_compiles():
     compiled = compile_for_h200(matmul, SQUARE, SQUARE)
     assert compiled.kernels() == ["tiled_matmul"]
@@ -110,37 +104,6 @@ def test_slice_of_pinned_host_memory_put_on_device_is_a_host_copy():
     assert [size for _, size in compiled.host_copies()] == [4 * MiB]
     assert compiled.host_copies(to_host=True) == compiled.copies() == []
     assert compiled.memory.host_argument_bytes == GiB
-
-
-def test_update_of_pinned_host_memory_is_in_place_only_if_donated():
-    def write(table, rows, i):
-        rows = jax.device_put(rows, jax.memory.Space.Host)
-        return jax.lax.dynamic_update_slice(table, rows, (i, 0))
-
-    args, host = (BUFFER, BLOCK, Array((), jnp.int32)), dict(host_argnums=0)
-    donated = compile_for_h200(write, *args, **host, donate_argnums=0)
-    assert [size for _, size in donated.host_copies(to_host=True)] == [4 * MiB]
-    assert donated.memory.host_alias_bytes == GiB
-    copied = compile_for_h200(write, *args, **host)
-    assert sorted(size for _, size in copied.host_copies(to_host=True)) == [4 * MiB, GiB]
-
-
-def test_result_put_on_host_is_a_copy_to_host():
-    compiled = compile_for_h200(lambda x: jax.device_put(x * 2, jax.memory.Space.Host), BLOCK)
-    assert [size for _, size in compiled.host_copies(to_host=True)] == [4 * MiB]
-    assert compiled.host_copies() == compiled.copies() == []
-    assert compiled.memory.host_output_bytes == 4 * MiB
-
-
-def test_layer_cut_out_of_stacked_weights_is_a_copy():
-    def run(x, stack):
-        return jax.lax.scan(lambda x, w: (matmul(x, w), None), x, stack)[0]
-
-    compiled = compile_for_h200(
-        run, SQUARE, Array((8, *SQUARE.shape), SQUARE.dtype), donate_argnums=0
-    )
-    fused = set(compiled.copies()) - set(compiled.copies(fused=False))
-    assert [size for _, size in fused] == [2 * MiB]
 
 
 def test_no_search_for_values_to_compute_twice(capfd):

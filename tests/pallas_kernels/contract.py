@@ -1,8 +1,8 @@
-"""What the contract tests of the ops share: compilation, poison, and the comparison.
+"""What the contracts of the ops share: their form, compilation, poison, and the comparison.
 
-An op is tested through its `api` with every entry of its IMPLEMENTATIONS, so a new implementation
-is tested by its entry there. A deliberate mistake (a mutant) is one more entry, of its own name.
-On a machine without a GPU the kernels of "pallas" run in Pallas's interpreter.
+An op is tested through its `api` with every entry of its table of implementations, so a new
+implementation is tested by its entry there. On a machine without a GPU the kernels of "pallas" run
+in Pallas's interpreter.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import hypothesis
 import jax
 import jaxlib
 import numpy as np
@@ -21,7 +22,6 @@ import pytest
 from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.tolerances import TOLERANCES
 from pallas_kernels.triton import interpreted
-from tests.pallas_kernels import bounds
 
 POISON = 0x7FFF
 """uint16 of memory where nothing valid lies: NaN in bfloat16 and float16, twice in float32."""
@@ -32,73 +32,91 @@ NATIVE = pytest.mark.skipif(why_not_cpu() is not None, reason=f"cpu: {why_not_cp
 """Tests that need the library of native CPU ops; .ci/run builds it and skips none of them."""
 
 
-INTERPRETED_SPECS = 1
-"""Specs of an op that .ci/run interprets its kernels with; `pytest` without a marker takes all."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mutant:
+    """A deliberate mistake around an implementation, which the contract must find.
 
-QUICK_SPECS = 3
-"""Specs of an op that the quick suite tests it with."""
+    change: the arguments that it gives the implementation instead, by their names.
+    spec: what the contract finds it with.
+    table, of: the implementation, if not the contract's reference.
+    """
+
+    change: Callable[[dict], dict]
+    spec: Any
+    table: dict[str, Callable] | None = None
+    of: str = "xla"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contract:
+    """What every implementation of an op must do.
+
+    name: of the op.
+    implementations: the op's own table; a new implementation is tested by its entry there.
+    specs: shapes and dtypes, as a rule those of the op's folder.
+    check: asserts the contract of (spec, implementation), with `histories` of a history too.
+    histories: spec → strategy of histories; examples: how many are drawn.
+    facts: each asserts one thing more of an implementation.
+    mutant: a mistake that check must find.
+    refused: an erroneous call; refusals: its arguments, and the message last.
+    """
+
+    name: str
+    implementations: dict[str, Callable]
+    specs: Sequence
+    check: Callable[..., None]
+    histories: Callable[[Any], hypothesis.strategies.SearchStrategy] | None = None
+    examples: int = 20
+    facts: Sequence[Callable[[str], None]] = ()
+    mutant: Mutant | None = None
+    refused: Callable | None = None
+    refusals: Sequence[tuple] = ()
+
+    def run(self, spec: Any, implementation: str, examples: int | None = None) -> None:
+        """Asserts the contract of one spec. examples: of histories, drawn the same each time."""
+        if self.histories is None:
+            self.check(spec, implementation)
+            return
+        few = hypothesis.settings(max_examples=self.examples)
+        if examples is not None:
+            options = {"database": None, "derandomize": True, "report_multiple_bugs": False}
+            phases = [hypothesis.Phase.generate]
+            few = hypothesis.settings(max_examples=examples, phases=phases, **options)
+
+        @few
+        @hypothesis.given(self.histories(spec))
+        def each(history):
+            self.check(spec, implementation, history)
+
+        each()
+
+
+def takes(implementation: str, spec: Any) -> bool:
+    """Whether the implementation takes the spec: kernels have 16-bit operands only."""
+    return implementation != "pallas" or getattr(spec, "dtype", None) != "float32"
+
+
+def dtypes_of_bits(implementation: str) -> tuple[str, ...]:
+    """Dtypes that facts about bits are asserted in. Of XLA's ops tests/moejax has float32 too."""
+    return ("bfloat16",) if implementation in ("xla", "pallas") else ("float32", "bfloat16")
+
+
+def name_of(spec: Any) -> str:
+    texts = (str(value).replace(" ", "") for value in dataclasses.astuple(spec))
+    return "-".join(text if len(text) < 40 else f"{len(text)}chars" for text in texts)
+
 
 COUNTS = ("tokens", "lengths", "chunks", "size")
 """Fields of specs that say how many rows there are."""
 
 
-def each(
-    implementations: Mapping[str, Callable],
-    specs: Sequence = (),
-    dtypes: Sequence = (),
-    *,
-    mutants: bool = False,
-    quick: int = QUICK_SPECS,
-):
-    """Parametrises a test by implementation and, where given, by spec and by dtype.
-
-    Kernels take 16-bit operands only, so "pallas" gets neither specs of float32 nor that dtype. Its
-    cases are slow, since interpreted kernels compile slowly; the quick suite has each kernel in
-    the engine (test_kernels_in_engine). So are an op's specs after the first `quick`. mutants: the
-    test watches other tests: slow, and nightly where interpreted.
-
-    Each spec and dtype is a program that XLA compiles for a second or two, so of the reference
-    "xla" some are nightly: specs whose number of rows alone differs from that of an earlier and of
-    a later one (native ops take them all, and tests of bits compare numbers of rows), and float32
-    where another dtype is tested too, as in test_same_bits.
-    """
-    axes = {"implementation": list(implementations), "spec": list(specs), "dtype": list(dtypes)}
-    axes = {name: values for name, values in axes.items() if values}
-    cases = []
-    for values in itertools.product(*axes.values()):
-        case = dict(zip(axes, values, strict=True))
-        interpreted_kernel, spec = case["implementation"] == "pallas", case.get("spec")
-        if interpreted_kernel and "float32" in (case.get("dtype"), getattr(spec, "dtype", None)):
-            continue
-        name = "-".join(value if isinstance(value, str) else _name(value) for value in values)
-        place = 0 if spec is None else list(specs).index(spec)
-        of_bits = spec is None and "dtype" in case
-        reference = case["implementation"] == "xla"
-        slow = interpreted_kernel or mutants or place >= quick
-        marks = [pytest.mark.slow] if slow else []
-        if case["implementation"] == "cpu":
-            marks.append(NATIVE)
-        left_out = of_bits and case["dtype"] == "float32" if spec is None else _between(spec, specs)
-        if reference and left_out:
-            marks.append(pytest.mark.nightly)
-        if interpreted_kernel and (mutants or of_bits or place >= INTERPRETED_SPECS):
-            marks.append(pytest.mark.nightly)
-        cases.append(pytest.param(*values, id=name, marks=marks))
-    return pytest.mark.parametrize(list(axes), cases)
-
-
-def _between(spec, specs: Sequence) -> bool:
+def differs_in_rows(spec: Any, specs: Sequence) -> bool:
     """Whether an earlier and a later spec are as this one but for their number of rows."""
     rows = {field.name: None for field in dataclasses.fields(spec) if field.name in COUNTS}
     alike = [
         s for s in specs if dataclasses.replace(s, **rows) == dataclasses.replace(spec, **rows)
     ]
     return bool(rows) and spec not in (alike[0], alike[-1])
-
-
-def _name(spec) -> str:
-    texts = (str(value).replace(" ", "") for value in dataclasses.astuple(spec))
-    return "-".join(text if len(text) < 40 else f"{len(text)}chars" for text in texts)
 
 
 QUICKLY: dict[str, bool | int] = {
@@ -117,10 +135,7 @@ def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
 
     @functools.wraps(op)  # jax.jit finds the donated arguments by their names
     def traced(*args, **kwargs):
-        with contextlib.ExitStack() as stack:
-            if not _on_gpu():
-                stack.enter_context(interpreted())
-                stack.enter_context(bounds.checked())
+        with contextlib.nullcontext() if _on_gpu() else interpreted():
             return op(*args, **kwargs)
 
     of_kernel = str(static.get("implementation", "")).startswith("pallas") and not _on_gpu()
@@ -180,3 +195,20 @@ def wide(array: np.ndarray) -> np.ndarray:
 def draw(rng: np.random.Generator, shape, dtype: str, scale: float = 1.0) -> np.ndarray:
     """Normal values, rounded to the dtype."""
     return (scale * rng.standard_normal(shape)).astype(jax.numpy.dtype(dtype))
+
+
+def alone(x: np.ndarray, rows: Sequence[int] = (0, 8, 16)) -> Iterator[tuple[int, np.ndarray]]:
+    """(row, the array with NaN in all other rows)."""
+    for row in rows:
+        others = np.full_like(x, np.nan)
+        others[row] = x[row]
+        yield row, others
+
+
+def updated_in_place(op: Callable, inputs: dict, donate: Sequence[str], **static: Any) -> None:
+    """Asserts that results of the op lie where the arguments that it may overwrite did."""
+    given = inputs | {name: jax.numpy.array(inputs[name]) for name in donate}
+    before = {given[name].unsafe_buffer_pointer() for name in donate}
+    after = compiled(op, donate=tuple(donate), **static)(**given)
+    assert before <= {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)}
+    assert all(given[name].is_deleted() for name in donate)

@@ -61,24 +61,6 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.slow  # the compiler reads XLA's headers for each, some seconds
-@pytest.mark.parametrize(
-    ("names", "compiles"), [("", False), (', "eps"', True), (', "eps", "more"', False)]
-)
-def test_attributes_without_a_name_or_too_many_names_do_not_compile(names, compiles, tmp_path):
-    source = tmp_path / "handler.cc"
-    source.write_text(
-        '#include "pallas_kernels/cpu/binding.h"\nnamespace moejax {\n'
-        "void op(const Call&, Any, float, ffi::Result<Any>) {}\n"
-        f"MOEJAX_HANDLER(op, op{names})\n}}\n"
-    )
-    include = ["-I", str(build.HERE.parent.parent), "-I", str(build.HERE)]
-    command = [build.find_compiler(), *build.FLAGS, *include, "-fsyntax-only", str(source)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode == 0) == compiles, result.stderr
-    assert compiles or "a name for each attribute" in result.stderr
-
-
 def test_a_missing_library_is_refused_with_the_command_that_mends_it(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "HERE", tmp_path)
     isa, reason = library._load.__wrapped__()
@@ -140,37 +122,6 @@ def test_the_environment_names_the_instruction_set():
     assert run("-c", code, MOEJAX_CPU_ISA="portable").stdout == "portable None\n"
     refused = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout
     assert refused.startswith("None MOEJAX_CPU_ISA is sse9; this machine runs portable")
-
-
-@NATIVE
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_all_kernels_of_this_machine_keep_the_contracts():
-    """Those for any CPU and those of every instruction set that it has; the chosen ones run without
-    a name."""
-    tests = [f"tests/pallas_kernels/test_{op}.py" for op in ("linear", "head_linear", "expert_ffn")]
-    tests += [f"tests/pallas_kernels/test_{op}_attention.py" for op in ("decode", "prefill")]
-    small = ("rms_norm", "route", "kv_write", "latent_write", "combine", "expert_ffn_versions")
-    tests += [f"tests/pallas_kernels/test_{op}.py" for op in small]
-    code = "from pallas_kernels.cpu.library import *; print(why_not_cpu())"
-    refused = run("-c", code, MOEJAX_CPU_ISA="sse9").stdout
-    kernels = refused.strip().partition("this machine runs ")[2].split(", ")
-    assert "portable" in kernels, refused
-    for isa in {*kernels} - {library.instruction_set()}:
-        result = run("-m", "pytest", "-q", "-k", "cpu", *tests, MOEJAX_CPU_ISA=isa)
-        assert result.returncode == 0, f"{isa}: {result.stdout[-3000:]}"
-
-
-def test_a_cpu_op_is_for_cpus():
-    with pytest.raises(ValueError, match="op 'linear': the native CPU ops run on CPUs; here use"):
-        resolve_ops("linear=cpu", platform="gpu", dtype="bfloat16")
-
-
-@NATIVE
-def test_one_name_is_for_every_op_that_has_it():
-    ops = resolve_ops("cpu").chosen()
-    assert {op for op, name in ops.items() if name == "cpu"} >= {"linear", "expert_ffn"}
-    assert set(ops.values()) == {"cpu", "xla"}
 
 
 @NATIVE

@@ -2,10 +2,23 @@
 
 import importlib
 
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import OPS, Ops, dispatch, parse_ops, resolve_ops
-from pallas_kernels.implementations import pick
+from pallas_kernels import (
+    OPS,
+    Ops,
+    dispatch,
+    fill_ffn,
+    paged_attention,
+    parse_ops,
+    resolve_ops,
+    route,
+)
+from pallas_kernels.fill_ffn import pallas_triton as fill_ffn_kernels
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.route.specs import RULES
+from tests.pallas_kernels.encoded import formats
 
 
 def implementations(op):
@@ -19,11 +32,6 @@ def implementations(op):
 def test_the_list_of_ops_is_what_the_ops_have(op):
     assert tuple(implementations(op)) == OPS[op]
     assert importlib.import_module(f"pallas_kernels.{op}.specs").__doc__
-
-
-def test_every_folder_is_a_listed_op(repository):
-    folders = {path.parent.name for path in (repository / "pallas_kernels").glob("*/api.py")}
-    assert folders == set(OPS) == set(Ops.__dataclass_fields__) - {"shared_kib"}
 
 
 @pytest.mark.parametrize("ops", ["auto", "xla", {}, {"plan": "xla"}, {"plan": "auto"}])
@@ -48,27 +56,21 @@ def test_auto_is_native_on_a_cpu_that_has_the_library(monkeypatch):
         ("cuda", "op 'linear' has no implementation 'cuda'; it has xla"),
         ({"plan": "cuda"}, "op 'plan' has no implementation 'cuda'; it has xla"),
         ({"attention": "xla"}, "unknown op 'attention', did you mean 'paged_attention'"),
+        ("linear=cpu", "op 'linear': the native CPU ops run on CPUs; here use"),
     ],
 )
 def test_refuses(ops, message):
     with pytest.raises(ValueError, match=message):
-        resolve_ops(ops)
+        resolve_ops(ops, platform="gpu", dtype="bfloat16")
 
 
-def test_one_name_is_for_every_op_that_has_it(monkeypatch):
+def test_one_name_is_for_every_op_that_has_it():
     # What is made of others goes by theirs.
     assert parse_ops("pallas") == dict.fromkeys(OPS, "pallas") | {"fill_ffn": "auto"}
-    monkeypatch.setitem(OPS, "latent_write", ("xla",))
-    monkeypatch.setitem(OPS, "head_linear", ("xla",))
-    wanted = parse_ops("pallas")
-    assert {op: name for op, name in wanted.items() if "pallas" not in OPS[op]} == {
-        "head_linear": "auto",
-        "latent_write": "auto",
-    }
-    others = {op for op, names in OPS.items() if "pallas" in names} - {"fill_ffn"}
-    assert {wanted[op] for op in others} == {"pallas"}
-    with pytest.raises(ValueError, match="op 'latent_write' has no implementation 'pallas'"):
-        parse_ops("latent_write=pallas")
+    native = {op: "cpu" if "cpu" in names else "auto" for op, names in OPS.items()}
+    assert parse_ops("cpu") == native
+    with pytest.raises(ValueError, match="op 'truncate' has no implementation 'cpu'"):
+        parse_ops("truncate=cpu")
 
 
 def test_a_kernel_that_cannot_run_a_model_is_not_chosen():
@@ -85,18 +87,6 @@ def test_a_class_of_gpu_is_kept_and_checked():
     message = r"tables for \(99, 163, 227\) KiB a program, not 100"
     with pytest.raises(ValueError, match=message):
         resolve_ops(shared_kib=100)
-
-
-def test_only_the_kernel_is_told_the_class():
-    functions = {"xla": dict, "pallas": dict, "other": dict}
-    told = {name: pick("linear", functions, name, 99)() for name in functions}
-    assert told == {"xla": {}, "pallas": {"shared_kib": 99}, "other": {}}
-
-
-def test_pick():
-    assert pick("plan", {"xla": max, "other": min}, "other") is min
-    with pytest.raises(ValueError, match="op 'plan' has no implementation 'no'; it has xla, other"):
-        pick("plan", {"xla": max, "other": min}, "no")
 
 
 def test_an_op_made_of_others_is_a_kernel_where_those_are():
@@ -117,3 +107,40 @@ def test_an_op_made_of_others_is_a_kernel_where_those_are():
         )
     with pytest.raises(ValueError, match="op 'fill_ffn': cells of two kinds; use xla or auto"):
         resolve_ops("fill_ffn=pallas", **options)
+
+
+def test_what_kernels_cannot_run_is_known_before():
+    """The engine asks at its start; the ops say the same (tests/pallas_kernels/ops)."""
+    page = KVPage(16, 2, 256)
+    assert paged_attention.why_not_pallas(page) is None
+    wider = page._replace(head_dim=258)
+    assert "up to 256, not 258" in str(paged_attention.why_not_pallas(wider))
+    for latent, rope, runs in ((512, 64, True), (513, 63, False), (512, 66, False)):
+        why = paged_attention.why_not_pallas(KVPage(16, 1, latent + rope, latent))
+        assert (why is None) == runs
+        assert runs or f"up to 512 + 64 values, not {latent} + {rope}" in str(why)
+    assert {route.why_not_pallas(rule) for rule in RULES.values()} == {None}
+    many = route.why_not_pallas(route.RouteRule(1, groups=32))
+    assert many == "the kernel takes at most 16 groups, not 32"
+
+
+@pytest.mark.parametrize(
+    ("versions", "why"),
+    [
+        ([("dense", "dense")], None),
+        ([("int8", "int8"), ("int4", "int4")], None),
+        ([("lossless12", "lossless12")], None),
+        ([("dense", "dense"), ("int4", "int4")], "one view of the arena, dense or coded"),
+        ([("dense", "lossless12")], "decoded on their way into a cell"),
+    ],
+)
+def test_which_versions_fill_ffn_takes(versions, why):
+    said = fill_ffn.why_not_pallas(versions)
+    assert said is None if why is None else why in said
+    names = [cell if cell == held else (cell, held) for cell, held in versions]
+    operands = jnp.zeros((3, 64), jnp.bfloat16), formats(names, 64, 32, "bfloat16"), 16, 227
+    if why is None:
+        assert fill_ffn_kernels.configuration(*operands).copies == 32
+        return
+    with pytest.raises(ValueError, match=f"fill_ffn 'pallas': .*{why}.*; 'xla' takes it"):
+        fill_ffn_kernels.configuration(*operands)

@@ -1,18 +1,12 @@
 """An arena that the native library owns: the ops' bytes, its order, and what is refused."""
 
-import gc
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.memory.arena import own_arena
-from host_offload.memory.device_memory import LEAST
 from host_offload.memory.layout import PageLayout
 from host_offload.memory.swap import move_pages, read_pages, write_pages
-from pallas_kernels.cpu import arena as owned
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, move_rows, read_rows, write_rows
 from pallas_kernels.fill import fill
 from tests.faults import delay_arena
@@ -127,20 +121,6 @@ def test_a_closed_or_unknown_arena_is_refused():
     assert ArenaMemory(ROWS, HIDDEN).handle > handle, "a handle is given twice"
 
 
-def test_memory_is_aligned_zero_and_freed_with_its_owner():
-    rows = LEAST // (HIDDEN * 2) * 2
-    memory = own_arena(rows, HIDDEN)
-    address, handle = memory.address, memory.handle
-    assert address % (2 << 20) == 0 and memory.nbytes == rows * HIDDEN * 2
-    assert not memory.view().any() and memory.view().ctypes.data == address
-    for _ in range(3):
-        jax.block_until_ready(filled(on(memory)))
-        assert memory.address == address == owned._functions().data(handle)
-    del memory
-    gc.collect()
-    assert not owned._functions().data(handle)
-
-
 def test_more_memory_than_there_is_is_refused():
     with pytest.raises(MemoryError, match=r"no memory for an arena of .* GiB"):
         ArenaMemory(2**44, HIDDEN)
@@ -178,36 +158,3 @@ def test_a_read_that_a_write_overtakes_is_found(memory):
         else:
             with pytest.raises(ERRORS, match=r"a (read|write) of the arena is out of order"):
                 jax.block_until_ready(program(on(memory), x))
-
-
-@pytest.mark.parametrize("behind", [1, -1])
-def test_a_token_of_another_moment_is_refused(memory, behind):
-    handle, writes = memory.token().tolist()
-    token = jnp.array([handle, (writes + behind) % 2**32], jnp.uint32)
-    arena = OwnedArena(token, ROWS, HIDDEN)
-    with pytest.raises(ERRORS, match="a write of the arena is out of order: it follows write"):
-        jax.block_until_ready(filled(arena))
-    with pytest.raises(ERRORS, match="a read of the arena is out of order"):
-        jax.block_until_ready(read_rows(arena, ints(0), 8, width=HIDDEN))
-
-
-def test_of_a_read_and_a_write_at_once_one_is_refused(memory):
-    """Two programs of one token, which is donated to neither."""
-    arena = on(memory)
-    read = jax.jit(lambda arena: read_rows(arena, ints(0), 8, width=HIDDEN)).lower(arena).compile()
-    write = jax.jit(filled).lower(arena).compile()
-    delay_arena(memory, 500_000)
-    refused = []
-
-    def run(program):
-        try:
-            jax.block_until_ready(program(arena))
-        except ERRORS as error:
-            refused.append(str(error))
-
-    reader = threading.Thread(target=run, args=(read,))
-    reader.start()
-    run(write)
-    reader.join()
-    (message,) = refused
-    assert "of the arena is out of order" in message

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
 import threading
 
 import jax
@@ -12,10 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import OPS, resolve_ops
-from pallas_kernels.linear import pallas_triton as linear_kernels
 from pallas_kernels.rms_norm import api, reference
 from pallas_kernels.route import RouteRule
-from pallas_kernels.route.specs import RULES
 from pallas_kernels.triton import interpreted
 from pallas_kernels.verification import (
     ModelShape,
@@ -27,7 +22,6 @@ from pallas_kernels.verification import (
     table,
 )
 from pallas_kernels.verification.check import IMPLEMENTATIONS, make_check, prepare
-from tests.conftest import REPOSITORY
 
 SMALL = ModelShape(
     hidden=64,
@@ -131,117 +125,9 @@ def test_only_kernels_that_would_run_are_checked():
     assert small_checks() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "correction", "key"),
-    [
-        (
-            "deepseek-v3",
-            True,
-            "16 top 8 sigmoid normalize True groups 4/8 by top2 scale 2.5 corrected",
-        ),
-        pytest.param(
-            "deepseek-v2",
-            False,
-            "16 top 6 softmax normalize False groups 3/8 by max scale 16.0",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "phi-3.5",
-            False,
-            "16 top 2 sparsemixer normalize False jitter 0.01",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_another_rule_is_another_kernel(name, correction, key):
-    shape = dataclasses.replace(SMALL, experts=16, rule=RULES[name], correction=correction)
-    (check,) = small_checks(shape, route="pallas")
-    assert check.key == f"route {key} float32"
-    assert check.error(jax.devices()[0]) <= check.tolerance
-
-
-def test_another_norm_is_another_kernel():
-    shape = dataclasses.replace(SMALL, norm="layer_norm")
-    (check,) = small_checks(shape, layer_norm="pallas", rms_norm="pallas")
-    assert check.key == "layer_norm 64 bfloat16"
-    assert check.error(jax.devices()[0]) <= check.tolerance
-
-
-@pytest.mark.nightly
-def test_norms_of_other_widths_are_checked_too():
-    shape = dataclasses.replace(SMALL, other_norms=(24,))
-    found = small_checks(shape, rms_norm="pallas")
-    assert [check.key for check in found] == ["rms_norm 64 bfloat16", "rms_norm 24 bfloat16"]
-    assert all(check.error(jax.devices()[0]) <= check.tolerance for check in found)
-
-
-@pytest.mark.nightly
-def test_keys_without_norms_are_another_kernel():
-    plain = dataclasses.replace(SMALL, qk_norm=False)
-    check, wide = small_checks(plain, kv_write="pallas")
-    assert "no norms" in check.key and "no norms" in wide.key
-    assert all(check.key != other.key for other in small_checks(kv_write="pallas"))
-    device = jax.devices()[0]
-    assert check.error(device) <= check.tolerance
-
-
-@pytest.mark.slow
-def test_products_that_normalise_are_checked_where_both_are_kernels(monkeypatch):
-    def normed(shape=SMALL, **ops):
-        return [check for check in small_checks(shape, **ops) if "normed" in check.key]
-
-    both = {"linear": "pallas", "rms_norm": "pallas"}
-    found = normed(**both)
-    assert [check.key for check in found] == [
-        "linear normed 256x64 bias True 227 KiB bfloat16",
-        "linear normed parts 8x64 227 KiB bfloat16",
-    ]
-    assert all(check.error(jax.devices()[0]) <= check.tolerance for check in found)
-    assert not normed(linear="pallas") and not normed(rms_norm="pallas")
-    # No LayerNorm is within a product; of latent attention that of the router is.
-    assert not normed(dataclasses.replace(SMALL, norm="layer_norm"), layer_norm="pallas", **both)
-    assert [check.key for check in normed(LATENT, **both)] == [found[1].key]
-    # Bits are compared: rows normalised by one unit in the last place too much are refused.
-    wide = dataclasses.replace(SMALL, hidden=256, products=((8, 256, False, "float32"),))
-    found[1:] = normed(wide, **both)  # in several parts
-    scales = linear_kernels._scales
-    monkeypatch.setattr(
-        linear_kernels, "_scales", lambda *args: scales(*args) * jnp.float32(1 + 2**-7)
-    )
-    assert len(found) == 2 and all(check.error(jax.devices()[0]) >= 0.5 for check in found)
-
-
 LATENT = dataclasses.replace(
     SMALL, kv_heads=1, head_dim=24, latent=16, up_projection=(16, 8), interleave=True
 )
-LATENT_OPS = ("head_linear", "latent_write", "paged_attention")
-
-
-def test_latent_attention_has_kernels_of_its_own():
-    found = small_checks(LATENT, **dict.fromkeys((*LATENT_OPS, "kv_write"), "pallas"))
-    keys = [check.key.removesuffix(" bfloat16") for check in found]
-    pages = "heads 4/16+8 block 16"
-    of_pages = [
-        f"latent_write {pages}{{}} pairs",
-        f"paged_attention decode {pages}{{}} window None",
-        f"paged_attention prefill {pages}{{}} window None",
-    ]
-    assert keys == [
-        *(f"head_linear 4x16x16 rows {rows} transposed" for rows in (8, 16, 64)),
-        *(f"head_linear 4x8x16 rows {rows} behind 16" for rows in (8, 16, 64)),
-        *(text.format(wide) for wide in ("", " offsets 64") for text in of_pages),
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("op", LATENT_OPS)
-def test_latent_kernels_pass_their_checks(op):
-    found = small_checks(LATENT, **{op: "pallas"})
-    errors = {check.key: (check.error(jax.devices()[0]), check.tolerance) for check in found}
-    assert errors and {key: e for key, (e, most) in errors.items() if not e <= most} == {}
-    assert op != "paged_attention" or any(error > 0 for error, _ in errors.values())
 
 
 def test_what_was_checked_is_not_checked_again(tmp_path):
@@ -286,28 +172,6 @@ def test_each_check_is_kept_before_the_next_one_ends(tmp_path):
     path, kept = tmp_path / table.file_name(device), []
     require_verified(wanted, device, tmp_path, lambda *_: kept.append(len(load_table(path))), 3)
     assert kept == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_killed_check_loses_one(tmp_path):
-    """SIGKILL while the third check runs: the next process makes all but two."""
-    code = (
-        "import os, signal, sys, jax\n"
-        "from pathlib import Path\n"
-        "from pallas_kernels.verification import require_verified\n"
-        "from tests.pallas_kernels.test_verification import toy_checks\n"
-        "def run(name, x):\n"
-        "    jax.debug.callback(lambda x: x == 2 and os.kill(os.getpid(), signal.SIGKILL), x)\n"
-        "    return x\n"
-        "require_verified(toy_checks(5, run), jax.devices()[0], Path(sys.argv[1]))\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=REPOSITORY, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    wanted, device, ran = toy_checks(5), jax.devices()[0], []
-    assert not list(tmp_path.glob("*.partial"))
-    require_verified(wanted, device, tmp_path, lambda check, _: ran.append(check.key))
-    assert ran == [check.key for check in wanted[2:]]
 
 
 def test_checks_compile_at_once_and_run_in_order():
@@ -386,17 +250,6 @@ def test_a_kernel_that_does_not_compile_is_refused_by_name(tmp_path, monkeypatch
     message = r"rms_norm 64 bfloat16 does not run on .*Shared memory.*use ops=rms_norm=xla"
     with pytest.raises(Unverified, match=message):
         require_verified(small_checks(rms_norm="pallas"), jax.devices()[0], tmp_path)
-
-
-@pytest.mark.nightly
-def test_a_right_kernel_passes_in_float16_too():
-    half = dataclasses.replace(SMALL, dtype="float16")
-    (check,) = [
-        c
-        for c in small_checks(half, expert_ffn="pallas")
-        if "tokens 16" in c.key and "offsets" not in c.key
-    ]
-    assert check.error(jax.devices()[0]) <= check.tolerance
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):

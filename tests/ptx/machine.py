@@ -31,8 +31,6 @@ class Launch:
     """One of memory.MODES."""
     seed: int = 0
     """Of the order of programs, and of copies that are carried out at random."""
-    programs: Sequence[int] | None = None
-    """Which of the grid run; None: all."""
     most: int = 1_000_000
     """Instructions of a batch: a loop that does not end."""
     overlaps: bool = True
@@ -47,16 +45,16 @@ def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
         raise Fault(f"{kernel.name} has {len(kernel.parameters)} parameters, not {len(buffers)}")
     unique = list({id(b): b for b in buffers}.values())
     access = min((_access(ins) for ins in kernel.code if _access(ins, "global")), default=16)
-    alignment = min(kernel.parameters.values(), default=16) % 256
+    promised = list(zip(buffers, kernel.parameters.values(), strict=True))
+    alignments = [min(a for b, a in promised if b is one) % 256 for one in unique]
     counts = any(ins.parts[0] == "atom" for ins in kernel.code)
-    memory = GlobalMemory(unique, min(access, 16), _padded(kernel), alignment, counts)
+    memory = GlobalMemory(unique, min(access, 16), _padded(kernel), alignments, counts)
     places = [next(i for i, u in enumerate(unique) if u is b) for b in buffers]
     arguments = dict(
         zip(kernel.parameters, (memory.address(place) for place in places), strict=True)
     )
     rng = np.random.default_rng(launch.seed)
-    chosen = range(int(np.prod(launch.grid))) if launch.programs is None else launch.programs
-    order = rng.permutation(np.asarray(chosen))
+    order = rng.permutation(int(np.prod(launch.grid)))
     size = kernel.shared_bytes + launch.dynamic_shared
     batch = max(1, min(LANES // kernel.threads, SHARED // max(size, 1)))
     steps = _steps(kernel)
@@ -64,29 +62,7 @@ def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
     for first in range(0, order.size, batch):
         some = np.sort(order[first : first + batch])
         issued += Machine(kernel, steps, memory, arguments, launch, some, rng).run()
-    if launch.programs is not None:
-        for number, buffer in enumerate(unique):
-            buffer.written = memory.written(number) if buffer.writable else None
     return issued
-
-
-def slices(grid: tuple[int, int, int], most: int) -> list[int] | None:
-    """Programs of some slices of a grid's slowest axis that has more than two: the first, the
-    last and some between, as many as `most` programs have room for; None: all of the grid.
-
-    Kernels of which the second reads what the first made for the same slice can both be run so."""
-    axis = max((i for i in range(3) if grid[i] > 2), default=None)
-    total, inner = int(np.prod(grid)), 1
-    if axis is None or total <= most:
-        return None
-    inner = int(np.prod(grid[:axis]))
-    between = np.random.default_rng(0).permutation(np.arange(1, grid[axis] - 1))
-    number = max(2, most // inner)
-    if number >= grid[axis]:
-        return None
-    chosen = sorted((0, grid[axis] - 1, *between[: number - 2].tolist()))
-    numbers = np.arange(total)
-    return numbers[np.isin(numbers // inner % grid[axis], chosen)].tolist()
 
 
 @functools.cache
@@ -359,7 +335,6 @@ class Machine:
         self.waiting[of_free] = False
         after = ((self.stamps >> EPOCH) + 1 << EPOCH) | (self.stamps & ((1 << WARP_CLOCK) - 1))
         self.stamps = np.where(of_free, after, self.stamps)
-        self.shared.recent.barrier(free, self.live > 0)
 
     def _unblock(self) -> None:
         if self.waiting.any():

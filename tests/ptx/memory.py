@@ -9,7 +9,7 @@ import mmap
 import numpy as np
 
 from tests.ptx.parse import Fault
-from tests.ptx.tracker import Access, Counting, Recent, Tracker
+from tests.ptx.tracker import FLAG, Counting, Tracker
 
 REGION = 36
 """Each buffer has 2^36 addresses of its own: what runs over its end meets no other."""
@@ -23,10 +23,6 @@ class Buffer:
     data: np.ndarray
     """uint8, one after the other."""
     writable: bool = True
-    missing: np.ndarray | None = None
-    """bool, of each byte: a program that was left out would have made it."""
-    written: np.ndarray | None = None
-    """bool, of each byte, where only some programs ran: one of them wrote it."""
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -53,10 +49,10 @@ class GlobalMemory:
     that the kernel may write. counts: whether its programs have atomics."""
 
     def __init__(
-        self, buffers: list[Buffer], granule: int, threads: int, alignment: int, counts: bool
+        self, buffers: list[Buffer], granule: int, threads: int, alignments: list[int], counts: bool
     ):
         self.buffers = buffers
-        self.alignment = alignment
+        self.alignments = alignments
         self.counting = Counting(threads, counts)
         self.trackers = [
             Tracker(b.data.size // granule + 1, granule, threads, False, self.counting)
@@ -67,7 +63,7 @@ class GlobalMemory:
 
     def address(self, number: int) -> int:
         """Of the first byte of a buffer: no better aligned than XLA promises."""
-        return ((number + 1) << REGION) + self.alignment
+        return ((number + 1) << REGION) + self.alignments[number]
 
     def load(self, addresses: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
         """uint8[lanes, size]."""
@@ -86,17 +82,7 @@ class GlobalMemory:
         for number, lanes, first in self._places(addresses, size, "reads"):
             self._read(number, first, size, stamps[lanes])
 
-    def written(self, number: int) -> np.ndarray:
-        """bool, of each byte of a buffer that the kernel may write."""
-        tracker = self.trackers[number]
-        assert tracker is not None
-        every = np.repeat(tracker.written != 0, tracker.granule)
-        return every[: self.buffers[number].data.size]
-
     def _read(self, number: int, first: np.ndarray, size: int, stamps: np.ndarray) -> None:
-        if (missing := self.buffers[number].missing) is not None:
-            bad = taken(missing.view(np.uint8), first, size).any(1)
-            self._check(number, first, size, ("reads what a program left out would write", bad))
         if (tracker := self.trackers[number]) is not None:
             wrong = tracker.read(tracker.cells(first, size), stamps)
             self._check(number, first, size, wrong)
@@ -164,7 +150,7 @@ class GlobalMemory:
                 raise Fault(
                     f"{verb} {size} bytes misaligned at byte {first[bad][0]} of {buffer.name}"
                 )
-            if self.alignment % size:
+            if self.alignments[number] % size:
                 raise Fault(f"the interpreter needs buffers aligned to {size}: {buffer.name}")
             yield number, lanes, first
 
@@ -179,23 +165,6 @@ class GlobalMemory:
 TWO_VALUES = "several threads write different values at once (race)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Where lanes access the shared memory of their programs."""
-
-    first: np.ndarray
-    """First bytes in SharedMemory.data."""
-    low: int
-    high: int
-    """All of it is in these bytes of each program."""
-
-    def part(self, which: np.ndarray) -> Places:
-        return Places(self.first[which], self.low, self.high)
-
-    def access(self, kind: str, stamps: np.ndarray, size: int, copy: Access | None = None):
-        return Access(kind, self.first, stamps, size, self.low, self.high, copy=copy)
-
-
 class SharedMemory:
     """Shared memory of some programs, one after the other."""
 
@@ -203,10 +172,11 @@ class SharedMemory:
         self.size = size
         self.stride = -(-size // 128) * 128
         self.data = np.zeros(programs * self.stride, np.uint8)
-        self.recent = Recent(programs, self.stride, granule, threads)
+        granules = programs * self.stride // granule
+        self.tracker = Tracker(granules, granule, threads, shared=True)
 
-    def places(self, addresses: np.ndarray, size: int, programs: np.ndarray, verb: str) -> Places:
-        """Of accesses of `size` bytes."""
+    def places(self, addresses: np.ndarray, size: int, programs: np.ndarray, verb: str):
+        """First bytes in `data` of accesses of `size` bytes."""
         first = addresses.astype(np.int64)
         low, high = int(first.min(initial=self.size)), int(first.max(initial=-size)) + size
         if low < 0 or high > self.size:
@@ -217,49 +187,43 @@ class SharedMemory:
             )
         if (bad := (first & (size - 1)) != 0).any():
             raise Fault(f"{verb} {size} bytes misaligned at byte {first[bad][0]} of shared memory")
-        return Places(first + programs * self.stride, low, high)
+        return first + programs * self.stride
 
-    def load(self, places: Places, size: int, stamps: np.ndarray) -> np.ndarray:
-        self._check(places, self.recent.read(places.access("read", stamps, size)))
-        return taken(self.data, places.first, size)
+    def load(self, first: np.ndarray, size: int, stamps: np.ndarray) -> np.ndarray:
+        cells = self.tracker.cells(first, size)
+        nobody = (self.tracker.written[cells] == 0).any(1)
+        self._check(first, ("reads shared memory that nobody wrote", nobody))
+        self._check(first, self.tracker.read(cells, stamps))
+        return taken(self.data, first, size)
 
-    def store(self, places: Places, values: np.ndarray, stamps: np.ndarray) -> None:
+    def store(self, first: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
         size = values.shape[1]
-        same = (taken(self.data, places.first, size) == values).all(1)
-        self._check(places, self.recent.write(places.access("write", stamps, size), same))
-        self.put(places, values)
-        twice = (taken(self.data, places.first, size) != values).any(1)
-        self._check(places, (TWO_VALUES, twice))
+        same = (taken(self.data, first, size) == values).all(1)
+        self._check(first, self.tracker.write(self.tracker.cells(first, size), stamps, same))
+        self.put(first, values)
+        twice = (taken(self.data, first, size) != values).any(1)
+        self._check(first, (TWO_VALUES, twice))
 
-    def begin(self, places: Places, size: int, stamps: np.ndarray) -> Access:
+    def begin(self, first: np.ndarray, size: int, stamps: np.ndarray) -> None:
         """An asynchronous copy to these places is under way."""
-        copy = places.access("copy", stamps, size)
-        copy.under_way = places.first.size
-        self._check(places, self.recent.write(copy))
-        return copy
+        cells = self.tracker.cells(first, size)
+        self._check(first, self.tracker.write(cells, stamps, flag=FLAG))
 
-    def land(
-        self,
-        copy: Access,
-        places: Places,
-        values: np.ndarray | None,
-        stamps: np.ndarray,
-        size: int,
-    ) -> None:
-        """It is complete there; values: None if they were written before."""
-        self.recent.land(places.access("landed", stamps, size, copy))
+    def land(self, first: np.ndarray, values: np.ndarray | None, stamps: np.ndarray, size: int):
+        """A copy is complete there; values: None if they were written before."""
+        self.tracker.note_write(self.tracker.cells(first, size), stamps)
         if values is not None:
-            self.put(places, values)
+            self.put(first, values)
 
-    def put(self, places: Places, values: np.ndarray) -> None:
+    def put(self, first: np.ndarray, values: np.ndarray) -> None:
         size = values.shape[1]
         kind, values = WORDS[size], np.ascontiguousarray(values)
-        self.data.view(kind)[places.first // size] = values.view(kind)[:, 0]
+        self.data.view(kind)[first // size] = values.view(kind)[:, 0]
 
-    def _check(self, places: Places, wrong: tuple) -> None:
+    def _check(self, first: np.ndarray, wrong: tuple) -> None:
         what, bad = wrong
         if bad.any():
-            place = places.first[bad][0]
+            place = first[bad][0]
             raise Fault(
                 f"{what}: byte {place % self.stride} of shared memory, "
                 f"program {place // self.stride} of these"
@@ -298,14 +262,13 @@ MODES = ("late", "early", "random")
 class _Copy:
     lanes: np.ndarray
     groups: np.ndarray
-    places: Places
+    places: np.ndarray
     sources: np.ndarray
     full: np.ndarray
     """Which lanes copy; the others write zeros."""
     size: int
     done: bool
     """The bytes are there already."""
-    access: Access
 
 
 class AsyncCopies:
@@ -317,9 +280,9 @@ class AsyncCopies:
         self.pending: list[_Copy] = []
 
     def start(self, lanes, places, sources, full, size, stamps) -> None:
-        access = self.shared.begin(places, size, stamps)
+        self.shared.begin(places, size, stamps)
         early = self.mode == "early" or (self.mode == "random" and self.rng.random() < 0.5)
-        copy = _Copy(lanes, self.groups[lanes], places, sources, full, size, early, access)
+        copy = _Copy(lanes, self.groups[lanes], places, sources, full, size, early)
         if early:
             self.shared.put(places, self._values(copy, stamps))
         else:  # the addresses must be valid now, the values are what is there later
@@ -341,7 +304,7 @@ class AsyncCopies:
                 part = copy if now.all() else self._split(copy, now)
                 stamps = stamps_of_all[part.lanes]
                 values = None if part.done else self._values(part, stamps)
-                self.shared.land(copy.access, part.places, values, stamps, part.size)
+                self.shared.land(part.places, values, stamps, part.size)
             if not now.all():
                 left.append(self._split(copy, ~now) if now.any() else copy)
         self.pending = left
@@ -355,9 +318,8 @@ class AsyncCopies:
         return values
 
     def _split(self, copy: _Copy, which: np.ndarray) -> _Copy:
-        fields = ("lanes", "groups", "sources", "full")
-        parts = {f: getattr(copy, f)[which] for f in fields}
-        return dataclasses.replace(copy, places=copy.places.part(which), **parts)
+        fields = ("lanes", "groups", "places", "sources", "full")
+        return dataclasses.replace(copy, **{f: getattr(copy, f)[which] for f in fields})
 
 
 def _rows(data: np.ndarray, size: int) -> np.ndarray:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import hashlib
 import inspect
 import re
 import tempfile
@@ -22,15 +20,11 @@ from unittest import mock
 import jax
 import ml_dtypes
 import numpy as np
-from jax._src.config import traceback_in_locations_limit
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir, passmanager
 
 from pallas_kernels.cards import shared_class
-from tests.aot.aot_h200 import compile_for, device_of, lowered_for
+from tests.aot.aot_h200 import compile_for, device_of
 from tests.pallas_kernels import contract
 from tests.ptx import machine
-from tests.ptx.dataflow import dataflow_digest
 from tests.ptx.machine import Launch
 from tests.ptx.memory import Buffer, copy_sparse, zeros
 from tests.ptx.parse import Fault, Kernel, parse
@@ -106,23 +100,6 @@ class Program:
     """Of kernels, by instruction; a large sort has several."""
     ptx: Mapping[str, str]
     """Modules by the name of their kernel."""
-
-    def digest(self) -> str:
-        """Of all that is launched: instructions, grids, shared memory. What two cards have alike is
-        equal, but for targets before and from 9.0 on, whose rules differ (machine.run)."""
-        parts = [repr(sorted(self.thunks.items()))]
-        for name, text in sorted(self.ptx.items()):
-            (major,) = re.findall(r"^\.target sm_(\d+)\d", text, re.M)
-            code = re.sub(r"^\.(version|target) .*|//.*", "", text, flags=re.M)
-            parts += [name, str(int(major) >= 9), " ".join(code.split())]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-    def dataflow(self) -> str:
-        """As digest, but of what the instructions compute (tests.ptx.dataflow), on this target."""
-        parts = [repr(sorted(self.thunks.items()))]
-        for name, text in sorted(self.ptx.items()):
-            parts += [name, dataflow_digest(parse(text))]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def compile_program(card: str, function: Callable, *args: Any, **options: Any) -> Program:
@@ -228,13 +205,8 @@ class Execution:
         program: Program,
         launch: Mapping[str, Any],
         edit: Callable[[str], str],
-        most: int | None = None,
     ):
-        self.program, self.launch, self.edit, self.most = program, launch, edit, most
-        self.partial: dict[Place, np.ndarray] = {}
-        """Results of kernels of which some programs were left out → which bytes are missing."""
-        self.ran: dict[str, tuple[int, int]] = {}
-        """Those kernels → programs that ran, of how many."""
+        self.program, self.launch, self.edit = program, launch, edit
         self.memory: dict[int, np.ndarray] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         """Parameters of the computations of loops → what the loop was begun with."""
@@ -271,45 +243,6 @@ class Execution:
             raw = self._view(self.place(entry, root.name, index))
             results.append(raw.view(dtype).reshape(shape))
         return results
-
-    def made(self) -> list[np.ndarray]:
-        """bool arrays of the shapes of the results: what was made of them."""
-        entry = self.program.computations[self.program.entry]
-        root, found = list(entry.values())[-1], []
-        for index, kind in leaves(root.type):
-            dtype, shape = dtype_and_shape(kind)
-            missing = self._missing(self.place(entry, root.name, index))
-            if missing is None:
-                found.append(np.ones(shape, bool))
-            else:
-                found.append(~missing.reshape(-1, dtype.itemsize).any(1).reshape(shape))
-        return found
-
-    def _missing(self, place: Place) -> np.ndarray | None:
-        """Which bytes there programs that were left out would have made; None: none."""
-        for other, missing in self.partial.items():
-            if other == place:
-                return missing
-            if other.meets(place):
-                raise Fault(f"a part of {other}, of which some was left out, is read")
-        return None
-
-    def _forget(self, made: Place) -> None:
-        """There is a new value."""
-        self.partial = {
-            place: missing for place, missing in self.partial.items() if not place.meets(made)
-        }
-
-    def _needs(self, ops: Mapping[str, Op], op: Op) -> None:
-        """Raises Fault where XLA's own operation reads what was left out."""
-        if not self.partial:
-            return
-        for name in op.operands:
-            for index, _ in leaves(ops[name].type):
-                if self._missing(self.place(ops, name, index)) is not None:
-                    raise Fault(f"{op.name} reads what only some programs have made: run all")
-        for index, _ in leaves(op.type):
-            self._forget(self.place(ops, op.name, index))
 
     def _parameters(self, entry: Mapping[str, Op], arguments: list[np.ndarray]):
         """(place, value) of each parameter; those that nothing uses are left out."""
@@ -368,8 +301,6 @@ class Execution:
     def _carry_out(self, ops: Mapping[str, Op], op: Op) -> None:
         if op.opcode in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
             return
-        if op.opcode != "custom-call":
-            self._needs(ops, op)
         if op.name in self.program.thunks:
             self._begin_sort(ops, op)
             for thunk in self.program.thunks[op.name]:
@@ -426,7 +357,7 @@ class Execution:
         for place, name in zip((*reads, *writes), names, strict=True):
             # XLA's own kernels read whole vectors of what its allocations are padded to.
             view = self._view(place, padded=op.opcode != "custom-call")
-            one = buffers.setdefault(place, Buffer(name, view, False, self._missing(place)))
+            one = buffers.setdefault(place, Buffer(name, view, False))
             one.writable |= place in writes
         self._check_overlaps(list(buffers))
         if thunk.kernel not in self.kernels:
@@ -440,18 +371,9 @@ class Execution:
             overlaps=op.opcode == "custom-call" or waits,
             **self.launch,
         )
-        if self.most is not None and op.opcode == "custom-call":
-            launch = dataclasses.replace(launch, programs=machine.slices(thunk.grid, self.most))
         arguments = [buffers[place] for place in (*reads, *writes)]
         count = machine.run(kernel, arguments, launch)
         self.issued[thunk.kernel] = self.issued.get(thunk.kernel, 0) + count
-        if launch.programs is not None:
-            self.ran[thunk.kernel] = len(launch.programs), int(np.prod(thunk.grid))
-        for place in writes:
-            if (written := buffers[place].written) is not None:
-                self.partial[place] = ~written
-            elif place not in reads:
-                self._forget(place)
 
     def _check_overlaps(self, places: list[Place]) -> None:
         for i, a in enumerate(places):
@@ -553,21 +475,9 @@ class CompiledCall:
     ) -> tuple[Any, Mapping[str, int]]:
         """What it returns of such arguments, interpreted, and the instructions that were issued by
         kernel. launch, edit: as of interpret. Raises Fault."""
-        results, execution = self.execute(*given, launch=launch, edit=edit)
-        return results, execution.issued
-
-    def execute(
-        self,
-        *given: Any,
-        launch: Mapping[str, Any],
-        edit: Callable[[str], str] = lambda ptx: ptx,
-        most: int | None = None,
-    ) -> tuple[Any, Execution]:
-        """(results, how it went). most: of kernels with more programs, only those of some slices
-        (machine.slices) run."""
-        execution = Execution(self.program, launch, edit, most)
+        execution = Execution(self.program, launch, edit)
         results = execution.run([np.asarray(leaf) for leaf in jax.tree.leaves(given)])
-        return jax.tree.unflatten(self.results, results), execution
+        return jax.tree.unflatten(self.results, results), execution.issued
 
 
 def compiled_call(
@@ -592,54 +502,6 @@ def compiled_call(
     if key is not None:
         _compiled[place] = found
     return found
-
-
-def lowered_call(
-    card: str,
-    function: Callable,
-    given: tuple,
-    *,
-    donated: Callable[[tuple], bool],
-    on_host: Callable[[tuple], bool],
-) -> ir.Module:
-    """What XLA compiles for compiled_call with these arguments, without places in source files."""
-    of_leaves, shapes, options = _of_leaves(function, given, donated, on_host)
-    with traceback_in_locations_limit(0):
-        return lowered_for(card, of_leaves, *shapes, **options)
-
-
-def lowered_digest(module: ir.Module) -> str:
-    """Of what lowered_call gives: where it, the card and jax are the same, the PTX is."""
-    return hashlib.sha256(str(module).encode()).hexdigest()[:12]
-
-
-def kernels_digest(module: ir.Module) -> str:
-    """As lowered_digest, of the Pallas kernels alone: their Triton IR, simplified, and grids. Where
-    it, the card and jax are the same, so is their PTX, whatever XLA makes of the rest."""
-    found, simplify = [], "builtin.module(canonicalize,cse)"
-    for config in _triton_configs(module.operation):
-        names = (each if isinstance(each, str) else each.name for each in config)
-        given = {name: config[name] for name in names}
-        kernel = ir.Module.parse(ir.StringAttr(given.pop("ir")).value_bytes, _any_dialect())
-        passmanager.PassManager.parse(simplify, kernel.context).run(kernel.operation)
-        options = (f"{name} {value}" for name, value in sorted(given.items()))
-        found.append("\0".join((*options, str(kernel))))
-    return hashlib.sha256("\0".join(sorted(found)).encode()).hexdigest()[:12]
-
-
-def _triton_configs(operation: ir.Operation) -> Iterator[ir.DictAttr]:
-    for inner in (op for region in operation.regions for block in region for op in block):
-        name, attributes = inner.operation.name, inner.operation.attributes
-        if name == "stablehlo.custom_call" and "triton" in str(attributes["call_target_name"]):
-            yield ir.DictAttr(attributes["mhlo.backend_config"])
-        yield from _triton_configs(inner.operation)
-
-
-@functools.cache
-def _any_dialect() -> ir.Context:
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True
-    return context
 
 
 def _of_leaves(function: Callable, given: tuple, donated: Callable, on_host: Callable):

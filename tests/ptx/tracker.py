@@ -1,8 +1,5 @@
 """Who wrote and who read what last, and which of it no barrier orders.
 
-`Tracker` is exact; `Recent` asks it only about shared memory of which two accesses between barriers
-may be of the same bytes.
-
 A granule is the smallest access that a kernel makes to a memory, so that every access covers whole
 granules: bytes would show nothing more. Of each granule the last write and the reads since are kept
 as stamps of 64 bits: the program's barriers so far, its warp's `bar.warp.sync` since the last of
@@ -10,8 +7,6 @@ those, two flags, and the lane.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 
@@ -218,146 +213,3 @@ class Tracker:
         both = np.where(warp, me | FLAG, me | WIDE)
         both = np.where(self._of_one_program(old, me), both, FOREIGN)
         return np.where(matters, both, me)
-
-
-@dataclasses.dataclass(eq=False)
-class Access:
-    """What lanes of some programs did to shared memory in one instruction."""
-
-    kind: str
-    """"read", "write", "copy" (begun), "landed" (complete)."""
-    first: np.ndarray
-    """First bytes, by lane."""
-    stamps: np.ndarray
-    size: int
-    low: int
-    high: int
-    """All of it is in these bytes of its programs."""
-    behind: np.ndarray | None = None
-    """bool[programs]: which of its programs have met no barrier since; None: all of them."""
-    noted: bool = False
-    """The tracker knows of it."""
-    under_way: int = 0
-    """Lanes of a copy that are not complete."""
-    copy: Access | None = None
-    """What has landed."""
-
-    def met_by(self, other: Access) -> bool:
-        """Whether their order may matter."""
-        apart = self.low >= other.high or other.low >= self.high
-        return not apart and (self.kind, other.kind) != ("read", "read")
-
-
-class Recent:
-    """Accesses to the shared memory of some programs since their last barriers.
-
-    Only these may race. What is of other bytes of its programs than all of them is put down and
-    no more; else all are noted in the tracker, in order, and it is asked. That nothing reads what
-    nobody wrote is kept apart, since what tells it must outlive barriers.
-    """
-
-    MOST = 512
-    """Accesses that are put down without the tracker."""
-
-    def __init__(self, programs: int, stride: int, granule: int, threads: int):
-        self.stride, self.granule = stride, granule
-        self.tracker = Tracker(programs * stride // granule, granule, threads, shared=True)
-        self.wrote = np.zeros((programs, stride // granule), bool)
-        self.live = np.ones(programs, bool)
-        self.whole: list[tuple[int, int]] = []
-        """Bytes that all living programs have written."""
-        self.accesses: list[Access] = []
-
-    def read(self, new: Access) -> tuple[str, np.ndarray]:
-        """Notes it; ("", …), or what is wrong and for which lanes."""
-        if not self._is_whole(new) and (bad := ~self.wrote.reshape(-1)[self._cells(new)]).any():
-            return "reads shared memory that nobody wrote", bad.any(1)
-        return self._add(new)
-
-    def write(self, new: Access, same: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        """As `read`, of writes and of copies that begin. same: as of Tracker.write."""
-        if not self._is_whole(new):
-            self.wrote.reshape(-1)[self._cells(new)] = True
-        return self._add(new, same)
-
-    def land(self, new: Access) -> None:
-        """Lanes of a copy are complete."""
-        assert new.copy is not None
-        new.copy.under_way -= new.first.size
-        self._put_down(new)
-        if new.copy.noted:
-            self._note()
-
-    def barrier(self, free: np.ndarray, live: np.ndarray) -> None:
-        """Programs `free` have met a barrier; `live` have not ended. bool[programs]."""
-        self.live = live
-        every = not (live & ~free).any()
-        left = []
-        for one in self.accesses:
-            if every:
-                one.behind = FINE
-            else:
-                if one.behind is None:
-                    one.behind = np.zeros(live.size, bool)
-                    one.behind[one.first // self.stride] = True
-                one.behind = one.behind[: live.size] & ~free & live if one.behind.size else FINE
-            copy = one.copy or one
-            if one.behind.any() or copy.under_way:
-                left.append(one)
-        self.accesses = left
-
-    def _cells(self, one: Access) -> np.ndarray:
-        return self.tracker.cells(one.first, one.size)
-
-    def _is_whole(self, one: Access) -> bool:
-        """Whether every program that lives has written all those bytes and what is between."""
-        if any(low <= one.low and one.high <= high for low, high in self.whole):
-            return True
-        part = self.wrote[:, one.low // self.granule : -(-one.high // self.granule)]
-        if not (part if self.live.all() else part[self.live]).all():
-            return False
-        self.whole.append((one.low, one.high))
-        return True
-
-    def _add(self, new: Access, same: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        wrong = "", FINE
-        if any(new.met_by(one) for one in self.accesses):
-            self._note()
-            if new.kind == "read":
-                wrong = self.tracker.read(self._cells(new), new.stamps)
-            else:
-                flag = FLAG if new.kind == "copy" else 0
-                wrong = self.tracker.write(self._cells(new), new.stamps, same, flag)
-            new.noted = True
-        self._put_down(new)
-        return wrong
-
-    def _put_down(self, new: Access) -> None:
-        self.accesses.append(new)
-        if len(self.accesses) > self.MOST:
-            self._note()
-            self._join()
-
-    def _note(self) -> None:
-        for one in self.accesses:
-            if one.noted:
-                continue
-            if one.kind == "read":
-                self.tracker.note_read(self._cells(one), one.stamps)
-            else:
-                flag = FLAG if one.kind == "copy" else 0
-                self.tracker.note_write(self._cells(one), one.stamps, flag)
-            one.noted = True
-
-    def _join(self) -> None:
-        """The tracker knows them all: one access for all reads and one for all writes tell what to
-        ask it about."""
-        left = [one for one in self.accesses if (one.copy or one).under_way]
-        for kinds in (("read",), ("write", "copy", "landed")):
-            alike = [one for one in self.accesses if one.kind in kinds and one not in left]
-            if alike:
-                first = np.unique(np.concatenate([one.first // self.stride for one in alike]))
-                low, high = min(one.low for one in alike), max(one.high for one in alike)
-                joined = Access(kinds[0], first * self.stride, FINE, 1, low, high, noted=True)
-                left.append(joined)
-        self.accesses = left

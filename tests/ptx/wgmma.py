@@ -14,7 +14,6 @@ import numpy as np
 
 from tests.ptx.arithmetic import KINDS, Step, bf16_to_f32, source, target
 from tests.ptx.matrix import warps_of
-from tests.ptx.memory import Places
 from tests.ptx.parse import Fault, Instruction, Number, Register, Vector
 
 SWIZZLES = {1: 128, 2: 64, 3: 32}
@@ -73,9 +72,7 @@ class Products:
 def read(m, lanes: np.ndarray, places: np.ndarray) -> np.ndarray:
     """uint8[warpgroups, n, 16], in the name of each warpgroup's first lane."""
     stamps = np.broadcast_to(m.stamps[lanes[:, :1]], places.shape)
-    within = places % m.shared.stride
-    where = Places(places.ravel(), int(within.min()), int(within.max()) + 16)
-    return m.shared.load(where, 16, stamps.ravel()).reshape(*places.shape, 16)
+    return m.shared.load(places.ravel(), 16, stamps.ravel()).reshape(*places.shape, 16)
 
 
 def bind(ins: Instruction) -> Step | None:
@@ -114,7 +111,7 @@ def _places(m, rows, descriptors, count: int, transposed: bool) -> np.ndarray:
         address ^= address >> 3 & (swizzle - 1) & 0x70
         programs = np.repeat(m.program[rows[alike, 0]], linear.size)
         places = m.shared.places(address.reshape(-1), 16, programs, "multiplies")
-        out[alike] = places.first.reshape(address.shape)
+        out[alike] = places.reshape(address.shape)
     return out
 
 

@@ -1,0 +1,217 @@
+"""fill_ffn: the arena of fill, and the rows of expert_ffn, to the bit those of the two kernels."""
+
+import dataclasses
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.fill import fill
+from pallas_kernels.fill_ffn import api
+from pallas_kernels.fill_ffn.specs import SPECS, Spec
+from tests.host_offload.versions.numpy_decoder import decode
+from tests.pallas_kernels import contract
+from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, draw, same_bits, wide
+from tests.pallas_kernels.encoded import formats, records
+
+GAP = 2
+"""Rows of the arena between two cells, which nobody may touch."""
+
+ROW_TILE = 16
+
+HUGE = 0x7BFF
+"""uint16 of memory where nothing valid lies: the largest number of float16, 2.7·10³⁶ in bfloat16.
+No NaN, since XLA's CPU may change which one it is where a program handles bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    spec: Spec
+    y: np.ndarray
+    x: np.ndarray
+    ids: np.ndarray
+    arena: np.ndarray
+    """The cells of hits hold their records, all others huge numbers: also those that missing
+    experts are moved into."""
+    stores: tuple[np.ndarray, ...]
+    """Poison but for active experts that have no cell."""
+    address: np.ndarray
+    version: np.ndarray
+    active: np.ndarray
+    fills: tuple[np.ndarray, ...]
+    """Experts, rows and versions; those behind the last one would show if they were copied."""
+    count: int
+    weights: np.ndarray
+    filled: np.ndarray
+    """The arena after the fills."""
+
+    @property
+    def formats(self):
+        return _formats(self.spec) if self.spec.versions else None
+
+    @property
+    def arguments(self):
+        """Of the op, behind stores."""
+        listed = np.full(self.spec.experts, -1, np.int32)
+        listed[: len(self.active)] = self.active
+        layer = np.int32(self.spec.layers - 1)
+        of = layer, self.address, self.version, listed, np.int32(len(self.active))
+        return *of, *self.fills, np.int32(self.count)
+
+
+def _formats(spec):
+    return formats(spec.versions or ("dense",), spec.hidden, spec.width, spec.dtype)
+
+
+def case(spec, seed) -> Case:
+    rng, of_versions = np.random.default_rng(seed), _formats(spec)
+    experts, layer, tokens = spec.experts, spec.layers - 1, spec.tokens or 2
+    ids = [np.sort(rng.permutation(experts)[: spec.top_k]) for _ in range(tokens)]
+    ids = np.int32(ids)
+    ids[len(ids) - len(ids) // 8 if spec.tokens else 0 :] = experts
+    active = np.unique(ids[ids < experts]).astype(np.int32)
+    mixed = rng.permutation(active)
+    hits, missing = mixed[: spec.hits], mixed[spec.hits :]
+    moved = np.sort(missing[: spec.fills])
+    of = np.arange(experts) % len(of_versions)
+    made = [records(rng, 1, of_versions[v].cell)[0] for v in of]
+    step = max(f.cell.rows for f in of_versions) + GAP
+    rows = np.int32(rng.permutation(experts) * step + GAP)
+    arena = np.full((step * experts + GAP, spec.hidden), HUGE, np.uint16)
+    shape = spec.layers, experts
+    stores = [np.full((*shape, f.store.rows, spec.hidden), HUGE, np.uint16) for f in of_versions]
+    address, version = np.full(shape, 1, np.int32), np.zeros(shape, np.int32)
+    version[layer], address[layer] = of, rows
+    for e in hits:
+        arena[rows[e] : rows[e] + len(made[e])] = made[e]
+    for e in missing:
+        stores[of[e]][layer, e] = made[e]
+    address[layer, missing[spec.fills :]] = -1
+    filled = arena.copy()
+    for e in moved:
+        filled[rows[e] : rows[e] + len(made[e])] = made[e]
+    others = np.setdiff1d(np.arange(experts), moved)
+    listed = np.int32([*moved, *rng.permutation(others)])
+    return Case(
+        spec,
+        rng.uniform(50, 60, (ids.size, spec.hidden)).astype(np.float32),
+        draw(rng, (tokens, spec.hidden), spec.dtype),
+        ids,
+        arena,
+        tuple(stores),
+        address,
+        version,
+        active,
+        (listed, rows[listed], np.int32(of[listed])),
+        len(moved),
+        np.stack([decode(m[None], of_versions[v].cell)[0] for m, v in zip(made, of, strict=True)]),
+        filled,
+    )
+
+
+def run(c, implementation):
+    """(arena, y)."""
+    static = {"activation": "silu", "row_tile": ROW_TILE, "implementation": implementation}
+    op = compiled(api.fill_ffn, donate=("arena", "y"), formats=c.formats, **static)
+    stores = tuple(contract.stored(store, implementation) for store in c.stores)
+    return op(jnp.array(c.y), c.x, c.ids, jnp.array(c.arena), stores, *c.arguments)
+
+
+def run_both(c, implementation):
+    """The same of the two ops' kernels, one after the other."""
+    layer, address, version, active, count, *moves = c.arguments
+    stores = tuple(contract.stored(store, implementation) for store in c.stores)
+    static = {"formats": c.formats, "implementation": implementation}
+    filled = compiled(fill, donate=("arena",), **static)
+    arena = filled(jnp.array(c.arena), stores, layer, *moves)
+    op = compiled(expert_ffn, donate=("y",), activation="silu", row_tile=ROW_TILE, **static)
+    numbers = layer, address, version, active, count
+    return arena, op(jnp.array(c.y), c.x, c.ids, arena, stores, *numbers)
+
+
+def check(spec, implementation):
+    for seed in contract.SEEDS:
+        c = case(spec, seed)
+        arena, y = run(c, implementation)
+        np.testing.assert_array_equal(arena, c.filled, strict=True)
+        flat, x = c.ids.reshape(-1), wide(c.x)[np.arange(c.ids.size) // spec.top_k]
+        want = wide(c.y)
+        for e in c.active:
+            gate, up, down = np.split(wide(c.weights[e].astype(c.x.dtype)), 3)
+            mine, products = flat == e, (x[flat == e] @ gate.T, x[flat == e] @ up.T)
+            hidden = products[0] / (1 + np.exp(-products[0])) * products[1]
+            want[mine] = wide(hidden.astype(c.x.dtype)) @ down
+        close("expert_ffn", spec.dtype, y, want)
+        same_bits(np.asarray(y)[flat == spec.experts], c.y[flat == spec.experts])
+
+
+def check_bits(spec, implementation="pallas"):
+    """Where others are hits, fills or read through: the bits of the two kernels."""
+    c = case(spec, 0)
+    arena, want = run_both(c, implementation)
+    got_arena, got = run(c, implementation)
+    np.testing.assert_array_equal(got_arena, arena, strict=True)
+    same_bits(np.asarray(got), np.asarray(want))
+
+
+def in_place(implementation):
+    c = case(SPECS[0], 0)
+    names = list(inspect.signature(api.fill_ffn).parameters)
+    stores = tuple(contract.stored(store, implementation) for store in c.stores)
+    given = c.y, c.x, c.ids, c.arena, stores, *c.arguments
+    inputs = dict(zip(names, given, strict=False))
+    static = {"activation": "silu", "row_tile": ROW_TILE, "implementation": implementation}
+    contract.updated_in_place(api.fill_ffn, inputs, ["arena", "y"], **static)
+
+
+def a_store_that_lacks_layers(implementation):
+    """The place of the layer in each store, as fill and expert_ffn have it."""
+    c = case(SPECS[0], 0)
+    (version,) = formats(("dense",), SPECS[0].hidden, SPECS[0].width, "bfloat16", ((-1, 0),))
+    static = {"activation": "silu", "row_tile": ROW_TILE, "implementation": implementation}
+    op = compiled(api.fill_ffn, donate=("arena",), formats=(version,), **static)
+    stores = tuple(contract.stored(store[-1:], implementation) for store in c.stores)
+    arena, y = op(c.y, c.x, c.ids, jnp.array(c.arena), stores, *c.arguments)
+    want = run(c, implementation)
+    np.testing.assert_array_equal(arena, want[0], strict=True)
+    same_bits(np.asarray(y), np.asarray(want[1]))
+
+
+def refused(change):
+    of = {"y": (6, 32), "arena": (900, 32), "store": (2, 8, 72, 32), **change}
+    table, listed = jnp.zeros((2, 8), jnp.int32), jnp.zeros(8, jnp.int32)
+    options = {"activation": "silu", "row_tile": 16}
+    options |= {name: of[name] for name in (*options, "implementation") if name in of}
+    rows = jnp.zeros((3, 32), jnp.bfloat16), jnp.zeros((3, 2), jnp.int32)
+    stores = (jnp.zeros(of["store"], jnp.uint16),)
+    numbers = 0, table, table, listed, jnp.int32(0), listed, listed, listed, jnp.int32(0)
+    arena = jnp.zeros(of["arena"], jnp.uint16)
+    return api.fill_ffn(jnp.zeros(of["y"]), *rows, arena, stores, *numbers, **options)
+
+
+CONTRACTS = (
+    Contract(
+        "fill_ffn",
+        api.IMPLEMENTATIONS,
+        SPECS,
+        check,
+        facts=(in_place, a_store_that_lacks_layers),
+        mutant=Mutant(lambda a: {"version": 0 * a["version"]}, SPECS[9]),
+        refused=refused,
+        refusals=(
+            ({"y": (5, 32)}, "do not fit together"),
+            ({"arena": (19, 16)}, "arena rows have 16 elements, x has 32 columns"),
+            ({"store": (2, 8, 72, 16)}, r"is \[L, E, rows, 32\], not \(2, 8, 72, 16\)"),
+            ({"activation": "tanh"}, "unknown activation 'tanh'; known: silu"),
+            ({"implementation": "cpu"}, "op 'fill_ffn' has no implementation 'cpu'; it has xla"),
+            ({"implementation": "pallas", "row_tile": 64}, "products of 16 rows, not 64; 'xla'"),
+        ),
+    ),
+    Contract(
+        "fill_ffn beside fill and expert_ffn",
+        {"pallas": api.IMPLEMENTATIONS["pallas"]},
+        SPECS,
+        check_bits,
+    ),
+)

@@ -1,0 +1,68 @@
+"""One suite for all ops: every implementation keeps the contract of its op.
+
+Native ops take every spec. Of the reference, specs whose number of rows alone differs from that of
+an earlier and of a later one are nightly. Of interpreted kernels, which compile slowly, .ci/run
+takes the first spec of an op; all others run as PTX (tests/ptx) or at night. The quick suite has
+the first spec of what is not interpreted. Facts beyond the contracts are in test_facts, a file of
+their own since a file is one process's.
+"""
+
+import functools
+import inspect
+
+import pytest
+
+from tests.pallas_kernels.contract import NATIVE, differs_in_rows, name_of, takes
+from tests.pallas_kernels.ops.contracts import CONTRACTS
+
+
+def cases():
+    for contract in CONTRACTS:
+        for implementation in contract.implementations:
+            specs = [spec for spec in contract.specs if takes(implementation, spec)]
+            for place, spec in enumerate(specs):
+                interpreted = implementation == "pallas"
+                left_out = implementation == "xla" and differs_in_rows(spec, contract.specs)
+                marks = [pytest.mark.slow] * (interpreted or place > 0)
+                marks += [pytest.mark.nightly] * ((interpreted and place > 0) or left_out)
+                marks += [NATIVE] * (implementation == "cpu")
+                name = f"{contract.name}-{implementation}-{name_of(spec)}"
+                yield pytest.param(contract, spec, implementation, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("contract", "spec", "implementation"), list(cases()))
+def test_contract(contract, spec, implementation):
+    contract.run(spec, implementation)
+
+
+@pytest.mark.nightly  # a test of the tests
+@pytest.mark.parametrize(
+    "contract", [pytest.param(c, id=c.name) for c in CONTRACTS if c.mutant is not None]
+)
+def test_contract_catches(contract, monkeypatch):
+    mutant = contract.mutant
+    table = mutant.table or contract.implementations
+    function = table[mutant.of]
+
+    @functools.wraps(function)
+    def broken(*args, **options):
+        given = inspect.signature(function).bind(*args, **options)
+        given.arguments |= mutant.change(dict(given.arguments))
+        return function(*given.args, **given.kwargs)
+
+    name = mutant.of if mutant.table else "mutant"
+    monkeypatch.setitem(table, name, broken)
+    with pytest.raises(AssertionError):
+        contract.run(mutant.spec, name, examples=300)
+
+
+def refusals():
+    for contract in CONTRACTS:
+        for number, (*given, message) in enumerate(contract.refusals):
+            yield pytest.param(contract, given, message, id=f"{contract.name}-{number}")
+
+
+@pytest.mark.parametrize(("contract", "given", "message"), list(refusals()))
+def test_refuses(contract, given, message):
+    with pytest.raises(ValueError, match=message):
+        contract.refused(*given)

@@ -1,0 +1,24 @@
+"""What implementations of ops do beyond their contracts: bits of a row whatever stands beside it,
+results in place, rounding where the reference rounds."""
+
+import pytest
+
+from tests.pallas_kernels.contract import NATIVE
+from tests.pallas_kernels.ops.contracts import CONTRACTS
+
+pytestmark = pytest.mark.slow
+
+
+def facts():
+    for contract in CONTRACTS:
+        for fact in contract.facts:
+            for implementation in contract.implementations:
+                marks = [pytest.mark.nightly] * (implementation == "pallas")
+                marks += [NATIVE] * (implementation == "cpu")
+                name = f"{contract.name}-{fact.__name__}-{implementation}"
+                yield pytest.param(fact, implementation, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("fact", "implementation"), list(facts()))
+def test_fact(fact, implementation):
+    fact(implementation)
