@@ -363,8 +363,7 @@ def compile_large(made: Programs, key: ProgramKey, donate: bool = True) -> Compi
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "key",
-    # With kernels in place of XLA's ops, .ci/run compiles the others: in test_kernel_steps and,
-    # with a stage, in test_card_steps.
+    # With kernels in place of XLA's ops, .ci/run compiles the others: tests/aot/test_steps.py.
     [
         PREFILL,
         *(
