@@ -1,4 +1,4 @@
-"""An engine that begins anew with other policies and cells is one that has just started so."""
+"""What an engine cannot begin anew with. That one which does counts as a new one: test_grid.py."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -9,54 +9,18 @@ import pytest
 from host_offload.control.rules import PolicyError
 from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from moejax import SamplingParams
 from moejax.engine.resize import check_one_version
-from tests.moejax.engine.scenes import EXPERTS, LAYERS, open_llm
+from tests.moejax.engine.scenes import LAYERS, open_llm
 
 pytestmark = pytest.mark.slow  # contents of tables, whatever the version of jax
 
-PROMPTS = ["The old house", "def main():", "Question: how many apples"]
+
+def test_what_cannot_begin_anew_says_so():
+    with open_llm(eviction="lru") as engine:
+        check(engine)
 
 
-def counted(llm):
-    """Text and counts of one batch."""
-    before = dict(llm.engine.statistics.paging)
-    params = SamplingParams(temperature=0.8, max_tokens=12, seed=3, ignore_eos=True)
-    tokens = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, params, use_tqdm=False)]
-    llm.engine.drain()
-    control = llm.engine.control
-    transfers = None if control is None else control.controller.stats()["transfers"]
-    return tokens, {k: v - before[k] for k, v in llm.engine.statistics.paging.items()}, transfers
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with open_llm(eviction="lru", enable_prefix_caching=False) as llm:
-        yield llm
-
-
-@pytest.mark.parametrize(
-    ("policies", "share"),
-    [
-        ([POLICIES["fifo"]()], 0.25),
-        ([POLICIES["lru"](), RandomPrefetch()], 0.5),
-        ([POLICIES["lru"]()], 0.0),
-    ],
-    ids=["fifo", "prefetch", "none resident"],
-)
-def test_it_counts_what_a_new_one_counts(engine, policies, share):
-    options = {"expert_budget": f"{share:.0%}", "policies": policies}
-    with open_llm(enable_prefix_caching=False, **options) as new:
-        wanted, spec = counted(new), new.plan.spec
-    engine.generate(PROMPTS, use_tqdm=False)  # which leaves experts, clocks and frequencies
-    engine.engine.begin_anew(spec, policies, [round(share * EXPERTS)] * LAYERS)
-    compiled = len(engine.engine.runner.executables())
-    assert counted(engine) == wanted
-    assert len(engine.engine.runner.executables()) == compiled
-    assert not engine.engine.runner.faults()
-
-
-def test_what_cannot_begin_anew_says_so(engine):
+def check(engine) -> None:
     spec, cells = engine.plan.spec, [4] * LAYERS
 
     @dataclasses.dataclass(frozen=True)

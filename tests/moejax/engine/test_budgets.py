@@ -12,19 +12,14 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
-from host_offload.simulate.replay import replay
-from host_offload.sizing.configurator import configure, turns_of
-from host_offload.sizing.split import division_of, miss_costs
-from host_offload.traces.reader import read_trace
-from moejax import LLM, SamplingParams, UserError
-from moejax.engine.control import control_of, spec_of_engine
+from moejax import LLM, UserError
+from moejax.engine.control import control_of
 from moejax.start.options import Options
 from moejax.start.settings import parse_budget_options
 from scripts.parts.controllers import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
-    LAYERS,
     LIMITS,
     MEMORY,
     PER_SLOT,
@@ -134,47 +129,6 @@ def test_width_kv_and_cells_together(llm):
     finally:
         engine.control, engine.listener = before, None
         engine.resizer.limit(LIMITS["max_num_seqs"])
-
-
-@pytest.mark.slow
-def test_cells_that_follow_live_curves(tmp_path):
-    """By name, without a trace: layers get another number of cells while requests run; tokens and
-    log-probabilities are those of the fixed split, and a replay finds every move and miss again."""
-    prompts = [[*range(5 + i, 25 + i)] for i in range(3)]
-    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, logprobs=2)
-    answers = {}
-    for cells in ("uniform", "marginal"):
-        trace = tmp_path / cells
-        budget = {"memory": MEMORY, "cells": cells, "trace": trace}
-        with LLM("demo", progress=False, **budget, **LIMITS) as llm:
-            outputs = [llm.generate([prompt], params, use_tqdm=False) for prompt in prompts]
-            ended = [output.outputs[0] for (output,) in outputs]
-            answers[cells] = [(answer.token_ids, answer.logprobs) for answer in ended]
-            found = cells_now(llm)
-    assert answers["marginal"] == answers["uniform"]
-    assert sum(found) == 28 and len(set(found)) > 1, found
-    trace = read_trace(tmp_path / "marginal")
-    assert [b.cells for b in trace.budgets() if b.settled][-1] == tuple(found)
-    replayed = replay(trace, policies=[LayerCells(allocation="marginal")])
-    measured = trace.array("step.fills") + trace.array("step.read_through")
-    np.testing.assert_array_equal(replayed.misses, measured)
-
-
-@pytest.mark.slow
-def test_the_configurators_split_is_where_the_engine_starts(llm, monkeypatch):
-    monkeypatch.setattr("moejax.start.build.step_costs", lambda steps, runner: COSTS.costs())
-    directory, _ = recorded()
-    spec = spec_of_engine(llm.engine.runner, max_model_len=256, seed=0)
-    found = configure(
-        turns_of(read_trace(directory)), division_of(spec), miss_costs(COSTS.costs(), spec)
-    )
-    options = {"memory": MEMORY, "budget": f"mv_wsa={directory}", **LIMITS}
-    with LLM("demo", progress=False, **options) as split:
-        assert cells_now(split) == found.cells.tolist() == [found.cap] * LAYERS
-        arena, budget = split.stats()["arena"], split.plan.budget
-    assert arena["kv_pages"] == found.kv_pages == budget.pages
-    assert budget.expert_slots == found.cap * LAYERS
-    assert f"budget mv_wsa: {found.cap} cells a layer" in budget.notes[-1]
 
 
 @pytest.mark.slow

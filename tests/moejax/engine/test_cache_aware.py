@@ -43,12 +43,6 @@ def favouring(delta: float | None, model="demo", **options) -> LLM:
     return open_llm(model, **{**given, **options})
 
 
-@pytest.mark.slow
-def test_bits_are_those_of_full_residency_where_all_are_resident_in_place():
-    with favouring(0.3, expert_budget=None) as llm:
-        assert same_bits(run(llm, mixed_jobs()), at_rest())
-
-
 def test_it_does_what_it_says(tmp_path):
     """By a trace's own scores: who is left out for a worse one was missing, and at most DELTA
     better; weights are of the scores as they were. Nothing is taken where DELTA is 0; the hit rate
@@ -92,17 +86,6 @@ def _check(step, delta: float) -> int:
         assert np.all((best - chosen)[missing[ids]] <= 2 * HALF)
         count += np.count_nonzero(best - chosen > 2 * HALF)
     return count
-
-
-@pytest.mark.slow
-def test_a_run_can_be_repeated_with_either_driver_and_over_a_link():
-    """What is resident when a layer is routed does not depend on time."""
-    with favouring(0.1) as llm:
-        found, experts = run(llm, mixed_jobs()), llm.stats()["experts"]
-    assert not same_bits(found, at_rest())
-    with favouring(0.1, driver="host", link_rate="200MB/s", link_latency="100us") as llm:
-        assert same_bits(run(llm, mixed_jobs()), found)
-        assert llm.stats()["experts"] == experts
 
 
 def test_a_step_without_it_is_compiled_as_if_it_did_not_exist():

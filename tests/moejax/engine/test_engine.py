@@ -76,28 +76,6 @@ def test_an_iterator_that_is_collected_in_the_middle_of_a_step_ends_after_it(
     assert closed and llm.engine.idle and all_free(llm) and not kv_faults(scheduler)
 
 
-@pytest.mark.slow
-def test_ctrl_c_at_any_moment_leaves_a_working_engine(llm, expected):
-    rng, interrupted = np.random.default_rng(0), 0
-    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        for _ in range(40):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.001, 0.04)))
-                try:
-                    llm.generate([[7, 8, 9]] * 3, GREEDY)
-                finally:  # whoever is interrupted behind the requests is so within the outer try
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupted += 1
-            assert all_free(llm)
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert interrupted > 5
-    assert llm.generate([7, 8, 9], GREEDY)[0].outputs[0].token_ids == expected
-    assert llm.engine.runner.faults() == []
-
-
 def test_a_failing_listener_costs_nobody_a_token(llm, expected):
     request = llm.engine.add([7, 8, 9], GREEDY)
     steps = iter(range(100))
@@ -204,18 +182,6 @@ def test_a_score_that_is_aborted_or_refused_costs_nothing(llm):
     for token in (4096, -1):
         with pytest.raises(UserError, match=f"token id {token} is outside"):
             llm.score([5, 6, token])
-
-
-def test_a_prompt_longer_than_a_prefill_step_and_arrivals_in_between(llm, expected):
-    long = np.random.default_rng(1).integers(1, 4096, 240).tolist()
-    alone = llm.generate(long, GREEDY)[0].outputs[0].token_ids
-    first = llm.engine.add(long, GREEDY)
-    llm.engine.step()  # the first of two prefill steps
-    second = llm.engine.add([7, 8, 9], GREEDY)
-    while None in (first.finish_reason, second.finish_reason):
-        llm.engine.step()
-    llm.engine.drain()
-    assert (first.output, second.output) == (alone, expected)
 
 
 @pytest.mark.slow

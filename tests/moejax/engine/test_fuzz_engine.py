@@ -18,8 +18,6 @@ from tests.scripts.runs import json_lines
 pytestmark = pytest.mark.slow
 
 SEED = 0
-SHORT = 5
-"""An episode of few steps."""
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +53,6 @@ def test_a_page_that_is_not_brought_back_is_found(llm, monkeypatch):
         patch.setattr(KVCache, "swap_in", swap_in)
         with pytest.raises(Fault, match="differs from its solo run"):
             [run_episode(llm, SEED, number, check_every=16) for number in range(3)]
-
-
-def test_what_differs_is_named(llm):
-    fuzz_engine.reset(llm, [4] * 4, 4)
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, seed=0)
-    request = llm.engine.add([5, 6, 7], params)
-    again, _ = fuzz_engine.run_alone(llm, request, None)
-    assert request.finish_reason == "length" and fuzz_engine.differs(request, again) is None
-    begun = dataclasses.replace(again, output=again.output[:3], finish_reason="abort")
-    assert fuzz_engine.differs(begun, again) is None
-    begun.output[1] += 1
-    assert fuzz_engine.differs(begun, again) == "output at 1, 3 and 3 of them"
-    again.stop_reason = 9
-    assert "stop_reason" in str(fuzz_engine.differs(request, again))
-
-
-def test_a_failure_says_how_to_run_it_again(llm, monkeypatch, capsys):
-    def fail(llm, seed, number, check_every):
-        raise Fault(f"episode {number}")
-
-    monkeypatch.setattr(fuzz_engine, "run_episode", fail)
-    monkeypatch.setattr(fuzz_engine, "LLM", lambda *a, **k: llm)
-    monkeypatch.setattr(type(llm), "__exit__", lambda *a: None)
-    assert fuzz_engine.main(["--seed", "3", "--episode", "5"]) == 1
-    said = capsys.readouterr().err
-    assert "--seed 3 --episode 5" in said and "--store memory --chunk-bytes 16KiB" in said
 
 
 # ---- what it found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ from host_offload.memory.tables import with_contents
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
-from host_offload.versions.encoders import encode
 from host_offload.versions.layer_versions import LayerVersions, layer_versions
-from host_offload.versions.store_versions import as_weights
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
@@ -129,25 +126,6 @@ def test_a_layer_in_the_wrong_version_is_found(source):
         assert not run(llm, JOBS[1:2], check=False)[0].same_bits(whole[0])
 
 
-def test_the_store_has_each_layer_once(source, caplog):
-    loaded = load_checkpoint(source)
-    array = np.array(loaded.store.arrays["dense"])
-    before = loaded.store.arrays["dense"]
-    with caplog.at_level(logging.WARNING, "moejax"):
-        store = with_versions(loaded, ("lossless12",)).store
-    (said,) = caplog.messages
-    assert said.startswith("lossless12: MoE layer 1 stays dense: expert 3: too many weights")
-    assert before.is_deleted() and list(store.arrays) == ["lossless12", "dense"]
-    assert store.layers == {"lossless12": (0, 2), "dense": (1,)}
-    assert store.places("lossless12") == (0, -1, 1) and store.places("dense") == (-1, 0, -1)
-    np.testing.assert_array_equal(np.asarray(store.arrays["dense"]), array[[POISONED]])
-    fmt = RecordFormat("lossless12", 64, 32, "bfloat16")
-    for place, layer in enumerate((0, 2)):
-        weights = as_weights(array[layer], loaded.layout, "bfloat16")
-        encoded = np.asarray(store.arrays["lossless12"])[place]
-        np.testing.assert_array_equal(encoded, encode(weights, fmt))
-
-
 def test_as_the_low_version_it_is_refused(source):
     """Low cells would be as large as high ones."""
     with pytest.raises(UserError, match="lossless12 cannot hold expert 3 of MoE layer 1: too many"):
@@ -155,22 +133,6 @@ def test_as_the_low_version_it_is_refused(source):
 
 
 # ---- beside a second version
-
-
-def test_beside_a_second_version_the_layer_is_dense_too(source, hopeless):
-    loaded = load_checkpoint(source)
-    array = np.array(loaded.store.arrays["dense"])
-    made = with_versions(loaded, ("lossless12", "int4"))
-    assert list(made.store.arrays) == ["lossless12", "dense", "int4"]
-    assert made.store.layers == {"lossless12": (0, 2), "dense": (1,)}
-    assert made.quantizers == {"lossless12": "lossless", "int4": "rtn"}
-    fmt = RecordFormat("int4", 64, 32, "bfloat16")
-    for layer in range(3):
-        weights = as_weights(array[layer], loaded.layout, "bfloat16")
-        found = np.asarray(made.store.arrays["int4"])[layer]
-        np.testing.assert_array_equal(found, encode(weights, fmt))
-    with pytest.raises(UserError, match="nothing to gain; use dense"):
-        with_versions(load_checkpoint(hopeless), ("lossless12", "int4"))
 
 
 RESIDENT = {"expert_budget": None, "prefetch": None, "hi_share": 0.4, "interval": "6 tokens"}

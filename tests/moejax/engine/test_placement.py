@@ -6,13 +6,9 @@ cross. Where the processors' bits differ they are those of the recorded placemen
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
-import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,7 +27,6 @@ from moejax.checkpoints.convert import convert
 from moejax.commands.main import main
 from moejax.start.second import second_of
 from moejax.step.programs import ProgramKey
-from pallas_kernels.cpu.spans import recorded
 from tests.faults import Faults, inject
 from tests.moejax.engine.scenes import (
     LINK,
@@ -43,7 +38,7 @@ from tests.moejax.engine.scenes import (
     same_bits,
 )
 from tests.moejax.engine_runs import mixed_jobs, run
-from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
+from tests.moejax.interpreted_engine import interpreted_llm
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
@@ -92,28 +87,21 @@ def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
                 assert seen.unsafe_buffer_pointer() == piece.unsafe_buffer_pointer()
 
 
-def into_wrong_slots(runner, compute):
+def into_wrong_slots(compute):
     def mutant(*args):
         made = compute(*args)
         return made._replace(slots=[np.roll(slots, 1) for slots in made.slots])
 
-    return "_compute", mutant
-
-
-def with_another_record(runner, compute):
-    record = runner._record
-    return "_record", lambda layer, expert: record((layer + 1) % 4, expert)
+    return mutant
 
 
 @pytest.mark.slow
-def test_mistakes_are_seen(monkeypatch):
+def test_a_mistake_is_seen(monkeypatch):
     """What the test above would say of them."""
     with placed("queue", policies=[Anyhow(0.7)]) as llm:
         runner = llm.engine.runner
-        for mutate in (into_wrong_slots, with_another_record):
-            with monkeypatch.context() as patch:
-                patch.setattr(runner, *mutate(runner, runner._compute))
-                assert not same_bits(run(llm, mixed_jobs()[:2], check=False), at_rest()), mutate
+        monkeypatch.setattr(runner, "_compute", into_wrong_slots(runner._compute))
+        assert not same_bits(run(llm, mixed_jobs()[:2], check=False), at_rest())
 
 
 @BOTH
@@ -196,104 +184,30 @@ def test_a_recording_without_a_placement_is_refused(tmp_path):
         placed("queue", f"recorded={tmp_path / 'run'}").close()
 
 
-@pytest.mark.nightly
-def test_kernels_beside_the_native_op_repeat_a_recorded_placement(tmp_path):
-    """Every op of the steps a Triton-lowered kernel, interpreted; missed experts by the native
-    op."""
-    limits = {"max_model_len": 128, "max_num_seqs": 20, "max_num_batched_tokens": 192}
-    given = {**limits, "transfers": "queue", "driver": "host"}
-    given |= {"prefill_waves": 1, "expert_budget": "40%"}
-    jobs, found = three_jobs(vocabulary=4096), []
-    for placement in (STATED, f"recorded={tmp_path / 'run0'}", None):
-        trace = tmp_path / f"run{len(found)}" if placement else None
-        with interpreted_llm("demo", placement=placement, trace=trace, **given) as llm:
-            found.append(run(llm, jobs, check=False))
-            assert not llm.engine.runner.faults()
-            stats = llm.stats()
-            assert stats["ops"]["expert_ffn"] == "pallas"
-            if placement:
-                assert stats["placement"]["experts"] > 0
-                assert not stats["placement"]["same_bits"]
-    assert same_bits(found[1], found[0]) and not same_bits(found[2], found[0])
-
-
 @pytest.mark.slow
-def test_both_processors_are_at_work_at_once_on_threads_of_their_own():
-    """The accelerator's op waits for loads of milliseconds, and the second's runs meanwhile; times
-    that are stated are taken."""
+def test_processors_have_threads_of_their_own_and_take_the_times_that_are_stated():
     test = "threads=1+1,accelerator=1ms,startup=2ms,per_token=1us,attention=4ms"
-    with placed("link", policies=[Anyhow(0.5)], link_rate="20MB/s", placement_test=test) as llm:
+    with placed("link", policies=[Anyhow(0.5)], placement_test=test) as llm:
         runner = llm.engine.runner
         for part, number in (("accelerate", 0), ("beside", 1)):
             assert runner.steps.second.threads[number] == 1
             text = runner.lower(ProgramKey("decode", part=part)).as_text()
             assert "threads = 1 : i64" in text
-        with recorded() as spans:
-            began = time.perf_counter()
-            run(llm, mixed_jobs()[:2], check=False)
-            took = time.perf_counter() - began
+        run(llm, mixed_jobs()[:1], check=False)
         stats = llm.stats()["placement"]
-    experts = [span for span in spans if span.op == "expert_ffn"]
-    together = sum(a.end > b.begin for a, b in itertools.pairwise(experts))
-    # Where the accelerator has nothing to wait for, its op takes microseconds.
-    assert together > stats["layers"] / 20
-    assert stats["second_s"] >= 2e-3 * stats["experts"] and stats["both_s"] > 0
-    assert stats["accelerator_s"] + stats["second_s"] - stats["both_s"] < took
+    assert stats["second_s"] >= 2e-3 * stats["experts"] > 0
     assert stats["gap_of_a_layer_s"]["max"] >= stats["gap_of_a_layer_s"]["mean"] > 0
     # Between any two layers of a step, not before the first.
     assert stats["between_s"] > 4e-3 * stats["between"] > 0 == stats["between"] % 3
-    assert 0 < stats["decided_s"] < stats["between_s"] - 4e-3 * stats["between"]
 
 
 @pytest.mark.slow
-def test_slots_are_picked_and_what_the_other_processor_has_there_is_not_looked_at(monkeypatch):
-    """Whoever did not compute an expert has NaN in its slots here: a sum would show it."""
-    with placed("link", f"prescope,{COSTS}") as llm:
-        runner = llm.engine.runner
-        bind, poisoned = type(runner)._bind, []
-
-        def poison(y, ids, mask):
-            poisoned.append(int(np.sum(mask[np.minimum(ids, len(mask) - 1)])))
-            slots = jnp.pad(jnp.asarray(mask), (0, 1))[ids].reshape(-1, 1)
-            return jnp.where(slots, jnp.nan, y)
-
-        def broken(self, step):
-            parts = bind(self, step)
-
-            def accelerate(*args):
-                y, *rest = parts["accelerate", None](*args)
-                return poison(y, args[4], np.asarray(args[-1].beside)), *rest
-
-            def beside(*args):
-                *_, ids, _, listed, count = args
-                mine = np.zeros(len(listed), bool)
-                mine[listed[:count]] = True
-                return poison(parts["beside", None](*args), ids, ~mine)
-
-            return {**parts, ("accelerate", None): accelerate, ("beside", None): beside}
-
-        monkeypatch.setattr(type(runner), "_bind", broken)
-        found = run(llm, mixed_jobs(), check=False)
-    assert same_bits(found, at_rest()) and sum(poisoned) > 0
-
-
-@BOTH
-@pytest.mark.slow
-def test_a_second_processor_that_fails_ends_the_step_and_no_more(beside, monkeypatch):
+def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
     def fail(*args):
         raise RuntimeError("the second processor broke")
 
-    with placed(beside, policies=[Anyhow(0.5)]) as llm:
-        runner = llm.engine.runner
-        if beside == "queue":
-            monkeypatch.setattr(runner, "_compute", fail)
-        else:
-            before = runner._beside
-            monkeypatch.setattr(
-                runner,
-                "_beside",
-                lambda parts, *args: before({**parts, ("beside", None): fail}, *args),
-            )
+    with placed("queue", policies=[Anyhow(0.5)]) as llm:
+        monkeypatch.setattr(llm.engine.runner, "_compute", fail)
         with pytest.raises(RuntimeError, match="the second processor broke"):
             run(llm, mixed_jobs()[:2], check=False)
         monkeypatch.undo()
@@ -302,18 +216,13 @@ def test_a_second_processor_that_fails_ends_the_step_and_no_more(beside, monkeyp
         assert same_bits(run(llm, mixed_jobs()[:2], check=False), at_rest())
 
 
-def not_in_place(self, *args):
-    raise ValueError("jax copies pinned arrays to the CPU")
-
-
 def other_bytes(self, host, layer, expert):
     return jax.device_put(np.zeros(self.shape[2:], np.uint16), host)
 
 
-@pytest.mark.parametrize("seen_by", [not_in_place, other_bytes])
 @pytest.mark.slow
-def test_memory_that_the_cpu_cannot_read_in_place_is_refused(seen_by, monkeypatch):
-    monkeypatch.setattr(PinnedRecords, "seen_by", seen_by)
+def test_memory_that_the_cpu_cannot_read_in_place_is_refused(monkeypatch):
+    monkeypatch.setattr(PinnedRecords, "seen_by", other_bytes)
     with pytest.raises(UserError, match="computes experts where the store has them, and"):
         placed("queue", STATED).close()
 
@@ -347,10 +256,6 @@ def test_the_command_line_places(capsys):
     assert shown.out == alone
     (line,) = (line for line in shown.err.splitlines() if line.startswith("beside"))
     assert "missed experts (" in line and "done apart by" in line and "prescope" in line
-    assert main([*command, *beside, "--json"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == alone
-    assert json.loads(shown.err[shown.err.index("{") :])["placement"]["experts"] > 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import re
 import sys
 import types
@@ -19,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import moejax
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, Stage
-from host_offload.control.rules import BETWEEN_LAYERS, PolicyError
+from host_offload.control.rules import PolicyError
 from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.budget import format_bytes
@@ -31,13 +30,11 @@ from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.expert_map.policy import ExpertMap
 from host_offload.policies.prefetch.expert_map.step_search import BITS, rounded
-from host_offload.policies.prefetch.expertflow import training as forests
 from host_offload.policies.prefetch.llapor import online, training
 from host_offload.policies.prefetch.llapor.online import LearnedOnline, Learning, Tuning
 from host_offload.policies.prefetch.llapor.training import Training
-from host_offload.policies.prefetch.names import PREFETCH
 from host_offload.simulate.replay import replay
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter
 from moejax.engine.resize import cells_of as cells_of_arena
@@ -55,7 +52,7 @@ from tests.moejax.engine.scenes import (
     same_bits,
     tokens_of,
 )
-from tests.moejax.engine_runs import Job, mixed_jobs, run
+from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
 pytestmark = NATIVE
@@ -133,28 +130,6 @@ def test_no_bit_changes_and_a_replay_is_what_the_engine_did(name, tmp_path):
     # A step with hooks is read before the next one is dispatched, others mostly after.
     between = name in ("next layer", "erratic between layers", "one pool")
     assert (read[:-1] > dispatched[1:]).any() == (not between)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("prefetch", PREFETCH)
-def test_prefetch_by_name(prefetch, tmp_path):
-    """With what the policies need of the model: what the header says is what policies were told,
-    except for the routers."""
-    moments, needs = PREFETCH[prefetch]().moments, PREFETCH[prefetch]().needs
-    driver = "host" if moments & BETWEEN_LAYERS else "device"
-    arrays = sorted({"probs", "gate_input", "embedding"} & needs)
-    options = {"driver": driver, "expert_budget": "40%", "trace": tmp_path / "t"}
-    with open_llm(prefetch=prefetch, trace_arrays=arrays, **options) as llm:
-        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
-        assert llm.engine.control is not None
-        told = llm.engine.control.controller.spec
-    trace = read_trace(tmp_path / "t")
-    said = spec_of(trace.header)
-    for field in dataclasses.fields(told):
-        if field.name not in ("router", "costs", "moved_bytes"):
-            assert repr(getattr(said, field.name)) == repr(getattr(told, field.name))
-    assert repr(said.link_bytes) == repr(told.link_bytes)  # None of moved_bytes: the same
-    assert replay(trace, spec=told).staged.sum() > 0
 
 
 # ---- what a replay finds
@@ -264,37 +239,12 @@ def test_budgets_that_wait_are_replayed(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class WhenTheLinkIsFree:
-    """Stages where little is in flight, and says what it saw in priors: a policy that decides by
-    the progress of transfers."""
-
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset(
-        {"link_flying", "link_bytes_left", "link_arrived", "link_failed", "link_busy_us"}
-    )
-    writes: frozenset[str] = frozenset({"stages", "prior"})
-
-    def init(self, spec: Spec) -> tuple[int, int, int]:
-        return 0, spec.layers, spec.experts
-
-    def decide(self, state, observation):
-        step, layers, experts = state
-        seen = np.array([getattr(observation, name) for name in sorted(self.needs)])
-        assert (seen >= 0).all()
-        prior = np.zeros((layers, experts), np.int32)
-        prior[0, : len(seen)] = seen % 1000
-        free = observation.link_bytes_left < 1 << 17
-        wanted = [Stage(step % layers, (3 * step + i) % experts) for i in range(4)] if free else []
-        return (step + 1, layers, experts), Decision(stages=tuple(wanted), prior=prior)
-
-
-@dataclasses.dataclass(frozen=True)
 class ByWhatFlies:
     """Stages between layers what is not on its way, the more the fewer bytes are left of what is
     brought ahead, and says what it saw of each transfer in priors."""
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED, Moment.TRANSFER})
-    needs: frozenset[str] = frozenset({"progress"})
+    needs: frozenset[str] = frozenset({"progress", "link_busy_us"})
     writes: frozenset[str] = frozenset({"stages", "prior"})
 
     def init(self, spec: Spec) -> tuple[int, np.ndarray]:
@@ -304,6 +254,7 @@ class ByWhatFlies:
         asked, prior = state
         progress = observation.progress
         assert progress is not None and progress.busy_seconds >= 0
+        assert observation.link_busy_us >= 0
         layers, experts = prior.shape
         prior = prior.copy()
         for each in progress.settled:
@@ -340,6 +291,8 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
     assert any(0 < each.bytes_left < each.bytes for each in flying) or "transfers" in options
     tickets = [each.ticket for each in ended]
     assert len({*tickets}) == len(tickets) > 100, "each settles once"
+    busy = trace.array("step.use")[:, USES.index("link_busy_us")].tolist()
+    assert busy == sorted(busy) and busy[-1] > busy[0]
     replay(trace, policies=policies)
     # With other progress it decides otherwise: what it saw is what makes the replay equal.
     for chunk in (tmp_path / "t").glob("chunk-*"):
@@ -350,20 +303,6 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
         save_file(arrays, chunk, metadata)
     with pytest.raises(TraceError, match="decision: the trace has"):
         replay(read_trace(tmp_path / "t"), policies=policies)
-
-
-@pytest.mark.slow
-def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
-    """Delays make the progress another one in every run; the trace says which it was."""
-    policies = [WhenTheLinkIsFree()]
-    trace = traced(tmp_path / "t", policies, late=True, eviction="lru", **OVER_A_LINK)
-    decided = list(trace.decided())
-    assert any(d["decision"]["stages"] for d in decided)
-    assert len({str(d["decision"]["prior"][0][:5]) for d in decided}) > 10
-    assert replay(trace, policies=policies) is not None
-    steps = [step for chunk in trace.chunks for step in chunk.step_traces()]
-    busy = [int(step.use[USES.index("link_busy_us")]) for step in steps]
-    assert busy == sorted(busy) and busy[-1] > busy[0]
 
 
 # ---- cells that move, and what earlier runs taught
@@ -463,24 +402,6 @@ def test_networks_learn_on_beside_an_engine(earlier, tmp_path):
     assert replay(trace, policies=[online.recorded(trace, policy)]).fills.sum() == fills
 
 
-@pytest.mark.slow
-def test_forests_of_an_earlier_run_bring_experts_ahead(earlier, tmp_path):
-    """ExpertFlow in an engine, its pool of cells too: the same tokens, experts that came ahead and
-    were used, a step size that follows; a replay of the trace decides the same."""
-    fitted = forests.fit(*earlier, training=forests.Training(trees=3, leaves=32)).fitted
-    fitted.write(tmp_path / "forest")
-    given = f"expertflow={tmp_path / 'forest'}"
-    options = {"trace": tmp_path / "t", "trace_arrays": "gate_input", "prefetch": given, **HOST}
-    with open_llm(expert_budget="40%", **options) as llm:
-        assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
-        spec = llm.engine.control.controller.spec
-        (seat,) = llm.engine.control.controller._seats
-        assert 1 <= seat.state.horizon.steps <= 3
-        assert llm.stats()["control"]["transfers"]["expertflow"]["used"] > 0
-        fills = llm.stats()["experts"]["fills"]
-    assert replay(read_trace(tmp_path / "t"), spec=spec).fills.sum() == fills
-
-
 # ---- expert maps that decode steps search themselves
 
 
@@ -547,27 +468,6 @@ def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
         simulate(bare, policies=[fitted], driver="device")
     with pytest.raises(PolicyError, match="use driver='device'"):
         simulate(trace, policies=[fitted], driver="host")
-
-
-@pytest.mark.slow
-def test_maps_from_empty_learn_each_step_when_the_host_does(tmp_path):
-    """The host form, whose engine reads a step before it dispatches the next one: simulated from a
-    run without hooks, whose steps were read later, it learns each step when that engine does."""
-    # Both end in the same step, so none begins or ends earlier where steps are read earlier.
-    params = dataclasses.replace(GREEDY, max_tokens=24)
-    jobs = [Job(tuple(range(first, first + 20)), params) for first in (5, 300)]
-    trace = resident_trace(tmp_path / "rest", jobs)
-    steps = list(trace.step_traces())
-    assert [a for a, b in itertools.pairwise(steps) if a.read_s > b.start_s]  # the other order
-    policy = ExpertMap(capacity=30, pool=False)
-    found = simulate(trace, policies=[policy], cells=4, driver="host")
-    options = {"policies": [policy], "trace": tmp_path / "engine", **HOST}
-    with open_llm(expert_budget="25%", **options) as llm:
-        run(llm, jobs, check=False)
-    engine = read_trace(tmp_path / "engine")
-    for name in ("hits", "fills", "read_through"):
-        assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
-    assert found.staged.sum() > 50
 
 
 # ---- the tutorial's

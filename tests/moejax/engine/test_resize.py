@@ -10,10 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import moejax.engine.resize
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.control.rules import PolicyError
 from host_offload.memory.arena import SlotArena, SlotClass
@@ -21,7 +18,7 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
-from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of, within
+from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of
 from moejax.engine.step_work import ScheduledWork
 from scripts.check.kv_faults import kv_faults
 from tests.moejax.engine.budget_workload import MEMORY, SLOT
@@ -186,57 +183,6 @@ def test_kv_keeps_room_for_one_more_beside_sessions():
     assert device.blocked == 0
 
 
-def test_a_slot_that_is_in_use_is_emptied_not_waited_for():
-    """Every second of the requests that fill more slots than KV will have is cancelled; the others
-    run on, with pages in all of them."""
-    device = Moving(lambda step: (np.full(LAYERS, 5), FLOOR) if step == 16 else None, SLOTS)
-    turns = [
-        Turn((i + 1, *range(1, 100)), 40, abort=12 if i % 2 else None)  # 7 pages each
-        for i in range(8)
-    ]
-    seen: list[tuple[int, int, int]] = []
-
-    def recorded(work, of=device._run):
-        before = device.scheduler.cache.slots_in_use, len(device.scheduler.running)
-        done = of(work)
-        seen.append((*before, device.arena.count(SlotClass.KV)))
-        return done
-
-    device._run = recorded  # type: ignore[method-assign]
-    run(device, turns)
-    used, running, slots = zip(*seen, strict=True)
-    assert used[15] > FLOOR_SLOTS and slots[14] == SLOTS
-    done = slots.index(FLOOR_SLOTS)
-    assert done < 20 and running[done] == running[15] > 2
-    assert cells_of(device.arena) == [5, 5, 5] and device.scheduler.cache.moved > 0
-
-
-def test_fewer_sequences_run_where_a_policy_says_so():
-    device = Moving(lambda _: None, SLOTS)
-    device.resizer.limit(2)
-    turns = crowd(1)
-    running = []
-    of = device._run
-    device._run = lambda work: running.append(len(device.scheduler.running)) or of(work)  # type: ignore
-    check_against_alone(turns, run(device, turns))
-    assert max(running) == 2
-    device.resizer.limit(99)
-    assert device.resizer.stats()["max_running"] == SMALL["rows"]
-
-
-@given(
-    wanted=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    have=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    more=st.integers(0, 9),
-)
-def test_the_way_to_other_cells_never_takes_more_than_there_is(wanted, have, more):
-    room = sum(have) + more
-    cells = within(wanted, have, room)
-    assert sum(cells) == min(room, sum(wanted))
-    for w, h, n in zip(wanted, have, cells, strict=True):
-        assert min(w, h) <= n <= w
-
-
 # ---- D3: a move that fails leaves the earlier split
 
 
@@ -292,17 +238,6 @@ def test_what_can_never_be_is_the_policys_mistake():
     device = Moving(lambda _: None, FLOOR_SLOTS)
     with pytest.raises(PolicyError, match="what the arena cannot give: 33 cells"):
         device.resizer.move(np.full(LAYERS, 11), None)
-
-
-def test_pages_that_move_behind_a_sequences_back_are_found(monkeypatch):
-    monkeypatch.setattr(
-        moejax.engine.resize,
-        "empty_slot",
-        lambda scheduler, most: len(scheduler.cache.empty_slot(most)),
-    )
-    device, turns = Moving(random_wishes(5, 2), FLOOR_SLOTS + 4), crowd(5)
-    with pytest.raises(AssertionError, match="does not have its"):
-        check_against_alone(turns, run(device, turns))
 
 
 def test_a_page_that_is_not_copied_is_found():
@@ -366,24 +301,6 @@ def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
                 assert got.same_bits(want)
 
 
-@dataclasses.dataclass(frozen=True)
-class LittleKV:
-    """Wants as little KV as can be after every turn, whatever that costs."""
-
-    moments = frozenset({Moment.TURN_END})
-    needs = frozenset()
-    writes = frozenset({"cells", "kv_pages"})
-
-    def init(self, spec: Spec) -> Decision:
-        floor = -(-spec.kv_floor_bytes // spec.page_bytes)
-        slots = spec.budget_bytes // spec.slot_bytes - -(-spec.kv_floor_bytes // spec.slot_bytes)
-        cells = np.full(spec.layers, min(slots // spec.layers, spec.experts), np.int32)
-        return Decision(cells=cells, kv_pages=floor)
-
-    def decide(self, state: Decision, observation: Observation):
-        return state, state
-
-
 SESSIONS = {"expert_budget": 12 * SLOT, "memory": MEMORY, "swap_space": 200_000}
 """20 slots of KV, 120 pages, and 12 on the host."""
 
@@ -410,48 +327,32 @@ TURN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["policies", "peak_headroom"])
-def test_sessions_that_grow_after_kv_shrank_are_served(how, tmp_path):
-    """By a policy that wants no KV at all, which is given slots when nothing can run, and by the
-    closed form, which sees what is swapped out. The same bits as without, and a replay finds all of
-    it again."""
+def test_sessions_that_grow_after_kv_shrank_are_served(tmp_path):
+    """By the closed form, which sees what is swapped out. The same bits as without, and a replay
+    finds all of it again."""
     with LLM("demo", progress=False, **SESSIONS, **LIMITS) as llm:
         fixed, pages = grown(llm)
         assert set(pages) == {120}
-    options = {"policies": [LittleKV()]} if how == "policies" else {"resize": how}
-    trace = tmp_path / "t"
-    with LLM("demo", progress=False, trace=trace, **options, **SESSIONS, **LIMITS) as llm:
+    options = {"resize": "peak_headroom", "trace": tmp_path / "t"}
+    with LLM("demo", progress=False, **options, **SESSIONS, **LIMITS) as llm:
         moving, pages = grown(llm)
         assert kv_faults(llm.engine.scheduler) == []
         stats = llm.engine.resizer.stats()
     assert moving == fixed and stats["resizes"] > 0
     assert pages[0] < pages[-1] and pages[0] < 60
-    found = read_trace(trace)
-    policies = [LittleKV()] if how == "policies" else [PeakHeadroom()]
-    replayed = replay(found, policies=policies)
+    found = read_trace(tmp_path / "t")
+    replayed = replay(found, policies=[PeakHeadroom()])
     measured = found.array("step.fills") + found.array("step.read_through")
     np.testing.assert_array_equal(replayed.misses, measured)
     assert any(b.by_hand for b in found.budgets()), "slots that no policy wanted moved"
 
 
 @pytest.mark.slow
-def test_what_a_refused_copy_leaves():
-    """Before the device has taken arena and tables, the split stays, and the requests go on. After
-    that nothing can run any more, so the engine says so instead."""
+def test_a_copy_that_is_lost_ends_the_engine():
+    """When the device has taken arena and tables nothing can run any more."""
     with LLM("demo", progress=False, policies=[MoveAlways()], memory=MEMORY, **LIMITS) as llm:
         runner, engine = llm.engine.runner, llm.engine
-        call, refused = runner._call, []
-        tokens = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
-
-        def before(name, *args):
-            if str(name) == "regrant" and not refused:
-                refused.append(name)
-                raise Refused("RESOURCE_EXHAUSTED")
-            return call(name, *args)
-
-        runner._call = before  # type: ignore[method-assign]
-        again = llm.generate([[5, 7, 9]], TURN, use_tqdm=False)[0].outputs[0].token_ids
-        assert again == tokens and refused and engine.resizer.failed == 1
+        call = runner._call
 
         def after(name, *args):
             found = call(name, *args)
@@ -462,4 +363,4 @@ def test_what_a_refused_copy_leaves():
         runner._call = after  # type: ignore[method-assign]
         with pytest.raises(Refused, match="the copy was lost"):
             llm.generate([[5, 7, 9]], TURN, use_tqdm=False)
-        assert engine.resizer.failed == 1 and engine.idle
+        assert engine.resizer.failed == 0 and engine.idle

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_kernels.dispatch
-import pallas_kernels.fill.api as fill_api
-import pallas_kernels.fill.reference as fill_reference
 import pallas_kernels.plan.api as plan_api
 import pallas_kernels.plan.reference as plan_reference
 from moejax import LLM, SamplingParams
@@ -22,10 +20,8 @@ from moejax.engine.statistics import kv_stats
 from moejax.start import kernels
 from moejax.start.decide import shapes
 from moejax.start.kernels import native_note
-from moejax.step.programs import STAGES
 from pallas_kernels import OPS, resolve_ops
 from pallas_kernels.cpu.library import instruction_set
-from pallas_kernels.stage import Entries
 from tests.moejax.engine.scenes import EXPERTS, LAYERS, LIMITS, open_llm, same_bits
 from tests.moejax.engine_runs import Faulty, Job, Recorded, run, set_budget
 from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
@@ -132,42 +128,6 @@ def test_budgets_do_not_recompile(subject):
     assert set(subject.llm.engine.runner.executables()) == before
 
 
-@pytest.mark.slow
-@NATIVE
-def test_other_arenas_and_waves_change_no_bit():
-    options = {"expert_budget": "30%", "prefill_waves": 3, "eviction": "lfu"}
-    with make_llm("bfloat16", ops="cpu", **options) as llm:
-        jobs = [Job(job.prompt, job.params, i // 3) for i, job in enumerate(POOL)]
-        assert same_bits(run(llm, jobs), solo("bfloat16", "cpu"))
-
-
-def random_entries(rng: np.random.Generator) -> Entries:
-    layer, cell = rng.integers(-1, LAYERS, STAGES), rng.integers(0, 9, STAGES)
-    draws = (layer, rng.integers(0, EXPERTS, STAGES), 0 * layer, cell)
-    return Entries._make(values.astype(np.int32) for values in draws)
-
-
-def test_staged_transfers_change_no_bit(subject, monkeypatch):
-    """A step may also carry out transfers that the host chose, wisely or not."""
-    llm, rng, staged = subject.llm, np.random.default_rng(3), []
-    set_budget(llm, [5, 2, 0, 9], 11)
-
-    def with_stages(step):
-        def run(*args, **kwargs):
-            output = step(*args, **{**kwargs, "stages": random_entries(rng)})
-            staged.append(output.staged)
-            return output
-
-        return run
-
-    runner = llm.engine.runner
-    monkeypatch.setattr(runner, "decode", with_stages(runner.decode))
-    monkeypatch.setattr(runner, "prefill", with_stages(runner.prefill))
-    jobs = [Job(job.prompt, job.params, i) for i, job in enumerate(POOL)]
-    subject.check(run(llm, jobs), range(len(POOL)))
-    assert sum(int(np.sum(done)) for done in staged) > 0
-
-
 def conversations(rng: np.random.Generator) -> list[Job]:
     """Requests with shared beginnings and sessions of several turns, all at once."""
     document = rng.integers(1, 4096, 60).tolist()
@@ -235,16 +195,6 @@ def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(subject, se
 
 
 # ---- which ops run, and how near they are to each other
-
-
-@pytest.mark.slow
-@NATIVE
-def test_native_ops_agree_with_the_reference_ops():
-    for got, want in zip(solo("bfloat16", "cpu"), solo("bfloat16", "xla"), strict=True):
-        # The first token's logits: later ones may follow another token. In bfloat16 a rounding
-        # more or less also moves what is routed; logits have a standard deviation of about 2.5.
-        difference = np.abs(got.logits[0] - want.logits[0])
-        assert np.max(difference) < 0.6 and np.mean(difference) < 0.1
 
 
 @NATIVE
@@ -318,35 +268,16 @@ def test_the_comparison_sees_one_bit():
     assert first.same_bits(first) and not first.same_bits(changed)
 
 
-def mutated(function, old: str, new: str):
-    """The function with one piece of its source replaced."""
-    source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
-    namespace = dict(vars(inspect.getmodule(function)))
-    exec(compile(source.replace(old, new), f"<mutated {function.__name__}>", "exec"), namespace)
-    return namespace[function.__name__]
-
-
-PLAN = ("plan", plan_api, plan_reference.plan)
-FILL = ("fill", fill_api, fill_reference.fill)
-
-
 @pytest.mark.slow
 @NATIVE
-@pytest.mark.parametrize(
-    ("broken", "old", "new", "fault"),
-    [
-        (PLAN, "candidate = granted & ~pinned", "candidate = granted", "hits"),
-        (PLAN, "jnp.where(evicted, -1, address)", "address", "address is not the cell"),
-        (FILL, "(row[i], 0)", "(row[i] + 1, 0)", "bytes of a resident expert differ"),
-    ],
-    ids=["a needed expert evicted", "a stale address", "off by one row"],
-)
-def test_broken_ops_are_caught(broken, old, new, fault, monkeypatch):
-    op, api, function = broken
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "broken", mutated(function, old, new))
-    monkeypatch.setitem(pallas_kernels.dispatch.OPS, op, ("xla", "broken"))
-    with make_llm("float32", ops={**resolve_ops("cpu").chosen(), op: "broken"}) as llm:
-        set_budget(llm, [12 if op == "fill" else 3] * LAYERS, 9)
-        with pytest.raises(Faulty, match=fault):
+def test_a_plan_that_evicts_who_is_needed_is_caught(monkeypatch):
+    source = inspect.getsource(plan_reference.plan)
+    namespace = dict(vars(plan_reference))
+    exec(source.replace("candidate = granted & ~pinned", "candidate = granted"), namespace)
+    assert namespace["plan"].__code__ != plan_reference.plan.__code__
+    monkeypatch.setitem(plan_api.IMPLEMENTATIONS, "broken", namespace["plan"])
+    monkeypatch.setitem(pallas_kernels.dispatch.OPS, "plan", ("xla", "broken"))
+    with make_llm("float32", ops={**resolve_ops("cpu").chosen(), "plan": "broken"}) as llm:
+        set_budget(llm, [3] * LAYERS, 9)
+        with pytest.raises(Faulty, match="hits"):
             run(llm, [Job(job.prompt, job.params, i) for i, job in enumerate(POOL[:6])])

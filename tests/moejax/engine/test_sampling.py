@@ -13,7 +13,7 @@ import pytest
 from scipy import special
 
 from moejax import SamplingParams, UserError
-from moejax.engine.sampling import TokenSampler, has_penalties
+from moejax.engine.sampling import TokenSampler
 from moejax.step.programs import ProgramKey
 from tests.moejax.engine.scenes import open_llm
 from tests.moejax.engine_runs import Job, Recorded, run
@@ -79,18 +79,6 @@ def test_each_parameter_is_its_requests_and_leaves_neighbours_alone(llm, alone):
     assert len({*map(tuple, texts)}) == 3, "draws are by seed, and not the likeliest"
     (again,) = run(llm, [Job(PROMPT, drawn)])
     assert again.tokens == found[3].tokens
-
-
-@pytest.mark.slow
-def test_company_that_truncates_does_not_change_a_draw():
-    """Steps in which nobody truncates draw without searches, by another executable."""
-    alone = SamplingParams(temperature=1.0, min_p=0.01, max_tokens=12, seed=5, ignore_eos=True)
-    beside = dataclasses.replace(alone, top_k=3, top_p=0.8, max_tokens=4)
-    with open_llm(ops="xla") as llm:
-        (want,) = run(llm, [Job(PROMPT, alone)])
-        got, other = run(llm, [Job(PROMPT, alone), Job(PROMPT, beside)])
-        assert {"sample", "sample_all"} <= {key.kind for key in llm.engine.runner.executables()}
-    assert got.tokens == want.tokens and other.tokens != want.tokens[:4]
 
 
 def test_penalties_and_biases_follow_the_formulas_and_leave_neighbours_alone(llm, alone):
@@ -177,9 +165,3 @@ def test_what_is_refused(llm):
     )
     with pytest.raises(ValueError, match="request 7 got a row while 4 tokens were dispatched and"):
         TokenSampler(runner, {0}).sample(None, [moved])
-
-
-def test_has_penalties():
-    assert not has_penalties(SamplingParams(logit_bias={1: 1}, min_tokens=3))
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert has_penalties(SamplingParams(**{name: 0.5}))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import textwrap
-
 import numpy as np
 import pytest
 
-from moejax.engine.prefix_cache import PrefixCache, block_keys
-from moejax.engine.scheduler import HELD_STEPS, Scheduler
+from host_offload.memory.kv_cache import KVCache
+from moejax.engine.prefix_cache import block_keys
+from moejax.engine.scheduler import HELD_STEPS
 from moejax.engine.statistics import kv_stats
 from moejax.errors import UserError
-from moejax.requests.sessions import Sessions, common_prefix
+from moejax.requests.sessions import common_prefix
 from tests.moejax.engine.scheduler_model import BLOCK, CHUNK, Device, Turn, run
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -117,41 +115,17 @@ def test_the_workloads_reach_what_they_are_for():
         assert totals[name] > 0, name
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        # swapped pages are said to be back and are not
-        ("self.cache.swap_in(request.blocks)", "[setattr(b, 'row', 0) for b in request.blocks]"),
-        # a turn writes to a page that its session still needs
-        ("if rewritten and same % size:", "if False:"),
-        # generated tokens are shared as if they were a prompt's
-        ("if request.pure == request.computed:", "if True:"),
-        # a session keeps the last token, whose KV may not be there
-        ("-(-tokens // self.block_size)\n", "-(-(tokens := tokens + 1) // self.block_size)\n"),
-    ],
-    ids=["swap", "rewrite", "share", "last token"],
-)
-def test_mistakes_are_caught(old, new, monkeypatch):
-    mutate(monkeypatch, old, new)
+def test_pages_that_are_not_brought_back_are_found(monkeypatch):
+    def swap_in(cache, blocks):
+        for block in blocks:
+            block.row = 0
+
+    monkeypatch.setattr(KVCache, "swap_in", swap_in)
     with pytest.raises((AssertionError, KeyError, ValueError, RuntimeError)):
-        run_all()
-
-
-def mutate(monkeypatch, old: str, new: str) -> None:
-    """Replaces a piece of the one method that has it."""
-    methods = [(c, n, f) for c in (Scheduler, Sessions, PrefixCache) for n, f in vars(c).items()]
-    sources = [(c, n, f) for c, n, f in methods if inspect.isfunction(f)]
-    ((owner, name, function),) = (m for m in sources if old in inspect.getsource(m[2]))
-    source = textwrap.dedent(inspect.getsource(function)).replace(old, new)
-    namespace = dict(vars(inspect.getmodule(function)))
-    exec(compile(source, "<mutated>", "exec"), namespace)
-    monkeypatch.setattr(owner, name, namespace[name])
-
-
-def run_all() -> None:
-    for turns in (FORKS, *(workload(np.random.default_rng(seed), 24) for seed in range(12))):
-        device = Device(pages=32, **SMALL)
-        check_against_alone(turns, run(device, turns))
+        for seed in range(12):
+            turns = workload(np.random.default_rng(seed), 24)
+            device = Device(pages=32, **SMALL)
+            check_against_alone(turns, run(device, turns))
 
 
 def test_recomputing_says_so():
@@ -230,12 +204,6 @@ def test_sessions_end():
         device.step()
     device.scheduler.sessions.end("a")
     assert device.scheduler.arena.free_pages + len(device.spare) == device.scheduler.arena.pages
-
-
-def test_the_prefill_step_of_many_prompts():
-    device = Device(pages=600, rows=256, prefill_chunks=300, max_model_len=256)
-    run(device, [Turn((i % 90 + 1, i), 2) for i in range(256)])
-    assert device.number == 256
 
 
 def test_admission_waits_for_enough_rows_while_others_decode():

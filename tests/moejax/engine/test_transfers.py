@@ -1,5 +1,5 @@
 """Experts that come beside compute, beyond the drivers' contract (test_drivers.py): whose the
-arena's memory is, what a failed step leads to, and that no prefetch begins before a miss."""
+arena's memory is and what a failed step leads to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.policies.prefetch.expert_map.policy import ExpertMap
-from host_offload.queue import native
 from host_offload.queue.pinned import PinnedRecords
 from moejax import SamplingParams
 from moejax.step.programs import STAGES
@@ -97,64 +95,3 @@ def test_what_tables_have_and_cells_have_not(ahead):
 
 SUBMIT, REORDER, START, END = 0, 2, 3, 4
 """Kinds of the queue's events, in the order in which they happened."""
-
-
-def begun_under_a_demand(events: list[tuple[int, int, int, int, str]]) -> list[int]:
-    """Places of chunks of other causes that began while a demand was there and not complete.
-    events: (kind, ticket, first byte, bytes, cause)."""
-    left: dict[int, int] = {}
-    for kind, ticket, _, size, _ in events:
-        if kind == START:
-            left[ticket] = left.get(ticket, 0) + size
-    sizes = {(t, first): size for kind, t, first, size, _ in events if kind == START}
-    demands: set[int] = set()
-    found = []
-    for place, (kind, ticket, first, _, cause) in enumerate(events):
-        if kind in (SUBMIT, REORDER) and cause == "demand" and left.get(ticket):
-            demands.add(ticket)
-        elif kind == START and ticket not in demands and demands:
-            found.append(place)
-        elif kind == END:
-            left[ticket] -= sizes[ticket, first]
-            if not left[ticket]:
-                demands.discard(ticket)
-    return found
-
-
-def test_a_chunk_that_begins_under_a_demand_is_seen():
-    ahead, demand = [(SUBMIT, 1, 0, 0, "prefetch")], [(SUBMIT, 2, 0, 0, "demand")]
-    chunks = {t: [(START, t, 0, 5, ""), (END, t, 0, 0, "")] for t in (1, 2)}
-    more = [(START, 1, 5, 5, ""), (END, 1, 5, 0, "")]
-    assert not begun_under_a_demand(ahead + chunks[1][:1] + demand + chunks[1][1:] + chunks[2])
-    assert begun_under_a_demand(ahead + chunks[1] + demand + more + chunks[2]) == [4]
-    became = [(REORDER, 1, 0, 0, "demand")]
-    assert not begun_under_a_demand(ahead + demand + became + chunks[1] + chunks[2])
-
-
-@pytest.mark.slow
-def test_no_prefetched_byte_begins_to_move_while_a_miss_waits():
-    """fMoE's property 6, in an engine whose transfers run beside compute: from the arrival of a
-    miss until it has landed no chunk of a prefetch begins (what had begun ends)."""
-    options: dict = {**LINK, "expert_budget": "40%", "driver": "host", "transfer_threads": 1}
-    with open_llm(**{**options, "link_rate": "100MB/s"}, policies=[ExpertMap(distance=1)]) as llm:
-        queue = llm.engine.runner.queue
-        queue.record()
-        run(llm, mixed_jobs(), check=False)
-        raw = (native._Event * (1 << 16))()
-        count = queue._calls.moejax_transfers_events(queue.handle, raw, len(raw))
-        assert count < len(raw)
-        causes = queue._causes
-        events = [
-            (e.kind, e.ticket, e.a, e.b, causes[e.a] if e.kind in (SUBMIT, REORDER) else "")
-            for e in raw[:count]
-        ]
-        assert llm.stats()["control"]["transfers"]["expert_map"]["done"] > 0
-    begun = dict.fromkeys(causes, 0)
-    last: dict[int, str] = {}
-    for kind, ticket, _, _, cause in events:
-        if kind in (SUBMIT, REORDER):
-            last[ticket] = cause
-        elif kind == START:
-            begun[last[ticket]] += 1
-    assert begun["demand"] > 20 and sum(begun.values()) - begun["demand"] > 20
-    assert not begun_under_a_demand(events)

@@ -4,7 +4,6 @@ for an H200."""
 from __future__ import annotations
 
 import collections
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -217,31 +216,6 @@ def check_entries(listed, rng: np.random.Generator) -> None:
     assert np.all(found[len(expected) :] == -1)
     simulated = step_search.entries_of(tables, 1, wanted)
     assert [tuple(entry) for entry in simulated[:6]] == expected
-
-
-@pytest.mark.slow
-def test_an_empty_store_wants_nothing():
-    arrays, _ = half_store(0)
-    found = map_search.nearest_embedding(arrays, jnp.ones((R, D)))
-    assert np.all(np.asarray(found.score) < -1)
-    look = map_search.Lookahead(arrays, MapSearch(C, 2), TOP_K, jnp.ones(R, bool), None)  # pyright: ignore
-    tables = jax.tree.map(
-        jnp.asarray, Tables(**random_tables(np.random.default_rng(0), 8)._asdict())
-    )
-    staged = []
-    stored = functools.partial(_kept, entries=staged)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(map_search, "stage_layer", stored)
-        memory = map_search.DeviceMemory(jnp.zeros(1), tables)
-        after, ahead = look.fetch(memory, jnp.int32(1), found, jnp.ones((R, D)))
-    assert np.all(np.asarray(ahead)[0] == -1)
-    assert [moved for _, moved in staged] == [1]  # what the step before used may go
-    assert np.array_equal(after.tables.prior, tables.prior)
-
-
-def _kept(memory, layer, given, context, ahead, entries):
-    entries.append((given, ahead))
-    return memory, jnp.zeros_like(given.layer)
 
 
 @pytest.mark.aot

@@ -7,10 +7,8 @@ import collections
 import dataclasses
 import functools
 import itertools
-import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from host_offload.memory.tables import empty_tables
@@ -181,31 +179,6 @@ def test_other_programs_copy_nothing_large(key):
     program = layer_program(queued(), key)
     found = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
     assert [size for _, size in found.copies(MiB) if size > RECORD] == []
-
-
-@pytest.mark.nightly
-def test_within_one_program_a_layer_would_be_brought_by_a_kernel():
-    """Why the host walks through the layers (docs/stream.md): in a scan XLA does bring the next
-    layer beside compute, but by a kernel that reads host memory, not by a copy engine."""
-
-    def scanned(store, arena, x):
-        def layer(carry, i):
-            x, arena = carry
-            coming = jax.lax.dynamic_index_in_dim(store, (i + 1) % 8, keepdims=False)
-            coming = jax.device_put(coming, jax.memory.Space.Device)
-            weights = jax.lax.dynamic_slice(arena, (i % 2 * 4096, 0), (2048, 2048))
-            coming, x = jax.lax.optimization_barrier((coming, jnp.tanh(x @ weights)))
-            return (x, jax.lax.dynamic_update_slice(arena, coming, ((i + 1) % 2 * 4096, 0))), None
-
-        return jax.lax.scan(layer, (x, arena), jnp.arange(8))[0]
-
-    shapes = (8, 4096, 2048), (2 * 4096, 2048), (64, 2048)
-    args = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in shapes]
-    found = compile_for_h200(scanned, *args, host_argnums=0, donate_argnums=1)
-    begun = re.search(
-        r"kAsyncStart.*stream=computation_stream.*\n.*(kCustomKernel.*)", found.thunks
-    )
-    assert begun and "dynamic_slice" in begun[1]
 
 
 def test_an_arena_that_is_not_donated_is_copied():

@@ -28,17 +28,6 @@ def tables(count) -> list[Any]:
     return [object() for _ in range(count)]
 
 
-def test_steps_keep_what_is_known_and_other_tables_end_it():
-    first, second, third = tables(3)
-    known = Completeness()
-    known.look(answer(0), first)
-    assert known.is_complete(first)
-    known.stepped(first, second)
-    assert known.is_complete(second) and not known.is_complete(first)
-    assert not known.is_complete(third)  # somebody else made them
-    known.stepped(third, second)
-
-
 def test_an_answer_counts_for_what_steps_made_meanwhile():
     first, second, third = tables(3)
     asked, known = answer(0, ready=False), Completeness()

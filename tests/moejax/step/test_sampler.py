@@ -178,41 +178,6 @@ def test_a_draw_is_a_function_of_seed_and_position():
     assert len(set(tokens)) == 3
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_a_row_does_not_depend_on_the_others(data):
-    rows, vocabulary = 16, 257
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-
-    def batch():
-        return (
-            rng.normal(0, 3, (rows, vocabulary)).astype(np.float32),
-            rng.choice([0.0, 0.5, 1.0, 1.7], rows).astype(np.float32),
-            rng.integers(0, vocabulary, rows).astype(np.int32),
-            rng.uniform(0.01, 1.0, rows).astype(np.float32),
-            rng.choice([0.0, 0.01, 0.2], rows).astype(np.float32),
-            rng.integers(0, 2**32, rows).astype(np.uint32),
-            rng.integers(0, 2**31 - 1, rows).astype(np.int32),
-        )
-
-    first, other = batch(), batch()
-    order = rng.permutation(rows)
-    stay = rng.random(rows) < 0.5
-    changed = tuple(
-        np.where(stay.reshape(-1, *[1] * (a.ndim - 1)), a, b)[order]
-        for a, b in zip(first, other, strict=True)
-    )
-    stay = stay[order]
-
-    tokens, scores = sample(*first), logprobs(first[0], greedy(first[0]), 5)
-    np.testing.assert_array_equal(
-        np.asarray(tokens)[order][stay], np.asarray(sample(*changed))[stay]
-    )
-    again = logprobs(changed[0], greedy(changed[0]), 5)
-    for a, b in zip(scores, again, strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[order][stay], np.asarray(b)[stay])
-
-
 @pytest.mark.parametrize("n", [0, 1, 20])
 def test_logprobs_of_raw_logits(n):
     rng = np.random.default_rng(3)
@@ -280,19 +245,6 @@ def test_adjusted_logits_follow_the_formulas():
     assert np.isneginf(result).any()
 
 
-def test_repetition_counts_the_prompt_and_the_others_do_not():
-    logits = np.array([[2, 2, -2, 2]], np.float32)
-    counts = np.array([[1, 2, 3, 0]], np.int32)  # prompt; output; both; neither
-    none = np.full((1, 1), -1, np.int32), np.zeros((1, 1), np.float32)
-
-    def one(repetition=1.0, presence=0.0, frequency=0.0):
-        columns = (np.full(1, v, np.float32) for v in (repetition, presence, frequency))
-        return adjust(logits, counts, *columns, *none)[0].tolist()
-
-    assert one(repetition=2) == [1, 1, -4, 2]
-    assert one(presence=0.5) == one(frequency=0.5) == [2, 1.5, -2.5, 2]
-
-
 def test_a_neutral_row_keeps_every_bit():
     rng = np.random.default_rng(6)
     logits, counts, *penalties, ids, bias = _adjustments(rng, 8, 64)
@@ -303,19 +255,6 @@ def test_a_neutral_row_keeps_every_bit():
     result = np.asarray(adjust(logits, counts, *penalties, ids, bias))
     np.testing.assert_array_equal(result[:4].view(np.uint32), logits[:4].view(np.uint32))
     assert (result[4:] != logits[4:]).any(axis=1).all()
-
-
-def test_an_adjusted_row_does_not_depend_on_the_others():
-    rng = np.random.default_rng(8)
-    first, other = _adjustments(rng, 16, 257), _adjustments(rng, 16, 257)
-    stay, order = rng.random(16) < 0.5, rng.permutation(16)
-    changed = tuple(
-        np.where(stay.reshape(-1, *[1] * (a.ndim - 1)), a, b)[order]
-        for a, b in zip(first, other, strict=True)
-    )
-    np.testing.assert_array_equal(
-        np.asarray(adjust(*first))[order][stay[order]], np.asarray(adjust(*changed))[stay[order]]
-    )
 
 
 @settings(max_examples=25, deadline=None)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import SamplingParams
-from moejax.step.parts import TRACE_ARRAYS, TraceArrays, parse_trace_arrays
+from moejax.step.parts import TRACE_ARRAYS, TraceArrays
 from moejax.step.programs import ProgramKey
 from moejax.traces import read_trace
 from tests.moejax.engine.scenes import open_llm, same_bits
@@ -80,12 +80,6 @@ def device(tmp_path_factory):
     return traced(tmp_path_factory.mktemp("device") / "t", "device")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("driver", ["device", "host"])
-def test_no_bit_depends_on_them_in_bfloat16(driver, tmp_path):
-    traced(tmp_path / "t", driver, "bfloat16")
-
-
 def test_what_they_are(device, demo_dir):
     header = read_trace(device.directory).header
     assert (header.probabilities, header.gate_input, header.embedding) == (True, 128, 128)
@@ -143,9 +137,3 @@ def test_policies_see_them_while_the_host_driver_makes_the_step(tmp_path):
         elif seen.moment != Moment.STEP_END:
             assert seen.ids is seen.probs is seen.gate_input is None
     assert len(moments) == 5 and kinds == {"prefill", "decode"}
-
-
-def test_names():
-    assert parse_trace_arrays("probs, embedding") == {"probs", "embedding"}
-    assert parse_trace_arrays(["gate_input"]) == {"gate_input"}
-    assert parse_trace_arrays(()) == frozenset()
