@@ -1,6 +1,5 @@
 """What an engine cannot begin anew with. That one which does counts as a new one: test_grid.py."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,19 +14,19 @@ from tests.moejax.engine.scenes import LAYERS, open_llm
 pytestmark = pytest.mark.slow  # contents of tables, whatever the version of jax
 
 
-def test_what_cannot_begin_anew_says_so():
-    with open_llm(eviction="lru") as engine:
-        check(engine)
+class NoInit(RandomPrefetch):
+    def init(self, spec):
+        raise ValueError("not with this model")
 
 
-def check(engine) -> None:
+@pytest.fixture(scope="module")
+def engine():
+    with open_llm(eviction="lru") as llm:
+        yield llm
+
+
+def test_what_cannot_begin_anew_says_so(engine):
     spec, cells = engine.plan.spec, [4] * LAYERS
-
-    @dataclasses.dataclass(frozen=True)
-    class NoInit(RandomPrefetch):
-        def init(self, spec):
-            raise ValueError("not with this model")
-
     with pytest.raises(PolicyError, match="both write 'victim_weights'"):
         engine.engine.begin_anew(spec, [POLICIES["lru"](), POLICIES["lfu"]()], cells)
     with pytest.raises(ValueError, match="not with this model"):

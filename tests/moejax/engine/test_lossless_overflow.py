@@ -135,25 +135,15 @@ def test_as_the_low_version_it_is_refused(source):
 # ---- beside a second version
 
 
-RESIDENT = {"expert_budget": None, "prefetch": None, "hi_share": 0.4, "interval": "6 tokens"}
-MISSING = {"expert_budget": "63%", "prefetch": None, "interval": "6 tokens"}
+MISSING = {"prefetch": None, "interval": "6 tokens", "driver": "host"}
 
 
-@pytest.mark.parametrize(
-    ("precision", "options", "driver"),
-    [
-        ("dynaexq,margin=0,alpha=0,paged=true", MISSING, "host"),
-        pytest.param(
-            *("dynaexq,margin=0,alpha=0,spares=4", RESIDENT, "device"), marks=pytest.mark.nightly
-        ),
-    ],
-)
-def test_it_is_a_pair_of_dense_and_low(source, precision, options, driver, tmp_path):
+def test_beside_a_second_version_it_is_a_pair_of_dense_and_low(source, tmp_path):
     """The same versions at the same steps, the same bits; fewer bytes over the link."""
     runs = []
     for hi in ("dense", "lossless12"):
-        given = {**options, "hi": hi, "driver": driver, "trace": tmp_path / hi}
-        runs.append(played(source, precision, **given))
+        given = {**MISSING, "hi": hi, "trace": tmp_path / hi}
+        runs.append(played(source, "dynaexq,margin=0,alpha=0,paged=true", **given))
     (wanted, said), (recorded, stats) = runs
     assert all(a.same_bits(b) for a, b in zip(recorded, wanted, strict=True))
     assert all(np.isfinite(logits).all() for job in recorded for logits in job.logits)
@@ -171,7 +161,7 @@ def test_it_is_a_pair_of_dense_and_low(source, precision, options, driver, tmp_p
     histories = [version_history(trace).version for trace in traces]
     np.testing.assert_array_equal(*histories)
     assert np.any(histories[0][:, POISONED] == 0)
-    hot = DynaExq(alpha=0, margin=0, interval="6 tokens", paged="paged" in precision)
+    hot = DynaExq(alpha=0, margin=0, interval="6 tokens", paged=True)
     again = replay(traces[1], policies=[hot])
     assert again.bytes is not None
     assert again.bytes.sum() == traces[1].array("step.bytes").sum()

@@ -23,7 +23,6 @@ from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from moejax import LLM, UserError
-from moejax.checkpoints.convert import convert
 from moejax.commands.main import main
 from moejax.start.second import second_of
 from moejax.step.programs import ProgramKey
@@ -225,14 +224,6 @@ def test_memory_that_the_cpu_cannot_read_in_place_is_refused(monkeypatch):
     monkeypatch.setattr(PinnedRecords, "seen_by", other_bytes)
     with pytest.raises(UserError, match="computes experts where the store has them, and"):
         placed("queue", STATED).close()
-
-
-@pytest.mark.slow
-def test_a_cache_of_files_in_pinned_arrays_is_refused(demo_dir, tmp_path):
-    model = convert(demo_dir, tmp_path / "demo").directory
-    options = {**BESIDE["queue"], "store": "file", "host_memory": "4MiB", "placement": STATED}
-    with pytest.raises(UserError, match="not of a cache of files in them; take store='memory'"):
-        open_llm(model, enable_prefix_caching=False, **options).close()
 
 
 def test_a_device_with_memory_of_its_own_takes_the_queue():

@@ -13,11 +13,8 @@ import pytest
 
 from host_offload.control.rules import BETWEEN_LAYERS
 from moejax import LLM, SamplingParams
-from moejax.checkpoints.random_model import random_model, shape
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.start.build import start_engine
-from moejax.start.options import Options
 from moejax.step.drivers import host as host_steps
 from moejax.step.parts import StepOutput
 from moejax.step.programs import STAGES, ProgramKey
@@ -259,13 +256,9 @@ def test_hooks_are_given_at_the_start_of_a_driver_that_takes_them(drivers, monke
         patch.setattr(device.engine, "hooks", lambda _: Recorder())
         with pytest.raises(UserError, match="use driver='host'"):
             device.generate([5], SamplingParams(max_tokens=1))
-    recorder, other = Recorder(), host.engine
     with pytest.raises(UserError, match="use driver='host'"):
-        start_engine(
-            random_model(shape("demo", layers=1), "bfloat16"),
-            Options("demo", hooks=recorder),
-            jax.devices()[0],
-        )
+        LLM("demo", hooks=Recorder(), progress=False)
+    recorder, other = Recorder(), host.engine
 
     def engine(**given: Any) -> Engine:
         parts = other.runner, other.scheduler, other.statistics

@@ -50,12 +50,12 @@ class Traced:
         return {step.number: step for step in read_trace(self.directory).step_traces()}
 
 
-def traced(directory: Path, driver: str, dtype: str = "float32") -> Traced:
+def traced(directory: Path, driver: str) -> Traced:
     """The trace is complete; the policy of the host driver looks between layers as well."""
     inside = {Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN}
     between = inside if driver == "host" else set()
     watching = Watching(moments=frozenset({Moment.STEP_END, *between}))
-    options = {"driver": driver, "dtype": dtype, "expert_budget": "40%", "policies": [watching]}
+    options = {"driver": driver, "expert_budget": "40%", "policies": [watching]}
     with open_llm(**options, trace=directory, trace_arrays=sorted(TRACE_ARRAYS)) as llm:
         engine = llm.engine
         found = run(llm, JOBS)
