@@ -15,6 +15,7 @@ from tests.scripts.runs import json_lines
 
 pytestmark = pytest.mark.slow
 
+
 @pytest.fixture(scope="module")
 def llm():
     with LLM("demo", **SMALL) as llm:

@@ -217,7 +217,7 @@ def test_budgets_that_wait_are_replayed(tmp_path):
     # By hand in place of a policy.
     path = trace.directory / "decisions.jsonl"
     path.write_text(path.read_text().replace('"step": 11', '"step": 4', 1))
-    with pytest.raises(TraceError, match="before step 4 a budget was .* no policy"):
+    with pytest.raises(TraceError, match=r"before step 4 a budget was .* no policy"):
         replay(read_trace(trace.directory), policies=policies)
 
 

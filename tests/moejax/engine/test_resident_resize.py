@@ -78,8 +78,9 @@ def test_versions_and_slots_move_at_once(tmp_path):
     steps = np.sign(np.diff(seen))
     assert {-1, 1} <= {*steps.tolist()} and stats["promotions"] > 4 < stats["demotions"]
     trace = read_trace(tmp_path / "t")
-    found = replay(trace, policies=[DynaExq(alpha=0, margin=0, interval="6 tokens"), Line()])
+    policies = [DynaExq(alpha=0, margin=0, interval="6 tokens"), Line()]
+    found = replay(trace, policies=policies)
     assert found.staged.sum() == stats["promotions"] + stats["demotions"]
+    other = [policies[0], Line(seed=9)]
     with pytest.raises(TraceError, match=r"experts come to have|the trace has|no policy wanted"):
-        other = [DynaExq(alpha=0, margin=0, interval="6 tokens"), Line(seed=9)]
         replay(trace, policies=other)

@@ -121,11 +121,10 @@ def test_pages_that_are_not_brought_back_are_found(monkeypatch):
             block.row = 0
 
     monkeypatch.setattr(KVCache, "swap_in", swap_in)
+    turns = workload(np.random.default_rng(0), 24)
+    device = Device(pages=32, **SMALL)
     with pytest.raises((AssertionError, KeyError, ValueError, RuntimeError)):
-        for seed in range(12):
-            turns = workload(np.random.default_rng(seed), 24)
-            device = Device(pages=32, **SMALL)
-            check_against_alone(turns, run(device, turns))
+        check_against_alone(turns, run(device, turns))
 
 
 def test_recomputing_says_so():

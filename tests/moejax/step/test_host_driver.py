@@ -11,13 +11,17 @@ import jax
 import numpy as np
 import pytest
 
+import moejax.models.layers
+import moejax.step.experts
 from host_offload.control.rules import BETWEEN_LAYERS
 from moejax import LLM, SamplingParams
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
+from moejax.step import runner
 from moejax.step.drivers import host as host_steps
 from moejax.step.parts import StepOutput
 from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.runner import compiler_options
 from pallas_kernels.stage import Entries
 from tests.moejax.engine.scenes import EXPERTS, LAYERS
 from tests.moejax.engine.test_same_bits import (
@@ -168,6 +172,28 @@ def test_wrong_layer_index_is_found(host, solo, monkeypatch):
         swapped = second._replace(moe_layer=first.moe_layer)
         patch.setattr(host.engine.runner, "_layers", [first, swapped, *others])
         assert not run(host, POOL[3:4], check=False)[0].same_bits(solo[3])
+
+
+@pytest.mark.nightly
+def test_missing_barriers_are_found(monkeypatch):
+    """Where XLA may keep more precision than a border has, a scan and separate executables differ,
+    unless there are barriers. Either guard is enough on CPU; the engine has both."""
+
+    def recorded(options):
+        monkeypatch.setattr(runner, "compiler_options", lambda platform, key=None: options)
+        found = []
+        for driver in ("device", "host"):
+            with make_llm("bfloat16", driver=driver) as llm:
+                found.append(run(llm, POOL[:6], check=False))
+        return [a.same_bits(b) for a, b in zip(*found, strict=True)]
+
+    excess = {"xla_allow_excess_precision": True}
+    assert all(recorded(excess))
+    for module in (moejax.models.layers, moejax.step.experts):
+        lax = SimpleNamespace(**{**vars(module.lax), "optimization_barrier": lambda x: x})
+        monkeypatch.setattr(module, "lax", lax)
+    assert all(recorded(compiler_options("cpu")))
+    assert not any(recorded(excess))
 
 
 # ---- hooks
