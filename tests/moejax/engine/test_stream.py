@@ -101,7 +101,7 @@ def test_by_the_rates_the_split_is_balanced_and_leaves_kv_its_room(monkeypatch):
     with streaming(tiers=FLUX) as llm:
         rates = measured_rates(llm.engine.runner.steps, select_device())
     assert rates.host > 0 < rates.packed
-    slow_host = dataclasses.replace(rates, host=1e8, packed=1e10)
+    slow_host = rates._replace(host=1e8, packed=1e10)
     monkeypatch.setattr(moejax.start.build, "measured_rates", lambda *args: slow_host)
     given = {"tiers": "flux,planner=none"}
     with streaming(**given) as llm:
@@ -525,7 +525,7 @@ def test_compute_is_profiled_by_bucket():
         compute = stats["planner"]["compute_s"]
         assert set(compute) == {1, 2, 4}
         rho = stats["planner"]["rho"]
-        assert all(0 < rho[rows] < 1 for rows in compute) and not stats["planner"]["moves"]
+        assert all(rho[rows] > 0 for rows in compute) and not stats["planner"]["moves"]
 
 
 @pytest.mark.slow
