@@ -48,7 +48,7 @@ BESIDE = {
     "link": {**LINK, "driver": "host", "expert_budget": "40%"},
     "queue": {**QUEUE, "expert_budget": "40%"},
 }
-BOTH = pytest.mark.parametrize("beside", BESIDE)
+BOTH = pytest.mark.parametrize("beside", ["link", pytest.param("queue", marks=pytest.mark.slow)])
 
 
 def placed(beside: str, placement: str | None = None, **options) -> LLM:

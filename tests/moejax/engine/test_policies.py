@@ -91,7 +91,8 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "next layer": (HOST, (NextLayer(),)),
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
 }
-QUICK = {"recent", "next layer"}
+QUICK = {"next layer"}
+"""And \"recent\", which is the subject of what a replay finds."""
 
 
 def traced(directory, policies=(), late: bool = False, **options) -> Trace:

@@ -192,13 +192,8 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
     return wrong
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("layers", "tiers"),
-    [(3, None), *(pytest.param(*x, marks=SLOW) for x in ((4, None), (5, None), (3, FLUX)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "tiers"), [(3, None), (4, None), (5, None), (3, FLUX)])
 def test_loads_and_layers_are_in_order_under_random_durations(layers, tiers):
     """Checkable property 1 of shared/papers.md 3.7, in the queue and the ops themselves: where
     loading takes longer, and where computing does and hides it. With packed residents there are two
@@ -305,11 +300,12 @@ def dispatched_wrongly(layers: int, monkeypatch) -> list[str]:
         runner.delete(given=False)
 
 
-@pytest.mark.parametrize("layers", [3, *(pytest.param(n, marks=SLOW) for n in (4, 5))])
+@pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_layers_are_dispatched_in_order(layers, monkeypatch):
     assert dispatched_wrongly(layers, monkeypatch) == []
 
 
+@pytest.mark.slow
 def test_a_dispatch_with_a_mistake_is_found(monkeypatch):
     """A layer's copies begin when the one before has been dispatched, in series with it."""
 

@@ -144,6 +144,7 @@ def test_every_output_of_a_step_is_the_same(drivers, monkeypatch):
     assert a.tobytes() == b.tobytes() and len(a) == len(tokens) - 1
 
 
+@pytest.mark.slow
 def test_recorded_routing_gives_the_same_bits_and_another_is_used(drivers, monkeypatch):
     jobs = [Job(job.prompt, job.params, i) for i, job in enumerate(POOL[:5])]
     for llm in drivers:
@@ -164,6 +165,7 @@ def test_recorded_routing_gives_the_same_bits_and_another_is_used(drivers, monke
         assert (other[0].logits[0] != free[0].logits[0]).any()
 
 
+@pytest.mark.slow
 def test_wrong_layer_index_is_found(host, solo, monkeypatch):
     set_budget(host, *full_residency(host))
     assert run(host, POOL[3:4])[0].same_bits(solo[3])
@@ -244,7 +246,7 @@ def test_hooks_come_in_order_and_see_the_routing(host, hooked, monkeypatch):
     assert any((ids < EXPERTS).any() for ids, _ in seen)
 
 
-@pytest.mark.parametrize("number", [1, 3 * LAYERS + 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3 * LAYERS + 2])
 def test_a_hook_that_raises_ends_its_step_and_nothing_else(host, solo, hooked, number):
     set_budget(host, [3] * LAYERS, KV_SLOTS)
     for error in (RuntimeError("a hook"), KeyboardInterrupt()):
@@ -302,7 +304,11 @@ def test_hooks_are_given_at_the_start_of_a_driver_that_takes_them(drivers, monke
 
 @pytest.mark.parametrize(
     "wrong",
-    [[1, 2], Entries._make(np.zeros((4, 3), np.int32)), Entries._make(np.zeros((4, STAGES)))],
+    [
+        [1, 2],
+        pytest.param(Entries._make(np.zeros((4, 3), np.int32)), marks=pytest.mark.slow),
+        pytest.param(Entries._make(np.zeros((4, STAGES))), marks=pytest.mark.slow),
+    ],
     ids=["no entries", "too few", "floats"],
 )
 def test_wrong_answer_of_a_hook_is_refused_and_the_engine_goes_on(host, solo, hooked, wrong):
