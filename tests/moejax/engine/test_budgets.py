@@ -62,7 +62,10 @@ def test_names_are_policies(options, policies):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"budget": "mvwsa"}, r"unknown budget 'mvwsa', did you mean 'mv_wsa'\?; known: fixed, mv_wsa"),
+        (
+            {"budget": "mvwsa"},
+            r"unknown budget 'mvwsa', did you mean 'mv_wsa'\?; known: fixed, mv_wsa",
+        ),
         ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
         ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal, optimal"),
         ({"cells": ""}, "unknown cells ''"),

@@ -92,7 +92,6 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
 }
 QUICK = {"next layer"}
-"""And \"recent\", which is the subject of what a replay finds."""
 
 
 def traced(directory, policies=(), late: bool = False, **options) -> Trace:
@@ -135,6 +134,7 @@ def recent(tmp_path_factory) -> Trace:
     return traced(tmp_path_factory.mktemp("replay") / "t", (RecentPrefetch(),), eviction="lru")
 
 
+@pytest.mark.slow
 def test_what_differs_is_said(recent):
     """Other policies than the run's, and a trace that says something else of a decision."""
     policies = (RecentPrefetch(),)
@@ -163,6 +163,7 @@ def test_what_differs_is_said(recent):
     path.write_text(text)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed(recent, tmp_path):
     with pytest.raises(TraceError, match="is of another model: its configuration is"):
         replay(recent, policies=(RecentPrefetch(),), config_digest="0f" * 32)
@@ -226,12 +227,37 @@ def test_budgets_that_wait_are_replayed(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
+class WhenTheLinkIsFree:
+    """Stages where little is in flight, and says what it saw in priors: a policy that decides by
+    the progress of transfers."""
+
+    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
+    needs: frozenset[str] = frozenset(
+        {"link_flying", "link_bytes_left", "link_arrived", "link_failed", "link_busy_us"}
+    )
+    writes: frozenset[str] = frozenset({"stages", "prior"})
+
+    def init(self, spec: Spec) -> tuple[int, int, int]:
+        return 0, spec.layers, spec.experts
+
+    def decide(self, state, observation):
+        step, layers, experts = state
+        seen = np.array([getattr(observation, name) for name in sorted(self.needs)])
+        assert (seen >= 0).all()
+        prior = np.zeros((layers, experts), np.int32)
+        prior[0, : len(seen)] = seen % 1000
+        free = observation.link_bytes_left < 1 << 17
+        wanted = [Stage(step % layers, (3 * step + i) % experts) for i in range(4)] if free else []
+        return (step + 1, layers, experts), Decision(stages=tuple(wanted), prior=prior)
+
+
+@dataclasses.dataclass(frozen=True)
 class ByWhatFlies:
     """Stages between layers what is not on its way, the more the fewer bytes are left of what is
     brought ahead, and says what it saw of each transfer in priors."""
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED, Moment.TRANSFER})
-    needs: frozenset[str] = frozenset({"progress", "link_busy_us"})
+    needs: frozenset[str] = frozenset({"progress"})
     writes: frozenset[str] = frozenset({"stages", "prior"})
 
     def init(self, spec: Spec) -> tuple[int, np.ndarray]:
@@ -241,7 +267,6 @@ class ByWhatFlies:
         asked, prior = state
         progress = observation.progress
         assert progress is not None and progress.busy_seconds >= 0
-        assert observation.link_busy_us >= 0
         layers, experts = prior.shape
         prior = prior.copy()
         for each in progress.settled:
@@ -278,8 +303,6 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
     assert any(0 < each.bytes_left < each.bytes for each in flying) or "transfers" in options
     tickets = [each.ticket for each in ended]
     assert len({*tickets}) == len(tickets) > 100, "each settles once"
-    busy = trace.array("step.use")[:, USES.index("link_busy_us")].tolist()
-    assert busy == sorted(busy) and busy[-1] > busy[0]
     replay(trace, policies=policies)
     # With other progress it decides otherwise: what it saw is what makes the replay equal.
     for chunk in (tmp_path / "t").glob("chunk-*"):
@@ -290,6 +313,20 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
         save_file(arrays, chunk, metadata)
     with pytest.raises(TraceError, match="decision: the trace has"):
         replay(read_trace(tmp_path / "t"), policies=policies)
+
+
+@pytest.mark.slow
+def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
+    """Delays make the progress another one in every run; the trace says which it was."""
+    policies = [WhenTheLinkIsFree()]
+    trace = traced(tmp_path / "t", policies, late=True, eviction="lru", **OVER_A_LINK)
+    decided = list(trace.decided())
+    assert any(d["decision"]["stages"] for d in decided)
+    assert len({str(d["decision"]["prior"][0][:5]) for d in decided}) > 10
+    assert replay(trace, policies=policies) is not None
+    steps = [step for chunk in trace.chunks for step in chunk.step_traces()]
+    busy = [int(step.use[USES.index("link_busy_us")]) for step in steps]
+    assert busy == sorted(busy) and busy[-1] > busy[0]
 
 
 # ---- cells that move, and what earlier runs taught
