@@ -97,6 +97,7 @@ def llm():
             yield llm
 
 
+@pytest.mark.slow
 def test_live_resize_changes_no_token_and_says_what_it_did(llm):
     _, answers = recorded()
     assert converse(llm) == answers
@@ -108,6 +109,7 @@ def test_live_resize_changes_no_token_and_says_what_it_did(llm):
     assert arena["expert_slots"] + arena["kv_slots"] + arena["free_slots"] == arena["slots"] == 32
 
 
+@pytest.mark.slow
 def test_width_kv_and_cells_together(llm):
     """The same engine with the joint policy, where a step of one sequence takes a thousandth of one
     of four: once it knows steps, no other sequence begins beside one that runs, and no token
@@ -150,6 +152,7 @@ def test_cells_of_a_trace_or_in_numbers():
         assert cells_now(given) == [9, 8, 6, 5]
 
 
+@pytest.mark.slow
 def test_traces_that_are_of_no_use_are_refused(tmp_path):
     directory, _ = recorded()
     with pytest.raises(UserError, match=r"nowhere"):

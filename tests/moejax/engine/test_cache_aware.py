@@ -88,6 +88,7 @@ def _check(step, delta: float) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_step_without_it_is_compiled_as_if_it_did_not_exist():
     """And one in which nobody can be missing."""
     programs = abstract_programs(

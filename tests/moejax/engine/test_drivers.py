@@ -142,9 +142,7 @@ SUBJECTS = {
     ),
     "file, int8": Subject({"store": "file", "precision": "int8", "expert_budget": "25%"}),
     "file, stream": Subject({"store": "file", **STREAM}),
-    "cached": Subject(
-        {**CACHED, "expert_budget": "40%", "prefetch": "random", "prefill_waves": 2}, slow=False
-    ),
+    "cached": Subject({**CACHED, "expert_budget": "40%", "prefetch": "random", "prefill_waves": 2}),
     "cached, chunks": Subject(
         {
             **CACHED,
@@ -222,10 +220,14 @@ def running(request, in_files) -> Iterator[Running]:
         yield Running(llm, subject, request.param)
 
 
-def over(chosen: Callable[[Subject], Any]) -> pytest.MarkDecorator:
-    """Runs a test with these subjects, one after the other, each with one engine."""
+def over(chosen: Callable[[Subject], Any], quick: str = "") -> pytest.MarkDecorator:
+    """Runs a test with these subjects, one after the other, each with one engine. quick: the only
+    one that is not slow; default those that say so."""
     some = {name: subject for name, subject in SUBJECTS.items() if chosen(subject)}
-    marked = [pytest.param(n, marks=[pytest.mark.slow] * s.slow) for n, s in some.items()]
+    marked = [
+        pytest.param(n, marks=[pytest.mark.slow] * (s.slow or bool(quick and n != quick)))
+        for n, s in some.items()
+    ]
     return pytest.mark.parametrize("running", marked, indirect=True, scope="module")
 
 
@@ -361,7 +363,7 @@ def test_a_transfer_ahead_of_need_that_fails_is_tried_again(running):
     assert same_bits(found, running.wanted[0])
 
 
-@over(lambda subject: not subject.streams and "precision" not in subject.options)
+@over(lambda subject: not subject.streams and "precision" not in subject.options, quick="device")
 def test_budgets_move_while_experts_fly(running):
     """Pages go to the host and back, cells move: three slots of KV for four sequences."""
     room = running.llm.engine.scheduler.arena.slots - 3

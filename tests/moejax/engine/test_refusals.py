@@ -166,10 +166,6 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"chunk_bytes": "16KiB"}, "in one piece, and chunk_bytes cuts it"),
             ({"driver": "device"}, "Placement asks for EXPERTS_BEGIN, which driver='device' lacks"),
             ({"placement": "recorded=nowhere"}, "nowhere"),
-            (
-                {"store": "file", "host_memory": "4MiB"},
-                "not of a cache of files in them; take stor",
-            ),
         ],
     ),
     (

@@ -134,7 +134,9 @@ def crowd(seed: int, size: int = 32) -> list[Turn]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
+)
 @pytest.mark.parametrize("every", [1, 5])
 def test_budgets_that_move_change_no_token(seed, every):
     """Contract 1 and D2, at every point between two steps."""
@@ -198,7 +200,7 @@ class Nth:
 
 
 @pytest.mark.parametrize("what", ["tables", "move", "read"])
-@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("nth", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_move_that_fails_leaves_the_earlier_split(what, nth):
     turns = crowd(5)
     device = Moving(random_wishes(5, 2), FLOOR_SLOTS + 4)

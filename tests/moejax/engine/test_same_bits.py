@@ -160,7 +160,8 @@ def conversations(rng: np.random.Generator) -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_sessions_prefixes_preemption_and_cancellation_change_no_bit(subject, seed):
     """A session's solo run is the same session alone, its turns in order."""
     llm, jobs = subject.llm, conversations(np.random.default_rng(seed))

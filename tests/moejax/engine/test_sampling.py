@@ -139,6 +139,7 @@ def test_prompt_logprobs_are_those_of_each_prefix(llm):
             assert each.logprob == pytest.approx(logp[token], abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adjust", "add_bias"])
 def test_logits_of_fewer_rows_become_those_of_all_rows(llm, name):
     programs, rng = llm.engine.runner.programs(), np.random.default_rng(0)

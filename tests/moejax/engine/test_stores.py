@@ -143,6 +143,10 @@ def check_start(settings: Settings, platform: str) -> None:
     ("options", "message"),
     [
         ({"dtype": "float32"}, "in bfloat16, not float32; .*convert SRC DST --dtype float32"),
+        (
+            {**QUEUE, "host_memory": 12 * RECORD, "enable_prefix_caching": False, **PLACED},
+            "not of a cache of files in them; take store='memory'",
+        ),
         ({"precision": "int4"}, "has no version int4; .*moejax quantize .* DST --versions int4"),
     ],
 )
