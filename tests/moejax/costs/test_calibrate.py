@@ -176,8 +176,6 @@ def started(monkeypatch):
 
 
 SIZES = {"layers": 2, "experts": 4}
-
-
 MICRO = 1e-6
 
 

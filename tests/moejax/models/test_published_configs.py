@@ -100,7 +100,6 @@ QWEN3_30B = ROUTED | {
     "vocab_size": 151936,
 }
 
-
 MIXTRAL_8X7B = ROUTED | {
     "architectures": ["MixtralForCausalLM"],
     "bos_token_id": 1,
@@ -120,7 +119,6 @@ MIXTRAL_8X7B = ROUTED | {
     "sliding_window": None,
     "vocab_size": 32000,
 }
-
 
 OLMOE_1B_7B = ROUTED | {
     "architectures": ["OlmoeForCausalLM"],
@@ -144,7 +142,6 @@ OLMOE_1B_7B = ROUTED | {
     "router_aux_loss_coef": 0.01,
     "vocab_size": 50304,
 }
-
 
 QWEN_1_5_MOE = ROUTED | {
     "architectures": ["Qwen2MoeForCausalLM"],
@@ -171,7 +168,6 @@ QWEN_1_5_MOE = ROUTED | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-
 
 PHI_3_5_MOE = ROUTED | {
     "architectures": ["PhiMoEForCausalLM"],
@@ -209,7 +205,6 @@ PHI_3_5_MOE = ROUTED | {
     "vocab_size": 32064,
 }
 
-
 DEEPSEEK_V2 = _deepseek(
     "deepseek_v2",
     aux_loss_alpha=0.001,
@@ -236,7 +231,6 @@ DEEPSEEK_V2 = _deepseek(
     vocab_size=102400,
 )
 
-
 DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -252,7 +246,6 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
     "topk_group": 1,
     "topk_method": "greedy",
 }
-
 
 DEEPSEEK_V3 = _deepseek(
     "deepseek_v3",
@@ -283,35 +276,6 @@ DEEPSEEK_V3 = _deepseek(
 """Without the quantization_config of the file that is published in fp8."""
 
 
-MOONLIGHT = _deepseek(
-    "deepseek_v3",
-    aux_loss_alpha=0.001,
-    bos_token_id=163584,
-    eos_token_id=163586,
-    hidden_size=2048,
-    intermediate_size=11264,
-    max_position_embeddings=8192,
-    moe_intermediate_size=1408,
-    n_group=1,
-    n_routed_experts=64,
-    n_shared_experts=2,
-    norm_topk_prob=True,
-    num_attention_heads=16,
-    num_experts_per_tok=6,
-    num_hidden_layers=27,
-    num_key_value_heads=16,
-    num_nextn_predict_layers=0,
-    q_lora_rank=None,
-    rms_norm_eps=1e-05,
-    rope_theta=50000.0,
-    routed_scaling_factor=2.446,
-    scoring_func="sigmoid",
-    topk_group=1,
-    topk_method="noaux_tc",
-    vocab_size=163840,
-)
-
-
 def _scale(width: int, mscale: float) -> float:
     return width**-0.5 * (0.1 * mscale * math.log(40) + 1) ** 2
 
@@ -324,7 +288,6 @@ LITE = {
     "kv_width": 576,
     "moe_layers": (False, *[True] * 26),
 }
-
 
 PUBLISHED = {
     "Qwen3-30B-A3B": Published(QWEN3_30B, 30.53, {"head_dim": 128, "norm_topk_prob": True}),
@@ -369,16 +332,6 @@ PUBLISHED = {
             "scoring_func": "sigmoid",
             "group_score": "top2",
             "moe_layers": (False,) * 3 + (True,) * 58,
-        },
-    ),
-    "Moonlight-16B-A3B": Published(
-        MOONLIGHT,
-        15.96,
-        {
-            "n_group": 1,
-            "rope": Rope(theta=50000.0),
-            "attention_scale": pytest.approx(192**-0.5),
-            "rms_norm_eps": 1e-5,
         },
     ),
 }

@@ -19,11 +19,7 @@ from moejax.start.settings import parse_precision
 from pallas_kernels.records import RecordFormat
 
 PROMPTS = ["The old house stood", "def area(width, height):", "Question: Ann has 12 apples"]
-
-
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
-
-
 SMALL = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, progress=False)
 
 

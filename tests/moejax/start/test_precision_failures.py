@@ -16,10 +16,7 @@ from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, sp
 from tests.moejax.engine.test_control import FakeRunner, step_record
 
 PROMPT = ["The old house stood on"]
-
-
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-
 
 OPTIONS: dict[str, Any] = dict(
     precision="dynaexq,margin=0,alpha=0",
@@ -101,24 +98,6 @@ def test_what_the_device_refused_is_made_up_for(monkeypatch, what, calls):
         check_requests(monkeypatch, llm, what, calls)
         said = llm.stats()["precision"]
         assert said["moves"] > 3 and said["hi"] + said["lo"] == 64
-
-
-@pytest.mark.nightly
-def test_a_move_that_is_forgotten_is_found(monkeypatch):
-    """A mutation: what the runner refused is not asked for again."""
-
-    def forgetful(control: Control) -> None:
-        moves, control._moves = control._moves, []
-        if moves:
-            control.runner.move_cells(moves)
-
-    monkeypatch.setattr(Control, "_move_cells", forgetful)
-    with LLM("demo", **OPTIONS) as llm:
-        refuse(monkeypatch, llm, "move_cells", (1,))
-        with pytest.raises(Refused):
-            llm.generate(PROMPT, LONG)
-        llm.generate(PROMPT, LONG)
-        assert "the bytes of a resident expert differ" in " ".join(faults(llm))
 
 
 def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):

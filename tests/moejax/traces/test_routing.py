@@ -10,8 +10,6 @@ from moejax.traces.generated import write_generated_trace
 from moejax.traces.published import MODELS
 
 E, K, LAYERS, ROWS, TOKENS = 128, 8, 3, 32, 90
-
-
 QWEN = MODELS[0]
 
 

@@ -27,13 +27,8 @@ from moejax.traces import tracer as tracing
 from moejax.traces.tracer import Tracer
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-
 PROMPTS = [list(range(5, 5 + n)) for n in (70, 3, 1)]
-
-
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
 
 HEADER = TraceHeader(
     2, 8, 2, config_digest="0f", spec={}, machine={}, command=["run"], created="now"

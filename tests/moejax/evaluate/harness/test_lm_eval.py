@@ -16,13 +16,8 @@ from moejax.commands.main import main
 from moejax.errors import UserError
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]  # the harness's own model needs torch
-
-
 TRI = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
 
 YAML = """\
 task: {name}
@@ -31,7 +26,6 @@ dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 {more}
 """
-
 
 MORE = {
     "made_choice": """
