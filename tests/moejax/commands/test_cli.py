@@ -73,23 +73,11 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(fake, capsys):
 def test_options_reach_the_engine_and_the_request(fake):
     options = (
         "--model /m --max-tokens 5 --temperature 0 --top-k 7 --top-p 0.9 --min-p 0.1 --seed 3 "
-        "--ignore-eos --memory 16GiB --expert-budget 25% --kv-budget 1g --dtype float32 "
-        "--max-model-len 64 --max-num-seqs 2 --max-num-batched-tokens 32 --eviction lfu "
-        "--quiet"
+        "--ignore-eos --memory 16GiB --quiet"
     )
     assert cli.main(["generate", "x", *options.split()]) == 0
     assert fake.calls["model"] == "/m"
-    assert fake.calls["options"] == {
-        "progress": False,
-        "memory": "16GiB",
-        "expert_budget": "25%",
-        "kv_budget": "1g",
-        "dtype": "float32",
-        "max_model_len": 64,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 32,
-        "eviction": "lfu",
-    }
+    assert fake.calls["options"] == {"progress": False, "memory": "16GiB"}
     assert fake.calls["params"] == SamplingParams(
         temperature=0, top_k=7, top_p=0.9, min_p=0.1, seed=3, max_tokens=5, ignore_eos=True
     )

@@ -172,12 +172,6 @@ def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
             INSTALL_NVCC,
         ),
         (
-            dataclasses.replace(GOOD, versions={**CUDA13, "nvidia-nvvm": "13.5.37"}),
-            "of several releases, and the older one refuses what the newer one writes: "
-            "ptxas 13.0.88, nvidia-nvvm 13.5.37",
-            INSTALL_NVCC,
-        ),
-        (
             unused(
                 versions={**CUDA13, "nvidia-nvvm": "13.0.88"},
                 assembler=Assembler("/usr/bin/ptxas", "13.0.48", "Unsupported .version 9.4"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax import LLM
@@ -51,6 +51,7 @@ def scored_bytes(llm, text):
     return len(text.encode()) - len(tokenizer.decode(tokenizer(text)["input_ids"][:1]).encode())
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 60), st.integers(2, 12), st.data())
 def test_windows_score_each_token_once(tokens, window, data):
     stride = data.draw(st.integers(1, window))
@@ -186,6 +187,7 @@ def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     assert run["seconds"] > run["compile_s"] > 0
 
 
+@pytest.mark.slow  # two engines
 def test_a_tokenizer_of_another_directory(demo_dir, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(demo_dir / name, tmp_path / name)

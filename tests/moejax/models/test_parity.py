@@ -114,18 +114,6 @@ CASES = {
         {"older_keys": True},
         family="Mixtral",
     ),
-    "Mixtral: three experts, longrope beyond its length": Case(
-        {
-            "head_dim": 16,  # transformers derives none for longrope and yarn
-            "num_experts_per_tok": 3,
-            "hidden_act": "gelu",
-            "rope_parameters": LONGROPE | LONG | {"factor": 4.0},
-            "rms_norm_eps": 1e-2,
-        },
-        {"expert_budget": "50%", "prefill_waves": 3},
-        family="Mixtral",
-        prompts=ONLY_LONG,
-    ),
     "OLMoE: clipped, biases, normalised weights, fewer KV heads, tied": Case(
         {
             "clip_qkv": 0.8,

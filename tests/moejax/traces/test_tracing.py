@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import subprocess
-import sys
 import types
 from typing import Any
 
@@ -156,22 +154,6 @@ def test_a_trace_that_cannot_go_on_is_a_users_error(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match="is closed"):
             call()
-
-
-def feed(tracer, count):
-    for number in range(count):
-        tracer.after_read(record(number))
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_without_close_completes_its_trace(tmp_path, repository):
-    code = (
-        "import sys; from pathlib import Path; from tests.moejax.traces.test_tracing import *\n"
-        "feed(Tracer(TraceWriter(Path(sys.argv[1]), HEADER)), 40)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], cwd=repository, check=True)
-    trace = read_trace(tmp_path / "t")
-    assert trace.complete and trace.steps == 40 > tracing.BATCH
 
 
 @pytest.fixture(scope="module")

@@ -44,16 +44,6 @@ def test_each_task_has_one_result(run):
     assert all(len(actor.seen) >= 10 for actor in ray.actors)
 
 
-def test_what_is_wrong_with_a_task_is_its_result(run):
-    def work(actor, payload):
-        return Outcome(0, error="too long") if payload == 3 else payload
-
-    results, pool, _ = run(FakeRay(work), [Task(i) for i in range(8)])
-    found = dict(results)
-    assert isinstance(found.pop(3), UserError) and found == {i: i for i in range(8) if i != 3}
-    assert pool.ended == 0
-
-
 def test_a_killed_worker_s_tasks_run_again(run):
     killed = []
 
