@@ -351,7 +351,6 @@ SINGLE_FILE = [
     ("config NaN", raw_config('"rms_norm_eps": NaN'), "NaN is not a JSON number"),
     ("config 1e999", raw_config('"rope_theta": 1e999'), "the number 1e999 is too large"),
     ("config key twice", raw_config('"vocab_size": 24'), "'vocab_size' is there twice"),
-    ("config deep", text("config.json", DEEP), "nested too deeply"),
     ("config not UTF-8", text("config.json", b'{"a": "\xff"}'), "cannot be read as JSON.*utf-8"),
     ("config 101 MiB", sparse("config.json", 101 * 2**20), "too many for a checkpoint's JSON"),
     ("experts 10**12", config(num_experts=10**12), "num_experts must be at most"),

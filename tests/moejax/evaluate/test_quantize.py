@@ -165,22 +165,6 @@ def interrupted(source, directory, destination, units, versions=VERSIONS):
         quantize(source, destination, versions, progress=report)
 
 
-@pytest.mark.parametrize(
-    "units",
-    [
-        2,
-        pytest.param(9, marks=pytest.mark.slow),
-    ],
-)
-def test_an_interrupted_run_goes_on(units, source, directory, tmp_path):
-    interrupted(source, directory, tmp_path / "model", units)
-    assert not (tmp_path / "model").exists()
-    with pytest.raises(UserError, match="unfinished conversion"):
-        load_checkpoint(tmp_path / "model.partial")
-    assert quantize(source, tmp_path / "model", VERSIONS).conversion.kept > 0
-    assert contents(tmp_path / "model") == contents(directory)
-
-
 def test_an_interrupted_run_asks_for_the_same_again(source, directory, tmp_path):
     interrupted(source, directory, tmp_path / "model", 3, ("int4",))
     message = "an unfinished conversion with int4 by rtn; ask for the same, or delete it"

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import resource
-import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -494,30 +493,6 @@ def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):
     fake.interrupt_after = 1
     assert command("--input", source, "--output", "-") == 130
     assert capsys.readouterr().err.endswith("moejax: interrupted\n")
-
-
-def test_ctrl_c_in_the_middle_of_a_line(tmp_path):
-    class Interrupting:
-        """Takes ten bytes at a time, and Ctrl-C comes with the first."""
-
-        def __init__(self, file):
-            self.file, self.calls = file, 0
-
-        def write(self, data):
-            self.calls += 1
-            if self.calls == 1:
-                signal.raise_signal(signal.SIGINT)
-            return self.file.write(data[:10])
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
-    with open_job(Job(source, str(output))) as job:
-        job.results.file = Interrupting(job.results.file)
-        with pytest.raises(KeyboardInterrupt):
-            job.run(FakeLLM())
-        assert job.done == len(records(output)) == 1
 
 
 def test_standard_input_and_output(fake, tmp_path, monkeypatch, capsys):

@@ -47,19 +47,6 @@ def test_generate_takes_text_ids_and_dicts(llm):
     assert llm.generate(ids, GREEDY)[0].outputs[0] == first.outputs[0]
 
 
-def test_end_of_sequence_stops(llm, monkeypatch):
-    params = SamplingParams(temperature=0, max_tokens=12)
-    whole = llm.generate("The old house", params)[0].outputs[0]
-    assert whole.finish_reason == "length"
-    end = whole.token_ids[5]
-    cut = whole.token_ids.index(end) + 1
-    monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset([end]))
-    stopped = llm.generate("The old house", params)[0].outputs[0]
-    assert stopped.finish_reason == "stop" and stopped.token_ids == whole.token_ids[:cut]
-    on = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    assert llm.generate("The old house", on)[0].outputs[0] == whole
-
-
 def test_logprobs(llm):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
     with_others = llm.generate(["The old", [4, 5]], [params, GREEDY])
@@ -75,6 +62,11 @@ def test_logprobs(llm):
     zero = SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
     (entry,) = llm.generate("The old", zero)[0].outputs[0].logprobs
     assert list(entry) == out.token_ids[:1]
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate([[5, 6, 8]], asked)
+    first, *others = output.prompt_logprobs
+    assert first is None and [6 in others[0], 8 in others[1]] == [True, True]
+    assert others[1][8].decoded_token == llm.get_tokenizer().decode([8])
 
 
 def test_score_agrees_with_generation(llm):
