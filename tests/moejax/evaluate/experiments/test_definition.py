@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
@@ -200,8 +201,11 @@ def test_equal_bytes_give_a_smaller_version_more_cells():
         assert (int8 < 0.6 * dense) if same else (0.9 * dense < int8 <= dense)
 
 
-def test_the_example_can_be_read(tmp_path):
-    grid, policy = write_example(tmp_path / "mine")
+def test_the_example_can_be_read(tmp_path, capsys):
+    assert main(["ablate", "--new", str(tmp_path / "mine")]) == 0
+    said = capsys.readouterr().out
+    grid = tmp_path / "mine" / "grid.yaml"
+    assert str(grid) in said and "my_policy.py" in said
     found = read_experiment(grid)
     assert "my_policy.py:MyPolicy" in found.arms
     assert grid.read_text() == GRID
@@ -210,7 +214,6 @@ def test_the_example_can_be_read(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         write_example(tmp_path / "file" / "below")
-    assert policy.name == "my_policy.py"
 
 
 def test_with_two_versions_there_is_one_policy():
