@@ -1,18 +1,22 @@
 """The kernels that a model's steps call are those that its start checks, in every class of GPU."""
 
 import functools
+import itertools
 
 import jax
 import pytest
 
 from moejax.checkpoints.random_model import shape
+from moejax.models.config import parse_config
+from moejax.start.decide.shapes import without_kernel
 from moejax.start.kernels import kernel_shapes
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import CLASSES
-from pallas_kernels.verification import checks
+from pallas_kernels.verification import FEW_ROWS, checks
 from pallas_kernels.verification.check import argument_shapes
-from tests.moejax.step.test_constant_memory import PREFILL, STAGED, GiB, abstract_programs
-from tests.pallas_kernels.test_cards import kernels_in
+from tests.moejax.models.test_published_configs import PUBLISHED
+from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED, GiB, abstract_programs
+from tests.pallas_kernels.test_cards import kernel_calls, kernels_in
 
 CONFIG = shape("qwen3-30b-a3b")
 
@@ -55,6 +59,71 @@ def test_every_kernel_of_a_step_is_checked_with_its_stages(kib):
     ran = kernels_of_steps(kib)
     assert ("expert_gate_up_hits", 4, 3 if kib == 99 else 4) in ran and len(ran) > 12
     assert ran <= kernels_of_checks(kib)
+
+
+BY_ROW = {
+    *("decode_attention_write", "decode_attention_write_merge", "decode_attention_merge"),
+    *("decode_attention_latent_split", "decode_attention_latent_merge", "latent_write"),
+    *("combine", "fill"),
+}
+"""Whose programs have a row or a record each: they are the same for any number."""
+
+
+@pytest.mark.nightly  # every kernel of a step, with its stages: the test above
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
+def test_every_kernel_of_a_decode_step_is_checked_with_its_operands(name):
+    """What is masked in a tile of 16 is another kernel for each number of rows, and so is what
+    reads one operand more."""
+    config = parse_config(PUBLISHED[name].raw)
+    assert without_kernel(config) == {}
+    ops = ops_of(227)
+    checked = {}
+    for check in checks_of(227, config):
+        run = functools.partial(check.run, "pallas")
+        for kernel, arrays in operands_of(run, argument_shapes(check)):
+            checked.setdefault(kernel, set()).add(arrays)
+    limits = {"rows": 32, "max_model_len": 2048, "max_num_batched_tokens": 512}
+    programs = abstract_programs(config, 40 * GiB, ops=ops, waves=8, bucketed=True, **limits)
+    assert programs.steps.shapes.buckets == (*FEW_ROWS, 16, 32)
+    keys = [DECODE, DECODE._replace(resident=True), STAGED]
+    for rows, key in itertools.product(programs.steps.shapes.buckets, keys):
+        program = programs.program(key._replace(rows=rows))
+        ran = operands_of(program.function, program.args)
+        assert len({kernel for kernel, _ in ran} - BY_ROW) > 4
+        for kernel, arrays in ran:
+            found = any(same_kernel(arrays, other) for other in checked[kernel])
+            assert found or kernel in BY_ROW, (kernel, rows, key, arrays)
+
+
+def operands_of(function, args) -> list[tuple[str, tuple]]:
+    """Name, and shape and dtype of what it reads and writes, of every kernel call."""
+    return [
+        (
+            equation.params["name"],
+            tuple((v.aval.shape, v.aval.dtype.name) for v in (*equation.invars, *equation.outvars)),
+        )
+        for equation in kernel_calls(jax.make_jaxpr(function)(*args).jaxpr)
+    ]
+
+
+def same_kernel(ran: tuple, checked: tuple) -> bool:
+    """Whether these operands are the same but for what a kernel reads as a number or as a stride:
+    layers, experts, the arena's rows, and how often it has 16 rows."""
+    if len(ran) != len(checked):
+        return False
+    for (size, dtype), (other, other_dtype) in zip(ran, checked, strict=True):
+        if dtype != other_dtype or len(size) != len(other):
+            return False
+        many = bool(size) and size[0] > 24 and size[0] != 32  # no rows of a step
+        if dtype == "int32" and (len(size) < 2 or many):
+            continue  # lists and tables
+        if len(size) == 4 and dtype != "float32":  # stores, and weights of heads
+            size, other = size[2:], other[2:]
+        elif many or (size and {size[0], other[0]} == {16, 32}):
+            size, other = size[1:], other[1:]
+        if size != other:
+            return False
+    return True
 
 
 def test_checks_of_one_class_are_not_those_of_another():

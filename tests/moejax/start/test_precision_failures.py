@@ -100,6 +100,24 @@ def test_what_the_device_refused_is_made_up_for(monkeypatch, what, calls):
         assert said["moves"] > 3 and said["hi"] + said["lo"] == 64
 
 
+@pytest.mark.nightly
+def test_a_move_that_is_forgotten_is_found(monkeypatch):
+    """A mutation: what the runner refused is not asked for again."""
+
+    def forgetful(control: Control) -> None:
+        moves, control._moves = control._moves, []
+        if moves:
+            control.runner.move_cells(moves)
+
+    monkeypatch.setattr(Control, "_move_cells", forgetful)
+    with LLM("demo", **OPTIONS) as llm:
+        refuse(monkeypatch, llm, "move_cells", (1,))
+        with pytest.raises(Refused):
+            llm.generate(PROMPT, LONG)
+        llm.generate(PROMPT, LONG)
+        assert "the bytes of a resident expert differ" in " ".join(faults(llm))
+
+
 def test_contents_that_were_refused_are_set_before_the_next_step(monkeypatch):
     prior = np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS)
     decided = {(Moment.STEP_END, 0): Decision(prior=prior)}
