@@ -153,16 +153,6 @@ def test_cells_move_while_it_runs(experts, compiled, resident):
     assert (after[0] >= 0).any()
 
 
-def test_experts_stay_for_the_next_step(experts, compiled):
-    x = inputs(1)[0]
-    memory = run(compiled, experts.allocate(), [x])[1]
-    first = memory.paging
-    assert (first.fills > 0).all() and (first.hits == 0).all()
-    memory = run(compiled, memory, [x])[1]
-    np.testing.assert_array_equal(memory.paging.fills, first.fills)
-    np.testing.assert_array_equal(memory.paging.hits, first.active)
-
-
 def test_the_arena_is_updated_in_place(experts, compiled):
     memory = experts.allocate()
     program = read_executable(compiled[0])

@@ -50,32 +50,22 @@ def maxtext_attention(tensors, layers, heads, kv_heads, query=1.0):
             (w.astype(np.float32) * scale).astype(w.dtype).T.reshape(w.shape[1], count, -1)
         )
 
+    def of(suffix, make):
+        return stack(tensors, layers, suffix, make)
+
     def same(scale):
         return scale
 
-    attention = "self_attention/"
+    def out(w):
+        return w.T.reshape(heads, -1, w.shape[0])
+
     return {
-        "pre_self_attention_layer_norm/scale": stack(
-            tensors, layers, "input_layernorm.weight", same
-        ),
-        "post_self_attention_layer_norm/scale": stack(
-            tensors, layers, "post_attention_layernorm.weight", same
-        ),
-        attention + "query/kernel": stack(
-            tensors, layers, "self_attn.q_proj.weight", kernel(heads, query)
-        ),
-        attention + "key/kernel": stack(
-            tensors, layers, "self_attn.k_proj.weight", kernel(kv_heads)
-        ),
-        attention + "value/kernel": stack(
-            tensors, layers, "self_attn.v_proj.weight", kernel(kv_heads)
-        ),
-        attention + "out/kernel": stack(
-            tensors,
-            layers,
-            "self_attn.o_proj.weight",
-            lambda w: w.T.reshape(heads, -1, w.shape[0]),
-        ),
+        "pre_self_attention_layer_norm/scale": of("input_layernorm.weight", same),
+        "post_self_attention_layer_norm/scale": of("post_attention_layernorm.weight", same),
+        "self_attention/query/kernel": of("self_attn.q_proj.weight", kernel(heads, query)),
+        "self_attention/key/kernel": of("self_attn.k_proj.weight", kernel(kv_heads)),
+        "self_attention/value/kernel": of("self_attn.v_proj.weight", kernel(kv_heads)),
+        "self_attention/out/kernel": of("self_attn.o_proj.weight", out),
     }
 
 

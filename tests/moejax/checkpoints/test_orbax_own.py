@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import itertools
 import json
 import os
+import pathlib
 import random
 import re
 import resource
@@ -191,7 +193,6 @@ def test_no_flipped_bit_goes_unnoticed(broken):
     ("file", "message"),
     [
         ("state/experts.dense.0", "experts.dense.0/zarr.json: no such file"),
-        ("state/experts.dense.0/c", "expert 0 of MoE layer 0, version dense .*: No such file"),
         ("state/params.runs.1.down/c/1/0/0", "parameter runs.1.down .*: No such file"),
         ("state", "state/_METADATA: no such file"),
         ("config.json", "config.json: no such file"),
@@ -299,6 +300,28 @@ def test_a_destination_that_is_there(source, tmp_path):
     (tmp_path / "empty").mkdir()
     assert convert(source, tmp_path / "empty").directory == tmp_path / "empty"
     assert not (tmp_path / "empty" / LOCK).exists()
+
+
+def test_a_destination_that_cannot_be_replaced(source, tmp_path, monkeypatch):
+    def mounted(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(pathlib.Path, "rmdir", mounted)
+    with pytest.raises(UserError, match=r"as mount points cannot .*busy\); give .*disk/model$"):
+        convert(source, tmp_path / "disk")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be read or written: Not a directory"):
+        convert(source, tmp_path / "file/model")
+
+
+def test_a_filesystem_without_locks(source, tmp_path, monkeypatch, caplog):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    convert(source, tmp_path / "model")
+    assert "model.partial: this filesystem has no locks (No locks available)" in caplog.text
 
 
 def test_a_source_that_is_converted_already(undisturbed, tmp_path):

@@ -4,20 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.checkpoints.random_model import SHAPES, random_model, shape
-from moejax.start.report.info import model_info
-
-GiB = 1 << 30
-
-
-def test_shapes_have_the_bytes_of_their_models():
-    sizes = {name: model_info(shape(name)).bytes for name in SHAPES}
-    experts = {name: of_parts["experts"] / GiB for name, of_parts in sizes.items()}
-    assert experts["qwen3-30b-a3b"] == 54
-    assert experts["mixtral-8x7b"] == 84
-    assert experts["olmoe"] == 12
-    total = sum(sizes["qwen3-30b-a3b"].values())
-    assert total == pytest.approx(30.5e9 * 2, rel=0.01)  # "30B", bfloat16
+from moejax.checkpoints.random_model import random_model, shape
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

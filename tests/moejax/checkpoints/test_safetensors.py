@@ -7,12 +7,9 @@ import os
 import pathlib
 import pickle
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +24,6 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.placement import count_nonfinite
 from moejax.checkpoints.safetensors.headers import MOST_HEADER, read_header
 from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
-from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.models.directory import FOLLOW_LINKS, open_regular, read_bounded
@@ -46,8 +42,6 @@ from tests.moejax.checkpoints.random_checkpoint import (
 )
 
 PART = "part-0.safetensors"
-
-
 STACKED = stacked(random_tensors(CONFIG), 3, 3)
 TIED = {**CONFIG, "tie_word_embeddings": True}
 BIASED = {**TIED, "attention_bias": True, "mlp_only_layers": []}
@@ -91,54 +85,6 @@ def test_tensors_larger_than_what_is_read_at_once(tmp_path, monkeypatch):
     config = {**CONFIG, "hidden_size": 40, "moe_intermediate_size": 7}
     tensors = random_tensors(config)
     assert_loaded(load_checkpoint(write(tmp_path, tensors, config)), tensors, config)
-
-
-LOAD_AND_MEASURE = """
-import sys
-import jax
-from moejax.checkpoints.load import load_checkpoint
-jax.device_put(1.0).block_until_ready()
-def status(key):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(key))
-before = status("VmRSS:")
-load_checkpoint(sys.argv[1])
-print(status("VmHWM:") - before)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_resident_memory_is_bounded(tmp_path, repository):
-    """1 GiB in 8 shards, each layer in all of them: weights, one shard, one layer, 256 MiB."""
-    config = {
-        **CONFIG,
-        "hidden_size": 1024,
-        "num_hidden_layers": 8,
-        "mlp_only_layers": [],
-        "head_dim": 64,
-        "num_experts": 42,
-        "moe_intermediate_size": 512,
-        "vocab_size": 8192,
-    }
-    rng, tensors = np.random.default_rng(0), {}
-    for name, place in expected_tensors(parse_config(config), ()).items():
-        bits = rng.integers(0, 16000, place.shape, dtype=np.uint16)
-        tensors[name] = bits.view(ml_dtypes.bfloat16)
-    write(tmp_path, tensors, config, shards=8)
-    weights = sum(tensor.nbytes for tensor in tensors.values())
-    layer = 42 * 3 * 512 * 1024 * 2
-    shard = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    del tensors
-    assert weights > 2**30
-    result = subprocess.run(
-        [sys.executable, "-c", LOAD_AND_MEASURE, str(tmp_path)],
-        cwd=repository,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert int(result.stdout) <= weights + shard + layer + 2**28
 
 
 # ---- what is refused
@@ -318,15 +264,11 @@ def tensors(change, file=SINGLE):
 
 
 DEEP = '{"a":' * 100_000
-
-
 DAMAGED = "damaged or truncated safetensors file"
-
 
 SINGLE_FILE = [
     # what is no file, or not the checkpoint's
     ("directory", instead(SINGLE, pathlib.Path.mkdir), "a directory, where a file is expected"),
-    ("pipe", instead(SINGLE, os.mkfifo), "a pipe, socket or device"),
     ("device", instead(SINGLE, lambda p: p.symlink_to("/dev/zero")), "a pipe, socket or device"),
     ("link out", link(SINGLE, "../secret"), f"a link out of .*{FOLLOW_LINKS}=1"),
     ("link to nothing", instead(SINGLE, lambda p: p.symlink_to("gone")), "a link to nothing"),
@@ -409,14 +351,12 @@ SINGLE_FILE = [
     ("config NaN", raw_config('"rms_norm_eps": NaN'), "NaN is not a JSON number"),
     ("config 1e999", raw_config('"rope_theta": 1e999'), "the number 1e999 is too large"),
     ("config key twice", raw_config('"vocab_size": 24'), "'vocab_size' is there twice"),
-    ("config deep", text("config.json", DEEP), "nested too deeply"),
     ("config not UTF-8", text("config.json", b'{"a": "\xff"}'), "cannot be read as JSON.*utf-8"),
     ("config 101 MiB", sparse("config.json", 101 * 2**20), "too many for a checkpoint's JSON"),
     ("experts 10**12", config(num_experts=10**12), "num_experts must be at most"),
     ("too many experts", config(num_hidden_layers=4000, num_experts=60000), "experts in all"),
     ("hidden_size 2**40", config(hidden_size=2**40), "hidden_size must be at most"),
 ]
-
 
 SHARDED = [
     ("shard missing", lambda d: (d / PART).unlink(), "part-0.safetensors: shard missing"),
@@ -627,8 +567,6 @@ def test_the_gate_itself(tmp_path):
 
 
 GOOD = save({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16)})
-
-
 LENGTH = int.from_bytes(GOOD[:8], "little")
 
 

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm"),
 ]
 
-
 UINT16 = np.dtype(np.uint16)
 
 

@@ -10,8 +10,6 @@ from moejax.commands.main import main
 from tests.host_offload.policies.prefetch.llapor.test_llapor import deterministic, trace_of
 
 pytestmark = pytest.mark.slow
-
-
 QUICK = ["--epochs", "2", "--width", "16"]
 
 

@@ -17,7 +17,6 @@ from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.commands import main as cli
 from moejax.costs import measure, store
-from moejax.costs.forced import Case, ForcedSteps
 from moejax.costs.store import (
     cost_file,
     identity,
@@ -176,8 +175,6 @@ def started(monkeypatch):
 
 
 SIZES = {"layers": 2, "experts": 4}
-
-
 MICRO = 1e-6
 
 
@@ -234,46 +231,6 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     path.unlink()
     assert cli.main(["calibrate", "m", "--quiet"]) == 2
     assert "cannot be kept" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("driver", ["device", "host"])
-def test_forced_steps_move_what_they_should(driver):
-    """measure checks each step's counts; a plan that is off by one is caught."""
-    with LLM("demo", driver=driver, **SMALL) as llm:
-        forced = ForcedSteps(llm.engine.runner, pages=8)
-        forced.begin(2, 1, 30)
-        for case in (
-            Case(2, 8),
-            Case(2, 4, 2),
-            Case(2, 6, 4, read_through=True),
-            Case(2, 4, staged=3),
-            Case(2, 4, observed=True),
-            *((Case(2, 4, observed=True, between=n) for n in (0, 3)) if driver == "host" else ()),
-            *((Case(2, 4, observed=True, between=0, twice=True),) if driver == "host" else ()),
-        ):
-            (sample,) = forced.measure(case, 1)
-            assert sample.seconds > 0
-            assert sample.work.experts == 4 * case.active and sample.work.parts == 2
-            assert sample.fills == (0 if case.read_through else 4 * case.missing)
-            assert sample.read_through == (4 * case.missing if case.read_through else 0)
-            if case.between:
-                # Lists of each step's layers but the last, all skipped.
-                lists = forced._steps[-1].between
-                assert len(lists) == 3 and not any(np.asarray(each.done).any() for each in lists)
-                assert [int(np.sum(each.entries.layer >= 0)) for each in lists] == [3] * 3
-        forced.grant(0)  # behind the plan's back
-        plan = forced._plan
-        forced._plan = lambda case, steps: [
-            (work, fills + 1, read) for work, fills, read in plan(case, steps)
-        ]
-        with pytest.raises(RuntimeError, match="was planned"):
-            forced.measure(Case(2, 4), 1)
-        forced._plan = plan
-        forced.end()
-        sample = forced.prefill(2, 20, forced.cells, cold=True)
-        assert sample.work.parts == 2 and sample.work.spans == 2
-        assert sample.fills == sample.work.experts and sample.read_through == 0
 
 
 def test_experts_of_several_versions_are_refused():

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import pytest
 
 from host_offload.policies.precision.names import Precision, precision_of
-from moejax import LLM, SamplingParams, UserError
-from moejax.costs.transition_bound import step_bound
+from moejax import LLM, UserError
+from moejax.costs.store import cost_file, identity, write_cost_model
+from moejax.costs.transition_bound import kept_costs, step_bound
 from moejax.progress import versions_progress
 from moejax.start.precision import made_by
 from tests.host_offload.sizing.cost_models import MODEL
+from tests.moejax.engine.budget_workload import planned
 
 DYNAEXQ = precision_of("dynaexq")
-
-
-SMALL: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256)
-
-
-GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
 def bound(
@@ -65,27 +61,22 @@ def test_bounds_that_mean_nothing_are_refused(text, message):
         LLM("/no/such/model", precision=text)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """An LLM whose bound is smaller than one expert, with its statistics after a run."""
-    text = "dynaexq,margin=0,spares=4,step_bytes=30000"
-    options = dict(interval="8 tokens", hi_share=0.25, quantizer="mse", progress=False, **SMALL)
-    with LLM("demo", precision=text, **options) as llm:
-        llm.generate(["The old house stood", "def area(width, height):"], GREEDY)
-        yield llm, llm.stats()
-
-
-@pytest.mark.nightly
-def test_a_step_has_no_more_than_one_transition_beyond_its_bound(ran):
-    """30,000 bytes are one int4 expert (26,112) and no dense one (98,304): a step may have either,
-    never two, and the steps with a dense one are counted."""
-    llm, stats = ran
-    found = stats["precision"]
-    low, high = sorted(llm.engine.runner.link_bytes)
-    assert low < found["step_bytes"] == 30_000 < high and found["step_bytes_from"] == "given"
-    assert found["most_step_bytes"] == high
-    assert found["over_step_bytes"] == found["promotions"] > 2
-    assert any("of at most 30000 bytes a step (as given; one" in text for text in stats["notes"])
+def test_costs_are_kept_by_version_and_those_of_the_dense_one_serve_two(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    versions = ("dense", "lossless12", "lossless12,in_transit=true", "dynaexq")
+    steps = [planned(precision=version, memory="8MiB").steps for version in versions]
+    dense, *_, two = abouts = [identity(each) for each in steps]
+    assert len({cost_file(about) for about in abouts}) == 4
+    assert kept_costs(steps[-1]) is None
+    assert dense["expert_bytes"] == two["expert_bytes"][:1] and len(two["expert_bytes"]) == 2
+    write_cost_model(cost_file(dense), dataclasses.replace(MODEL, about=dense))
+    found = kept_costs(steps[-1])
+    assert found is not None and found.link_per_byte == MODEL.link_per_byte
+    cost_file(dense).write_text("{}")
+    assert kept_costs(steps[-1]) is None
+    assert "transitions are bounded without measured costs" in caplog.text
 
 
 def test_a_maker_that_nobody_names_is_the_checkpoint():

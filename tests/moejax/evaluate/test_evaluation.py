@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax import LLM
@@ -27,11 +27,7 @@ from moejax.evaluate.evaluation import (
 from moejax.evaluate.token_ids import TokenIds
 
 LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-
 STORY = "The old house stood by the sea – nobody had lived there for years. " * 5 + "É fini. 🏚"
-
-
 CODE = "def total(values):\n    return sum(v for v in values if v > 0)\n" * 4
 
 
@@ -55,6 +51,7 @@ def scored_bytes(llm, text):
     return len(text.encode()) - len(tokenizer.decode(tokenizer(text)["input_ids"][:1]).encode())
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 60), st.integers(2, 12), st.data())
 def test_windows_score_each_token_once(tokens, window, data):
     stride = data.draw(st.integers(1, window))
@@ -190,6 +187,7 @@ def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     assert run["seconds"] > run["compile_s"] > 0
 
 
+@pytest.mark.slow  # two engines
 def test_a_tokenizer_of_another_directory(demo_dir, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(demo_dir / name, tmp_path / name)
@@ -246,18 +244,6 @@ def test_scores_that_are_not_finite_are_refused(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "_read_scores", broken)
     with pytest.raises(UserError, match=r"text 0: .* log-probability of token 6 is nan; values"):
         perplexity(llm, STORY)
-
-
-@pytest.mark.nightly
-def test_tri_has_the_likelihood_that_transformers_found(shared):
-    directory = shared / "models" / "tri"
-    with np.load(directory / "reference.npz") as arrays:
-        expected = [arrays[f"window_nll_{domain}"][:3].sum() for domain in ("math", "code")]
-    texts = [(shared / "corpora" / f"{d}.txt").read_bytes().decode() for d in ("math", "code")]
-    with LLM(directory, dtype="float32", expert_budget="25%", progress=False) as llm:
-        result = perplexity(llm, texts, window=512, stride=512, limit=3 * 512)
-    assert [text.scored_tokens for text in result.texts] == [3 * 511, 3 * 511]
-    assert [text.nll for text in result.texts] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture

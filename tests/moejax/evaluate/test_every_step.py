@@ -13,7 +13,6 @@ from itertools import islice
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from examples.train_qwen3_moe import train
@@ -153,19 +152,3 @@ def test_a_training_run_without_a_tokenizer_is_evaluated_killed_and_resumed(tmp_
     assert main(["eval", "--compare", str(output), str(tmp_path / "b.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["step_a"], one["pairs"], one["difference"]) for one in found] == [(2, 4, 0.0)]
-
-
-def test_the_command_line_takes_step_and_map(tmp_path, capsys):
-    state = {"weight": jnp.ones(2)}
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(3, args=ocp.args.StandardSave(state))
-    generate = ["generate", "a", "--model", str(tmp_path / "run")]
-    for options, message in (
-        (["--step", "4"], "has no step 4; steps: 3"),
-        (["--step", "newest"], "step 'newest' is unknown"),
-        (["--step", "3"], "needs name_map"),
-        (["--name-map", "my_map"], "my_map: no name map"),
-        (["--name-map", "nnx_qwen3_moe"], "no config.json"),
-    ):
-        assert main([*generate, *options]) == 2
-        assert message in capsys.readouterr().err

@@ -31,7 +31,6 @@ from tests.moejax.checkpoints.conversions import write_source
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 16, 8
 """Of write_source's model."""
 
-
 INTERVALS = ["2 steps", "7 tokens", "2.5 seconds", "1 tokens"]
 
 

@@ -16,6 +16,7 @@ def kept(folder):
     return {*load_table(folder / file_name(DEVICE))}
 
 
+@pytest.mark.slow
 def test_what_was_checked_is_not_checked_again(tmp_path, capsys):
     wanted = toy_checks(4)
     assert check_kernels(DEVICE, wanted[:2], tmp_path) == 0

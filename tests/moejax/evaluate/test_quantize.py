@@ -10,7 +10,6 @@ import pytest
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
-from moejax.checkpoints.orbax.own import read_expert
 from moejax.checkpoints.versions import with_versions
 from moejax.commands.main import main
 from moejax.errors import UserError
@@ -129,13 +128,6 @@ def test_what_the_checkpoint_lacks_is_made(source, tmp_path):
     assert loaded.quantizers == {"int4": "mse", "int8": "rtn"}
 
 
-def test_an_expert_is_read_alone(directory, source):
-    made = with_versions(load_checkpoint(source), VERSIONS)
-    for version in VERSIONS:
-        expected = arrays(made)[version][1, 2]
-        np.testing.assert_array_equal(read_expert(directory, 1, 2, version), expected)
-
-
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
@@ -171,22 +163,6 @@ def interrupted(source, directory, destination, units, versions=VERSIONS):
 
     with pytest.raises(Stop):
         quantize(source, destination, versions, progress=report)
-
-
-@pytest.mark.parametrize(
-    "units",
-    [
-        2,
-        pytest.param(9, marks=pytest.mark.slow),
-    ],
-)
-def test_an_interrupted_run_goes_on(units, source, directory, tmp_path):
-    interrupted(source, directory, tmp_path / "model", units)
-    assert not (tmp_path / "model").exists()
-    with pytest.raises(UserError, match="unfinished conversion"):
-        load_checkpoint(tmp_path / "model.partial")
-    assert quantize(source, tmp_path / "model", VERSIONS).conversion.kept > 0
-    assert contents(tmp_path / "model") == contents(directory)
 
 
 def test_an_interrupted_run_asks_for_the_same_again(source, directory, tmp_path):
@@ -257,6 +233,7 @@ def test_the_command(source, directory, tmp_path, capsys):
         assert info["versions"][version]["record_bytes"] == layout.nbytes
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_is_quantized_too(source, directory, tmp_path):
     converted = convert(source, tmp_path / "converted").directory
     again = quantize(converted, tmp_path / "model", VERSIONS).conversion.directory

@@ -79,23 +79,11 @@ def test_refusals_name_file_and_field(fields, message):
 
 
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
-
-
 V3 = {"model_type": "deepseek_v3"}
-
-
 GRANITE, ERNIE = {"model_type": "granitemoe"}, {"model_type": "ernie4_5_moe"}
-
-
 GLM = {"model_type": "glm4_moe", "head_dim": 128}
-
-
 LIMITED = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
-
-
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
-
-
 SLIDING = ["full_attention", "sliding_attention"] * 12
 
 

@@ -3,7 +3,6 @@ stale read; no copy of the arena; clear refusals."""
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -14,19 +13,14 @@ from moejax.engine.statistics import kv_stats
 from moejax.models.families import FAMILIES
 from moejax.step.runner import compiler_options
 from tests.hlo import arena_copies, read_executable
+from tests.moejax.checkpoints.conversions import assert_same_model
 from tests.moejax.engine_runs import Job, Recorded, run, set_budget
 from tests.moejax.models.families import write_checkpoint
 from tests.moejax.step.test_constant_memory import DECODE, PREFILL, STAGED, nbytes
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-
 EXPERTS = 8
-
-
 MiB = 1 << 20
-
-
 SHORT = ("DeepseekV3ForCausalLM",)
 """Latent pages, groups, shared experts and a dense layer: what the quick suite looks at."""
 
@@ -40,7 +34,6 @@ def marks(family: str) -> list:
 
 SEPARATE = tuple(name for name, family in FAMILIES.items() if family.matrices is not None)
 """Families whose checkpoints may hold experts one by one; of the others all are stacked."""
-
 
 STACKED = tuple(f"{name}, stacked" for name in SEPARATE)
 
@@ -160,13 +153,3 @@ def safe_names(directory) -> set[str]:
     """The tensors of a checkpoint of one file."""
     with safe_open(directory / "model.safetensors", "np") as file:
         return set(file.keys())
-
-
-def assert_same_model(wanted, found) -> None:
-    """Parameters and experts, in dtype, shape and bits."""
-    trees = [(m.params, m.store.arrays["dense"]) for m in (wanted, found)]
-    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
-    for first, second in zip(*map(jax.tree.leaves, trees), strict=True):
-        first, second = np.asarray(first), np.asarray(second)
-        assert first.dtype == second.dtype and first.shape == second.shape
-        assert first.tobytes() == second.tobytes()

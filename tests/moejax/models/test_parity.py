@@ -16,18 +16,12 @@ from moejax import LLM, SamplingParams
 from tests.moejax.transformers_models import logprobs, random_model, save
 
 pytestmark = pytest.mark.torch
-
-
 TOLERANCE = 1e-4
-
-
 PROMPT_LENGTHS = (1, 63, 64, 65, 130)
 """Around one and two spans of attention, and one more prompt than there are decode rows."""
 
-
 GENERATED = 12
 """Greedy tokens; those of the prompts of 63 and 64 tokens begin the next span."""
-
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,7 +32,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
-
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -46,9 +39,7 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 
-
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
-
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -59,15 +50,18 @@ LONGROPE = {
 }
 """Of heads of 16; the short factors are for engines of up to 256 tokens."""
 
-
 LONG = {"original_max_position_embeddings": 64}
-
-
 MSCALES = {"short_mscale": 1.2, "long_mscale": 1.4}
-
-
 ONLY_LONG = (65, 70, 130)
 """Prompts beyond 64 tokens: transformers takes the long factors only for those."""
+
+
+def _use_long_factors(model) -> None:
+    """transformers computes Phi-3.5-MoE's frequencies without the length of the sequence, so always
+    from the short factors; the model's own code and vLLM take the long ones."""
+    rotary = model.model.rotary_emb
+    function = rotary.rope_init_fn
+    rotary.rope_init_fn = lambda config: function(config, seq_len=config.max_position_embeddings)
 
 
 ODD = {
@@ -78,20 +72,20 @@ ODD = {
     "tie_word_embeddings": True,
 }
 
-
 MSCALED_YARN = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """config: over transformers_models.SMALL and OF_FAMILY. engine: options of LLM beside those in
-    `_run`. saved: options of transformers_models.save."""
+    `_run`. saved: options of transformers_models.save. correct: makes transformers' model right."""
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     saved: dict[str, Any] = dataclasses.field(default_factory=dict)
     family: str = "Qwen3Moe"
     prompts: tuple[int, ...] = PROMPT_LENGTHS
+    correct: Callable[[Any], None] = lambda model: None
 
 
 CASES = {
@@ -119,18 +113,6 @@ CASES = {
         {"expert_budget": "0%"},
         {"older_keys": True},
         family="Mixtral",
-    ),
-    "Mixtral: three experts, longrope beyond its length": Case(
-        {
-            "head_dim": 16,  # transformers derives none for longrope and yarn
-            "num_experts_per_tok": 3,
-            "hidden_act": "gelu",
-            "rope_parameters": LONGROPE | LONG | {"factor": 4.0},
-            "rms_norm_eps": 1e-2,
-        },
-        {"expert_budget": "50%", "prefill_waves": 3},
-        family="Mixtral",
-        prompts=ONLY_LONG,
     ),
     "OLMoE: clipped, biases, normalised weights, fewer KV heads, tied": Case(
         {
@@ -165,6 +147,14 @@ CASES = {
         },
         {"expert_budget": "50%"},
         family="Phimoe",
+    ),
+    "Phi-3.5-MoE: no biases, tied, longrope beyond its length by the older keys": Case(
+        {"tie_word_embeddings": True, "rope_parameters": LONGROPE | MSCALES | LONG},
+        {"expert_budget": "0%"},
+        {"older_keys": True},
+        family="Phimoe",
+        prompts=ONLY_LONG,
+        correct=_use_long_factors,
     ),
     "DeepSeek-V2: within groups, biases, a dense layer, yarn rope that scales scores": Case(
         {
@@ -238,7 +228,6 @@ CASES = {
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
 
-
 FULL = {
     family: next(name for name in CASES if name.startswith(beginning))
     for family, beginning in {
@@ -300,6 +289,7 @@ def _run(case: Case, directory) -> Run:
         # The case runs the memory path that it names.
         assert (llm.stats()["experts"]["hits"] == 0) == (case.engine.get("expert_budget") == "0%")
     decode = [_log_softmax(np.stack(logits[o.request_id])) for o in outputs]
+    case.correct(model)
     return Run(model, prompts, sequences, decode, scores)
 
 

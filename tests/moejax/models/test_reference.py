@@ -13,14 +13,8 @@ import pytest
 from moejax import LLM, SamplingParams
 
 MODELS = ("demo", pytest.param("tri", marks=pytest.mark.slow))
-
-
 DOMAINS = ("text", "math", "code")
-
-
 WINDOW = 512
-
-
 TIE = 1e-4
 """A gap between the two best logits below which a correct implementation may choose either."""
 
@@ -64,11 +58,9 @@ def llm(request, stored):
 
 on_both_models = pytest.mark.parametrize("stored", MODELS, indirect=True)
 
-
 at_both_budgets = pytest.mark.parametrize(
     "llm", ["25%", pytest.param("100%", marks=pytest.mark.nightly)], indirect=True
 )
-
 
 at_a_quarter = pytest.mark.parametrize("llm", ["25%"], indirect=True)
 

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import moejax
@@ -12,7 +11,6 @@ from moejax.requests.outputs import (
     Logprob,
     RequestMetrics,
 )
-from moejax.requests.request import append_logprobs, append_prompt_logprobs
 from moejax.requests.stopping import Ending
 from moejax.requests.submission import Submission
 from moejax.requests.tokenizer import load_tokenizer
@@ -109,44 +107,3 @@ def test_text_needs_a_tokenizer_and_the_rest_does_not():
     assert completion.cumulative_logprob == -0.75
     assert completion.logprobs == [{7: Logprob(-0.5, 1)}, {EOS: Logprob(-0.25, 1)}]
     assert completion.finish_reason == "stop"
-
-
-def test_logprobs_are_as_many_as_asked_for_and_the_chosen_one(tokenizer):
-    sequence = _sequence(tokenizer, logprobs=2).push(7)
-    host = (
-        np.array([0.0, -3.0], np.float32),
-        np.array([1, 3], np.int32),
-        np.array([[1, 2, 3], [5, 6, 7]], np.int32),
-        np.array([[0, 0, 0], [-1, -2, -3]], np.float32),
-    )
-    append_logprobs(sequence, host, row=1)
-    (completion,) = request_output([sequence], None, tokenizer).outputs
-    assert completion.logprobs is not None
-    assert [(t, e.logprob, e.rank) for t, e in completion.logprobs[0].items()] == [
-        (5, -1.0, 1),
-        (6, -2.0, 2),
-        (7, -3.0, 3),
-    ]
-    assert completion.logprobs[0][7].decoded_token == tokenizer.decode([7])
-    assert completion.cumulative_logprob == -3.0
-
-
-def test_prompt_logprobs_begin_with_none(tokenizer):
-    prompt = [5, 6, 8, 9]
-    sequence = _sequence(tokenizer, prompt=prompt, prompt_logprobs=1)
-    chosen = np.array([[-1, -2], [-3, 0]], np.float32)
-    rank = np.array([[1, 2], [3, 0]], np.int32)
-    top_ids, top = np.full((2, 2, 20), 6), np.full((2, 2, 20), -0.5, np.float32)
-    append_prompt_logprobs(sequence, (chosen, rank, top_ids, top), 0, range(2))
-    append_prompt_logprobs(sequence, (chosen, rank, top_ids, top), 1, range(1))
-    found = request_output([sequence, _sequence(tokenizer)], None, tokenizer).prompt_logprobs
-    assert found is not None and found[0] is None
-    values = [{t: (e.logprob, e.rank) for t, e in entry.items()} for entry in found[1:]]
-    assert values == [
-        {6: (-1.0, 1)},
-        {6: (-0.5, 1), 8: (-2.0, 2)},
-        {6: (-0.5, 1), 9: (-3.0, 3)},
-    ]
-    assert found[2][8].decoded_token == tokenizer.decode([8])
-    one = _sequence(tokenizer, prompt=[5], prompt_logprobs=0)
-    assert request_output([one], None, tokenizer).prompt_logprobs == [None]

@@ -24,12 +24,10 @@ from moejax.requests.tokenizer import (
 
 DEMO = Path(moejax.__path__[0]) / "demo"
 
-
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-
 
 MESSAGES = {"messages": [{"role": "user", "content": "The old house, é 你好"}]}
 

@@ -62,14 +62,6 @@ def test_a_stop_token_is_not_text_unless_asked_for(tokenizer):
     assert _run(tokenizer, [EOS], **eos, ignore_eos=True)[0] == Finish("stop", EOS)
 
 
-def test_a_stop_string_across_tokens(tokenizer):
-    ids = _letters(tokenizer, "one, two, three")
-    assert _run(tokenizer, ids, stop=", t")[:3] == (Finish("stop", ", t"), "one", 6)
-    included = _run(tokenizer, ids, stop=", t", include_stop_str_in_output=True)
-    assert included[:2] == (Finish("stop", ", t"), "one, t")
-    assert _run(tokenizer, ids, stop=["four", "o;"])[0] is None
-
-
 def test_nothing_stops_before_min_tokens(tokenizer):
     ids = _letters(tokenizer, "abababab")
     params = dict(stop="ab", min_tokens=3)
@@ -79,13 +71,6 @@ def test_nothing_stops_before_min_tokens(tokenizer):
     assert _run(tokenizer, ids, stop="ab", min_tokens=4)[:3] == (Finish("stop", "ab"), "abab", 6)
     by_token = dict(stop_token_ids=[ids[0]], min_tokens=2)
     assert _run(tokenizer, ids, **by_token)[2] == 3
-
-
-def test_a_stream_waits_for_what_may_become_a_stop_string(tokenizer):
-    ids = _letters(tokenizer, "a--b---c")
-    *_, pieces = _run(tokenizer, ids, stop="---")
-    assert pieces == ["", "", "a", "-", "-", "b", "", ""]
-    assert _run(tokenizer, ids)[3][:3] == ["a", "-", "-"]
 
 
 def test_stop_strings_need_a_tokenizer():

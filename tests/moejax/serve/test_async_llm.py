@@ -14,22 +14,12 @@ from unittest import mock
 
 import pytest
 
-from moejax import LLM, AsyncLLM, EngineDeadError, SamplingParams, UserError
+from moejax import AsyncLLM, EngineDeadError, SamplingParams, UserError
 from scripts.check.kv_faults import kv_faults
+from tests.moejax.serve.conftest import LIMITS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
 LONG = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
-
-
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", expert_budget="50%", progress=False, **LIMITS) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +28,15 @@ def expected(llm):
 
 
 @pytest.fixture
-def engine_is_clean(llm):
+def engine_is_clean(llm, engine_is_free):
     """Afterwards the LLM is whole, free and its caller's again."""
     yield
-    assert all_free(llm) and llm.engine.idle
+    assert sorted(llm.engine.scheduler.free_rows) == [0, 1, 2, 3]
     assert kv_faults(llm.engine.scheduler) == [] and llm.engine.runner.faults() == []
     assert not any(t.name.startswith("moejax-engine") for t in threading.enumerate())
 
 
 pytestmark = pytest.mark.usefixtures("engine_is_clean")
-
-
-def all_free(llm):
-    scheduler = llm.engine.scheduler
-    rows = sorted(scheduler.free_rows) == [0, 1, 2, 3]
-    return rows and scheduler.cache.available == scheduler.arena.pages
 
 
 def run(coroutine):

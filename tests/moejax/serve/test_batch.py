@@ -9,7 +9,6 @@ import os
 import random
 import re
 import resource
-import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 import moejax
-from moejax import LLM, SamplingParams, UserError
+from moejax import SamplingParams, UserError
 from moejax.commands import main as cli
 from moejax.progress import token_progress
 from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -145,8 +144,6 @@ def openai(custom_id, body, url="/v1/completions"):
 
 
 CHAT = "/v1/chat/completions"
-
-
 PROMPTS = [{"id": f"p{i}", "prompt": f"prompt {i}"} for i in range(7)]
 
 
@@ -376,17 +373,11 @@ def test_overwrite_starts_anew_but_not_before_the_model_is_there(tmp_path):
     assert list(records(output)) == ["p0"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("hello", "line 1, is no result of moejax"),
-        ('{"id": "a"}\n', "line 1, is no result of moejax"),
-    ],
-)
-def test_a_file_of_something_else_is_left_alone(tmp_path, content, message):
+@pytest.mark.parametrize("content", ["hello", '{"id": "a"}\n'])
+def test_a_file_of_something_else_is_left_alone(tmp_path, content):
     source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
     output.write_text(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="line 1, is no result of moejax"):
         run(source, output)
     assert output.read_text() == content
 
@@ -504,30 +495,6 @@ def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):
     assert capsys.readouterr().err.endswith("moejax: interrupted\n")
 
 
-def test_ctrl_c_in_the_middle_of_a_line(tmp_path):
-    class Interrupting:
-        """Takes ten bytes at a time, and Ctrl-C comes with the first."""
-
-        def __init__(self, file):
-            self.file, self.calls = file, 0
-
-        def write(self, data):
-            self.calls += 1
-            if self.calls == 1:
-                signal.raise_signal(signal.SIGINT)
-            return self.file.write(data[:10])
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-    source, output = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
-    with open_job(Job(source, str(output))) as job:
-        job.results.file = Interrupting(job.results.file)
-        with pytest.raises(KeyboardInterrupt):
-            job.run(FakeLLM())
-        assert job.done == len(records(output)) == 1
-
-
 def test_standard_input_and_output(fake, tmp_path, monkeypatch, capsys):
     source = write(tmp_path / "in", *PROMPTS)
     assert command("--input", source, "--output", "-", "--quiet") == 0
@@ -575,7 +542,6 @@ BAD = [
     ({"id": "x", "prompt": "too long"}, "shorten the prompt"),
     ({"id": "a", "prompt": "x"}, "the id 'a' is also that of an earlier line"),
 ]
-
 
 BAD_OPENAI = [
     (openai(5, {"prompt": "x"}), "custom_id must be a string that is not empty, got 5"),
@@ -641,14 +607,6 @@ def test_the_progress_bar(monkeypatch, capsys):
 
 # ---- with the embedded model
 
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", progress=False, **LIMITS) as llm:
-        yield llm
-
 
 def requests_of(count):
     return [
@@ -680,69 +638,30 @@ def test_few_requests_are_in_flight_and_what_ends_the_stream_ends_all(llm):
         llm.generate_each([], max_in_flight=0)
 
 
-def test_a_job_with_the_embedded_model(llm, tmp_path):
-    """Text as generate makes it, seeds by line."""
-    source = write(
-        tmp_path / "in",
-        {"id": "a", "prompt": "The old house", "max_tokens": 6},
-        openai("b", {"prompt": "The old house", "max_tokens": 6, "temperature": 0}),
-        {"id": "long", "prompt": "x", "max_tokens": 1000},
-        {"id": "s0", "prompt": "Once upon a time", "session_id": "s"},
-        {"id": "s1", "prompt": "Once upon a time there was", "session_id": "s"},
-    )
-    with open_job(Job(source, str(tmp_path / "out"), on_error="skip")) as job:
-        job.run(llm)
-    found = records(tmp_path / "out")
-    params = SamplingParams(max_tokens=6, seed=derived_seed(0, "a"))
-    (expected,) = llm.generate("The old house", params)
-    assert found["a"]["text"] == expected.outputs[0].text
-    assert found["a"]["token_ids"] == expected.outputs[0].token_ids
-    (choice,) = found["b"]["response"]["body"]["choices"]
-    (expected,) = llm.generate("The old house", SamplingParams(max_tokens=6, temperature=0))
-    assert choice["text"] == expected.outputs[0].text
-    assert "max_model_len is 256" in found["long"]["error"]["message"]
-    assert found["s1"]["usage"]["completion_tokens"] == 16
-    assert llm.engine.scheduler.sessions.all == ()
-
-
-def results_of(tmp_path, llm, lines: list[bytes]):
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(b"\n".join(lines) + b"\n")
-    job = Job(str(source), str(output), sampling={"max_tokens": 2}, on_error="skip")
-    said: list[str] = []
-    with open_job(job) as work:
-        work.run(llm, warn=said.append)
-    assert all(len(text) < MOST_MESSAGE + 300 for text in said)
-    found = [json.loads(line) for line in output.read_bytes().splitlines()]
-    assert len(found) == len(lines)
-    return {result["id"]: result["error"] for result in found}
-
-
 def test_any_line_is_at_most_an_error_of_its_own(tmp_path, llm):
     digits = b"1" + b"0" * 400
     hostile = {
         "temperature": b'"prompt": "a", "temperature": ' + digits,
         "bias": b'"prompt": "a", "logit_bias": {"5": ' + digits + b"}",
         "biased": b'"prompt": "a", "logit_bias": {"' + digits + b'": 1}',
-        "top_k": b'"prompt": "a", "top_k": 2147483648',
-        "top_k digits": b'"prompt": "a", "top_k": ' + digits,
         "too many digits": b'"prompt": "a", "top_k": ' + digits * 20,
-        "ids": b'"prompt_token_ids": [' + digits + b"]",
-        "session": b'"prompt": "a", "session_id": {}',
-        "list": b'"prompt": "a", "n": [1]',
-        "priority": b'"prompt": "a", "priority": 1e400',
         "nested": b'"prompt": ' + b"[" * 100_000 + b"]" * 100_000,
-        "half": b'"prompt": "\\ud800"',
         "field": b'"' + b"q" * 1_000_000 + b'": 1, "prompt": "a"',
         "spaces": b'"prompt": "' + b" " * 10_000_000 + b'x"',
-        "messages": b'"messages": [{"role": "user", "content": "x"}]',
     }
     lines = [b'{"id": "%s", %s}' % (name.encode(), rest) for name, rest in hostile.items()]
     random.Random(0).shuffle(lines)
     lines = [b'{"id": "first", "prompt": "a"}', *lines, b'{"id": "last", "prompt": "a"}']
-    began = time.monotonic()
-    errors = results_of(tmp_path, llm, lines)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines) + b"\n")
+    job = Job(str(source), str(output), sampling={"max_tokens": 2}, on_error="skip")
+    began, said = time.monotonic(), []
+    with open_job(job) as work:
+        work.run(llm, warn=said.append)
     assert time.monotonic() - began < 60
+    assert all(len(text) < MOST_MESSAGE + 300 for text in said)
+    errors = {id: record["error"] for id, record in records(output).items()}
+    assert len(errors) == len(lines)
     assert errors.pop("first") is None and errors.pop("last") is None
     # A line that is no JSON has no id of its own.
     assert all(error is not None for error in errors.values()), errors

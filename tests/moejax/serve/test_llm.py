@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import shutil
 import signal
+import threading
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from host_offload.memory.arena import SlotClass
 from host_offload.memory.budget import ArenaTooSmall, BudgetError
 from moejax import LLM, SamplingParams, UserError
+from moejax.engine.resize import cells_of
+from moejax.engine.sampling import _PARAMETERS
+from moejax.interrupt import deferred_interrupt
+from moejax.requests.sampling_params import _RANGES
 from pallas_kernels import resolve_ops
 from pallas_kernels.triton import interpreted
+from tests.moejax.serve.conftest import LIMITS
+
+pytestmark = pytest.mark.usefixtures("engine_is_free")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", expert_budget="25%", progress=False, **LIMITS) as llm:
-        yield llm
 
 
 def test_generate_takes_text_ids_and_dicts(llm):
@@ -44,30 +47,6 @@ def test_generate_takes_text_ids_and_dicts(llm):
     assert llm.generate(ids, GREEDY)[0].outputs[0] == first.outputs[0]
 
 
-def test_seeds(llm):
-    def tokens(**kwargs):
-        params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, **kwargs)
-        return llm.generate("Once", params)[0].outputs[0].token_ids
-
-    assert tokens(seed=3) == tokens(seed=3)
-    assert tokens(seed=3) != tokens(seed=4)
-    # Without a seed every request draws its own.
-    assert tokens() != tokens()
-
-
-def test_end_of_sequence_stops(llm, monkeypatch):
-    params = SamplingParams(temperature=0, max_tokens=12)
-    whole = llm.generate("The old house", params)[0].outputs[0]
-    assert whole.finish_reason == "length"
-    end = whole.token_ids[5]
-    cut = whole.token_ids.index(end) + 1
-    monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset([end]))
-    stopped = llm.generate("The old house", params)[0].outputs[0]
-    assert stopped.finish_reason == "stop" and stopped.token_ids == whole.token_ids[:cut]
-    on = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    assert llm.generate("The old house", on)[0].outputs[0] == whole
-
-
 def test_logprobs(llm):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
     with_others = llm.generate(["The old", [4, 5]], [params, GREEDY])
@@ -83,6 +62,11 @@ def test_logprobs(llm):
     zero = SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
     (entry,) = llm.generate("The old", zero)[0].outputs[0].logprobs
     assert list(entry) == out.token_ids[:1]
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate([[5, 6, 8]], asked)
+    first, *others = output.prompt_logprobs
+    assert first is None and [6 in others[0], 8 in others[1]] == [True, True]
+    assert others[1][8].decoded_token == llm.get_tokenizer().decode([8])
 
 
 def test_score_agrees_with_generation(llm):
@@ -109,8 +93,6 @@ def test_interrupt_in_the_middle(llm):
             llm.generate(["The old house", "A"], SamplingParams(max_tokens=100, ignore_eos=True))
     finally:
         llm.engine.listener = None
-    arena = llm.engine.scheduler.arena
-    assert llm.engine.scheduler.cache.available == arena.pages
     # The engine goes on.
     assert len(llm.generate("The old house", GREEDY)[0].outputs[0].token_ids) == 8
 
@@ -166,7 +148,8 @@ def test_what_is_no_prompt_leaves_nothing_of_those_beside_it(llm, prompt, messag
     ("options", "message"),
     [
         ({"priority": 1.5}, "priority cannot be 1.5"),
-        ({"priority": [1, 2, 3]}, "2 prompts but 3 priority"),
+        ({"priority": np.zeros(0)}, "2 prompts but 0 priority"),
+        ({"session_id": range(10**9)}, "2 prompts but 1000000000 session_id"),
         ({"session_id": 5}, "session_id cannot be 5"),
         ({"session_id": ["a", 5]}, "session_id cannot be"),
         ({"sampling_params": "greedy"}, "sampling_params cannot be 'greedy'"),
@@ -236,12 +219,10 @@ def test_arena_too_small_says_what_works():
             BudgetError,
             "lower a budget",
         ),
-        ({"expert_budget": "120%"}, UserError, "120%"),
         ({"max_model_len": 2000}, UserError, "max_position_embeddings, 1024"),
         ({"eviction": "random"}, UserError, "unknown eviction policy 'random'; known: lru, lfu"),
         ({"ops": "cuda"}, UserError, "no implementation 'cuda'; it has xla"),
         ({"ops": {"attention": "xla"}}, UserError, "unknown op 'attention'"),
-        ({"dtype": "float8"}, UserError, "float8"),
     ],
     ids=str,
 )
@@ -255,3 +236,111 @@ def test_kernels_are_refused_where_they_cannot_run():
         LLM("demo", ops="pallas", progress=False, **LIMITS)
     with interpreted(), pytest.raises(UserError, match="not float32; use xla or auto"):
         LLM("demo", ops="route=pallas", dtype="float32", progress=False, **LIMITS)
+
+
+# ---- one request, one interrupt or one thread never takes the rest down
+
+
+WIDE = [2**31, -(2**31), 2**63, -(2**64), 10**400, -(10**400), 10**5000, 1e39, 1e308, 1e-320]
+
+
+@pytest.mark.parametrize("name", _RANGES)
+def test_a_number_is_refused_by_name_or_fits_what_the_step_reads(name):
+    for value in WIDE:
+        given: Any = {name: value}
+        refusal, params = None, None
+        try:
+            params = SamplingParams(**given)
+        except UserError as error:
+            refusal = str(error)
+        if params is None:
+            assert refusal is not None and f"{name} must be" in refusal and len(refusal) < 300
+        elif name in _PARAMETERS:
+            dtype, _ = _PARAMETERS[name]
+            with np.errstate(all="raise", under="ignore"):
+                assert np.isfinite(np.array(getattr(params, name), dtype))
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+def test_token_ids_of_any_size_are_refused(llm, field):
+    for token in (2**31, 10**400, 10**5000):
+        given: Any = {"logit_bias": {token: 1}, "stop_token_ids": [token]}[field]
+        with pytest.raises(UserError):
+            llm.generate([[5]], SamplingParams(**{field: given}))
+    with pytest.raises(UserError, match=r"logit_bias\[3\] must be a finite number"):
+        SamplingParams(logit_bias={3: 10**400})
+    with pytest.raises(UserError, match="outside of the vocabulary"):
+        llm.generate([[10**5000]], GREEDY)
+
+
+@pytest.mark.slow
+def test_the_extremes_of_all_ranges_run(llm):
+    for name, allowed in _RANGES.items():
+        for value in (allowed.least, allowed.most):
+            if name in ("n", "max_tokens", "min_tokens"):
+                continue
+            params = SamplingParams(**{"max_tokens": 2, name: value})
+            assert llm.generate([[5, 6]], params, use_tqdm=False)[0].finished
+
+
+# ---- interrupts and threads
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_interrupt_at_any_moment_leaves_the_engine_idle(llm, seed):
+    """Also while requests are still being encoded and submitted."""
+    prompts = [[5 + i % 90, 6, 7] for i in range(2000)]
+    main = threading.main_thread().ident
+    assert main is not None
+    wait = random.Random(seed).uniform(0.0, 0.2)
+    timer = threading.Timer(wait, lambda: signal.pthread_kill(main, signal.SIGINT))
+
+    def generate() -> None:
+        with deferred_interrupt() as held:  # in generate, and neither before nor after it
+            timer.start()
+            while not held:
+                llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+                assert llm.engine.idle
+
+    with pytest.raises(KeyboardInterrupt):
+        generate()
+    timer.join()
+    arena = llm.engine.scheduler.arena
+    llm.engine.set_budget(cells_of(arena), arena.count(SlotClass.KV))
+
+
+def test_a_second_thread_is_refused_by_name(llm):
+    alone = llm.generate([[7, 8, 9]], GREEDY)[0].outputs[0].token_ids
+    wrong, refused, right = [], [], []
+
+    def call():
+        for _ in range(5):
+            try:
+                found = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+                (right if found == alone else wrong).append(found)
+            except UserError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=call, name=f"caller-{i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and right
+    assert all("caller-" in text and "one thread at a time" in text for text in refused)
+
+
+@pytest.mark.parametrize("ids", [5, [1.5, 2], [[1], [2]], np.zeros((3, 2), int), "text"])
+def test_what_is_no_list_of_token_ids_cannot_be_scored(llm, ids):
+    with pytest.raises(UserError, match="scoring takes lists of token ids"):
+        llm.score(ids)
+    with pytest.raises(UserError, match=r"outside of the vocabulary|tokens"):
+        llm.score(itertools.count())
+
+
+@pytest.mark.parametrize(
+    "messages", [5, "hello", np.zeros((2, 2)), None, range(10**9), ["hello"], [None, []]]
+)
+def test_messages_that_are_no_list_are_refused(llm, messages):
+    with pytest.raises(UserError, match="messages are a list of messages or of conversations"):
+        llm.chat(messages)

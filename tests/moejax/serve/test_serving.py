@@ -10,27 +10,15 @@ from typing import Any
 
 import pytest
 
-from moejax import LLM, AsyncLLM, SamplingParams, UserError
+from moejax import AsyncLLM, SamplingParams, UserError
 from moejax.errors import OutOfKV
 from moejax.requests.request import GenerationRequest
 from moejax.requests.tokenizer import Detokenizer
 from moejax.serve.batch.job import Job, open_job
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128}
 
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", expert_budget="50%", progress=False, **LIMITS) as llm:
-        yield llm
-
-
-@pytest.fixture(autouse=True)
-def engine_is_free(llm):
-    yield
-    scheduler = llm.engine.scheduler
-    assert llm.engine.idle and scheduler.cache.available == scheduler.arena.pages
+pytestmark = pytest.mark.usefixtures("engine_is_free")
 
 
 # ---- ways to ask: the text of each prompt, or what was refused
@@ -153,6 +141,19 @@ def test_a_bug_in_one_request_fails_that_one(llm, tmp_path, expected, monkeypatc
     monkeypatch.setattr(llm.engine, "_append", fails)
     said = only_refusal(ask(llm, [GOOD, BAD, GOOD], tmp_path), expected)
     assert "this request failed" in said and "PanicException: a bug" in said
+
+
+def test_a_failed_submission_leaves_nothing(llm, monkeypatch):
+    add, calls = llm.engine.add, iter(range(100))
+
+    def fails(*arguments, **options):
+        if next(calls) == 2:
+            raise PanicException("in the middle")
+        return add(*arguments, **options)
+
+    monkeypatch.setattr(llm.engine, "add", fails)
+    with pytest.raises(UserError, match="PanicException"):
+        llm.generate([[5]], SamplingParams(n=4, max_tokens=2))
 
 
 @pytest.mark.parametrize("ask", [by_generate, by_async])

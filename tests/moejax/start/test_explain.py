@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 
+from host_offload.memory import device_memory
 from host_offload.memory.budget import Budget
 from host_offload.memory.device_memory import FreeMemory
 from moejax import LLM, UserError
@@ -43,64 +45,37 @@ def test_given_numbers_add_up_also_after_a_move():
         assert after["free"] == 5 * 98304 and "given to neither" in str(llm.explain())
 
 
-class SmallRunner:
-    """What measuring asks of a runner with the smallest arena."""
-
-    staging_bytes = 0
-
-    def __init__(self, programs, temporaries):
-        self.programs, self.deleted = programs, False
-        sizes = dict(output_size_in_bytes=12, alias_size_in_bytes=2)
-        memory = [types.SimpleNamespace(temp_size_in_bytes=n, **sizes) for n in temporaries]
-        self.found = [types.SimpleNamespace(memory_analysis=lambda m=m: m) for m in memory]
-
-    def wait_compiled(self, everything):
-        assert everything
-
-    def compiled(self):
-        return self.found
-
-    def executables(self):
-        return self.programs
-
-    def delete(self, given):
-        self.deleted = not given
+def cut(memory: FreeMemory | None) -> Budget:
+    return Budget(1, 1, 0, 0, (), memory=memory, cut=True)
 
 
-def test_what_steps_need_is_kept_by_what_they_compile(monkeypatch, tmp_path):
-    """Stage lists are other executables: what was measured without them is not taken for them."""
+@pytest.mark.slow
+def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
+    """Where not everything fits, activations are measured, and kept: less is left than by the
+    share."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("moejax.start.probe.identity", lambda steps: {"device": "a"})
-    made = []
-
-    def measured(*programs: str, temporaries=(70,)) -> int:
-        def make():
-            made.append(SmallRunner(programs, temporaries))
-            return made[-1]
-
-        def divide(memory):
-            return Budget(1, 1, 0, 0, (), memory=memory, cut=True)
-
-        budget = divided(None, divide, FreeMemory(1000), make, automatic=True)
-        assert made[-1].deleted and budget.memory is not None
-        return budget.memory.activations
-
-    # The largest temporaries, and the results of two steps.
-    assert measured("decode", "prefill", temporaries=(30, 70)) == 70 + 2 * 10
-    assert measured("prefill", "decode", temporaries=(500,)) == 90, "from the file"
-    assert measured("decode", "prefill", "decode_staged", temporaries=(500,)) == 520
+    monkeypatch.setattr(device_memory, "host_available_bytes", lambda: 7 * MiB)
+    limits = LIMITS | {"max_num_batched_tokens": 64, "eviction": "lru"}
+    with LLM("demo", progress=False, **limits) as llm:
+        sums = check_sums(llm.explain())
+        # The steps that run fit into what was measured with the smallest arena, and the reserve.
+        left = sums["free device memory"] - sums["largest arena"]
+        assert 0.8 * -sums["activations"] < activation_bytes(llm.engine.runner) < left
+        arena = llm.stats()["arena"]["bytes"]
+        # The next start with these programs measures nothing.
+        named: Any = types.SimpleNamespace(
+            executables=llm.engine.runner.executables, delete=lambda given: None
+        )
+        again = divided(llm.plan.steps, cut, FreeMemory(1 << 30), lambda: named, automatic=True)
+        assert again.memory is not None and again.memory.activations == -sums["activations"]
+    assert sums["free device memory"] == 7 * MiB and arena == sums["arena"]
+    assert sums["largest arena"] - arena < 98304, "a slot more would not fit"
 
 
 def test_a_device_that_does_not_say_what_steps_need():
-    runner = SmallRunner(("decode",), (1,))
-    runner.found = [types.SimpleNamespace(memory_analysis=lambda: None)]
+    silent = types.SimpleNamespace(memory_analysis=lambda: None)
+    runner: Any = types.SimpleNamespace(
+        wait_compiled=lambda everything: None, compiled=lambda: [silent]
+    )
     with pytest.raises(UserError, match=r"does not say what memory a step needs.*--memory"):
-        activation_bytes(runner)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("free", "activations"), [(1000, 0), (1000, 300), (7, 0), (10, 30)])
-def test_free_memory_is_divided_to_the_byte(free, activations):
-    memory = FreeMemory(free, activations)
-    assert memory.available >= 0
-    if memory.available:
-        assert memory.available + memory.reserve + memory.activations == memory.free
+        activation_bytes(runner)

@@ -17,8 +17,6 @@ from tests.moejax.start.test_explain import check_sums
 from tests.pallas_kernels.contract import NATIVE
 
 PROMPTS = [[5, 6, 7, 300], list(range(20, 120))]
-
-
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3, ignore_eos=True)
 
 

@@ -25,8 +25,6 @@ from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, w
 from tests.moejax.models import families
 
 GiB = 1 << 30
-
-
 QWEN = shape("qwen3-30b-a3b")
 
 

@@ -1,7 +1,6 @@
 """Which kernels a start checks, before it and in the background."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -12,7 +11,6 @@ from moejax.start import kernels
 from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
 from moejax.start.kernels import checked_later, start_checks, verify_kernels
 from moejax.step.parts import StepSpec
-from moejax.step.runner import Runner
 from pallas_kernels import resolve_ops
 from pallas_kernels.rms_norm import api
 from pallas_kernels.triton import interpreted
@@ -124,20 +122,3 @@ def test_what_is_wrong_is_refused_before_and_logged_later(gpu, monkeypatch, capl
     with caplog.at_level("INFO", "moejax"):
         assert len([*checked_later(of_norms(), Gpu(), GiB)]) == 2
     assert "in the background: the kernel for rms_norm" in caplog.text
-
-
-def bare_runner():
-    """A runner with nothing but what works in the background."""
-    runner = object.__new__(Runner)
-    runner._pool, runner._executables, runner._needed = ThreadPoolExecutor(2), {}, []
-    runner.compile_s = 1.0
-    return runner
-
-
-def test_the_background_is_waited_for():
-    """By benches, which nothing may disturb: everything is done then."""
-    runner, done = bare_runner(), []
-    runner.later(done.append(i) or str(i) for i in range(5))
-    runner.wait_compiled(everything=True)
-    assert done == [0, 1, 2, 3, 4]
-    runner._pool.shutdown()

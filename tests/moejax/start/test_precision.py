@@ -5,25 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.precision.names import precision_of
-from host_offload.versions.encoders import decode, encode
 from moejax import LLM, SamplingParams, UserError
 from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.settings import parse_precision
-from pallas_kernels.records import RecordFormat
 
 PROMPTS = ["The old house stood", "def area(width, height):", "Question: Ann has 12 apples"]
-
-
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
-
-
 SMALL = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=256, progress=False)
 
 
@@ -46,25 +39,6 @@ def dense():
         yield tokens_and_logprobs(llm)
 
 
-def decoded_store(version: str):
-    """The demo's records, as dense ones of what the version decodes to."""
-    with started() as llm:
-        runner = llm.engine.runner
-        (store,) = runner.stores
-        records = np.asarray(store)
-        formats = [
-            RecordFormat(v, llm.config.hidden_size, llm.config.moe_intermediate_size, llm.dtype)
-            for v in ("dense", version)
-        ]
-        weights = decode(records.reshape(-1, *records.shape[2:]), formats[0])
-        coarse = decode(encode(weights, formats[1]), formats[1])
-        made = encode(coarse, formats[0]).reshape(records.shape)
-        runner.stores = (jax.device_put(made, store.sharding),)
-        found = tokens_and_logprobs(llm)
-        runner.stores = (store,)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["lossless12"])
 def test_lossless12_keeps_every_bit(dense, text):
@@ -78,19 +52,6 @@ def test_lossless12_keeps_every_bit(dense, text):
         # A quarter fewer bytes over the link, whether or not they lie so in the arena.
         assert stats["bytes"]["fill"] < 0.8 * record * stats["experts"]["fills"]
         assert (stats["arena"]["slot_bytes"] < record) == (text == "lossless12")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("version", ["int4", "int2"])
-def test_a_lossy_version_computes_with_what_it_decodes_to(dense, version):
-    wanted = decoded_store(version)
-    assert wanted != dense
-    with started(precision=version, expert_budget="50%") as llm:
-        assert tokens_and_logprobs(llm) == wanted
-        stats = llm.stats()
-        assert stats["precision"]["changes_bits"] is True
-        assert stats["experts"]["fills"] > 0
-        assert any("other bits than with dense experts" in note for note in stats["notes"])
 
 
 def test_a_map_of_another_model_is_refused(tmp_path):

@@ -16,10 +16,7 @@ from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, sp
 from tests.moejax.engine.test_control import FakeRunner, step_record
 
 PROMPT = ["The old house stood on"]
-
-
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-
 
 OPTIONS: dict[str, Any] = dict(
     precision="dynaexq,margin=0,alpha=0",

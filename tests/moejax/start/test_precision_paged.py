@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,44 +14,17 @@ from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import TraceError, read_trace
-from moejax import SamplingParams
-from moejax.cache import use_compilation_cache
-from moejax.checkpoints.random_model import random_model, shape
-from moejax.checkpoints.versions import with_versions
+from moejax.checkpoints.random_model import shape
 from moejax.engine.step_work import demand_bytes
-from moejax.start.build import start_engine
-from moejax.start.options import Options
 from moejax.traces.tracer import start_trace
-from tests.moejax.engine_runs import Job, run
+from tests.moejax.engine_runs import run
+from tests.moejax.start.precision_engines import EXPERTS, JOBS, LAYERS, LIMITS, start_planned
 
 pytestmark = pytest.mark.slow
-
-
-LAYERS, EXPERTS, SLOTS = 2, 16, 8
+SLOTS = 8
 """4 slots of dense cells and 4 of int4 ones, 4 in a slot: 2 and 8 in each layer, of 16 experts."""
 
-
 HOT = DynaExq(margin=0, interval="16 tokens", paged=True)
-
-
-LIMITS = Options(
-    "demo",
-    max_model_len=192,
-    max_num_seqs=3,
-    max_num_batched_tokens=192,
-    enable_prefix_caching=False,
-)
-
-
-GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-
-
-JOBS = [
-    Job(tuple(range(7 * i + 5, 7 * i + 25 + 30 * i)), GREEDY, arrival=(0, 3, 9)[i])
-    for i in range(3)
-]
-
-
 PAGED = precision_of("dynaexq,margin=0,paged=true", interval="16 tokens")
 
 
@@ -64,16 +36,7 @@ def played(
     directory, precision: Precision = PAGED, driver: str = "device", slots: int = SLOTS
 ) -> SimpleNamespace:
     """The jobs in a new engine, every invariant and all bytes checked after each step."""
-    config = shape("demo", layers=LAYERS)
-    loaded = with_versions(random_model(config, "bfloat16"), precision.versions)
-    use_compilation_cache(None)
-    options = dataclasses.replace(
-        LIMITS,
-        expert_budget=slots * layout(precision).slot_bytes,
-        precision=precision,
-        driver=driver,
-    )
-    engine, plan = start_engine(loaded, options, jax.devices("cpu")[0])
+    engine, plan = start_planned(driver, precision, LIMITS, layers=LAYERS, slots=slots)
     settings = {"model": "demo", "eviction": "lru"}
     tracer = start_trace(directory, engine.runner, plan.spec, settings=settings)
     engine.tracer = tracer

@@ -17,43 +17,19 @@ from host_offload.memory.tables import empty_tables, with_contents
 from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
-from moejax import SamplingParams
 from moejax.engine.control import control_of
-from moejax.start.options import Options
 from moejax.step.programs import ProgramKey
 from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
 from scripts.parts.controllers import start_controller
 from tests.hlo import arena_copies, read_executable
-from tests.moejax.engine_runs import Job, run
-from tests.moejax.start.precision_engines import start_precision
+from tests.moejax.engine_runs import run
+from tests.moejax.start.precision_engines import EXPERTS, JOBS, LAYERS, LIMITS, start_precision
 from tests.moejax.step.test_constant_memory import nbytes
 
 pytestmark = pytest.mark.slow
-
-
-LAYERS, EXPERTS, SLOTS = 2, 16, 20
+SLOTS = 20
 """Of the slots, 14 experts can be dense while 18 are int4, with a spare cell of each."""
-
-
-LIMITS = Options(
-    "demo",
-    max_model_len=192,
-    max_num_seqs=3,
-    max_num_batched_tokens=192,
-    # A shared prefix was computed in the versions of an earlier run.
-    enable_prefix_caching=False,
-)
-
-
-GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-
-
-JOBS = [
-    Job(tuple(range(7 * i + 5, 7 * i + 25 + 30 * i)), GREEDY, arrival=(0, 3, 9)[i])
-    for i in range(3)
-]
-
 
 LOW = np.ones((LAYERS, EXPERTS), np.int8)
 

@@ -14,14 +14,8 @@ from pallas_kernels.cpu.spans import OpSpan
 from tests.pallas_kernels.contract import NATIVE
 
 LAYER = ("rms_norm", "linear", "kv_write", "decode_attention", "linear", "rms_norm", "route")
-
-
 EXPERTS = ("plan", "fill", "expert_ffn", "combine")
-
-
 HEAD = ("rms_norm", "linear")
-
-
 CHUNKS = [Span(3, 0, 10, 6.0, 7.0, "demand"), Span(2, 0, 10, 4.0, 4.5)]
 
 

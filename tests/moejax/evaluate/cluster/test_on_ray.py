@@ -4,7 +4,6 @@ Killed at random: `python -m scripts.check scale_out --only grid`."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -19,12 +18,11 @@ from moejax.evaluate.cluster.grids import GridWorker, cluster_ablate
 from moejax.evaluate.cluster.perplexity import cluster_perplexity
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
-from moejax.evaluate.experiments.records import UNEQUAL
 from moejax.serve.cluster.fleet import Scale
 from moejax.serve.cluster.ray_cluster import LOCAL, Node, connected
+from tests.moejax.evaluate.experiments.test_grid import equal_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
 
 GRID = {
     "policies": ["lru", "random"],
@@ -43,12 +41,6 @@ def ray():
     pytest.importorskip("ray", reason="needs Ray")
     with connected(os.environ.get("MOEJAX_RAY", LOCAL), 2):
         yield os.environ.get("MOEJAX_RAY", LOCAL)
-
-
-def equal_part(rows) -> list[str]:
-    """What of records two runs of a definition must agree in."""
-    kept = ({k: v for k, v in row.items() if k not in UNEQUAL} for row in rows)
-    return sorted(json.dumps(row, sort_keys=True) for row in kept)
 
 
 def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, monkeypatch):
@@ -77,7 +69,8 @@ def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, 
     assert len(before.splitlines()) == 4 and any("run again" in text for text in said)
     many = cluster_ablate(grid, tmp_path / "many", Scale(ray, 2, 1), **asked)
     assert (tmp_path / "many" / "records.jsonl").read_bytes().startswith(before)
-    assert equal_part(many.rows) == equal_part(one.rows)
+    found, wanted = (sorted(map(repr, equal_part(each.rows))) for each in (many, one))
+    assert found == wanted
     sessions = [line["session"] for line in many.sessions]
     assert sessions == list(range(len(sessions)))
     assert {row["session"] for row in many.rows} <= {None, *sessions}
@@ -145,7 +138,6 @@ def test_another_file_on_a_machine(tmp_path, monkeypatch):
 
 
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
 
 TEXTS = {
     "a": "The old house by the river was empty. " * 30,

@@ -4,34 +4,21 @@ the simulator has something to compare with."""
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 
 import moejax
 from host_offload.policies.prefetch.expertflow import training as forests
-from moejax import LLM
 from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
-from moejax.evaluate.evaluation import perplexity
-from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
 from moejax.evaluate.experiments.report.lanes import timeline
 from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.report.quality import quality_rows
 from moejax.evaluate.experiments.sources import learning
-from moejax.evaluate.experiments.sources.learning import Prompts
-from moejax.evaluate.token_ids import TokenIds
 from tests.moejax.engine.budget_workload import COSTS
 
 FORESTS = "expertflow=train(trees=2, leaves=8, reach=1, pool=False)"
-
-
 LEARNED = ["static=train", "coactivation=train", "promoe=train", FORESTS, "oracle=run"]
-
-
 pytestmark = pytest.mark.slow  # engines of their own; test_grid.py shows the common kind
-
-
 SMALL = {"texts": ["story"], "prompt_tokens": 40, "output_tokens": 6, "repeats": 1}
 
 
@@ -204,38 +191,6 @@ def test_a_link_delays_and_changes_no_count(linked):
             if r["policy"] == policy
         }
         assert times["20MB/s"] > times["none"]
-
-
-def test_quality_is_that_of_an_evaluation(tmp_path):
-    """Once for each precision and text; the baseline's is what `moejax eval` would say."""
-    given = SMALL | {
-        "policies": ["lru", "lfu"],
-        "budgets": ["50%"],
-        "precision": ["dense", "int2"],
-        "equal": "experts",
-        "quality_tokens": 300,
-    }
-    found = moejax.ablate(given, tmp_path / "out", progress=False)
-    assert [line["precision"] for line in found.quality] == ["dense", "int2"]
-    window = found.quality[0]["window"]
-    with LLM("demo", max_model_len=window, progress=False) as llm:
-        ids = Prompts(read_experiment(given)).quality_tokens("story")
-        alone = perplexity(llm, TokenIds([np.array(ids)], "0" * 64), window=window, stride=window)
-    line = found.quality[0]
-    assert line["perplexity"] == pytest.approx(alone.total.perplexity, rel=1e-6)
-    assert (line["tokens"], len(line["window_bits"])) == (
-        alone.total.scored_tokens,
-        -(-300 // window),
-    )
-    first, second = quality_rows(found)
-    assert first[:4] == ["dense", "story", f"{line['perplexity']:.4f}", "–"]
-    ratio = found.quality[1]["perplexity"] / line["perplexity"] - 1
-    assert ratio > 0.05
-    assert second[3].startswith(f"{ratio:+.2%} [")
-    assert "Quality" in write_report(found, tmp_path)[0].read_text()
-    # A grid that goes on scores nothing again.
-    again = moejax.ablate(given, tmp_path / "out", progress=False)
-    assert again.quality == found.quality
 
 
 def test_a_report_draws_what_was_predicted_over_a_link(linked, tmp_path):

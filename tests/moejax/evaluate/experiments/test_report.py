@@ -29,7 +29,6 @@ ASKED = {
     "files": {"mine.py": "ab" * 32},
 }
 
-
 SESSION = {
     "session": 0,
     "at": "2026-11-22T12:00:00+00:00",

@@ -17,7 +17,6 @@ from tests.host_offload.traces.traces_of import write_trace
 
 MIX = 'hi="dense", lo="int4"'
 
-
 GRID = {
     "policies": ["lru", "lfu"],
     "precision": [

@@ -24,7 +24,6 @@ from tests.moejax.serve.test_batch import FakeLLM
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
-
 LINES = [
     {"id": "a", "prompt": "x"},
     {"id": 17, "prompt": "y", "n": 2},

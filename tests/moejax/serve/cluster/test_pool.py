@@ -44,31 +44,6 @@ def test_each_task_has_one_result(run):
     assert all(len(actor.seen) >= 10 for actor in ray.actors)
 
 
-def test_what_is_wrong_with_a_task_is_its_result(run):
-    def work(actor, payload):
-        return Outcome(0, error="too long") if payload == 3 else payload
-
-    results, pool, _ = run(FakeRay(work), [Task(i) for i in range(8)])
-    found = dict(results)
-    assert isinstance(found.pop(3), UserError) and found == {i: i for i in range(8) if i != 3}
-    assert pool.ended == 0
-
-
-def test_a_killed_worker_s_tasks_run_again(run):
-    killed = []
-
-    def work(actor, payload):
-        if payload == 5 and not killed:
-            killed.append(payload)
-            raise Die
-        return payload
-
-    ray = FakeRay(work)
-    results, pool, said = run(ray, [Task(i) for i in range(20)])
-    assert sorted(results) == [(i, i) for i in range(20)]
-    assert pool.ended == 1 and len(ray.actors) == 3 and "run again" in said[0]
-
-
 def test_poison_ends_one_worker_in_company_and_one_alone(run):
     ends = []
 
@@ -142,28 +117,6 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(run):
     ray.start = start
     with pytest.raises(UserError, match=r"no worker could start: worker 3 on n0 .*died"):
         run(ray, [Task(1)], workers=1)
-
-
-def test_pieces_come_as_they_are_and_only_the_rest_is_done_again(run):
-    def work(actor, payload):
-        return [*payload[:2], Die] if actor.number == 1 else list(payload)
-
-    def taken(task, piece):
-        if piece is not None:
-            task.payload.remove(piece)
-
-    ray, found = FakeRay(work), []
-    tasks = [Task([1, 2, 3, 4])]
-    results, pool, _ = run(ray, tasks, workers=1)
-    # The caller takes nothing out here, so everything came again.
-    assert [piece for _, piece in results] == [1, 2, 1, 2, 3, 4, None] and pool.ended == 1
-    tasks = [Task([1, 2, 3, 4])]
-    with Pool(pool._asked) as again:
-        again._ray = FakeRay(work)
-        for task, piece in again.run(tasks):
-            taken(task, piece)
-            found.append(piece)
-    assert found == [1, 2, 3, 4, None]
 
 
 def test_workers_that_only_end_end_the_job(run):

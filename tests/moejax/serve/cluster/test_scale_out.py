@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-
 LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 
 

@@ -14,7 +14,6 @@ from moejax.evaluate.experiments.report.shared_memory import shared_rows
 
 BURSTS = 'turns(sessions=3, turns=2, arrival="bursty", rate=8.0, document_tokens=60)'
 
-
 GRID = {
     "policies": ["lru", "mv_wsa", "mv_wsa=train", "peak_headroom"],
     "memory": "4MiB",

@@ -15,8 +15,6 @@ from moejax.evaluate.experiments.conversations.workloads import (
 )
 
 CORPUS = synthetic_corpus(512, seed=1, tokens=4096)
-
-
 MANY = Workload(sessions=200, turns=12, tool_share=0.3, shift_share=0.2, seed=5)
 
 
