@@ -48,11 +48,6 @@ class References:
         return sizes.reshape(self.steps, self.layers).max(axis=0, initial=0)
 
 
-def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
-    """The references of step sets bool[T, L, E]."""
-    return References(*active.shape, *np.nonzero(active), unknown=unknown)
-
-
 def read_references(trace: Trace, kind: str | None = None) -> References:
     """The references of a trace. kind: of one kind of step only, `prefill` or `decode`; what a
     cache holds where steps were left out is then not known. Raises as read_step_sets, and

@@ -14,7 +14,6 @@ from host_offload.policies.eviction import hot_table, static
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.names import (
     EVICTION,
-    PER_LAYER,
     POLICIES,
     eviction_policy,
     with_eviction,
@@ -36,8 +35,8 @@ def run(policies, sets, cells: int) -> Simulation:
 
 
 def test_names():
-    assert set(PER_LAYER) == {"lru", "lfu", "lfru", "fifo", "static", "hot-table"}
-    assert set(POLICIES) == {*PER_LAYER, "global-lru", "global-lfu", "global-lfru"}
+    layered = {"lru", "lfu", "lfru", "fifo", "static", "hot-table"}
+    assert set(POLICIES) == {*layered, "global-lru", "global-lfu", "global-lfru"}
     assert EVICTION == {"lru": (1, 0, 0), "lfu": (0, 1, 0), "lfru": (1, 1, 0)}
     with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, g"):
         eviction_policy("mru")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Observation, Spec
-from host_offload.control.staging import choose_cell
+from host_offload.control.staging import first_room, making_room
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.matcher import Matcher
@@ -249,7 +249,7 @@ def test_evicted_is_the_least_probability_times_frequency(tmp_path):
     )
     kept: list[int] = []
     for expert in np.argsort(maps[0, 0] * (1 + frequency[0])):
-        assert choose_cell(tables, 0, 0, taken=kept) == expert
+        assert first_room(making_room(tables, 0, 0), kept, ()) == expert
         kept.append(int(expert))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation, Spec, State
-from host_offload.control.staging import choose_cell
+from host_offload.control.staging import first_room, making_room
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch import moe_infinity
@@ -109,7 +109,7 @@ def test_what_was_speculated_displaces_nobody_of_the_cache_before_it_is_used(tol
 
     def put(expert: int, kept: list[int]) -> None:
         if expert not in owner[layer]:
-            cell = choose_cell(tables, layer, 0, kept=kept)
+            cell = first_room(making_room(tables, layer, 0), (), kept)
             assert cell is not None
             owner[layer, cell], used[layer, cell] = expert, tables.clock[layer]
 
@@ -193,7 +193,7 @@ def test_fate_evicts_by_arc(told):
         tables.last_used[layer, : len(owners)] = rng.integers(0, 9, len(owners))
         taken: list[int] = []
         for expert in (unknown, *order):
-            cell = choose_cell(tables, layer, 0, taken=taken)
+            cell = first_room(making_room(tables, layer, 0), taken, ())
             assert cell is not None and tables.owner[layer, cell] == expert
             taken.append(cell)
 

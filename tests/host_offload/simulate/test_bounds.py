@@ -15,11 +15,10 @@ from host_offload.simulate.bounds import (
     min_bytes,
     min_transfers,
     read_references,
-    references_of,
     stall_bound,
 )
 from host_offload.traces.reader import TraceError
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing, references_of, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 

@@ -1,5 +1,5 @@
 """Sizing finds the best of all that there is, against trying everything: cells over layers, width
-and cells, bytes over links, a working set; and the memory for a speed."""
+and cells, a working set; and the memory for a speed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from host_offload.sizing.right_size import (
     working_sets,
 )
 from host_offload.sizing.split import Division, SplitError
-from host_offload.sizing.tiers import balanced_split
 from host_offload.traces.reader import TraceError
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
@@ -97,19 +96,6 @@ def as_wide_as_it_goes(model, division, **ask):
     return found._replace(width=width, cap=0, pages=division.pages_at(0))
 
 
-def bytes_over_links(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
-    rates = rng.uniform(0.1, 10, rng.integers(1, 4)).tolist()
-    split = decide(rates)
-    assert sum(split) == pytest.approx(1)
-
-    def slowest(shares):
-        return max(share / rate for share, rate in zip(shares, rates, strict=True))
-
-    grid = itertools.product(range(51), repeat=len(rates) - 1)
-    every = [slowest([n / 50 for n in (*c, 50 - sum(c))]) for c in grid if sum(c) <= 50]
-    return slowest(split), [*every, 1 / sum(rates)]
-
-
 def working_set(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
     curves, epsilon = curves_of(rng.random((30, 2, 8)) < 0.3), float(rng.uniform(0, 0.3))
     allowed = epsilon * (curves.references - curves.first)
@@ -122,15 +108,6 @@ def working_set(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
 SUBJECTS: dict[str, tuple[Callable, Callable, list[Callable]]] = {
     "cells": (cells_of_layers, optimal_cells, [one_cell_ahead]),
     "width": (width_and_cells, choose, [as_wide_as_it_goes]),
-    "links": (
-        bytes_over_links,
-        balanced_split,
-        [
-            lambda rates: (1 / len(rates),) * len(rates),
-            lambda rates: tuple((1 / rate) / sum(1 / other for other in rates) for rate in rates),
-            lambda rates: tuple(float(rate == max(rates)) for rate in rates),
-        ],
-    ),
     "working set": (working_set, right_size, [lambda curves, epsilon: right_size(curves, 0.0)]),
 }
 """Name → an instance (what was decided is worth, what all there is is worth, of which the least is
@@ -335,8 +312,6 @@ TIGHT = Division(1000, 100, 10, 6, 5)
             lambda: choose(MODEL, TIGHT, pages_per_sequence=101, demand=1),
             "have no room for 1 sequences of 101 pages",
         ),
-        (lambda: balanced_split([]), "rates are positive"),
-        (lambda: balanced_split([1.0, 0.0]), "rates are positive"),
         (
             lambda: memory_for(MODEL, DIVISION, users=16, tpot_s=0.01, pages_per_user=1),
             "every expert resident it takes 20 ms; ask for that",

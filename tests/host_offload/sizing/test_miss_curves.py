@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
-from host_offload.simulate.bounds import min_transfers, references_of
+from host_offload.simulate.bounds import min_transfers
 from host_offload.simulate.simulator import simulate
 from host_offload.sizing import miss_curves
 from host_offload.sizing.miss_curves import curves_of, trace_curves
 from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import Distances, Recency, reference
 from host_offload.traces.statistics import trace_statistics
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing, references_of, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.step_record import USES, StepRecord
+from host_offload.simulate.bounds import References
 from host_offload.traces.reader import Trace, TraceHeader, read_trace
 from host_offload.traces.writer import TraceWriter
 
@@ -93,3 +94,8 @@ def random_routing(
     share = rng.random((layers, experts)) ** 3
     score = np.log(share) + rng.gumbel(size=(steps, rows, layers, experts))
     return [*np.sort(np.argsort(-score, axis=3)[..., :k], axis=3)]
+
+
+def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
+    """The references of step sets bool[T, L, E]."""
+    return References(*active.shape, *np.nonzero(active), unknown=unknown)
