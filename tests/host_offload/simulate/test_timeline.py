@@ -201,17 +201,6 @@ def test_a_ring_by_the_layers_parity_collides(play):
             out_of_order(layers, slow, passes)
 
 
-@given(plays())
-def test_a_wait_left_out_is_found(play):
-    """Products begin when their turn comes, whatever is there of their expert."""
-    layers, link, passes = play
-    slow = Link(link.rate / 100, link.latency, chunk_bytes=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Timeline, "wait", lambda *_: None)
-        with pytest.raises(QueueError):  # the cells are taken while they are written
-            out_of_order(layers, slow, passes)
-
-
 def test_a_pass_takes_the_longer_of_computing_and_loading():
     """And no more than a layer beside it."""
     layers, rate = 4, 14.0

@@ -121,16 +121,6 @@ def test_the_policy_wants_whom_rows_are_predicted_to_choose(trace, learned):
     assert wanted[-1] == []
 
 
-def test_a_file_keeps_it(trace, learned, tmp_path):
-    learned.fitted.write(tmp_path / "learned.safetensors")
-    again = prefetch_policy(f"learned={tmp_path / 'learned.safetensors'}")
-    assert again == learned
-    with pytest.raises(ValueError, match=r"prefetch 'learned' needs a file"):
-        prefetch_policy("learned")
-    with pytest.raises(ValueError, match="was fitted to a model with experts 8, this one has 9"):
-        learned.init(dataclasses.replace(spec_of(trace.header), experts=9))
-
-
 # ---- networks and losses
 
 
