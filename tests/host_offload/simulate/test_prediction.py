@@ -80,6 +80,21 @@ def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
         assert np.array_equal(one.simulation.transfers, plain.transfers)
 
 
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), factor=st.floats(1, 50), cells=st.integers(0, 4))
+def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
+    routed = random_routing(np.random.default_rng(seed), 6, 2, EXPERTS, 2)
+    trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
+    tables = {
+        name: getattr(MODEL, name) * [1, factor] for name in ("fill", "read_through", "stage")
+    }
+    slow = dataclasses.replace(MODEL, link_per_byte=MODEL.link_per_byte * factor, **tables)
+    options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
+    fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
+    assert (late.seconds >= fast.seconds).all()
+    assert late.stall_bound_share >= fast.stall_bound_share
+
+
 def test_another_models_trace_is_refused(tmp_path):
     trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
     with pytest.raises(CostError, match=r"2 MoE layers, 4 experts and top-2.*of 3, 4 and top-2"):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -152,6 +153,30 @@ def test_events_come_back_and_no_number_of_them_fills_memory(tmp_path, monkeypat
     assert len(trace.chunks) == 3 and trace.steps == 0
     assert (list(trace.transfers()), trace.marks()) == (transfers, marks)
     assert list(trace.decisions()) == [{"step": 3, "prior": [0, 1], "pause": True}]
+
+
+def test_memory_is_two_chunks_while_the_disk_is_slow(tmp_path, monkeypatch):
+    """A step fills a chunk here: one is being written, one is full, the third append waits."""
+    writer = TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1)
+    go_on, fsync = threading.Event(), os.fsync
+    done: list[int] = []
+    monkeypatch.setattr(trace_writer.os, "fsync", lambda f: (go_on.wait(20), fsync(f)))
+
+    def fill():
+        for number in range(6):
+            writer.append(step(number=number))
+            done.append(number)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    while len(done) < 2 and thread.is_alive():
+        time.sleep(0.005)
+    thread.join(0.2)
+    assert thread.is_alive() and done == [0, 1] and not list((tmp_path / "t").glob("chunk-*"))
+    go_on.set()
+    thread.join(20)
+    writer.close()
+    assert read_trace(tmp_path / "t").steps == 6
 
 
 # ---- directories that must not be written
