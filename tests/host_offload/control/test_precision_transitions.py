@@ -149,16 +149,6 @@ def test_a_full_replacement_finishes(shape):
     replace_all(Host(where), where.capacity[0])
 
 
-@pytest.mark.slow
-def test_more_than_fit_on_the_way_stand_still():
-    """Five high and 13 low cells and the spares fit into the four slots of the last shape, three
-    and 15 do not: the way to five leads there. So the capacity of these slots is two."""
-    where = resident(**SHAPES[-1], capacity=(5, 18))
-    assert where.most_high(4) == 2
-    with pytest.raises(AssertionError, match="transitions do not finish"):
-        replace_all(Host(where), 5)
-
-
 def replace_all(host: Host, n: int) -> None:
     order = np.arange(host.wanted.size)
     for first in (order, order[::-1]):

@@ -68,18 +68,6 @@ def test_slots_hold_whole_records_of_every_version(versions, cells, slot):
     assert largest <= layout.slot_rows <= slot * largest
 
 
-@pytest.mark.parametrize(("hidden", "layers"), [(2048, 27), (5120, 60), (7168, 61)])
-def test_slots_of_latent_pages_begin_at_whole_rows(hidden, layers):
-    """DeepSeek-V2-Lite, V2 and V3: 576 values do not divide a hidden size."""
-    sizes: dict[str, Any] = dict(
-        hidden=hidden, width=1408, itemsize=2, layers=layers, kv_heads=1, head_dim=576
-    )
-    slot = slot_layout(**sizes, latent=512)
-    assert slot.page.latent == 512 and slot.page.rows_per_token == 1
-    assert slot.kv_rows_per_slot * 576 == slot.slot_rows * hidden
-    assert slot.slot_rows - slot.records[0].rows < 18 and slot.cells_per_slot == (1,)
-
-
 @hypothesis.given(
     hidden=st.integers(1, 64).map(lambda n: 2 * n),
     width=st.integers(1, 96),
