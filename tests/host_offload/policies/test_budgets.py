@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.control.rules import PolicyError, check_decision
+from host_offload.control.step_record import StepRecord
 from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
@@ -29,12 +30,11 @@ from host_offload.sizing.split import (
 )
 from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import TraceError
-from host_offload.traces.writer import TraceWriter
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.memory.resident_device import resident, spec_for
 from tests.host_offload.policies.test_contract import COSTS
 from tests.host_offload.sizing.test_split import CAP, PAGE
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -151,20 +151,19 @@ def turns_in_a_trace(directory: Path, stream, **header) -> Path:
     ids = [row for steps, _ in stream for row in steps]
     routing = [np.sort(row[None], axis=2) for row in ids]
     plain = write_trace(directory / "plain", routing, EXPERTS, **header)
-    number, steps = 0, plain.step_traces()
-    with TraceWriter(directory / "turns", plain.header) as writer:
-        for turn, (rows, held) in enumerate(stream):
-            for _ in rows:
-                step = next(steps)
-                done = number == len(rows) * (turn + 1) - 1
-                step = step._replace(
-                    request=np.array([turn], np.int32),
-                    user=held[:1, 0].astype(np.int32),
-                    position=np.array([16 * len(held) - 1], np.int32),
-                    finished=(turn,) if done else (),
-                )
-                writer.append(step)
-                number += 1
+    count = len(stream[0][0])
+
+    def of_turn(step: StepRecord) -> StepRecord:
+        turn, number = divmod(step.number, count)
+        held = stream[turn][1]
+        return step._replace(
+            request=np.array([turn], np.int32),
+            user=held[:1, 0].astype(np.int32),
+            position=np.array([16 * len(held) - 1], np.int32),
+            finished=(turn,) if number == count - 1 else (),
+        )
+
+    rewritten(directory / "turns", plain, map(of_turn, plain.step_traces()))
     return directory / "turns"
 
 
@@ -228,20 +227,6 @@ def test_traces_that_are_of_no_use(tmp_path):
     write_trace(tmp_path / "pages", routing, EXPERTS, spec={"page_tokens": 32})
     with pytest.raises(ValueError, match=r"pages of 32 tokens; this one has .* pages of 16"):
         init("pages")
-
-
-def test_a_wish_that_was_not_carried_out_is_wished_again():
-    """The device refuses every copy, so the pool stays as it was; the policy goes on wishing what
-    it decided last. Once the pool is as wished it says nothing."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
-    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=40, steps=20):
-        run.turn(ids, held)
-        run.kv_pages = 150
-    last = run.decisions[-1].kv_pages
-    assert last is not None and last < 150 and len(run.decisions) > 30
-    run.decisions, run.kv_pages = [], last
-    run.turn(ids, held)
-    assert run.decisions == []
 
 
 def test_it_learns_what_a_miss_costs():

@@ -36,7 +36,7 @@ from host_offload.sizing.right_size import (
 )
 from host_offload.sizing.split import Division, SplitError
 from host_offload.traces.reader import TraceError
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 
 def cells_of_layers(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
@@ -150,20 +150,15 @@ def test_side_by_side_is_a_batch(tmp_path):
     rng = np.random.default_rng(0)
     routing = random_routing(rng, 30, 2, 8, 2, 1)
     trace = write_trace(tmp_path / "t", routing, 8)
-
-    class Requests:
-        """Request 0 has steps 0, 3, 6 …, in reverse order of position."""
-
-        def __init__(self, chunk):
-            self.chunk = chunk
-
-        def array(self, name):
-            found = self.chunk.array(name)
-            if name == "token.request":
-                return np.arange(len(found), dtype=np.int32) % 3
-            return found[::-1] if name == "token.position" else found
-
-    trace = dataclasses.replace(trace, chunks=tuple(Requests(c) for c in trace.chunks))
+    # Request 0 has steps 0, 3, 6 …, in reverse order of position.
+    steps = (
+        step._replace(
+            request=np.array([step.number % 3], np.int32),
+            position=np.array([29 - step.number], np.int32),
+        )
+        for step in trace.step_traces()
+    )
+    trace = rewritten(tmp_path / "requests", trace, steps)
     sequences = list(generated_sequences(trace))
     assert [len(s) for s in sequences] == [10, 10, 10]
     np.testing.assert_array_equal(sequences[0][0], routing[27][0])
@@ -184,7 +179,7 @@ def test_side_by_side_is_a_batch(tmp_path):
     ):
         decode_model(trace, step_s={4: 0.7}, miss_s=0.1, users=4)
     header = dataclasses.replace(trace.header, absent=["token.phase"])
-    lacking = tuple(dataclasses.replace(c.chunk, header=header) for c in trace.chunks)
+    lacking = tuple(dataclasses.replace(chunk, header=header) for chunk in trace.chunks)
     with pytest.raises(TraceError, match=r"has no token\.phase: it was converted or generated"):
         list(generated_sequences(dataclasses.replace(trace, header=header, chunks=lacking)))
 
@@ -230,19 +225,9 @@ def test_the_users_with_most_tokens(tmp_path):
     for layers in (1, 2):
         routing = random_routing(rng, 60, layers, 8, 2)
         trace = write_trace(tmp_path / str(layers), routing, 8)
-        owner = np.minimum(np.arange(60) ** 2 // 400, 8)
-
-        class Owned:
-            """A chunk whose tokens belong to those users."""
-
-            def __init__(self, chunk, owner):
-                self.chunk, self.path, self.owner = chunk, chunk.path, owner
-
-            def array(self, name):
-                return self.owner if name == "token.user" else self.chunk.array(name)
-
-        owned = dataclasses.replace(trace, chunks=tuple(Owned(c, owner) for c in trace.chunks))
-        found = working_sets(owned, most=4)  # type: ignore[arg-type]
+        owner = np.minimum(np.arange(60, dtype=np.int32) ** 2 // 400, 8)
+        steps = (s._replace(user=owner[s.number][None]) for s in trace.step_traces())
+        found = working_sets(rewritten(tmp_path / f"{layers} owned", trace, steps), most=4)
         assert [one.user for one in found] == [None, 0, 1, 2, 3]
         assert [one.tokens for one in found[1:]] == np.bincount(owner)[:4].tolist()
         assert all((one.by_coactivation is None) == (layers == 1) for one in found)

@@ -29,7 +29,7 @@ from host_offload.sizing.split import (
 )
 from host_offload.traces.reader import TraceError
 from tests.host_offload.control.policy_runs import spec
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -242,12 +242,11 @@ def test_turns_of_a_trace(tmp_path):
     """Steps up to each turn's end, with the pages of the request that ended."""
     routing = random_routing(np.random.default_rng(0), 9, 2, 8, 2)
     trace = write_trace(tmp_path / "t", routing, 8, spec={"page_tokens": 4})
-    steps = [
+    steps = (
         step._replace(finished={4: (5,), 6: (7,)}.get(step.number, ()))
         for step in trace.step_traces()
-    ]
-    ended = dataclasses.replace(trace, chunks=(Ended(steps),))
-    count = list(turns_of(ended))
+    )
+    count = list(turns_of(rewritten(tmp_path / "ended", trace, steps)))
     assert [len(turn.active) for turn in count] == [5, 2, 2]
     # Request 5 had positions 0 … 4: two pages of four tokens; 7 is unknown; then nobody ended.
     assert [turn.pages.tolist() for turn in count] == [[[-6, 0], [-6, 1]], [], []]
@@ -259,13 +258,3 @@ def test_turns_of_a_trace(tmp_path):
     header = dataclasses.replace(trace.header, spec={})
     with pytest.raises(TraceError, match="does not say page_tokens"):
         list(turns_of(dataclasses.replace(trace, header=header)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """A chunk of given steps."""
-
-    steps: list
-
-    def step_traces(self):
-        return iter(self.steps)

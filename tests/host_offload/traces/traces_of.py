@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def write_trace(
             step = _step(number, ids.astype(np.int16), experts, waves[number] if waves else 1)
             absent = {c.split(".")[1]: None for c in facts.absent}
             writer.append(step._replace(**absent))
+    return read_trace(directory)
+
+
+def rewritten(directory: Path, trace: Trace, steps: Iterable[StepRecord], **header: Any) -> Trace:
+    """A trace of other steps."""
+    with TraceWriter(directory, dataclasses.replace(trace.header, **header)) as writer:
+        for step in steps:
+            writer.append(step)
     return read_trace(directory)
 
 

@@ -14,12 +14,12 @@ from host_offload.simulate.timeline import Link
 from host_offload.sizing.configurator import turns_of
 from host_offload.sizing.miss_curves import trace_curves
 from host_offload.traces.reader import read_trace
-from host_offload.traces.writer import TraceWriter
 from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.commands.model import read_options
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
 from tests.host_offload.sizing.test_split import pool
+from tests.host_offload.traces.traces_of import rewritten
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
@@ -66,13 +66,6 @@ def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cel
     assert plan.link_bytes == (plan.expert_misses + first) * SLOT
     assert plan.kv_misses == pool([turn.pages for turn in turns_of(trace)], plan.kv_pages)
     assert plan.step_s and plan.step_s > 1e-3 and plan.tokens_per_s
-
-
-def rewritten(directory, trace, steps, **header):
-    """A trace of other steps."""
-    with TraceWriter(directory, dataclasses.replace(trace.header, **header)) as writer:
-        writer.append(*steps)
-    return read_trace(directory)
 
 
 def test_more_memory_is_never_predicted_to_miss_more(planner):
