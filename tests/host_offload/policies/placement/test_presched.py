@@ -1,7 +1,5 @@
 """PreSched's rules against brute force, the equations' edges (docs/prescope.md), and its rivals."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,15 +82,6 @@ def test_the_first_load_is_the_smallest_index_that_qualifies(here, next_, costs,
         < sum(costs.per_token * w.tokens + costs.startup for w in current[:i])
     ]
     assert on_demand(current, wanted, costs, alpha) == min(found, default=n)
-
-
-def test_a_load_that_takes_as_long_as_the_cpu_is_left_to_the_cpu():
-    costs = PlacementCosts(1.0, 0.0, 4.0, 1.0, 4.0)
-    current = queue(0, [5, 6])  # loading the heavier one and computing the lighter: 5 s each
-    assert on_demand(current, current, costs, 0.0) == 2
-    assert on_demand(current, current, dataclasses.replace(costs, per_token=1.01), 0.0) == 1
-    assert accelerator_queue(queue(0, [1]), costs, 0.0) == 1  # 5 s each again
-    assert accelerator_queue(queue(0, [2]), costs, 0.0) == 0
 
 
 def test_of_equal_ones_the_current_layer_is_the_heavier_one():
