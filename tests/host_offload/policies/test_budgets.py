@@ -229,6 +229,20 @@ def test_traces_that_are_of_no_use(tmp_path):
         init("pages")
 
 
+def test_a_wish_that_was_not_carried_out_is_wished_again():
+    """The device refuses every copy, so the pool stays as it was; the policy goes on wishing what
+    it decided last. Once the pool is as wished it says nothing."""
+    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
+    for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=40, steps=20):
+        run.turn(ids, held)
+        run.kv_pages = 150
+    last = run.decisions[-1].kv_pages
+    assert last is not None and last < 150 and len(run.decisions) > 30
+    run.decisions, run.kv_pages = [], last
+    run.turn(ids, held)
+    assert run.decisions == []
+
+
 def test_it_learns_what_a_miss_costs():
     """The start value is ten times too small; steps say 2 ms."""
     policy = MvWsa(costs=MissCosts(2e-4, 1.0))

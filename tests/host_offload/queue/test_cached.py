@@ -190,6 +190,16 @@ def test_a_file_that_is_not_what_it_was_fails_those_who_asked(harm, files, messa
     assert records.totals().bytes_read == RECORD
 
 
+def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
+    """It changes after the first look at it within a read."""
+    records = cache(tmp_path, 2, verify=False)
+    monkeypatch.setattr(records, "_check_same", lambda *_: None)
+    shorten(records.files.paths[0][0])
+    with pytest.raises(OSError, match=f"0.0: ended after 11 of {RECORD} bytes"):
+        read(records, 0).pieces()
+    records.delete()
+
+
 # ---- with the queue
 
 

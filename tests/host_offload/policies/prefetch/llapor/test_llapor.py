@@ -325,6 +325,7 @@ def test_what_cannot_be_is_refused(trace, begun, tmp_path):
     begun.fitted.write(file)
     policy = prefetch_policy(f"learned_online={file}")
     assert isinstance(policy, LearnedOnline) and policy.tuning == Tuning()
+    assert prefetch_policy(f"learned={file}") == Learned(begun.fitted)
     for tuning in (Tuning(rows=0), Tuning(iterations=0), Tuning(rate=0.0)):
         with pytest.raises(ValueError, match="tuning needs rows, iterations and a rate"):
             dataclasses.replace(begun, tuning=tuning).init(spec_of(trace.header))
