@@ -104,6 +104,7 @@ def test_a_ring_of_one_half_goes_on_with_every_layer(layers, residents):
     another layer is mapped but residents."""
     spec = dataclasses.replace(window(layers, residents), halves=1)
     tables, holder = opened(spec), layers - 1
+    assert np.array_equal(spec.residents()[0] < 0, spec.streams)
     assert spec.cells == layers * residents + EXPERTS - residents == spec.slots
     assert np.sum(np.asarray(tables.address) >= 0) == layers * residents
     for count in range(2 * layers + 1):
