@@ -26,26 +26,10 @@ def last_used(tables: Residency) -> np.ndarray:
     return found
 
 
-def choose_cell(
-    tables: Residency,
-    layer: int,
-    version: int,
-    *,
-    taken: Collection[int] = (),
-    kept: Collection[int] = (),
-) -> int | None:
-    """The cell of that layer and version that makes room: the first free one, else the one whose
-    owner the next reference of the layer would evict first (plan's order: victim key, last use,
-    expert id, cell). None where there is none.
-
-    taken: cells that are spoken for. kept: experts that must not go.
-    """
-    return first_room(making_room(tables, layer, version), taken, kept)
-
-
 def making_room(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
     """(cell, owner, −1 of a free one) of all cells of the layer and version, in the order in which
-    they make room, see choose_cell."""
+    they make room: the free ones, then by whose owner the next reference of the layer would evict
+    first (plan's order: victim key, last use, expert id, cell)."""
     cells = np.flatnonzero((tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version))
     owners = tables.owner[layer, cells]
     free, held, owner = cells[owners < 0], cells[owners >= 0], owners[owners >= 0]
@@ -65,7 +49,10 @@ def making_room(tables: Residency, layer: int, version: int) -> list[tuple[int, 
 def first_room(
     order: Sequence[tuple[int, int]], taken: Collection[int], kept: Collection[int]
 ) -> int | None:
-    """The cell that makes room of those in that order, see choose_cell."""
+    """The first cell of those in that order that makes room; None where there is none.
+
+    taken: cells that are spoken for. kept: experts that must not go.
+    """
     return next((c for c, owner in order if c not in taken and owner not in kept), None)
 
 

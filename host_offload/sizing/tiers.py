@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,15 +28,6 @@ neighbouring placements may lie at its two ends, where noise would move an exper
 
 INTERVAL = 300
 """Steps between two moves: those of the paper's Exp#3."""
-
-
-def balanced_split(rates: Sequence[float]) -> tuple[float, ...]:
-    """What of a layer each backend should bring so that all end at once: x_k = B_k / ΣB, equation
-    (8), which minimises the longest of x_k · P / B_k. rates: dense bytes that each produces in a
-    second. Raises ValueError for rates that are not positive."""
-    if not rates or min(rates) <= 0:
-        raise ValueError(f"rates are positive, not {', '.join(map(str, rates)) or 'none'}")
-    return tuple(rate / sum(rates) for rate in rates)
 
 
 @dataclasses.dataclass(frozen=True)

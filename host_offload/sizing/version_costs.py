@@ -111,11 +111,6 @@ def control_s(models: Sequence[CostModel], experts: np.ndarray) -> float:
     return max(used, default=models[0].control)
 
 
-def move_s(models: Sequence[CostModel], counts: VersionCounts, *, prefill: bool) -> float:
-    """Seconds that experts add to a step which moves these."""
-    return list_s(models, counts) + float(np.sum(moves_s(models, counts, prefill=prefill)))
-
-
 def list_s(models: Sequence[CostModel], counts: VersionCounts) -> float:
     """Those of a step's list of transfers, whatever is in it; 0 where nothing was staged."""
     staged = counts.staged.sum(axis=0).tolist()

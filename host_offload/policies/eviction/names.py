@@ -27,9 +27,6 @@ POLICIES: dict[str, Callable[[], Any]] = {
 w1·log2(1 + frequency) + w2·prior: what LLM(eviction=…) and --eviction take. A new one is a file of
 its own and a line here."""
 
-PER_LAYER = {name: make for name, make in POLICIES.items() if not getattr(make(), "pool", False)}
-"""Those whose layers each have cells of their own: every driver has them."""
-
 EVICTION: dict[str, tuple[int, int, int]] = {
     name: policy.victim_weights
     for name, policy in ((name, make()) for name, make in POLICIES.items())

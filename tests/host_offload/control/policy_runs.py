@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.control import Control
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, MapRows, Moment, Observation, Spec
 from host_offload.control.step_record import USES, PageUse, StepRecord
@@ -162,51 +161,3 @@ class MemoryDevice:
     def stage(self, layer: int, entries: Sequence[Entry]) -> np.ndarray:
         """A layer's part of a list, behind its experts."""
         return np.array(self.memory.stage(layer, entries), np.int32)
-
-
-class Simulation:
-    """Steps of a MemoryDevice under a controller, results read `age` steps late."""
-
-    def __init__(self, controller: Controller, cells: int, *, age: int = 1):
-        self.device = MemoryDevice(LAYERS, EXPERTS, controller.spec.stage_entries, cells)
-        self.control, self.age = Control(self.device, controller), age
-        self.pending: list[StepRecord] = []
-        self.missed: list[np.ndarray] = []
-        """Per step bool[L, E]."""
-
-    @property
-    def tables(self) -> Residency:
-        return self.device.tables
-
-    def resident(self, layer: int) -> set[int]:
-        return set(np.flatnonzero(self.tables.address[layer] >= 0).tolist())
-
-    def step(self, *sets: Sequence[int]) -> None:
-        """One step, each layer routed to its set of as many experts."""
-        number, device = len(self.missed), self.device
-        entries = self.control.before_step(number)
-        done = np.zeros(len(entries), np.int32)
-        missed = []
-        for layer, active in enumerate(sets):
-            missed.append(device.reference(layer, active))
-            done |= device.stage(layer, entries)
-        self.control.after_dispatch(number)
-        self.missed.append(np.array(missed))
-        times = {"start_s": 0.0, "read_s": float(number)}
-        self.pending.append(record(number, *sets, missed=self.missed[-1], staged=done, **times))
-        if len(self.pending) > self.age:
-            self.read()
-
-    def read(self) -> None:
-        """Reads the oldest step that is under way."""
-        self.control.after_read(self.pending.pop(0))
-
-
-def random_sets(rng: np.random.Generator, steps: int, size: int = 2) -> list[list[list[int]]]:
-    """Per step and layer so many experts, a few of them popular."""
-    popular = 1 / np.arange(1, EXPERTS + 1)
-    p = popular / popular.sum()
-    return [
-        [rng.choice(EXPERTS, size, replace=False, p=p).tolist() for _ in range(LAYERS)]
-        for _ in range(steps)
-    ]

@@ -20,7 +20,7 @@ from host_offload.control.interface import (
     StagedTransfer,
 )
 from host_offload.control.rules import PolicyError
-from host_offload.control.staging import choose_cell
+from host_offload.control.staging import first_room, making_room
 from host_offload.control.step_record import StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.names import EVICTION
@@ -30,13 +30,13 @@ from tests.host_offload.control.policy_runs import (
     CELLS,
     EXPERTS,
     LAYERS,
-    Simulation,
-    random_sets,
     record,
     scripted,
     seen,
     spec,
 )
+from tests.host_offload.memory.layered_device import LayeredDevice
+from tests.host_offload.traces.traces_of import random_routing, write_trace
 from tests.pallas_kernels.pager import INT, Pager, tables_of
 
 END, BEGIN = Moment.STEP_END, Moment.STEP_BEGIN
@@ -261,11 +261,12 @@ def test_a_wrong_formula_would_be_noticed():
     for active in ({0}, {1}):
         pager.reference(active, (1, 0, 0))
     tables = Residency(*tables_of([pager], (1, 0, 0)))
-    assert choose_cell(tables, 0, 0) == 0
-    assert choose_cell(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0) == 1
-    assert choose_cell(tables, 0, 0, taken={0}) == choose_cell(tables, 0, 0, kept={0}) == 1
-    assert choose_cell(tables, 0, 0, taken={0}, kept={1}) is None
-    assert choose_cell(tables, 0, 1) is None
+    order = making_room(tables, 0, 0)
+    assert first_room(order, (), ()) == 0
+    other = making_room(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0)
+    assert first_room(other, (), ()) == 1
+    assert first_room(order, {0}, ()) == first_room(order, (), {0}) == 1
+    assert first_room(order, {0}, {1}) is None
 
 
 # ---- staging
@@ -389,7 +390,7 @@ def test_single_transfers_are_seen_between_layers():
 
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2), st.integers(1, CELLS))
-def test_lists_stay_legal_under_lag(seed, age, cells):
+def test_lists_stay_legal_under_lag(tmp_path_factory, seed, age, cells):
     """Over random steps read late: never two entries on one cell, never one for who is known to be
     there, never more bytes than allowed; every transfer ends in one way."""
     rng = np.random.default_rng(seed)
@@ -400,7 +401,6 @@ def test_lists_stay_legal_under_lag(seed, age, cells):
             script[END, step] = Decision(stages=tuple(wanted))
     policy = scripted(script, needs={"in_flight"}, writes={"stages"})
     controller = Controller(spec(staging_bytes=500), [policy])
-    simulation = Simulation(controller, cells, age=age)
     original = controller.stages
 
     def checked(step):
@@ -413,11 +413,9 @@ def test_lists_stay_legal_under_lag(seed, age, cells):
         return entries
 
     controller.stages = checked
-    for sets in random_sets(rng, 14):
-        simulation.step(*sets)
-    while simulation.pending:
-        simulation.read()
-    controller.finish()
+    routed = random_routing(rng, 14, LAYERS, EXPERTS, 2)
+    trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
+    LayeredDevice(controller, cells, age=age).run(trace)
     total = controller.stats()["transfers"].get("prefetch", dict.fromkeys(("issued",), 0))
     if total["issued"]:
         assert total["issued"] == total["done"] + total["skipped"]

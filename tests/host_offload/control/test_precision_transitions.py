@@ -149,16 +149,6 @@ def test_a_full_replacement_finishes(shape):
     replace_all(Host(where), where.capacity[0])
 
 
-@pytest.mark.slow
-def test_more_than_fit_on_the_way_stand_still():
-    """Five high and 13 low cells and the spares fit into the four slots of the last shape, three
-    and 15 do not: the way to five leads there. So the capacity of these slots is two."""
-    where = resident(**SHAPES[-1], capacity=(5, 18))
-    assert where.most_high(4) == 2
-    with pytest.raises(AssertionError, match="transitions do not finish"):
-        replace_all(Host(where), 5)
-
-
 def replace_all(host: Host, n: int) -> None:
     order = np.arange(host.wanted.size)
     for first in (order, order[::-1]):
@@ -229,21 +219,6 @@ def test_the_pager_moves_as_the_op_does():
 # ---- mistakes
 
 
-class FreesEarly(Transitions):
-    """Gives back the old cell when the copy is issued, not when its step was read."""
-
-    def issue(self, transfer, index, between_layers):
-        super().issue(transfer, index, between_layers)
-        old = int(self.column[transfer.layer, transfer.expert])
-        row = int(self.cell_row[transfer.layer, old])
-        del self._holder[row]
-        self.pools.release(row)
-
-    def _drop(self, layer, cell):
-        self.cell_row[layer, cell] = -1
-        self._changed = True
-
-
 class FreesUnread(Transitions):
     """Gives back the old cell when the next step is made, before the one that flipped the entry was
     read. Steps run in order, so nobody reads it; but nothing said yet that the entry flipped."""
@@ -253,41 +228,6 @@ class FreesUnread(Transitions):
         for flight in flying:
             self._settle(flight, True)
         return super().entries(step, tables, between_layers=between_layers)
-
-
-class FlipsEarly(Device):
-    """Points an entry to a copy of which half the rows are there; the rest come a step later."""
-
-    def __init__(self, where):
-        super().__init__(where)
-        self.late = []
-
-    def step(self, entries):
-        late, self.late = self.late, []
-        done = super().step(entries)
-        for rows, record in late:
-            self.tags[rows] = record
-        return done
-
-    def copy(self, entry):
-        row = self.pager.tables.cell_row[entry.layer, entry.cell]
-        record = self.record(entry.layer, entry.expert, entry.version)
-        half = len(record) // 2
-        self.tags[row : row + half] = record[:half]
-        self.late.append((np.arange(row + half, row + len(record)), record[half:]))
-
-
-class DoubleBooks(Transitions):
-    """Hands out a cell that another expert has."""
-
-    def _reserve(self, version):
-        row = super()._reserve(version)
-        others = [
-            other
-            for other, place in self._holder.items()
-            if self.cell_version[place] == version and other != row
-        ]
-        return others[0] if row is not None and others else row
 
 
 class ForgetsMoves(Transitions):
@@ -308,13 +248,6 @@ class GivesFullSlots(Transitions):
         return gone
 
 
-class ForgetsTheSpares(Transitions):
-    """Gives a free slot away at once, whoever is high."""
-
-    def _surplus(self):
-        return self.slots - self._aimed
-
-
 def shuffle(host: Host) -> None:
     """Experts change places for a while, more than fit at once."""
     rng = np.random.default_rng(0)
@@ -332,20 +265,10 @@ WHERE: dict[str, Any] = dict(start=[[1, 1], [1, 1], [1, 1]], slots=7, capacity=(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "broken",
-    [
-        dict(make=FreesEarly),
-        dict(device=FlipsEarly),
-        dict(make=DoubleBooks),
-        dict(make=ForgetsMoves),
-    ],
-    ids=lambda d: next(iter(d.values())).__name__,
-)
-def test_a_mistake_is_found_by_a_step_that_reads_what_is_not_there(broken):
+def test_a_mistake_is_found_by_a_step_that_reads_what_is_not_there():
     """The books being left unchecked."""
     with pytest.raises(StaleRead):
-        shuffle(Host(resident(**WHERE), checked=False, **broken))
+        shuffle(Host(resident(**WHERE), checked=False, make=ForgetsMoves))
 
 
 @pytest.mark.slow
@@ -363,22 +286,12 @@ def test_without_a_mistake_it_passes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "shape", "error", "match"),
-    [
-        (GivesFullSlots, SHAPES[0], StaleRead, "row"),
-        (ForgetsTheSpares, SHAPES[3], AssertionError, "slots left of"),
-    ],
-)
-def test_a_slot_that_is_given_away_too_early_is_found(make, shape, error, match):
-    where = spec_of(shape)
-    host, order = (
-        Host(where, make=make, checked=error is not StaleRead),
-        np.arange(where.start.size),
-    )
+def test_a_slot_that_is_given_away_too_early_is_found():
+    where = spec_of(SHAPES[0])
+    host, order = Host(where, make=GivesFullSlots, checked=False), np.arange(where.start.size)
     want_at_most(host, order)
     host.drain()
-    with pytest.raises(error, match=match):
+    with pytest.raises(StaleRead, match="row"):
         settle(host, where.least_slots(), order)
 
 

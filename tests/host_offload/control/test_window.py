@@ -93,29 +93,8 @@ def by_parity(tables: Tables, layer: int) -> int:
     return next((int(h) for h in held if h % 2 == layer % 2), two_before(tables, layer))
 
 
-def the_layer_that_computes(tables: Tables, layer: int) -> int:
-    """A mistake: its cells are taken although nothing has been computed with them."""
-    return (layer - 1) % tables.clock.size
-
-
-def addresses_that_stay(tables: Tables, layer: int):
-    """A mistake: the page of who gave its cells stays mapped."""
-    after, listed = materialized(tables, layer)
-    return after._replace(
-        address=jnp.where(after.address < 0, tables.address, after.address)
-    ), listed
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        functools.partial(materialized, giver=by_parity),
-        functools.partial(materialized, giver=the_layer_that_computes),
-        addresses_that_stay,
-    ],
-)
-def test_a_ring_with_a_mistake_is_found(step):
-    assert broken(window(3), step, passes=3)
+def test_a_ring_with_a_mistake_is_found():
+    assert broken(window(3), functools.partial(materialized, giver=by_parity), passes=3)
 
 
 @pytest.mark.parametrize("layers", [3, 4])
@@ -125,6 +104,7 @@ def test_a_ring_of_one_half_goes_on_with_every_layer(layers, residents):
     another layer is mapped but residents."""
     spec = dataclasses.replace(window(layers, residents), halves=1)
     tables, holder = opened(spec), layers - 1
+    assert np.array_equal(spec.residents()[0] < 0, spec.streams)
     assert spec.cells == layers * residents + EXPERTS - residents == spec.slots
     assert np.sum(np.asarray(tables.address) >= 0) == layers * residents
     for count in range(2 * layers + 1):

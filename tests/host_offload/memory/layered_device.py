@@ -15,22 +15,30 @@ from tests.host_offload.control.policy_runs import MemoryDevice
 
 
 class LayeredDevice:
-    """Routes what a trace of traces_of.write_trace says. A step is read after the next one was
-    dispatched, or before where policies look between layers, as engines do. missed: bool[L, E] of
-    each step. staged: how many experts each step was brought ahead."""
+    """Routes what a trace of traces_of.write_trace says. A step is read when `age` others were
+    dispatched, or before the next one where policies look between layers, as engines do.
 
-    def __init__(self, controller: Controller, cells: int):
+    missed: bool[L, E] of each step. staged: how many experts each step was brought ahead.
+    """
+
+    def __init__(self, controller: Controller, cells: int, *, age: int = 1):
         told = controller.spec
         self.device = MemoryDevice(told.layers, told.experts, told.stage_entries, cells)
         self.control = Control(self.device, controller)
         self.missed: list[np.ndarray] = []
         self.staged: list[int] = []
         self._pending: list[StepRecord] = []
+        self._age = age
         self._between = bool(controller.moments & BETWEEN_LAYERS)
+
+    def resident(self, layer: int) -> set[int]:
+        return {*np.flatnonzero(self.device.tables.address[layer] >= 0).tolist()}
 
     def run(self, trace: Trace) -> None:
         for step in trace.step_traces():
-            while self._pending and (self._between or self._pending[0].number < step.number - 1):
+            while self._pending and (
+                self._between or self._pending[0].number < step.number - self._age
+            ):
                 self.control.after_read(self._pending.pop(0))
             self._dispatch(step)
         while self._pending:
@@ -43,9 +51,8 @@ class LayeredDevice:
         self.staged.append(0)
         missed, done = [], np.zeros(len(entries), np.int32)
         for layer in range(step.ids.shape[1]):
-            if layer == 0:
-                self._ask(Moment.EMBEDDED, -1, step, None)
-            self._look(step, layer)
+            if self._between:
+                self._look(step, layer)
             missed.append(device.reference(layer, step.ids[:, layer].ravel().tolist()))
             done |= device.stage(layer, entries)
         self.missed.append(np.array(missed))
@@ -55,7 +62,10 @@ class LayeredDevice:
         self._pending.append(found._replace(start_s=0.0))
 
     def _look(self, step: StepRecord, layer: int) -> None:
-        """The three moments of a layer; a list is carried out at once."""
+        """The three moments of a layer, of the first also EMBEDDED; a list is carried out at
+        once."""
+        if layer == 0:
+            self._ask(Moment.EMBEDDED, -1, step, None)
         rows = slice(layer, layer + 1)
         assert step.gate_input is not None and step.probabilities is not None
         scores = step.probabilities[:, rows]

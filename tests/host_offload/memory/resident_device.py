@@ -7,6 +7,8 @@ points, then carries out its entries of the stage list.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from host_offload.control.interface import Transition
@@ -104,19 +106,12 @@ class Device:
             for expert in range(experts):
                 self.read(layer, expert)
             self.pager.reference(np.ones((1, experts), bool), layer)
-            done |= self.transfer(entries, layer)
+            there = self.pager.stage(entries, layer=layer)
+            for entry in itertools.compress(entries, there):
+                row = int(self.pager.tables.cell_row[entry.layer, entry.cell])
+                self._write(entry.layer, entry.expert, entry.version, row)
+            done |= there
         return done
-
-    def transfer(self, entries: list[Entry], layer: int | None = None) -> np.ndarray:
-        done = self.pager.stage(entries, layer=layer)
-        for entry, carried_out in zip(entries, done, strict=True):
-            if carried_out:
-                self.copy(entry)
-        return done
-
-    def copy(self, entry: Entry) -> None:
-        row = self.pager.tables.cell_row[entry.layer, entry.cell]
-        self._write(entry.layer, entry.expert, entry.version, row)
 
     def read(self, layer: int, expert: int) -> None:
         tables = self.pager.tables
@@ -131,18 +126,14 @@ class Host:
     latest when the next one was dispatched. checked: its books are looked at beside what steps
     read."""
 
-    def __init__(
-        self, where: ResidentSpec, make=Transitions, device=Device, checked=True, **changes
-    ):
+    def __init__(self, where: ResidentSpec, make=Transitions, checked=True):
         self.where, self.checked = where, checked
-        self.spec = spec_for(where, **changes)
-        self.transitions = make(self.spec, lambda transfer: None)
-        self.device = device(where)
+        self.transitions = make(spec_for(where), lambda transfer: None)
+        self.device = Device(where)
         self.wanted = where.start.astype(int)
         self.backwards = False
         self.number = 0
         self.unread: list[tuple[int, np.ndarray | None, Residency]] = []
-        self.lists: list[list[Entry]] = []
         self.readable: dict[int, set[int]] = {}
         """Step that was dispatched and not read → arena rows that it may read: those of its entries
         when it began, but for what was moved away since, which waits for the step."""
@@ -175,14 +166,12 @@ class Host:
             if moves := self.transitions.take_moves():
                 self._move(moves[: len(moves) // 2])
                 self.unmoved = moves
-                self.lists.append(entries)
                 self.transitions.forget(self.number)
                 self.number += 1
                 return
             self._set(entries)
         else:
             entries = self._entries()
-        self.lists.append(entries)
         if fails:
             self.transitions.forget(self.number)
         else:

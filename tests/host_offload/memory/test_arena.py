@@ -124,21 +124,6 @@ def test_refuses_cells(cells):
     assert state(slots) == before
 
 
-def test_refuses_to_take_what_others_hold():
-    slots = arena()
-    slots.grant_cells([3, 3])
-    slots.grant_kv_slots(3)
-    with pytest.raises(ValueError, match="4 KV slots wanted, 3 are not experts'"):
-        slots.grant_kv_slots(4)
-    slots.allocate_pages(2 * PER_SLOT + 1)
-    with pytest.raises(ValueError, match="1 KV slots wanted, 3 hold live pages"):
-        slots.grant_kv_slots(1)
-    with pytest.raises(
-        OutOfPages, match=f"pages wanted, {PER_SLOT - 1} of {3 * PER_SLOT} are free"
-    ):
-        slots.allocate_pages(PER_SLOT)
-
-
 @pytest.mark.parametrize("which", ["never allocated", "twice", "no page at all"])
 def test_refuses_to_release(which):
     slots = arena()

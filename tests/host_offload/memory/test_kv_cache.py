@@ -126,12 +126,7 @@ def test_what_was_not_written_is_forgotten(cache):
     ("break_it", "message"),
     [
         (lambda c, b: setattr(b[0], "refs", 2), "2 references, 0 pins; it has 1 holders"),
-        (lambda c, b: setattr(b[0], "pins", 1), "1 references, 1 pins; it has 1 holders, 0 of"),
-        (lambda c, b: setattr(b[0], "host", "x"), "on both sides"),
         (lambda c, b: setattr(b[0], "row", b[1].row), "belongs to 2 blocks"),
-        (lambda c, b: setattr(b[0], "row", 0), "not KV"),
-        (lambda c, b: c.arena.allocate_pages(1), "pages held"),
-        (lambda c, b: setattr(c, "swapped", 1), "counted as swapped out"),
     ],
 )
 def test_broken_invariants_are_named(cache, break_it, message):

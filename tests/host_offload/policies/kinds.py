@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation
+from host_offload.control.step_record import StepRecord
 from host_offload.policies.prefetch.next_layers import softmax
 from host_offload.policies.prefetch.promoe.network import Training
-from host_offload.traces.reader import Trace, read_trace
-from host_offload.traces.writer import TraceWriter
-from tests.host_offload.traces.traces_of import write_trace
+from host_offload.traces.reader import Trace
+from tests.host_offload.traces.traces_of import rewritten, write_trace
 
 LAYERS, EXPERTS, TOP_K, KINDS = 4, 8, 2, 6
 """A token is of one of some kinds, which decides its experts and, one-hot, its gate inputs."""
@@ -44,21 +43,22 @@ def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Tr
     plain = write_trace(directory / "plain", [ROUTES[step] for step in kinds], EXPERTS)
     spec = {**plain.header.spec, "hidden": KINDS, "slots": 40}
     arrays = {"gate_input": KINDS, "embedding": KINDS, "probabilities": True}
-    facts = dataclasses.replace(plain.header, spec=spec, **{**arrays, **header})
-    with TraceWriter(directory / "kinds", facts) as writer:
-        for step, tokens in zip(plain.step_traces(), kinds, strict=True):
-            kind = np.eye(KINDS, dtype=np.float16)[tokens]
-            inputs = np.repeat(kind[:, None], LAYERS, axis=1)
-            last = step.number == len(kinds) - 1
-            step = step._replace(
-                request=np.arange(len(tokens), dtype=np.int32),
-                gate_input=inputs if facts.gate_input else None,
-                embedding=kind if facts.embedding else None,
-                probabilities=PROBABILITIES[tokens] if facts.probabilities else None,
-                finished=tuple(range(len(tokens))) if last else (),
-            )
-            writer.append(step._replace(**{c.split(".")[1]: None for c in facts.absent}))
-    return read_trace(directory / "kinds")
+    facts = {"spec": spec, **arrays, "absent": (), **header}
+    absent = {column.split(".")[1]: None for column in facts["absent"]}
+
+    def of_kinds(step: StepRecord) -> StepRecord:
+        tokens = kinds[step.number]
+        kind = np.eye(KINDS, dtype=np.float16)[tokens]
+        step = step._replace(
+            request=np.arange(len(tokens), dtype=np.int32),
+            gate_input=np.repeat(kind[:, None], LAYERS, axis=1) if facts["gate_input"] else None,
+            embedding=kind if facts["embedding"] else None,
+            probabilities=PROBABILITIES[tokens] if facts["probabilities"] else None,
+            finished=tuple(range(len(tokens))) if step.number == len(kinds) - 1 else (),
+        )
+        return step._replace(**absent)
+
+    return rewritten(directory / "kinds", plain, map(of_kinds, plain.step_traces()), **facts)
 
 
 def routed(layer: int, kinds: list[int]) -> Observation:

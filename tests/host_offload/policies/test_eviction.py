@@ -14,30 +14,33 @@ from host_offload.policies.eviction import hot_table, static
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.names import (
     EVICTION,
-    PER_LAYER,
     POLICIES,
     eviction_policy,
     with_eviction,
 )
 from host_offload.policies.eviction.static import Static
 from host_offload.simulate.simulator import simulate
-from tests.host_offload.control.policy_runs import LAYERS, Simulation, random_sets, scripted, spec
-from tests.host_offload.traces.traces_of import write_trace
+from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec
+from tests.host_offload.memory.layered_device import LayeredDevice
+from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 
-def run(policies, sets, cells: int) -> Simulation:
-    """All steps over those policies, to the last read."""
-    simulation = Simulation(Controller(spec(), policies), cells)
-    for step in sets:
-        simulation.step(*step)
-    while simulation.pending:
-        simulation.read()
-    return simulation
+@pytest.fixture
+def run(tmp_path):
+    """Steps over policies, on a device in plain Python: the device after them."""
+
+    def runs(policies, sets, cells: int) -> LayeredDevice:
+        device = LayeredDevice(Controller(spec(), policies), cells)
+        routed = [np.sort(np.array([step])) for step in sets]
+        device.run(write_trace(tmp_path / str(len(list(tmp_path.iterdir()))), routed, EXPERTS))
+        return device
+
+    return runs
 
 
 def test_names():
-    assert set(PER_LAYER) == {"lru", "lfu", "lfru", "fifo", "static", "hot-table"}
-    assert set(POLICIES) == {*PER_LAYER, "global-lru", "global-lfu", "global-lfru"}
+    layered = {"lru", "lfu", "lfru", "fifo", "static", "hot-table"}
+    assert set(POLICIES) == {*layered, "global-lru", "global-lfu", "global-lfru"}
     assert EVICTION == {"lru": (1, 0, 0), "lfu": (0, 1, 0), "lfru": (1, 1, 0)}
     with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, g"):
         eviction_policy("mru")
@@ -106,9 +109,10 @@ def fifo_misses(sets, capacity: int, layer: int) -> list[set[int]]:
     return misses
 
 
-def test_fifo_is_exact_where_the_lag_cannot_matter():
+def test_fifo_is_exact_where_the_lag_cannot_matter(run):
     """Six cells and two experts a step: there are always older ones than those of two steps."""
-    sets = random_sets(np.random.default_rng(0), 60)
+    routed = random_routing(np.random.default_rng(0), 60, LAYERS, EXPERTS, 2)
+    sets = [step[0].tolist() for step in routed]
     simulation = run([FIFO()], sets, cells=6)
     for layer in range(LAYERS):
         got = [set(np.flatnonzero(missed[layer]).tolist()) for missed in simulation.missed]
@@ -118,7 +122,7 @@ def test_fifo_is_exact_where_the_lag_cannot_matter():
 # ---- static
 
 
-def test_static_keeps_the_experts_of_its_warm_up_and_lets_no_other_in():
+def test_static_keeps_the_experts_of_its_warm_up_and_lets_no_other_in(run):
     warm = [[[0, 1], [5, 6]], [[0, 2], [5, 7]], [[0, 1], [5, 6]]]
     # By turns, because a step's list takes no cell whose owner the step used.
     later = [[[3, 4], [0, 1]], [[5, 6], [2, 3]], [[7, 3], [4, 0]]] * 4
@@ -131,7 +135,7 @@ def test_static_keeps_the_experts_of_its_warm_up_and_lets_no_other_in():
     assert stats["decisions"] == {"Static": 2} and stats["queued"] == 0
 
 
-def test_static_brings_a_given_hot_set_in():
+def test_static_brings_a_given_hot_set_in(run):
     hot = ((7, 6, 5), (4, 3, 2))
     simulation = run([Static(hot=hot)], [[[0, 1], [0, 1]], [[2, 3], [5, 6]]] * 5, cells=2)
     assert simulation.resident(0) == {7, 6} and simulation.resident(1) == {4, 3}
@@ -156,7 +160,7 @@ def test_experts_that_do_not_exist_are_refused(policy, match):
 # ---- the tutorial's
 
 
-def test_recent_prefetch_restores_what_was_used_before():
+def test_recent_prefetch_restores_what_was_used_before(run):
     """LFU holds on to what was popular once, and newcomers evict each other; the policy brings
     them back in place of the old ones, so that nothing is missed in the end."""
     once, now = ([[[e], [e]] for e in experts] for experts in ((0, 1, 2, 3), (4, 5, 6, 7)))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ from hypothesis import strategies as st
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Observation, Spec
-from host_offload.control.staging import choose_cell
+from host_offload.control.staging import making_room
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import policy as expert_map
 from host_offload.policies.prefetch.expert_map.matcher import Matcher
-from host_offload.policies.prefetch.expert_map.policy import ExpertMap, Matching, recorded
+from host_offload.policies.prefetch.expert_map.policy import ExpertMap, recorded
 from host_offload.policies.prefetch.expert_map.store import (
     MapStore,
     Trajectory,
@@ -35,9 +34,8 @@ from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.names import prefetch_policy
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.traces.reader import Trace, TraceError, read_trace
-from host_offload.traces.writer import TraceWriter
+from host_offload.simulate.simulator import simulate
+from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.policies.kinds import (
     EXPERTS,
@@ -52,7 +50,6 @@ from tests.host_offload.policies.kinds import (
     trace_of_kinds,
     wanted,
 )
-from tests.host_offload.traces.traces_of import write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -150,167 +147,11 @@ def test_rows_replace_who_they_make_redundant(distance):
 # ---- the policy
 
 
-def of_moment(moment: Moment, rows: int, layer: int = -1, **fields: Any) -> Observation:
-    known = {"request": np.arange(rows), "phase": np.ones(rows, np.uint8)}
-    return Observation(moment, 0, 0, 0, -1, layer, 0.0, **{**known, **fields})
-
-
-def spec(tmp_path: Path):
-    trace = write_trace(tmp_path / "spec", [np.zeros((1, L, K), int)], E)
-    header = dataclasses.replace(trace.header, spec={**trace.header.spec, "hidden": D})
-    return dataclasses.replace(spec_of(header), driver="host")
-
-
-def begun(policy: ExpertMap, told: Spec, store: MapStore) -> Matching:
-    """The policy's state with these maps."""
-    state: Any = policy.init(told)
-    return state._replace(tracker=dataclasses.replace(state.tracker, store=store))
-
-
-def store_of(state: Any) -> MapStore:
-    return state.tracker.store
-
-
-def walk(policy: ExpertMap, state: Matching, embeddings, maps, **rows: Any):
-    """A step of these rows: (what was wanted at each moment from EMBEDDED on, the state after)."""
-    count = len(embeddings)
-    state, decision = policy.decide(
-        state, of_moment(Moment.EMBEDDED, count, embedding=embeddings, **rows)
-    )
-    decisions = [decision]
-    for layer in range(L):
-        seen = of_moment(Moment.ROUTED, count, layer, probs=maps[:, layer : layer + 1], **rows)
-        state, decision = policy.decide(state, seen)
-        decisions.append(decision)
-    end = of_moment(Moment.STEP_END, count, embedding=embeddings, probs=maps, **rows)
-    return decisions, policy.decide(state, end)[0]
-
-
-def wanted_of(decisions) -> list[list[tuple[int, int]]]:
-    return [[(s.layer, s.expert) for s in d.stages or ()] for d in decisions]
-
-
-def test_the_same_iteration_again_is_known(tmp_path):
-    """Property 3: the trajectory's score is 1 and exactly what is routed is prefetched, the first
-    layers by the embedding, each further one `distance` layers ahead."""
-    embeddings, maps = draw(0, 4)
-    policy, one = ExpertMap(distance=2), slice(1, 2)
-    state = begun(policy, spec(tmp_path), stored(embeddings, maps))
-    decisions, after = walk(policy, state, embeddings[one], maps[one])
-    routed = [{(n, int(e)) for e in np.argsort(-maps[1, n])[:K]} for n in range(L)]
-    wanted = wanted_of(decisions)
-    assert set(wanted[0]) == routed[0] | routed[1]
-    for layer in range(L):  # after the router of a layer: of those to come that were matched
-        ahead = routed[layer + 1 : layer + 3]
-        assert set(wanted[layer + 1]) == set().union(*ahead)
-    assert after.tracker.trajectory.scores(store_of(state), L - 1)[0, 1] == pytest.approx(
-        1, abs=1e-5
-    )
-    assert store_of(after).size == 5
-
-
-def test_nearer_and_likelier_goes_first(tmp_path):
-    """Property 5: the order after each layer is that of p / (l − l_now) computed from scratch."""
-    policy = ExpertMap(distance=3)
-    state = begun(policy, spec(tmp_path), stored(*draw(0, 5)))
-    embeddings, maps = draw(7, 2)
-    state, decision = policy.decide(state, of_moment(Moment.EMBEDDED, 2, embedding=embeddings))
-    for layer in range(-1, L):
-        if layer >= 0:
-            seen = of_moment(Moment.ROUTED, 2, layer, probs=maps[:, layer : layer + 1])
-            state, decision = policy.decide(state, seen)
-        priority = {
-            (n, e): state.wanted[n, e] / (n - layer)
-            for n, e in np.ndindex(L, E)
-            if n > layer and state.wanted[n, e]
-        }
-        (got,) = wanted_of([decision])
-        assert got == sorted(priority, key=lambda place: (-priority[place], place))
-        assert {n for n, _ in got} == {*range(layer + 1, min(max(layer, -1) + 4, L))}
-
-
-def test_evicted_is_the_least_probability_times_frequency(tmp_path):
-    """Property 5 of eviction: the tables' victim under the policy's weights and prior; recency
-    decides nothing."""
-    rng = np.random.default_rng(2)
-    policy = ExpertMap(distance=1)
-    embeddings, maps = draw(0, 3)
-    state = begun(policy, spec(tmp_path), stored(embeddings, maps))
-    decision = policy.decide(state, of_moment(Moment.EMBEDDED, 1, embedding=embeddings[:1]))[1]
-    tables = cold_tables(np.full(L, E), E)
-    frequency = rng.integers(0, 50, (L, E)).astype(np.int32)
-    tables = tables._replace(
-        owner=np.tile(np.arange(E, dtype=np.int32), (L, 1)),
-        last_used=rng.integers(0, 90, (L, E)).astype(np.int32),
-        clock=np.full(L, 100, np.int32),
-        frequency=frequency,
-        prior=decision.prior,
-        victim_weights=np.array(policy.victim_weights, np.int32),
-    )
-    kept: list[int] = []
-    for expert in np.argsort(maps[0, 0] * (1 + frequency[0])):
-        assert choose_cell(tables, 0, 0, taken=kept) == expert
-        kept.append(int(expert))
-
-
-def test_a_prompt_as_one_row(tmp_path):
-    """prompt="mean": a row a request, of the mean embedding and map; generated tokens stay rows."""
-    policy, told = ExpertMap(distance=1, prompt="mean"), spec(tmp_path)
-    state = policy.init(told)
-    embeddings, maps = draw(0, 5)
-    prompt = {"request": np.array([3, 3, 3, 7, 7]), "phase": np.zeros(5, np.uint8)}
-    state = walk(policy, state, embeddings, maps, **prompt)[1]
-    parts = slice(0, 3), slice(3, 5)
-    same_store(store_of(state), [(embeddings[p].mean(axis=0), maps[p].mean(axis=0)) for p in parts])
-    assert walk(policy, state, embeddings, maps)[1].tracker.store.size == 7
-    by_token = ExpertMap(distance=1)
-    empty = by_token.init(told)
-    assert walk(by_token, empty, embeddings, maps, **prompt)[1].tracker.store.size == 5
-
-
-# ---- from a trace
-
-
-def trace_of_maps(directory: Path, steps: int, *, arrays: bool = True) -> Trace:
-    plain = write_trace(directory / "plain", [np.zeros((2, L, K), int)] * steps, E)
-    given = {"probabilities": arrays, "embedding": D if arrays else 0}
-    header = dataclasses.replace(plain.header, spec={**plain.header.spec, "hidden": D}, **given)
-    with TraceWriter(directory / "maps", header) as writer:
-        for step in plain.step_traces():
-            embeddings, maps = (array.astype(np.float16) for array in draw(step.number, 2))
-            if arrays:
-                step = step._replace(embedding=embeddings, probabilities=maps)
-            writer.append(step)
-    return read_trace(directory / "maps")
-
-
-def test_refusals(tmp_path):
-    told = spec(tmp_path)
-    for wrong, match in (
-        ({"capacity": 0}, "capacity must be at least 1"),
-        ({"prompt": "words"}, "prompt one of tokens, mean"),
-        ({"tracker": "T"}, "tracker one of map_tsd, map_ts, map_t, speculate, hit_count"),
-        ({"distance": 0}, r"distance must lie in 1…4, not 0"),
-        ({"distance": L}, r"distance must lie in 1…4, not 5"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            ExpertMap(**wrong).init(told)
-    with pytest.raises(TraceError, match="--trace-arrays probs,embedding"):
-        expert_map.fit(trace_of_maps(tmp_path, 1, arrays=False))
-    (tmp_path / "more").mkdir()
-    policy = expert_map.fit(trace_of_maps(tmp_path / "more", 4), capacity=5, distance=2)
-    with pytest.raises(ValueError, match="5 maps are given and capacity is 4"):
-        dataclasses.replace(policy, capacity=4).init(told)
-    with pytest.raises(ValueError, match="fitted to a model with layers 5, this one has 6"):
-        policy.init(dataclasses.replace(told, layers=6))
-
-
-# ---- what takes the matcher's place, and searches beside inference
-
-
-def moment(which: Moment, kinds: list[int], layer: int = -1, step: int = 0, turn: int = -1):
-    """All that a moment of a step of these kinds may show, row r of request r."""
-    rows = slice(None) if layer < 0 else slice(layer, layer + 1)
+def moment(
+    which: Moment, kinds: list[int], layer: int = -1, step: int = 0, turn: int = -1, **rows: Any
+) -> Observation:
+    """All that a moment of a step of these kinds may show, row r of request r unless told."""
+    span = slice(None) if layer < 0 else slice(layer, layer + 1)
     seen = routed(max(layer, 0), kinds)
     return dataclasses.replace(
         seen,
@@ -318,22 +159,107 @@ def moment(which: Moment, kinds: list[int], layer: int = -1, step: int = 0, turn
         layer=layer,
         step=step,
         turn=turn,
-        request=np.arange(len(kinds), dtype=np.int32),
-        phase=np.ones(len(kinds), np.uint8),
         embedding=np.eye(KINDS, dtype=np.float16)[kinds],
-        probs=PROBABILITIES[kinds][:, rows],
-        ids=ROUTES[kinds].astype(np.int16)[:, rows],
+        probs=PROBABILITIES[kinds][:, span],
+        ids=ROUTES[kinds].astype(np.int16)[:, span],
+        **{
+            "request": np.arange(len(kinds), dtype=np.int32),
+            "phase": np.ones(len(kinds), np.uint8),
+            **rows,
+        },
     )
 
 
-def walk_kinds(policy: ExpertMap, state: Any, kinds: list[int], step: int = 0):
+def walk_kinds(policy: ExpertMap, state: Any, kinds: list[int], step: int = 0, **rows: Any):
     """A step: (what was wanted at EMBEDDED and after each router, the state after)."""
-    state, decision = policy.decide(state, moment(Moment.EMBEDDED, kinds, step=step))
+    state, decision = policy.decide(state, moment(Moment.EMBEDDED, kinds, step=step, **rows))
     found = [wanted(decision)]
     for layer in range(LAYERS):
-        state, decision = policy.decide(state, moment(Moment.ROUTED, kinds, layer, step))
+        state, decision = policy.decide(state, moment(Moment.ROUTED, kinds, layer, step, **rows))
         found.append(wanted(decision))
-    return found, policy.decide(state, moment(Moment.STEP_END, kinds, step=step))[0]
+    return found, policy.decide(state, moment(Moment.STEP_END, kinds, step=step, **rows))[0]
+
+
+def with_maps(trace: Trace, told: Spec, **fields: Any) -> tuple[ExpertMap, Any]:
+    """A policy that knows the maps of a trace, and its state."""
+    policy = expert_map.fit(trace, **fields)
+    return policy, policy.init(told)
+
+
+def test_nearer_and_likelier_goes_first(trace, told):
+    """Property 5: the order after each layer is that of p / (l − l_now) computed from scratch."""
+    policy, state = with_maps(trace, told, distance=3)
+    state, decision = policy.decide(state, moment(Moment.EMBEDDED, [1, 4]))
+    for layer in range(-1, LAYERS):
+        if layer >= 0:
+            state, decision = policy.decide(state, moment(Moment.ROUTED, [1, 4], layer))
+        priority = {
+            (n, e): state.wanted[n, e] / (n - layer)
+            for n, e in np.ndindex(LAYERS, EXPERTS)
+            if n > layer and state.wanted[n, e]
+        }
+        got = wanted(decision)
+        assert got == sorted(priority, key=lambda place: (-priority[place], place))
+        assert {n for n, _ in got} == {*range(layer + 1, min(max(layer, -1) + 4, LAYERS))}
+
+
+def test_evicted_is_the_least_probability_times_frequency(trace, told):
+    """Property 5 of eviction: the tables' victim under the policy's weights and prior; recency
+    decides nothing."""
+    rng = np.random.default_rng(2)
+    policy, state = with_maps(trace, told, distance=1)
+    decision = policy.decide(state, moment(Moment.EMBEDDED, [1]))[1]
+    tables = cold_tables(np.full(LAYERS, EXPERTS), EXPERTS)
+    frequency = rng.permutation(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS).astype(np.int32)
+    tables = tables._replace(
+        owner=np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1)),
+        last_used=rng.integers(0, 90, (LAYERS, EXPERTS)).astype(np.int32),
+        clock=np.full(LAYERS, 100, np.int32),
+        frequency=frequency,
+        prior=decision.prior,
+        victim_weights=np.array(policy.victim_weights, np.int32),
+    )
+    order = np.argsort(PROBABILITIES[1, 0].astype(np.float64) * (1 + frequency[0]))
+    assert [owner for _, owner in making_room(tables, 0, 0)] == order.tolist()
+
+
+def test_a_prompt_as_one_row(told):
+    """prompt="mean": a row a request, of the mean embedding and map; generated tokens stay rows."""
+    kinds = [0, 3, 5, 1, 4]
+    prompt = {"request": np.array([3, 3, 3, 7, 7]), "phase": np.zeros(5, np.uint8)}
+    policy = ExpertMap(distance=1, prompt="mean")
+    state = walk_kinds(policy, policy.init(told), kinds, **prompt)[1]
+    rows = [
+        (np.eye(KINDS)[part].mean(axis=0), PROBABILITIES[part].astype(np.float32).mean(axis=0))
+        for part in (kinds[:3], kinds[3:])
+    ]
+    same_store(state.tracker.store, rows)
+    assert walk_kinds(policy, state, kinds)[1].tracker.store.size == 7
+    by_token = ExpertMap(distance=1)
+    found = walk_kinds(by_token, by_token.init(told), kinds, **prompt)[1]
+    assert found.tracker.store.size == 5
+
+
+def test_refusals(trace, told, tmp_path):
+    for wrong, match in (
+        ({"capacity": 0}, "capacity must be at least 1"),
+        ({"prompt": "words"}, "prompt one of tokens, mean"),
+        ({"tracker": "T"}, "tracker one of map_tsd, map_ts, map_t, speculate, hit_count"),
+        ({"distance": 0}, r"distance must lie in 1…3, not 0"),
+        ({"distance": LAYERS}, r"distance must lie in 1…3, not 4"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ExpertMap(**wrong).init(told)
+    with pytest.raises(TraceError, match="--trace-arrays probs,embedding"):
+        expert_map.fit(trace_of_kinds(tmp_path, [[0]], probabilities=False, embedding=0))
+    policy = expert_map.fit(trace, capacity=99, distance=2)
+    with pytest.raises(ValueError, match="80 maps are given and capacity is 4"):
+        dataclasses.replace(policy, capacity=4).init(told)
+    with pytest.raises(ValueError, match="fitted to a model with layers 4, this one has 6"):
+        policy.init(dataclasses.replace(told, layers=6))
+
+
+# ---- what takes the matcher's place
 
 
 def test_speculate_asks_the_gate_of_a_later_layer(told):

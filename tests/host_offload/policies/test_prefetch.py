@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,6 @@ from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.promoe import policy as promoe
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate
-from host_offload.traces.reader import Trace, read_trace
-from host_offload.traces.writer import TraceWriter
 from tests.host_offload.policies.kinds import (
     EXPERTS,
     KINDS,
@@ -53,6 +50,7 @@ from tests.host_offload.policies.kinds import (
     trace_of_kinds,
     wanted,
 )
+from tests.host_offload.traces.traces_of import rewritten
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -169,16 +167,9 @@ def test_an_oracle_is_of_one_run_only(trace, told, tmp_path):
         oracle_of(other).init(dataclasses.replace(told, layers=3))
     with pytest.raises(ValueError, match="horizon must be at least 1"):
         oracle_of(other, horizon=0).init(told)
-    late = _without_its_first_step(other, tmp_path)
+    later = rewritten(tmp_path / "late", other, itertools.islice(other.step_traces(), 1, None))
     with pytest.raises(ValueError, match="lacks steps of its run"):
-        oracle_of(late)
-
-
-def _without_its_first_step(trace: Trace, tmp_path: Path) -> Trace:
-    with TraceWriter(tmp_path / "late", trace.header) as writer:
-        for step in itertools.islice(trace.step_traces(), 1, None):
-            writer.append(step)
-    return read_trace(tmp_path / "late")
+        oracle_of(later)
 
 
 # ---- what was learned, as a file

@@ -96,7 +96,9 @@ class Jax(Subject):
         for name in self._link.begun[len(self.begun) :]:
             place, matrix = name.split()
             self.begun.append((self.tickets[place], PIECE * "gud".index(matrix)))
-        self._link.arrive(len(self._link.under_way))
+        while self._link.under_way:  # seen one after the other, as they end on a link
+            self._link.arrive()
+            self.queue.arrived()
 
 
 QUEUES = pytest.mark.parametrize("make", [Clock, pytest.param(Threads, marks=NATIVE), Jax])

@@ -268,6 +268,18 @@ def test_refuses_files_that_cannot_be_read(queue, path, tmp_path):
 # ---- errors
 
 
+def test_a_failed_chunk_fails_one_transfer_and_its_cell(path):
+    to = cell()
+    with NativeQueue(chunk_bytes=1000) as queue:
+        inject(queue, Faults(seed=1, errors=1.0))
+        settled = queue.wait(queue.submit(transfer(3), from_file(path, to)))
+        assert settled and settled.message == f"{path}: an injected error"
+        assert queue.wait_cell(3) == "failed"
+        inject(queue, Faults())
+        queue.wait(queue.submit(transfer(3), from_file(path, to)))
+        assert queue.wait_cell(3) == "done"
+
+
 def test_short_reads_are_read_on(path):
     to = cell()
     with NativeQueue(chunk_bytes=20_000) as queue:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.queue.order import TransferQueue
-from host_offload.queue.transfer import DEMAND, Chunk, Load, QueueError, Transfer
+from host_offload.queue.transfer import DEMAND, Load, QueueError, Transfer
 from host_offload.queue.virtual import VirtualQueue
 from tests.host_offload.queue.operations import operations, play
 
@@ -27,39 +27,6 @@ def test_demands_go_first_then_priority_then_who_came_first():
     for cell, (cause, priority) in enumerate(asked):
         queue.submit(transfer(cell, cause, priority), (10,))
     assert begun(queue) == [5, 3, 2, 4, 1]
-
-
-def test_a_demand_pauses_the_others_at_the_next_chunk():
-    queue = TransferQueue(1)
-    queue.submit(transfer(0), (3,))
-    assert queue.next_chunk() == Chunk(1, 0, 0, 1)
-    queue.submit(transfer(1, DEMAND), (2,))
-    assert begun(queue) == [2, 2, 1, 1]
-
-
-def test_what_has_begun_ends_and_what_has_not_can_be_cancelled():
-    queue = TransferQueue(1)
-    queue.submit(transfer(0), (2,))
-    queue.submit(transfer(1), (2,))
-    queue.next_chunk()
-    assert not queue.cancel(1)
-    assert queue.cancel(2)
-    assert not queue.cancel(2)
-    assert begun(queue) == [1]
-    assert [s.state for s in queue.observe(0).settled] == ["cancelled"]
-
-
-def test_parts_are_there_one_by_one():
-    queue = TransferQueue(4)
-    queue.submit(transfer(), (4, 6))
-    chunks = [queue.next_chunk() for _ in range(3)]
-    assert queue.end(chunks[0]) is None
-    assert (queue.there(1, 0), queue.there(1, 1), queue.there(1)) == (True, False, False)
-    queue.end(chunks[2])
-    assert not queue.there(1, 1)
-    assert queue.observe(2.5).flying[0].bytes_left == 4
-    settled = queue.end(chunks[1])
-    assert settled and settled.state == "done" and queue.there(1, 1)
 
 
 def test_a_failed_chunk_is_the_last_to_begin():

@@ -13,6 +13,7 @@ from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostError
+from tests.host_offload.control.policy_runs import scripted
 from tests.host_offload.sizing.cost_models import LOW, MODEL
 from tests.host_offload.traces.traces_of import random_routing, write_trace
 
@@ -80,6 +81,21 @@ def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
         assert np.array_equal(one.simulation.transfers, plain.transfers)
 
 
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), factor=st.floats(1, 50), cells=st.integers(0, 4))
+def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
+    routed = random_routing(np.random.default_rng(seed), 6, 2, EXPERTS, 2)
+    trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
+    tables = {
+        name: getattr(MODEL, name) * [1, factor] for name in ("fill", "read_through", "stage")
+    }
+    slow = dataclasses.replace(MODEL, link_per_byte=MODEL.link_per_byte * factor, **tables)
+    options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
+    fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
+    assert (late.seconds >= fast.seconds).all()
+    assert late.stall_bound_share >= fast.stall_bound_share
+
+
 def test_another_models_trace_is_refused(tmp_path):
     trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
     with pytest.raises(CostError, match=r"2 MoE layers, 4 experts and top-2.*of 3, 4 and top-2"):
@@ -109,30 +125,13 @@ def test_misses_travel_beside_computing_and_hits_hide_them(tmp_path):
     assert predict(trace, MODEL, cells=2, link=LINK).events == ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Between:
-    """Wants expert 2 of layer 1 at a moment of layer 0 of step 0."""
-
-    moment: Moment
-    needs = frozenset()
-    writes = frozenset({"stages"})
-
-    @property
-    def moments(self):
-        return frozenset({self.moment})
-
-    def init(self, spec): ...
-
-    def decide(self, state, observation):
-        wanted = observation.step == 0 and observation.layer == 0
-        return state, Decision(stages=(Stage(1, 2),) if wanted else ())
-
-
 @pytest.mark.parametrize("link", [None, Link(rate=100.0)])
 def test_looking_between_layers_costs_each_moment_and_each_list(tmp_path, link):
     """Two steps of two layers, a moment each; one list, of which the link knows when it comes."""
+    script = {(Moment.ROUTED, 0): Decision(stages=(Stage(1, 2),))}
+    policy = scripted(script, moments={Moment.ROUTED}, writes={"stages"})
     trace = write_trace(tmp_path / "t", [one_token([0, 1], [2, 3])] * 2, EXPERTS)
-    options = {"cells": 4, "driver": "host", "link": link, "policies": [Between(Moment.ROUTED)]}
+    options = {"cells": 4, "driver": "host", "link": link, "policies": [policy]}
     free = predict(trace, MODEL, **options)
     costly = dataclasses.replace(MODEL, look=1000.0, hand=500.0)
     found = predict(trace, costly, **options, draw=True)
@@ -265,23 +264,10 @@ def test_a_second_processor_computes_beside_the_device(tmp_path, link):
     assert (apart.seconds > found.seconds + 4000).all() and (apart.seconds < 7000).all()
 
 
-@dataclasses.dataclass(frozen=True)
-class Away:
-    """A placement of a test, which says no costs."""
-
-    moments, needs = frozenset({Moment.EXPERTS_BEGIN}), frozenset({"counts", "version"})
-    writes = frozenset({"execute", "load_order"})
-
-    def init(self, spec):
-        return None
-
-    def decide(self, state, seen):
-        active = np.flatnonzero(seen.counts[seen.layer])
-        beside = (seen.version[seen.layer, active] < 0).astype(np.int8)
-        return state, Decision(execute=beside, load_order=np.zeros(len(active), np.int16))
-
-
 def test_a_second_processor_without_costs_is_refused(tmp_path):
+    beside = Decision(execute=np.ones(2, np.int8), load_order=np.zeros(2, np.int16))
+    script, moments = {(Moment.EXPERTS_BEGIN, 0): beside}, {Moment.EXPERTS_BEGIN}
+    away = scripted(script, moments=moments, writes={"execute", "load_order"})
     trace = write_trace(tmp_path / "t", STEPS, EXPERTS)
     with pytest.raises(CostError, match="name the placement with its costs"):
-        predict(trace, MODEL, cells=2, driver="host", policies=[Away()])
+        predict(trace, MODEL, cells=2, driver="host", policies=[away])

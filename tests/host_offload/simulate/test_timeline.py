@@ -23,51 +23,9 @@ from host_offload.simulate.timeline import (
     write_trace,
 )
 
-COST = LayerCost(before=0.5, gate_up=1.0, down=0.5)
-NONE = LayerCost(before=0.5, gate_up=0.0, down=0.0)
-"""COST where no expert is there."""
-PARTS = (1, 1, 1)
-RATE = 3 / COST.total
-"""At which an expert takes as long as a layer."""
-
 
 def transfer(number, cause="prefetch", layer=0):
     return Transfer(layer, number, 0, number, cause)
-
-
-def need(ticket):
-    return Need(ticket, COST.gate_up, COST.down)
-
-
-def line(rate=RATE, latency=0.0):
-    return Timeline({"link": Link(rate, latency, chunk_bytes=1)})
-
-
-def test_a_layer_waits_for_gate_and_up_first():
-    """A demand after the router takes 2 s; gate and up are there after 4/3 s, and down's part
-    travels during their products."""
-    timeline = line()
-    timeline.compute("before", COST.before)
-    timeline.experts(0, NONE, "link", [need(timeline.submit("link", transfer(0, DEMAND), PARTS))])
-    assert timeline.now == pytest.approx(0.5 + 4 / 3 + 1.0 + 0.5)
-    waited = [e for e in timeline.events if e.name == "wait"]
-    assert sum(e.end - e.begin for e in waited) == pytest.approx(4 / 3)
-
-
-@given(st.lists(st.tuples(st.floats(0, 2), st.integers(0, 3)), max_size=8), st.floats(0.2, 4))
-def test_the_time_lies_between_the_larger_and_the_sum(layers, rate):
-    timeline, compute, moved = line(rate), 0.0, 0
-    for number, (seconds, misses) in enumerate(layers):
-        cost = LayerCost(seconds, seconds, 0.0)
-        asked = [timeline.submit("link", transfer(10 * number + n), PARTS) for n in range(misses)]
-        needs = [Need(ticket, seconds / 2, seconds / 4) for ticket in asked]
-        timeline.layer(number, cost, "link", needs)
-        compute, moved = compute + cost.total + misses * seconds * 0.75, moved + 3 * misses
-    assert max(compute, moved / rate) - 1e-9 <= timeline.now <= compute + moved / rate + 1e-9
-    by_track = {}
-    for event in timeline.events:
-        assert event.begin >= by_track.get(event.track, 0.0) - 1e-9
-        by_track[event.track] = event.end
 
 
 def test_what_has_no_cell_passes_through_buffers():
@@ -198,17 +156,6 @@ def test_a_ring_by_the_layers_parity_collides(play):
         patch.setattr(Timeline, "submit", submit)
         slow = Link(link.rate / 100, link.latency, chunk_bytes=2)
         with pytest.raises(QueueError):
-            out_of_order(layers, slow, passes)
-
-
-@given(plays())
-def test_a_wait_left_out_is_found(play):
-    """Products begin when their turn comes, whatever is there of their expert."""
-    layers, link, passes = play
-    slow = Link(link.rate / 100, link.latency, chunk_bytes=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Timeline, "wait", lambda *_: None)
-        with pytest.raises(QueueError):  # the cells are taken while they are written
             out_of_order(layers, slow, passes)
 
 

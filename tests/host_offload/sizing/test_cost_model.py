@@ -17,7 +17,7 @@ from host_offload.sizing.cost_model import (
     fitted_step,
     fitted_table,
 )
-from host_offload.sizing.version_costs import VersionCounts, move_s
+from host_offload.sizing.version_costs import VersionCounts, list_s, moves_s
 from tests.host_offload.sizing.cost_models import MODEL
 
 
@@ -28,20 +28,10 @@ def moved(*counts):
 NONE = moved(0, 0)
 
 
-def test_a_step_is_the_sum_of_its_parts():
-    work = Work(parts=3, spans=4, experts=5, tiles=6)
-    # 1000 + 3·10 + 4·1 + 5·100 + 6·50
-    assert MODEL.step_cost(8).seconds(work) == 1834
-    assert MODEL.step_cost(1).seconds(work) == 1834
-    assert MODEL.step_cost(16).seconds(work) == 2000 + 834
-    # 5000 + 3·500 + 4·20 + 5·200 + 6·100
-    assert MODEL.step_cost(None).seconds(work) == 8180
-
-
 def test_experts_that_move_are_looked_up_by_layer():
     def seconds(fills=NONE, read_through=NONE, staged=NONE, prefill=False):
         counts = VersionCounts(NONE, fills[:, None], read_through[:, None], staged[:, None])
-        return move_s((MODEL,), counts, prefill=prefill)
+        return list_s((MODEL,), counts) + moves_s((MODEL,), counts, prefill=prefill).sum()
 
     assert seconds() == 0
     assert seconds(fills=moved(1, 0)) == 10

@@ -24,13 +24,13 @@ from host_offload.sizing.split import (
     MissCosts,
     SplitError,
     SplitRule,
+    link_costs,
     miss_costs,
     objective,
 )
 from host_offload.traces.reader import TraceError
 from tests.host_offload.control.policy_runs import spec
-from tests.host_offload.sizing.replayed_splits import replay_split
-from tests.host_offload.traces.traces_of import random_routing, write_trace
+from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -163,6 +163,7 @@ def test_costs_of_a_miss():
     # What crosses the link counts: 60 bytes of an expert that a cell has 100 of.
     moved = {"dense": np.full(2, 60), "small": np.full(2, 40)}
     assert miss_costs(costs, spec(moved_bytes=moved)).expert_s == pytest.approx(1e-4 + 6e-8)
+    assert link_costs(spec(), 1e9) == pytest.approx((1e-7, 2 * 1e-8))
     with pytest.raises(ValueError, match="kv_miss is swap or recompute, not 'drop'"):
         miss_costs(costs, spec(), "drop")
 
@@ -174,10 +175,10 @@ def pool(turns, size: int) -> int:
     """Warm misses of an LRU pool of pages, in plain Python; a turn of no session is released."""
     held: list = []
     seen, missed = set(), 0
-    for session, count in turns:
-        pages = [(session, p) for p in range(count)]
+    for each in turns:
+        pages = [(int(session), int(page)) for session, page in each]
         missed += sum(page in seen and page not in held for page in pages)
-        seen.update(pages if session >= 0 else ())
+        seen.update(page for page in pages if page[0] >= 0)
         held = [p for p in held if p not in pages] + pages
         held = held[max(len(held) - size, 0) :]
         held = [p for p in held if p[0] >= 0]
@@ -191,17 +192,13 @@ def pool(turns, size: int) -> int:
 )
 def test_kv_misses_are_those_of_an_lru_pool(turns, size):
     """Exactly, at every size, with pages that are released in between."""
-    recency, distances, played = PageRecency(), [], []
-    for session, count in turns:
-        pages = np.array([(session, p) for p in range(count)], np.int64).reshape(-1, 2)
-        recency, found = page_references(recency, pages)
+    recency, distances = PageRecency(), []
+    pages = [np.array([(s, p) for p in range(n)], np.int64).reshape(-1, 2) for s, n in turns]
+    for each in pages:
+        recency, found = page_references(recency, each)
         distances.extend(found.tolist())
-        played.append(Turn([np.ones((1, 1), bool)], pages))
-    pages = np.bincount(np.array(distances, np.int64), minlength=201).astype(np.float64)
-    curve = Streams(np.zeros((1, 1)), pages).kv_misses
-    assert curve[size] == pool(turns, size)
-    replayed = replay_split(played, [np.ones(1, np.int64)] * len(turns), [size] * len(turns))
-    assert replayed.kv_misses.sum() == pool(turns, size)
+    counts = np.bincount(np.array(distances, np.int64), minlength=201).astype(np.float64)
+    assert Streams(np.zeros((1, 1)), counts).kv_misses[size] == pool(pages, size)
 
 
 # ---- the configurator
@@ -222,7 +219,7 @@ def turns(rng: np.random.Generator, sessions: int, pages: int, count: int, steps
 @pytest.mark.parametrize(("sessions", "page_s"), [(3, 1.0), (3, 0.01), (9, 0.3)])
 def test_the_configurator_finds_the_split(sessions, page_s):
     """Within a grid step of the exhaustive argmin, or as good but for the gate; the prediction is
-    what an exact replay misses."""
+    what a replay misses."""
     division = Division(1000, 50, 10, 16, 5, 2)
     costs = MissCosts(1.0, page_s)
     played = list(turns(np.random.default_rng(0), sessions, 6, 60))
@@ -237,9 +234,7 @@ def test_the_configurator_finds_the_split(sessions, page_s):
     near = abs(found.cap - seconds.argmin()) * 50 / 1000 <= 1 / 40 + 50 / 1000
     assert near or seconds[found.cap] <= seconds.min() / (1 - 0.02)
 
-    replayed = replay_split(played, [found.cells] * 60, [found.kv_pages] * 60)
-    assert replayed.expert_misses.sum() - replayed.expert_first == found.expert_misses
-    assert replayed.kv_misses.sum() == found.kv_misses
+    assert found.kv_misses == pool([turn.pages for turn in played], found.kv_pages)
     assert found.seconds == pytest.approx(found.expert_misses + page_s * found.kv_misses)
     exact = curves_of([a for turn in played for a in turn.active])
     assert exact.warm[0, found.cap] == found.expert_misses
@@ -249,12 +244,11 @@ def test_turns_of_a_trace(tmp_path):
     """Steps up to each turn's end, with the pages of the request that ended."""
     routing = random_routing(np.random.default_rng(0), 9, 2, 8, 2)
     trace = write_trace(tmp_path / "t", routing, 8, spec={"page_tokens": 4})
-    steps = [
+    steps = (
         step._replace(finished={4: (5,), 6: (7,)}.get(step.number, ()))
         for step in trace.step_traces()
-    ]
-    ended = dataclasses.replace(trace, chunks=(Ended(steps),))
-    count = list(turns_of(ended))
+    )
+    count = list(turns_of(rewritten(tmp_path / "ended", trace, steps)))
     assert [len(turn.active) for turn in count] == [5, 2, 2]
     # Request 5 had positions 0 … 4: two pages of four tokens; 7 is unknown; then nobody ended.
     assert [turn.pages.tolist() for turn in count] == [[[-6, 0], [-6, 1]], [], []]
@@ -266,13 +260,3 @@ def test_turns_of_a_trace(tmp_path):
     header = dataclasses.replace(trace.header, spec={})
     with pytest.raises(TraceError, match="does not say page_tokens"):
         list(turns_of(dataclasses.replace(trace, header=header)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """A chunk of given steps."""
-
-    steps: list
-
-    def step_traces(self):
-        return iter(self.steps)

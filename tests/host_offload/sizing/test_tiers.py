@@ -88,21 +88,6 @@ def test_a_staggered_move_changes_each_layers_share_by_one_expert():
     assert moved_in_one_layer(uniform_placement(MODEL, 0, 5), PACKED, HOST, 2) is None
 
 
-@pytest.mark.parametrize("changed", ["moved", "moved_in_one_layer"])
-def test_a_move_that_is_not_what_it_says_is_found(changed, monkeypatch):
-    """All of one layer for one of every layer, and the other way round."""
-    one_layer, every_layer = moved_in_one_layer, moved
-
-    def other(placement, source, target, layer=0):
-        if changed == "moved":
-            return one_layer(placement, source, target, layer)
-        return every_layer(placement, source, target)
-
-    monkeypatch.setitem(globals(), changed, other)
-    with pytest.raises(AssertionError):
-        test_a_staggered_move_changes_each_layers_share_by_one_expert()
-
-
 # ---- the planner on a plant
 
 
@@ -157,7 +142,10 @@ def wrong_with(model, states, compute, room) -> list[str]:
 @pytest.mark.parametrize("share", [0.4, 0.7, 1.5])
 def test_the_planner_comes_to_rest_in_the_dead_zone_or_at_a_bound(model, compute, share):
     """From everything resident, where it fits, and from nothing, under ±5% of noise."""
-    room = lambda _: int(share * ALL)  # noqa: E731
+
+    def room(_):
+        return int(share * ALL)
+
     starts = [uniform_placement(model, 0, 0)]
     if model.packed_rate:
         starts.append(uniform_placement(model, 0, 32))  # α = 1 is legal
@@ -168,7 +156,10 @@ def test_the_planner_comes_to_rest_in_the_dead_zone_or_at_a_bound(model, compute
 
 def test_kv_wins_at_once_and_gives_back():
     """KV takes two thirds for a while: the step that sees it has given way, by several moves."""
-    room = lambda step: ALL // 2 if 600 <= step < 700 else 2 * ALL  # noqa: E731
+
+    def room(step):
+        return ALL // 2 if 600 <= step < 700 else 2 * ALL
+
     states = plant(MODEL, uniform_placement(MODEL, 0, 0), lambda _: 0.03, room, interval=10)
     assert not wrong_with(MODEL, states, 0.03, room)
     before, during = (states[step].placement for step in (599, 600))
@@ -182,44 +173,13 @@ def no_hard_constraint(model, state, *, room_bytes, **said):
     return planned(model, state, room_bytes=1 << 60, **said)
 
 
-def no_dead_zone_behind_a_move(model, state, **said):
-    """Memory goes back although ρ then falls below the dead zone, and comes again."""
-    after = planned(model, state, **said)
-    if after.steps or not np.array_equal(after.placement, state.placement):
-        return after
-    less = tiers._less(model, state.placement)
-    high = state.seconds / max(state.steps, 1) > model.load_seconds(state.placement)
-    return PlannerState(less) if high and less is not None else after
+def test_a_planner_with_a_mistake_is_found(monkeypatch):
+    """KV leaves half of the memory in the second half, which the planner does not heed."""
 
+    def room(step):
+        return ALL // 2 if step >= 1000 else 2 * ALL
 
-def never_more(model, state, **said):
-    after = planned(model, state, **said)
-    grew = after.placement[0, HOST] < state.placement[0, HOST]
-    return PlannerState(state.placement) if grew else after
-
-
-def packed_without_end(model, state, **said):
-    after = planned(model, state, **said)
-    if after.steps or state.placement[0, PACKED] < model.most_packed:
-        return after
-    more = moved(state.placement, HOST, PACKED)
-    return after if more is None else PlannerState(more)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "model", "compute", "later"),
-    [
-        (no_hard_constraint, MODEL, 0.03, ALL // 2),
-        (no_dead_zone_behind_a_move, TWO_TIERS, 0.013, 2 * ALL),
-        (never_more, MODEL, 0.06, 2 * ALL),
-        (packed_without_end, MODEL, 0.03, 2 * ALL),
-    ],
-)
-def test_a_planner_with_a_mistake_is_found(mistake, model, compute, later, monkeypatch):
-    """later: bytes that KV leaves in the second half."""
-    room = lambda step: later if step >= 1000 else 2 * ALL  # noqa: E731
-    start = uniform_placement(model, 0, 0)
-    assert not wrong_with(model, plant(model, start, lambda _: compute, room), compute, room)
-    monkeypatch.setattr(tiers, "planned", mistake)
-    states = plant(model, start, lambda _: compute, room)
-    assert wrong_with(model, states, compute, room)
+    start = uniform_placement(MODEL, 0, 0)
+    assert not wrong_with(MODEL, plant(MODEL, start, lambda _: 0.03, room), 0.03, room)
+    monkeypatch.setattr(tiers, "planned", no_hard_constraint)
+    assert wrong_with(MODEL, plant(MODEL, start, lambda _: 0.03, room), 0.03, room)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from host_offload.control.step_record import USES, StepRecord
+from host_offload.simulate.bounds import References
 from host_offload.traces.reader import Trace, TraceHeader, read_trace
 from host_offload.traces.writer import TraceWriter
 
@@ -58,6 +60,14 @@ def write_trace(
     return read_trace(directory)
 
 
+def rewritten(directory: Path, trace: Trace, steps: Iterable[StepRecord], **header: Any) -> Trace:
+    """A trace of other steps."""
+    with TraceWriter(directory, dataclasses.replace(trace.header, **header)) as writer:
+        for step in steps:
+            writer.append(step)
+    return read_trace(directory)
+
+
 def _step(number: int, ids: np.ndarray, experts: int, waves: int) -> StepRecord:
     rows, layers, _ = ids.shape
     none = np.zeros(layers, np.int32)
@@ -93,3 +103,8 @@ def random_routing(
     share = rng.random((layers, experts)) ** 3
     score = np.log(share) + rng.gumbel(size=(steps, rows, layers, experts))
     return [*np.sort(np.argsort(-score, axis=3)[..., :k], axis=3)]
+
+
+def references_of(active: np.ndarray, unknown: tuple[int, ...] = ()) -> References:
+    """The references of step sets bool[T, L, E]."""
+    return References(*active.shape, *np.nonzero(active), unknown=unknown)

@@ -6,20 +6,20 @@ import dataclasses
 import json
 import platform
 
-import numpy as np
 import pytest
 
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulator import simulate
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.configurator import turns_of
+from host_offload.sizing.miss_curves import trace_curves
 from host_offload.traces.reader import read_trace
-from host_offload.traces.writer import TraceWriter
 from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.commands.model import read_options
 from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
-from tests.host_offload.sizing.replayed_splits import replay_split
+from tests.host_offload.sizing.test_split import pool
+from tests.host_offload.traces.traces_of import rewritten
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
@@ -61,19 +61,11 @@ def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cel
     assert plan.expert_bytes == sum(plan.cells) * SLOT
     assert plan.kv_bytes * PER_SLOT == plan.kv_pages * SLOT and plan.kv_tokens == plan.kv_pages * 16
     missed = simulate(trace, cells=plan.cells).misses.sum()
-    replayed = replay_split(turns_of(trace), [np.array(plan.cells)] * 15, [plan.kv_pages] * 15)
-    first = replayed.expert_first
+    first = trace_curves(trace).first.sum()
     assert plan.expert_misses == pytest.approx(missed - first, rel=0.3)
     assert plan.link_bytes == (plan.expert_misses + first) * SLOT
-    assert plan.kv_misses == replayed.kv_misses.sum()
+    assert plan.kv_misses == pool([turn.pages for turn in turns_of(trace)], plan.kv_pages)
     assert plan.step_s and plan.step_s > 1e-3 and plan.tokens_per_s
-
-
-def rewritten(directory, trace, steps, **header):
-    """A trace of other steps."""
-    with TraceWriter(directory, dataclasses.replace(trace.header, **header)) as writer:
-        writer.append(*steps)
-    return read_trace(directory)
 
 
 def test_more_memory_is_never_predicted_to_miss_more(planner):

@@ -1,6 +1,4 @@
-"""PreSched's rules against brute force, and the equations' edges (docs/prescope.md)."""
-
-import dataclasses
+"""PreSched's rules against brute force, the equations' edges (docs/prescope.md), and its rivals."""
 
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ from host_offload.policies.placement.presched import (
     Work,
     accelerator_queue,
     accelerator_seconds,
-    benefit,
-    followed,
     layer_seconds,
     merged,
     on_demand,
@@ -25,6 +21,9 @@ from host_offload.policies.placement.presched import (
     queue_of,
 )
 from host_offload.policies.placement.rivals import (
+    AFTER_EXPERTS,
+    AHEAD,
+    SCHEDULERS,
     capped,
     fate,
     fiddler,
@@ -32,6 +31,8 @@ from host_offload.policies.placement.rivals import (
     greedy,
     greedy_split,
     hybrimoe,
+    hybrimoe_code,
+    klotski,
 )
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -83,15 +84,6 @@ def test_the_first_load_is_the_smallest_index_that_qualifies(here, next_, costs,
     assert on_demand(current, wanted, costs, alpha) == min(found, default=n)
 
 
-def test_a_load_that_takes_as_long_as_the_cpu_is_left_to_the_cpu():
-    costs = PlacementCosts(1.0, 0.0, 4.0, 1.0, 4.0)
-    current = queue(0, [5, 6])  # loading the heavier one and computing the lighter: 5 s each
-    assert on_demand(current, current, costs, 0.0) == 2
-    assert on_demand(current, current, dataclasses.replace(costs, per_token=1.01), 0.0) == 1
-    assert accelerator_queue(queue(0, [1]), costs, 0.0) == 1  # 5 s each again
-    assert accelerator_queue(queue(0, [2]), costs, 0.0) == 0
-
-
 def test_of_equal_ones_the_current_layer_is_the_heavier_one():
     assert [w.layer for w in merged(queue(3, [2, 2]), queue(4, [2, 1]))] == [4, 4, 3, 3]
     assert merged((), queue(4, [1, 1])) == queue(4, [1, 1])
@@ -122,24 +114,6 @@ def test_the_critical_prefetch_is_issued_where_it_pays(f, most, hit):
     assert found in {count, max(count - 1, 0)}
     pays = hit * (f - count + 1) - (1 - hit) * (count - f)
     assert found == (count if count == 0 or pays > 0 else count - 1)
-
-
-def test_the_ends_of_the_hit_rate():
-    for f in np.arange(0.0, 7.0, 0.1):
-        nearest = min(int(np.floor(f + 0.5)), 6)
-        assert prefetches(f, 6, 1.0) == nearest  # R_hit = 1: always F
-        if nearest > f:
-            assert prefetches(f, 6, 0.0) == nearest - 1  # R_hit = 0 and F > f: one fewer
-    for f in (-0.3, -0.5, -1.0, -8.0):
-        for hit in (0.0, 0.5, 1.0):
-            assert prefetches(f, 6, hit) == 0  # F < 0 is never issued
-    assert benefit(2.6, 3, 0.5) == pytest.approx(0.5 * 0.6 - 0.5 * 0.4)
-
-
-def test_the_hit_rate_follows_what_critical_prefetches_turned_out_to_be():
-    assert followed(0.5, True) == pytest.approx(0.55)
-    assert followed(0.5, False) == pytest.approx(0.45)
-    assert followed(1.0, True) == 1.0
 
 
 # ---- Algorithm 1
@@ -242,3 +216,52 @@ def test_fiddlers_code_is_its_enumeration():
     assert [bool(best >> e & 1) for e in range(len(tokens))] == [
         w in plan.cpu for w in queue(0, tokens)
     ]
+
+
+def experts(works) -> list[int]:
+    return [work.expert for work in works]
+
+
+def test_hybrimoe_s_two_queues_take_from_both_ends():
+    # Accelerator 1, load 4, CPU 1 a row and 2 once. Expert 3 is resident.
+    costs = PlacementCosts(1.0, 2.0, 4.0, 1.0, 0.0)
+    resident, current = (Work(5, 0, 3),), queue(0, [1, 2, 9])
+    plan = hybrimoe_code(LayerWork(current, (), costs, 0.0, 1.0, resident))
+    # 3: accelerator at 1 against CPU at 3 (expert 0, start included): resident first. Then expert
+    # 2, loaded at 4, computed at 5, against 0 on the CPU at 3: the CPU. Then 2 at 5 against 1 at
+    # 3 + 2 = 5: of equal ones the accelerator. Then 1, loaded at 8, at 9 against 5: the CPU.
+    assert experts(plan.cpu) == [0, 1] and experts(plan.load) == [2]
+
+
+def test_hybrimoe_s_loads_fly_while_the_accelerator_computes():
+    # The miss lands at 4, while a resident is computed to 10: at 20 against 22 on the CPU.
+    costs = PlacementCosts(1.0, 0.0, 4.0, 10.0, 0.0)
+    plan = hybrimoe_code(LayerWork(queue(0, [22]), (), costs, 0.0, 1.0, (Work(30, 0, 1),)))
+    assert experts(plan.load) == [0]
+    # Where both take equally long the accelerator has it.
+    assert experts(hybrimoe_code(LayerWork(queue(0, [14]), (), costs, 0.0, 1.0)).load) == [0]
+
+
+def test_hybrimoe_s_cpu_may_take_residents():
+    costs = PlacementCosts(1.0, 0.0, 90.0, 10.0, 0.0)
+    resident = queue(0, [2, 3, 20])
+    plan = hybrimoe_code(LayerWork((), (), costs, 0.0, 1.0, resident))
+    assert experts(plan.cpu) == [0, 1] and plan.load == ()
+
+
+def test_klotski_loads_everybody_and_the_hot_ones_during_attention():
+    costs = PlacementCosts(0.0, 0.0, 1.0, 1.0, 1.0)
+    plan = klotski(LayerWork(queue(0, [3, 1, 2]), [queue(1, [7, 9, 8])], costs, 0.0, 1.0))
+    assert plan.cpu == () and experts(plan.load) == [0, 2, 1]
+    assert experts(plan.prefetch) == [1, 2] and plan.after_experts
+    assert klotski(LayerWork(queue(0, [3]), (), costs, 0.0, 1.0)).prefetch == ()
+    wide = klotski(LayerWork((), [queue(1, [7, 9, 8])], costs, 0.0, 1.0), hot=3)
+    assert experts(wide.prefetch) == [1, 2, 0]
+
+
+def test_who_prefetches_is_listed():
+    costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 9.0)
+    for name, scheduler in SCHEDULERS.items():
+        plan = scheduler(LayerWork(queue(0, [1]), [queue(1, [30, 40])], costs, 0.0, 1.0, ()))
+        assert bool(plan.prefetch) == (name in AHEAD or name == "hybrimoe-code"), name
+        assert plan.after_experts == (name in AFTER_EXPERTS), name
