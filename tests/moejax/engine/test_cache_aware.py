@@ -43,6 +43,7 @@ def favouring(delta: float | None, model="demo", **options) -> LLM:
     return open_llm(model, **{**given, **options})
 
 
+@pytest.mark.slow
 def test_it_does_what_it_says(tmp_path):
     """By a trace's own scores: who is left out for a worse one was missing, and at most DELTA
     better; weights are of the scores as they were. Nothing is taken where DELTA is 0; the hit rate

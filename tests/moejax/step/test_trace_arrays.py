@@ -80,6 +80,7 @@ def device(tmp_path_factory):
     return traced(tmp_path_factory.mktemp("device") / "t", "device")
 
 
+@pytest.mark.slow
 def test_what_they_are(device, demo_dir):
     header = read_trace(device.directory).header
     assert (header.probabilities, header.gate_input, header.embedding) == (True, 128, 128)
@@ -106,6 +107,7 @@ def test_what_they_are(device, demo_dir):
     assert kinds == {"prefill", "decode"}
 
 
+@pytest.mark.slow
 def test_policies_see_them_at_the_end_of_a_step(device):
     ends = [seen for seen in device.seen if seen.moment == Moment.STEP_END]
     steps = device.steps
