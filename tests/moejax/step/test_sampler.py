@@ -68,7 +68,9 @@ def _distances(rng, rows, vocabulary):
     return np.abs(scaled).view(np.int32), np.exp(scaled)
 
 
-@pytest.mark.parametrize("vocabulary", [96, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "vocabulary", [96, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5000))]
+)
 def test_both_searches_find_the_same_threshold(vocabulary):
     rng, rows = np.random.default_rng(vocabulary), 16
     distance, mass = _distances(rng, rows, vocabulary)
