@@ -21,7 +21,6 @@ from moejax.commands import main as cli
 from moejax.evaluate.quantization import quantize
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
-from scripts.parts.version_history import version_history
 from tests.moejax.checkpoints.conversions import contents
 from tests.moejax.checkpoints.random_checkpoint import BF16, CONFIG, random_tensors, write
 from tests.moejax.engine.scenes import same_bits
@@ -158,9 +157,6 @@ def test_beside_a_second_version_it_is_a_pair_of_dense_and_low(source, tmp_path)
     assert stats["experts"] == said["experts"]
 
     traces = [read_trace(tmp_path / hi) for hi in ("dense", "lossless12")]
-    histories = [version_history(trace).version for trace in traces]
-    np.testing.assert_array_equal(*histories)
-    assert np.any(histories[0][:, POISONED] == 0)
     hot = DynaExq(alpha=0, margin=0, interval="6 tokens", paged=True)
     again = replay(traces[1], policies=[hot])
     assert again.bytes is not None

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -12,6 +14,7 @@ from moejax.commands import main as cli
 from moejax.evaluate import backend_probe, doctor
 from moejax.evaluate.doctor import (
     COMPILER,
+    COMPILER_RELEASE,
     Assembler,
     Gpu,
     Machine,
@@ -237,6 +240,15 @@ def test_the_assembler_that_is_installed_assembles(capability):
     found = doctor._assembler(CUDA13, capability)
     assert found.error == "" and found.release.startswith("13.")
     assert "is not defined for option" in doctor._assembler(CUDA13, "3.5").error
+
+
+def test_every_install_of_the_compiler_is_of_one_release(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    pinned = project["optional-dependencies"]["cuda13"][1:]
+    assert pinned == [f"{name}=={COMPILER_RELEASE}" for name in COMPILER]
+    for name in (".ci/run", "tests/aot/README.md", "tests/aot/aot_h200.py", "tests/aot/ptxas.py"):
+        found = re.findall(r"nvidia-(?:cuda-nvcc|nvvm)==([\d.*]+)", (repository / name).read_text())
+        assert set(found) == {COMPILER_RELEASE}, name
 
 
 def test_the_bus_is_searched_for_a_card(tmp_path):
