@@ -83,10 +83,6 @@ def broken(undisturbed, tmp_path):
     return copied(undisturbed, tmp_path / "broken")
 
 
-class Stop(Exception):
-    """Ends a conversion as Ctrl-C would."""
-
-
 @pytest.fixture
 def unfinished(source, undisturbed, tmp_path):
     """A destination whose conversion ended after all parameters and one of two MoE layers."""
@@ -95,9 +91,9 @@ def unfinished(source, undisturbed, tmp_path):
 
     def report(done, total):
         if next(calls) == params + 1:
-            raise Stop
+            raise KeyboardInterrupt
 
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "model", progress=report)
     return tmp_path / "model"
 

@@ -63,8 +63,6 @@ def test_a_file_round_trips_and_is_found_by_what_it_is_of():
     ("text", "message"),
     [
         ("", "damaged: it is no JSON.*calibrate --force"),
-        ("{", "damaged: it is no JSON"),
-        (json.dumps(MODEL.to_json())[:-40], "damaged"),
         ("[]", "no costs of moejax; delete it"),
         (json.dumps(MODEL.to_json() | {"version": 2}), "version 2, this moejax reads 4"),
         (json.dumps(MODEL.to_json() | {"figures": {}}), "without a figure"),

@@ -184,18 +184,6 @@ def test_a_score_that_is_aborted_or_refused_costs_nothing(llm):
             llm.score([5, 6, token])
 
 
-@pytest.mark.slow
-def test_a_closed_llm_says_so():
-    llm = LLM("demo", progress=False, **LIMITS)
-    stream = llm.stream("The old house", GREEDY)
-    next(stream)
-    stream.close()
-    llm.close()
-    for use in (llm.stats, lambda: llm.generate([5], GREEDY), lambda: llm.stream("a", GREEDY)):
-        with pytest.raises(UserError, match="closed"):
-            use()
-
-
 def test_a_start_that_fails_frees_what_it_took(monkeypatch):
     built = []
     original = Runner.__init__

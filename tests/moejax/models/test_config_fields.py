@@ -265,7 +265,6 @@ def test_other_fields_change_nothing(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

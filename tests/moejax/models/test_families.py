@@ -35,19 +35,10 @@ def marks(family: str) -> list:
 SEPARATE = tuple(name for name, family in FAMILIES.items() if family.matrices is not None)
 """Families whose checkpoints may hold experts one by one; of the others all are stacked."""
 
-STACKED = tuple(f"{name}, stacked" for name in SEPARATE)
 
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        *(pytest.param(f, marks=marks(f)) for f in FAMILIES),
-        *(pytest.param(f, marks=pytest.mark.nightly) for f in STACKED),
-    ],
-)
+@pytest.fixture(scope="module", params=[pytest.param(f, marks=marks(f)) for f in FAMILIES])
 def directory(request, tmp_path_factory):
-    name, _, stack = request.param.partition(", ")
-    return write_checkpoint(tmp_path_factory.mktemp("family"), name, stack=bool(stack))
+    return write_checkpoint(tmp_path_factory.mktemp("family"), request.param)
 
 
 def start(directory, **options) -> LLM:
@@ -113,7 +104,7 @@ def test_memory_and_company_change_no_bit(llm, solo, cells):
     "directory",
     [
         pytest.param(f, marks=[pytest.mark.nightly] * (f != "DeepseekV3ForCausalLM"))
-        for f in (*FAMILIES, *STACKED)
+        for f in FAMILIES
     ],
     indirect=True,
 )

@@ -228,22 +228,10 @@ CASES = {
 }
 """Between them every branch of every family's config; the first of a family is in CI."""
 
-FULL = {
-    family: next(name for name in CASES if name.startswith(beginning))
-    for family, beginning in {
-        "Qwen3Moe": "Qwen3-MoE: window of one span, biases",
-        "Mixtral": "Mixtral: window",
-        "Olmoe": "OLMoE: clipped",
-        "Qwen2Moe": "Qwen2-MoE: windows by default pattern",
-        "Phimoe": "Phi-3.5-MoE: biases",
-        "DeepseekV2": "DeepSeek-V2: within groups",
-        "DeepseekV3": "DeepSeek-V3: groups",
-        "GraniteMoe": "Granite: factors",
-        "Glm4Moe": "GLM-4.5: norms of heads",
-        "Ernie4_5_Moe": "ERNIE-4.5: pairs rotated",
-    }.items()
-}
-"""Per family the case whose run is compared with deliberately wrong models."""
+FULL: dict[str, str] = {}
+"""Per family the case whose run is compared with deliberately wrong models: its first."""
+for _name, _case in CASES.items():
+    FULL.setdefault(_case.family, _name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,14 +350,6 @@ def _swapped_norms(model):
     attention.q_norm, attention.k_norm = attention.k_norm, attention.q_norm
 
 
-def _longer_window(model):
-    model.config.sliding_window += 1
-
-
-def _wider_clip(model):
-    model.config.clip_qkv *= 1.1
-
-
 def _ungated_shared_expert(model):
     model.model.layers[-1].mlp.shared_expert_gate.weight.data *= 1000
 
@@ -379,37 +359,32 @@ def _more_jitter(model):
         layer.mlp.router.router_jitter_noise *= 1.5
 
 
-def _greedy_routing(model):
-    model.model.layers[1].mlp.gate.topk_method = "greedy"
-
-
-def _one_group_more(model):
-    model.model.layers[1].mlp.gate.topk_group += 1
-
-
-def _other_factor_of_logits(model):
-    model.config.logits_scaling *= 1.01
-
-
 def _one_pair_at_rest(model):
     model.model.rotary_emb.inv_freq[1] = 0
 
 
-def _one_expert_fewer(model):
-    model.model.layers[1].mlp.gate.top_k -= 1
+def _other(path, change):
+    """Changes an attribute of the model or of a part of it."""
+
+    def changed(model):
+        *parts, name = path.split(".")
+        owner = functools.reduce(getattr, parts, model)
+        setattr(owner, name, change(getattr(owner, name)))
+
+    return changed
 
 
 WRONG = {
     "Qwen3Moe": _swapped_norms,
-    "Mixtral": _longer_window,
-    "Olmoe": _wider_clip,
+    "Mixtral": _other("config.sliding_window", lambda window: window + 1),
+    "Olmoe": _other("config.clip_qkv", lambda clip: 1.1 * clip),
     "Qwen2Moe": _ungated_shared_expert,
     "Phimoe": _more_jitter,
-    "DeepseekV2": _greedy_routing,
-    "DeepseekV3": _one_group_more,
-    "GraniteMoe": _other_factor_of_logits,
+    "DeepseekV2": _other("model.layers.1.mlp.gate.topk_method", lambda method: "greedy"),
+    "DeepseekV3": _other("model.layers.1.mlp.gate.topk_group", lambda groups: groups + 1),
+    "GraniteMoe": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
     "Glm4Moe": _one_pair_at_rest,
-    "Ernie4_5_Moe": _one_expert_fewer,
+    "Ernie4_5_Moe": _other("model.layers.1.mlp.gate.top_k", lambda count: count - 1),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
 

@@ -10,7 +10,6 @@ import shutil
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from safetensors.numpy import load_file
 
 from host_offload.traces.reader import TraceError, read_trace
@@ -423,11 +422,6 @@ def damaged(directory, name, change) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def resaved(raw):
-    """The tensors alone, without what says whose they are."""
-    return safetensors.numpy.save(safetensors.numpy.load(raw))
-
-
 def edited(**fields):
     return lambda raw: json.dumps(json.loads(raw) | fields).encode()
 
@@ -435,14 +429,10 @@ def edited(**fields):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("trace.json", edited(version=3), "format version 3, this moejax reads 1, 2"),
-        ("trace.json", edited(format="x"), "is not of a moejax trace"),
         ("trace.json", edited(absent=["token.ids"]), "is damaged"),
-        ("trace.json", lambda raw: raw[:100], "is damaged"),
         ("trace.json", edited(config_digest="ab" * 32), "another model: its configuration's"),
         ("trace.json", edited(experts=17), "another model: it has 4 MoE layers of 17"),
         ("chunk-000001.safetensors", lambda raw: raw[:-8], "000001.* is damaged or cut short"),
-        ("chunk-000000.safetensors", resaved, "belongs to another trace"),
     ],
 )
 def test_info_refuses_bad_traces(trace_dir, tmp_path, capsys, name, change, message):
