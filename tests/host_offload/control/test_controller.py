@@ -96,7 +96,6 @@ class Answers(type(scripted())):
         (lambda seen: seen.counts.fill(9), ValueError, "read-only", "counts"),
         (lambda seen: ((), Decision(prior=seen.counts * 1)), TypeError, "NoneType", "missed"),
         (lambda seen: None, PolicyError, "STEP_END of step 3: decide must return", "counts"),
-        (lambda seen: Decision(), PolicyError, "decide must return", "counts"),
         (lambda seen: ((), Decision(), 1), PolicyError, "decide must return", "counts"),
     ],
 )

@@ -143,15 +143,6 @@ SUBJECTS = {
     "file, int8": Subject({"store": "file", "precision": "int8", "expert_budget": "25%"}),
     "file, stream": Subject({"store": "file", **STREAM}),
     "cached": Subject({**CACHED, "expert_budget": "40%", "prefetch": "random", "prefill_waves": 2}),
-    "cached, chunks": Subject(
-        {
-            **CACHED,
-            "expert_budget": "25%",
-            "verify_reads": False,
-            "chunk_bytes": 20000,
-            "transfer_threads": 2,
-        }
-    ),
     "cached, all": Subject({**CACHED, "expert_budget": "40%", "host_memory": "1GiB"}),
     "cached, stream": Subject(
         {"store": "file", "host_memory": 12 * RECORD, **STREAM_QUEUE, "expert_budget": "80%"},

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from examples.recent_prefetch import RecentPrefetch
-from host_offload.control.interface import Decision, Moment, Observation, Policy, Spec, Stage
+from host_offload.control.interface import Decision, Moment, Policy, Spec, Stage
 from host_offload.control.rules import PolicyError
 from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
@@ -21,6 +21,7 @@ from host_offload.memory.budget import format_bytes
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.hot_table import HotTable
 from host_offload.policies.eviction.static import Static
+from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.expert_map.step_search import BITS, rounded
@@ -52,26 +53,6 @@ from tests.pallas_kernels.contract import NATIVE
 pytestmark = NATIVE
 
 
-@dataclasses.dataclass(frozen=True)
-class NextLayer:
-    """Stages in the layer after the one just routed the experts of the same ids."""
-
-    layers: int = 4
-    moments: frozenset = frozenset({Moment.ROUTED, Moment.TRANSFER, Moment.STEP_END})
-    needs: frozenset = frozenset({"ids", "finished", "in_flight"})
-    writes: frozenset = frozenset({"stages"})
-
-    def init(self, spec: Spec) -> tuple:
-        return ()
-
-    def decide(self, state: tuple, observation: Observation):
-        if observation.moment != Moment.ROUTED or observation.layer == self.layers - 1:
-            return state, Decision()
-        assert observation.ids is not None and observation.ids.shape[1] == 1
-        wanted = (Stage(observation.layer + 1, int(e)) for e in np.unique(observation.ids))
-        return state, Decision(stages=tuple(wanted))
-
-
 MOVES_CELLS = scripted(
     {(Moment.STEP_END, 7): Decision(cells=np.array([8, 4, 5, 6]))},
     needs={"cells", "state"},
@@ -88,7 +69,7 @@ SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
     "moves cells": ({}, (MOVES_CELLS, RecentPrefetch())),
     "lfru, host": ({"eviction": "lfru", **HOST}, ()),
     "one pool": ({"eviction": "global-lfu", "prefill_waves": 2, **HOST}, ()),
-    "next layer": (HOST, (NextLayer(),)),
+    "next layer": (HOST, (CoActivation(),)),
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
 }
 QUICK = {"next layer"}
@@ -227,31 +208,6 @@ def test_budgets_that_wait_are_replayed(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class WhenTheLinkIsFree:
-    """Stages where little is in flight, and says what it saw in priors: a policy that decides by
-    the progress of transfers."""
-
-    moments: frozenset[Moment] = frozenset({Moment.STEP_END})
-    needs: frozenset[str] = frozenset(
-        {"link_flying", "link_bytes_left", "link_arrived", "link_failed", "link_busy_us"}
-    )
-    writes: frozenset[str] = frozenset({"stages", "prior"})
-
-    def init(self, spec: Spec) -> tuple[int, int, int]:
-        return 0, spec.layers, spec.experts
-
-    def decide(self, state, observation):
-        step, layers, experts = state
-        seen = np.array([getattr(observation, name) for name in sorted(self.needs)])
-        assert (seen >= 0).all()
-        prior = np.zeros((layers, experts), np.int32)
-        prior[0, : len(seen)] = seen % 1000
-        free = observation.link_bytes_left < 1 << 17
-        wanted = [Stage(step % layers, (3 * step + i) % experts) for i in range(4)] if free else []
-        return (step + 1, layers, experts), Decision(stages=tuple(wanted), prior=prior)
-
-
-@dataclasses.dataclass(frozen=True)
 class ByWhatFlies:
     """Stages between layers what is not on its way, the more the fewer bytes are left of what is
     brought ahead, and says what it saw of each transfer in priors."""
@@ -303,6 +259,8 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
     assert any(0 < each.bytes_left < each.bytes for each in flying) or "transfers" in options
     tickets = [each.ticket for each in ended]
     assert len({*tickets}) == len(tickets) > 100, "each settles once"
+    busy = trace.array("step.use")[:, USES.index("link_busy_us")].tolist()
+    assert busy == sorted(busy) and busy[-1] > busy[0]
     replay(trace, policies=policies)
     # With other progress it decides otherwise: what it saw is what makes the replay equal.
     for chunk in (tmp_path / "t").glob("chunk-*"):
@@ -313,20 +271,6 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
         save_file(arrays, chunk, metadata)
     with pytest.raises(TraceError, match="decision: the trace has"):
         replay(read_trace(tmp_path / "t"), policies=policies)
-
-
-@pytest.mark.slow
-def test_decisions_by_the_progress_of_transfers_are_made_again(tmp_path):
-    """Delays make the progress another one in every run; the trace says which it was."""
-    policies = [WhenTheLinkIsFree()]
-    trace = traced(tmp_path / "t", policies, late=True, eviction="lru", **OVER_A_LINK)
-    decided = list(trace.decided())
-    assert any(d["decision"]["stages"] for d in decided)
-    assert len({str(d["decision"]["prior"][0][:5]) for d in decided}) > 10
-    assert replay(trace, policies=policies) is not None
-    steps = [step for chunk in trace.chunks for step in chunk.step_traces()]
-    busy = [int(step.use[USES.index("link_busy_us")]) for step in steps]
-    assert busy == sorted(busy) and busy[-1] > busy[0]
 
 
 # ---- cells that move, and what earlier runs taught

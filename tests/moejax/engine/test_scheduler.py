@@ -127,18 +127,6 @@ def test_pages_that_are_not_brought_back_are_found(monkeypatch):
         check_against_alone(turns, run(device, turns))
 
 
-def test_recomputing_says_so():
-    device = Device(pages=24, overflow="recompute", **SMALL)
-    turns = [Turn((i + 1,) * 90, max_tokens=80) for i in range(4)]
-    requests = run(device, turns)
-    assert any(r.recomputed for r in requests)
-    expected = alone(turns, requests)
-    for request, tokens in zip(requests, expected, strict=True):
-        assert len(request.output) > 0
-        if not request.recomputed:
-            assert request.output == tokens
-
-
 def test_a_session_dropped_by_recompute_says_so():
     device = Device(pages=20, overflow="recompute", **SMALL)
     turns = [

@@ -86,7 +86,3 @@ def test_what_tables_have_and_cells_have_not(ahead):
         assert min(stats["prefetches"]["late"], stats["cancelled"] + (not ahead) * 100) > 20
         for compiled in runner.compiled():
             assert records.shape not in [a.shape for a in jax.tree.leaves(compiled.in_avals)]
-
-
-SUBMIT, REORDER, START, END = 0, 2, 3, 4
-"""Kinds of the queue's events, in the order in which they happened."""

@@ -109,18 +109,6 @@ def test_a_replay_of_other_cells_or_fills_is_found_out(run_of):
             replay(other, policies=[HOT])
 
 
-def test_bytes_of_one_version_for_all_are_found_out(run_of):
-    _, trace = run_of
-    low = trace.header.spec["version_bytes"]["int4"]
-    spec = {**trace.header.spec, "version_bytes": {"dense": low, "int4": low}}
-    other = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=spec))
-    with pytest.raises(ValueError, match="a high and a low version"):
-        replay(other, policies=[HOT])
-    spec["version_bytes"] = {"dense": low + 512, "int4": low}
-    with pytest.raises(TraceError, match="bytes: the trace has"):
-        replay(other, policies=[HOT])
-
-
 @pytest.mark.parametrize(
     ("slots", "share", "wanted"),
     [

@@ -367,22 +367,6 @@ def test_a_step_of_a_large_model_copies_nothing_large(key):
     assert memory.alias_bytes == nbytes((made.arena, made.tables))
 
 
-@pytest.mark.nightly
-@pytest.mark.aot
-@pytest.mark.parametrize("ops", ["xla", "pallas"])
-def test_versions_of_a_large_model_copy_nothing_large(ops):
-    chosen = resolve_ops(ops, platform="gpu", dtype="bfloat16")
-    limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
-    config = shape("qwen3-30b-a3b", layers=3)
-    made = of_versions(abstract_programs(config, 40 * GiB, ops=chosen, **limits), TIERS)
-    compiled = compile_large(made, STAGED)
-    assert [size for _, size in compiled.copies(MiB) if size > 20 * MiB] == []
-    assert compiled.host_copies(1, to_host=True) == []
-    assert compiled.memory.alias_bytes == nbytes((made.arena, made.tables))
-    # Decoded weights in float32 and the codes they came from.
-    assert compiled.memory.temp_bytes < 96 * MiB
-
-
 @pytest.mark.aot
 def test_pages_of_a_large_arena_go_and_move_and_nothing_else_does():
     made = large()
@@ -401,11 +385,3 @@ def test_pages_of_a_large_arena_go_and_move_and_nothing_else_does():
     assert {size for _, size in pages_out.host_copies(MiB, to_host=True)} == {page}
     assert pages_out.memory.host_output_bytes == SWAP_PAGES * page
     assert pages_out.memory.temp_bytes <= 2 * SWAP_PAGES * page
-
-
-@pytest.mark.nightly
-@pytest.mark.aot
-def test_missing_donation_of_a_large_arena_is_found():
-    compiled = compile_large(large(), DECODE, donate=False)
-    assert nbytes(large().arena) in [size for _, size in compiled.copies()]
-    assert compiled.memory.alias_bytes == 0

@@ -15,7 +15,7 @@ from host_offload.memory.tables import empty_tables
 from host_offload.queue.pinned import piece_edges
 from host_offload.queue.transfer import QueueSpec
 from moejax.checkpoints.random_model import shape
-from moejax.step.layer_programs import EXPERT_PARTS, LANDED, OF_RECORDS, PUT, layer_program
+from moejax.step.layer_programs import LANDED, PUT, layer_program
 from moejax.step.parts import SecondProcessor
 from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels import resolve_ops
@@ -167,18 +167,6 @@ def test_a_program_copies_nothing_large_and_launches_what_is_listed(name):
     ours = {n: k for n, k in launches.items() if n in ("plan", "combine") or "expert" in n}
     assert ours == case.ours, launches
     assert sum(launches.values()) - sum(ours.values()) <= case.others, launches
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "key",
-    [*map(ProgramKey, OF_RECORDS), *(ProgramKey("prefill", part=p) for p in EXPERT_PARTS)],
-    ids=str,
-)
-def test_other_programs_copy_nothing_large(key):
-    program = layer_program(queued(), key)
-    found = compile_for_h200(program.function, *program.args, donate_argnums=program.donated)
-    assert [size for _, size in found.copies(MiB) if size > RECORD] == []
 
 
 def test_an_arena_that_is_not_donated_is_copied():
