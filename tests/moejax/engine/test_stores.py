@@ -213,22 +213,19 @@ THROUGH, CELLS = {"store": "file", "expert_budget": 0}, {"store": "file", "exper
 CHANGED = "changed since it was opened first"
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @NATIVE
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "message", "options"),
     [
-        slow(vanish, "No such file", CELLS),
-        slow(flip_kept_time, "do not have their checksum", THROUGH),
-        slow(flip_kept_time, "do not have their checksum", THROUGH | PLACED),
-        slow(truncate, CHANGED, CELLS | {"driver": "host"}),
-        slow(replace, CHANGED, THROUGH),
-        slow(flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
-        slow(vanish, "No such file", CACHED | {"expert_budget": 0}),
-        slow(truncate, CHANGED, CACHED | {"expert_budget": "25%", "verify_reads": False}),
+        (vanish, "No such file", CELLS),
+        (flip_kept_time, "do not have their checksum", THROUGH),
+        (flip_kept_time, "do not have their checksum", THROUGH | PLACED),
+        (truncate, CHANGED, CELLS | {"driver": "host"}),
+        (replace, CHANGED, THROUGH),
+        (flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
+        (vanish, "No such file", CACHED | {"expert_budget": 0}),
+        (truncate, CHANGED, CACHED | {"expert_budget": "25%", "verify_reads": False}),
     ],
 )
 def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_path):
