@@ -138,7 +138,7 @@ MISSING = {"prefetch": None, "interval": "6 tokens", "driver": "host"}
 
 
 def test_beside_a_second_version_it_is_a_pair_of_dense_and_low(source, tmp_path):
-    """The same versions at the same steps, the same bits; fewer bytes over the link."""
+    """As many transitions, the same bits; fewer bytes over the link."""
     runs = []
     for hi in ("dense", "lossless12"):
         given = {**MISSING, "hi": hi, "trace": tmp_path / hi}
