@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import resource
 import shutil
@@ -42,6 +43,27 @@ from tests.moejax.checkpoints.conversions import (
 from tests.moejax.checkpoints.random_checkpoint import CONFIG, random_tensors, write
 from tests.moejax.models import families
 from tests.pallas_kernels.contract import NATIVE
+
+KILLED = """
+import os, signal, sys, threading
+from moejax.checkpoints.convert import convert
+source, destination, left, delay = *sys.argv[1:3], int(sys.argv[3]), float(sys.argv[4])
+
+def count(event, args):
+    global left
+    if event in ("open", "os.rename", "os.mkdir", "os.remove") and str(args[0]).startswith(
+        destination
+    ):
+        left -= 1
+        if left == 0:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+sys.addaudithook(count)
+convert(source, destination)
+print(int(sys.argv[3]) - left, flush=True)
+"""
+"""Converts, and kills itself `delay` seconds after the `left`-th file operation in DST or
+DST.partial; prints how many there were."""
 
 
 @pytest.fixture(scope="module")
@@ -442,6 +464,29 @@ def test_verify_finds_what_the_disk_did(source, undisturbed, tmp_path):
         convert(source, tmp_path / "model", verify=True, progress=damage)
     assert convert(source, tmp_path / "model", verify=True).kept > 0
     assert contents(tmp_path / "model") == contents(undisturbed)
+
+
+@pytest.mark.slow
+def test_killed(source, undisturbed, tmp_path):
+    """At three of some 300 file operations; each is resumed and compared."""
+    rng = random.Random(5)
+    points = [3, rng.randrange(60, 200), rng.randrange(200, 260)]
+    expected, whole = load_checkpoint(undisturbed), contents(undisturbed)
+    for index, (point, delay) in enumerate(zip(points, (0.0, 0.001, 0.0), strict=True)):
+        target = tmp_path / f"model{index}"
+        command = [sys.executable, "-c", KILLED, source, target, str(point), str(delay)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode in (-9, 0), ended.stderr
+        for left in (target, target.with_name(target.name + ".partial")):
+            if (left / MANIFEST).exists():
+                assert_same_model(load_checkpoint(left), expected)
+            elif left.exists() and any(left.iterdir()):
+                assert left != target
+                with pytest.raises(UserError, match=r"unfinished conversion|neither"):
+                    load_checkpoint(left)
+        if not target.exists():
+            convert(source, target)
+        assert contents(target) == whole, (point, delay)
 
 
 MEMORY = """
