@@ -203,12 +203,3 @@ def alone(x: np.ndarray, rows: Sequence[int] = (0, 8, 16)) -> Iterator[tuple[int
         others = np.full_like(x, np.nan)
         others[row] = x[row]
         yield row, others
-
-
-def updated_in_place(op: Callable, inputs: dict, donate: Sequence[str], **static: Any) -> None:
-    """Asserts that results of the op lie where the arguments that it may overwrite did."""
-    given = inputs | {name: jax.numpy.array(inputs[name]) for name in donate}
-    before = {given[name].unsafe_buffer_pointer() for name in donate}
-    after = compiled(op, donate=tuple(donate), **static)(**given)
-    assert before <= {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)}
-    assert all(given[name].is_deleted() for name in donate)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from host_offload.memory.tables import empty_tables
-from pallas_kernels import kv_write, latent_write, plan, rms_norm, route
+from pallas_kernels import kv_write, latent_write, linear, plan, rms_norm, route
 from pallas_kernels.kv_write import KVPage
 from tests.pallas_kernels.contract import NATIVE
 
@@ -64,6 +64,8 @@ def test_a_layer_that_is_not_there_is_not_read(layer):
     x, weights = jnp.ones((1, 8)), jnp.ones((2, 8))
     with pytest.raises(ERRORS, match=f"rms_norm: layer {layer}"):
         jax.block_until_ready(rms_norm.rms_norm(x, weights, layer, 1e-6, implementation="cpu"))
+    with pytest.raises(ERRORS, match=f"linear: layer {layer}"):
+        jax.block_until_ready(linear.linear(x, jnp.ones((2, 3, 8)), layer, implementation="cpu"))
     logits, valid, correction = jnp.ones((1, 4)), jnp.ones(1, bool), jnp.ones((2, 4))
     given = dict(rule=route.RouteRule(2), implementation="cpu")
     with pytest.raises(ERRORS, match=f"route: layer {layer}"):

@@ -1,5 +1,5 @@
 """What implementations of ops do beyond their contracts: bits of a row whatever stands beside it,
-results in place, rounding where the reference rounds."""
+rounding where the reference rounds."""
 
 import pytest
 

@@ -84,14 +84,6 @@ def stores_that_lack_layers(implementation):
     check_in_transit(TransitSpec(40, 10, layers=3), implementation, PLACES)
 
 
-def in_place(implementation):
-    arena, stores, *moves = case(SPECS[0], 0, 3)
-    names = "arena", "stores", "layer", "expert", "row", "version", "count"
-    given = arena, tuple(contract.stored(s, implementation) for s in stores), np.int32(1), *moves
-    inputs = dict(zip(names, given, strict=True))
-    contract.updated_in_place(api.fill, inputs, ["arena"], implementation=implementation)
-
-
 def refused(stores, options):
     stores = tuple(jnp.zeros(shape, jnp.uint16) for shape in stores)
     moves = [jnp.zeros(2, jnp.int32)] * 3
@@ -114,7 +106,6 @@ CONTRACTS = (
         api.IMPLEMENTATIONS,
         SPECS,
         check,
-        facts=(in_place,),
         mutant=Mutant(lambda a: {"row": a["row"] + 1}, Spec((12, 4))),
         refused=refused,
         refusals=(

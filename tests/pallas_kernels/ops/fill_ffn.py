@@ -1,7 +1,6 @@
 """fill_ffn: the arena of fill, and the rows of expert_ffn, to the bit those of the two kernels."""
 
 import dataclasses
-import inspect
 
 import jax.numpy as jnp
 import numpy as np
@@ -155,16 +154,6 @@ def check_bits(spec, implementation="pallas"):
     same_bits(np.asarray(got), np.asarray(want))
 
 
-def in_place(implementation):
-    c = case(SPECS[0], 0)
-    names = list(inspect.signature(api.fill_ffn).parameters)
-    stores = tuple(contract.stored(store, implementation) for store in c.stores)
-    given = c.y, c.x, c.ids, c.arena, stores, *c.arguments
-    inputs = dict(zip(names, given, strict=False))
-    static = {"activation": "silu", "row_tile": ROW_TILE, "implementation": implementation}
-    contract.updated_in_place(api.fill_ffn, inputs, ["arena", "y"], **static)
-
-
 def a_store_that_lacks_layers(implementation):
     """The place of the layer in each store, as fill and expert_ffn have it."""
     c = case(SPECS[0], 0)
@@ -196,7 +185,7 @@ CONTRACTS = (
         api.IMPLEMENTATIONS,
         SPECS,
         check,
-        facts=(in_place, a_store_that_lacks_layers),
+        facts=(a_store_that_lacks_layers,),
         mutant=Mutant(lambda a: {"version": 0 * a["version"]}, SPECS[9]),
         refused=refused,
         refusals=(

@@ -1,7 +1,5 @@
 """move: cells and what they hold elsewhere, tables that say so, nothing else."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,27 +100,10 @@ def check(spec: Spec, implementation: str, state) -> None:
     assert not np.any(compiled(count_faults)(got_arena, got, pinned))
 
 
-def in_place(implementation):
-    tables = empty_tables(1, 2, 2)._replace(cell_row=jnp.asarray([[0, 6]], jnp.int32))
-    moves = Moves(*(np.int32([value, -1]) for value in (0, 0, 12)))
-    inputs = {"arena": jnp.zeros((40, 16), jnp.uint16), "tables": tables, "moves": moves}
-    static = {"record_rows": (5,), "implementation": implementation}
-    contract.updated_in_place(api.move, inputs, ["arena"], **static)
-
-
 def refused(sizes, options):
     moves = Moves(*(jnp.zeros(size, jnp.int32) for size in sizes))
     arena = jnp.zeros((9, 8), jnp.uint16)
     return api.move(arena, empty_tables(1, 2, 2), moves, **{"record_rows": (3,), **options})
-
-
-def refused_by_kernels(rows, hidden):
-    """D odd: every element is a row, and int32 counts no 2^31 of them."""
-    arena = jax.ShapeDtypeStruct((rows, hidden), jnp.uint16)
-    moves = Moves(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)
-    tables = jax.eval_shape(lambda: empty_tables(1, 2, 2))
-    op = functools.partial(api.move, record_rows=(5,), implementation="pallas")
-    return jax.eval_shape(op, arena, tables, moves)
 
 
 CONTRACTS = (
@@ -132,7 +113,6 @@ CONTRACTS = (
         SPECS,
         check,
         histories=states,
-        facts=(in_place,),
         mutant=Mutant(lambda a: {"target": a["target"] + 1}, SPECS[0]),
         refused=refused,
         refusals=(
@@ -140,13 +120,5 @@ CONTRACTS = (
             ([2, 2, 2], {"record_rows": ()}, "move needs the rows of at least one version"),
             ([2, 2, 2], {"implementation": "cuda"}, "op 'move' has no implementation 'cuda'"),
         ),
-    ),
-    Contract(
-        "move of large arenas",
-        {},
-        (),
-        check,
-        refused=refused_by_kernels,
-        refusals=((2**29, 7, r"rows of 1 elements.*'xla' takes it"),),
     ),
 )

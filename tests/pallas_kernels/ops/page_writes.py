@@ -171,12 +171,6 @@ def bits_of_a_token_of_latent_pages(implementation):
     check_bits(LatentSpec, implementation)
 
 
-def in_place(implementation):
-    for spec in (Spec(3, "bfloat16"), LatentSpec(3, "bfloat16")):
-        static = static_of(spec, implementation)
-        contract.updated_in_place(op_of(spec), case(spec, 0), ["arena"], **static)
-
-
 def refused(changed, options, spec=None):
     spec = spec or Spec(3, "float32")
     inputs = case(spec, 0) | {name: shape and jnp.zeros(shape) for name, shape in changed.items()}
@@ -193,7 +187,7 @@ CONTRACTS = (
         kv_api.IMPLEMENTATIONS,
         SPECS,
         check,
-        facts=(bits_of_a_token, in_place),
+        facts=(bits_of_a_token,),
         mutant=Mutant(lambda a: {"pages": jnp.maximum(a["pages"], 0)}, Spec(17, "bfloat16")),
         refused=refused,
         refusals=(

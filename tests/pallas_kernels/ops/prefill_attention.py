@@ -5,9 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import (
-    api,
-)
+from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.specs import (
     LATENT_PREFILL_SPECS,
     PREFILL_SPECS,
