@@ -82,19 +82,17 @@ class Compiled:
                     names.append(own[1] if own else target)
         return names
 
-    def copies(self, min_bytes: int = 1 << 20, fused: bool = True) -> list[tuple[str, int]]:
+    def copies(self, min_bytes: int = 1 << 20) -> list[tuple[str, int]]:
         """(HLO name, bytes written) of each copy within device memory of at least min_bytes.
 
-        That is every copy and copy-start and, unless fused=False, every fusion that only copies,
-        transposes, slices or concatenates into a new buffer, such as one layer cut out of stacked
-        weights. An in-place update is no copy. A copy in a loop is listed once.
+        That is every copy and copy-start and every fusion that only copies, transposes, slices or
+        concatenates into a new buffer, such as one layer cut out of stacked weights. An in-place
+        update is no copy. A copy in a loop is listed once.
         """
         return [
             (m.name, m.size)
             for m in _moves(self.hlo)
-            if not (m.from_host or m.to_host or m.in_place)
-            and (fused or not m.fused)
-            and m.size >= min_bytes
+            if not (m.from_host or m.to_host or m.in_place) and m.size >= min_bytes
         ]
 
     def host_copies(self, min_bytes: int = 1 << 20, to_host: bool = False) -> list[tuple[str, int]]:
@@ -105,18 +103,6 @@ class Compiled:
             for m in _moves(self.hlo)
             if (m.to_host if to_host else m.from_host) and m.size >= min_bytes
         ]
-
-
-def compile_for_h200(fn, *args, donate_argnums=(), static_argnums=(), host_argnums=()) -> Compiled:
-    """compile_for with an H200."""
-    return compile_for(
-        "h200",
-        fn,
-        *args,
-        donate_argnums=donate_argnums,
-        static_argnums=static_argnums,
-        host_argnums=host_argnums,
-    )
 
 
 def compile_for(
@@ -140,19 +126,6 @@ def compile_for(
     Raises AotUnavailable if something is not installed, and jax's own errors if fn does not
     compile, for instance because a Pallas kernel needs too much shared memory.
     """
-    module = lowered_for(
-        card,
-        fn,
-        *args,
-        donate_argnums=donate_argnums,
-        static_argnums=static_argnums,
-        host_argnums=host_argnums,
-    )
-    return _compile(module, device_of(card), compiler_options or {})
-
-
-def lowered_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argnums=()):
-    """The StableHLO module that compile_for compiles, from the same arguments."""
     import jax
     from jax.sharding import AbstractMesh, SingleDeviceSharding
 
@@ -184,7 +157,10 @@ def lowered_for(card, fn, *args, donate_argnums=(), static_argnums=(), host_argn
     gpu = AbstractDevice(device_kind=_known_kind(card), num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         lowered = fn.trace(*args).lower(lowering_platforms=("cuda",))
-    return lowered.compiler_ir("stablehlo")
+    return _compile(lowered.compiler_ir("stablehlo"), device_of(card), compiler_options or {})
+
+
+compile_for_h200 = functools.partial(compile_for, "h200")
 
 
 @functools.cache
@@ -270,7 +246,7 @@ _FREE = {"parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-elem
 _INDEX_BYTES = 64  # a value this small is an index, not data
 
 
-_Move = collections.namedtuple("_Move", "name size fused in_place from_host to_host")
+_Move = collections.namedtuple("_Move", "name size in_place from_host to_host")
 
 
 class _Op(collections.namedtuple("_Op", "name type opcode rest")):
@@ -345,5 +321,5 @@ def _moves(hlo: str) -> list[_Move]:
                 if _nbytes(t) > _INDEX_BYTES and not (in_place and t == op.type)
             )
             size = sum(_nbytes(w.type) for w in written)
-            moves.append(_Move(start.name, size, fused, in_place, from_host, "S(5)" in op.type))
+            moves.append(_Move(start.name, size, in_place, from_host, "S(5)" in op.type))
     return moves

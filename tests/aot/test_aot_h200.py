@@ -1,7 +1,5 @@
 """The ahead-of-time checks find what they are meant to find. Needs no GPU."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -59,39 +57,15 @@ def matmul(a, b, tile=64, k_tile=32, stages=2):
 SQUARE = Array((1024, 1024), jnp.bfloat16)
 
 
-def test_donated_buffer_is_updated_in_place():
-    compiled = compile_for_h200(fill, BUFFER, BLOCK, donate_argnums=0)
-    assert compiled.copies() == []
-    assert compiled.memory.alias_bytes >= GiB
-    assert compiled.memory.temp_bytes < MiB
-
-
 def test_missing_donation_is_found():
     compiled = compile_for_h200(fill, BUFFER, BLOCK)
     assert GiB in [size for _, size in compiled.copies()]
-    assert GiB in [size for _, size in compiled.copies(fused=False)]
     assert compiled.memory.alias_bytes == 0
-
-
-def test_pallas_kernel_compiles():
-    compiled = compile_for_h200(matmul, SQUARE, SQUARE)
-    assert compiled.kernels() == ["tiled_matmul"]
-    assert compiled.copies() == []
-    if "xla_dump_to" not in os.environ.get("XLA_FLAGS", ""):
-        assert "tiled_matmul" in compiled.thunks
 
 
 def test_pallas_kernel_with_too_much_shared_memory_does_not_compile():
     with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit exceeded"):
         compile_for_h200(lambda a, b: matmul(a, b, tile=256, k_tile=128, stages=4), SQUARE, SQUARE)
-
-
-def test_pallas_kernel_reads_pinned_host_memory_in_place():
-    compiled = compile_for_h200(matmul, SQUARE, SQUARE, host_argnums=1)
-    assert compiled.kernels() == ["tiled_matmul"]
-    assert compiled.host_copies() == []
-    assert compiled.memory.host_argument_bytes == 2 * MiB
-    assert compiled.memory.argument_bytes == 2 * MiB
 
 
 def test_slice_of_pinned_host_memory_put_on_device_is_a_host_copy():
