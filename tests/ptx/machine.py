@@ -27,10 +27,6 @@ class Launch:
 
     grid: tuple[int, int, int]
     dynamic_shared: int = 0
-    copies: str = "late"
-    """One of memory.MODES."""
-    seed: int = 0
-    """Of the order of programs, and of copies that are carried out at random."""
     most: int = 1_000_000
     """Instructions of a batch: a loop that does not end."""
     overlaps: bool = True
@@ -53,15 +49,14 @@ def run(kernel: Kernel, buffers: Sequence[Buffer], launch: Launch) -> int:
     arguments = dict(
         zip(kernel.parameters, (memory.address(place) for place in places), strict=True)
     )
-    rng = np.random.default_rng(launch.seed)
-    order = rng.permutation(int(np.prod(launch.grid)))
+    order = np.random.default_rng(0).permutation(int(np.prod(launch.grid)))
     size = kernel.shared_bytes + launch.dynamic_shared
     batch = max(1, min(LANES // kernel.threads, SHARED // max(size, 1)))
     steps = _steps(kernel)
     issued = 0
     for first in range(0, order.size, batch):
         some = np.sort(order[first : first + batch])
-        issued += Machine(kernel, steps, memory, arguments, launch, some, rng).run()
+        issued += Machine(kernel, steps, memory, arguments, launch, some).run()
     return issued
 
 
@@ -88,7 +83,7 @@ def _bound(ins: Instruction) -> Step | None:
 class Machine:
     """The state of a batch of programs."""
 
-    def __init__(self, kernel, steps, memory, arguments, launch, programs, rng):
+    def __init__(self, kernel, steps, memory, arguments, launch, programs):
         self.kernel, self.steps, self.memory, self.arguments = kernel, steps, memory, arguments
         threads, count = kernel.threads, len(programs)
         self.all = np.arange(count * threads)
@@ -124,7 +119,7 @@ class Machine:
         granule = min((_access(i) for i in kernel.code if _access(i, "shared")), default=16)
         self.shared = SharedMemory(count, size, min(granule, 16), _padded(kernel))
         self.local = LocalMemory(self.all.size, kernel.local_bytes)
-        self.copies = AsyncCopies(self.all.size, memory, self.shared, launch.copies, rng)
+        self.copies = AsyncCopies(self.all.size, memory, self.shared)
         self.products = wgmma.Products(self.all.size)
         # In tracker's stamps: lanes of all programs of the grid have numbers of their own.
         lane = block[self.program].astype(np.int64) * _padded(kernel) + tid

@@ -209,11 +209,10 @@ class SharedMemory:
         cells = self.tracker.cells(first, size)
         self._check(first, self.tracker.write(cells, stamps, flag=FLAG))
 
-    def land(self, first: np.ndarray, values: np.ndarray | None, stamps: np.ndarray, size: int):
-        """A copy is complete there; values: None if they were written before."""
-        self.tracker.note_write(self.tracker.cells(first, size), stamps)
-        if values is not None:
-            self.put(first, values)
+    def land(self, first: np.ndarray, values: np.ndarray, stamps: np.ndarray) -> None:
+        """A copy is complete there."""
+        self.tracker.note_write(self.tracker.cells(first, values.shape[1]), stamps)
+        self.put(first, values)
 
     def put(self, first: np.ndarray, values: np.ndarray) -> None:
         size = values.shape[1]
@@ -254,10 +253,6 @@ class LocalMemory:
         self.data[at], self.written[at] = values, True
 
 
-MODES = ("late", "early", "random")
-"""When asynchronous copies are carried out: as they are waited for, at once, or either."""
-
-
 @dataclasses.dataclass
 class _Copy:
     lanes: np.ndarray
@@ -267,28 +262,23 @@ class _Copy:
     full: np.ndarray
     """Which lanes copy; the others write zeros."""
     size: int
-    done: bool
-    """The bytes are there already."""
 
 
 class AsyncCopies:
-    """The cp.async of some programs: groups are counted for each lane."""
+    """The cp.async of some programs, carried out as they are waited for: groups are counted for
+    each lane."""
 
-    def __init__(self, lanes: int, memory: GlobalMemory, shared: SharedMemory, mode: str, rng):
-        self.memory, self.shared, self.mode, self.rng = memory, shared, mode, rng
+    def __init__(self, lanes: int, memory: GlobalMemory, shared: SharedMemory):
+        self.memory, self.shared = memory, shared
         self.groups = np.zeros(lanes, np.int64)
         self.pending: list[_Copy] = []
 
     def start(self, lanes, places, sources, full, size, stamps) -> None:
         self.shared.begin(places, size, stamps)
-        early = self.mode == "early" or (self.mode == "random" and self.rng.random() < 0.5)
-        copy = _Copy(lanes, self.groups[lanes], places, sources, full, size, early)
-        if early:
-            self.shared.put(places, self._values(copy, stamps))
-        else:  # the addresses must be valid now, the values are what is there later
-            some = slice(None) if full.all() else full
-            self.memory.check_load(sources[some], size, stamps[some])
-        self.pending.append(copy)
+        # The addresses must be valid now, the values are what is there later.
+        some = slice(None) if full.all() else full
+        self.memory.check_load(sources[some], size, stamps[some])
+        self.pending.append(_Copy(lanes, self.groups[lanes], places, sources, full, size))
 
     def commit(self, lanes) -> None:
         self.groups[lanes] += 1
@@ -303,8 +293,7 @@ class AsyncCopies:
             if now.any():
                 part = copy if now.all() else self._split(copy, now)
                 stamps = stamps_of_all[part.lanes]
-                values = None if part.done else self._values(part, stamps)
-                self.shared.land(part.places, values, stamps, part.size)
+                self.shared.land(part.places, self._values(part, stamps), stamps)
             if not now.all():
                 left.append(self._split(copy, ~now) if now.any() else copy)
         self.pending = left

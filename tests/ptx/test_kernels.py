@@ -29,8 +29,10 @@ OTHERS = {
     "norm_linear_parts": 2,
     "expert_ffn": 19,
     "fill_ffn": 4,
+    "write_and_attend": 6,
 }
-"""Specs beside the first of which .ci/run has the PTX: 64 rows, several parts of the depth."""
+"""Specs beside the first of which .ci/run has the PTX: 64 rows, several parts of the depth or of a
+row's pages."""
 
 
 def cases():
@@ -52,13 +54,3 @@ def cases():
 def test_contract(contract, spec, card):
     with patched(sys.modules[contract.check.__module__], card=card):
         contract.run(spec, "pallas", examples=2)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("copies", ["early", "random"])
-@pytest.mark.parametrize("name", ["linear", "expert_ffn", "decode_attention"])
-def test_copies_at_other_times(name, copies):
-    """Asynchronous copies are carried out as late as they may be by default."""
-    (contract,) = (contract for contract in CONTRACTS if contract.name == name)
-    with patched(sys.modules[contract.check.__module__], card="h200", launch={"copies": copies}):
-        contract.run(contract.specs[3], "pallas")
