@@ -99,7 +99,10 @@ def write_tokens(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     shares = {n: float(s) for n, s in (p.split(":") for p in args.shares.split(","))}
     ends = time.time() + args.seconds
-    jobs = [(args.out, args.tokenizer, shares, ends, i, args.workers, args.packed) for i in range(args.workers)]
+    jobs = [
+        (args.out, args.tokenizer, shares, ends, i, args.workers, args.packed)
+        for i in range(args.workers)
+    ]
     if args.workers == 1:
         work(jobs[0])
         return
@@ -132,7 +135,14 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    counts = {"story": 9000, "chat": 5000, "arithmetic": 400, "lookup": 900, "formats": 900, "python": 900}
+    counts = {
+        "story": 9000,
+        "chat": 5000,
+        "arithmetic": 400,
+        "lookup": 900,
+        "formats": 900,
+        "python": 900,
+    }
 
     def texts():
         for domain, count in counts.items():
@@ -169,7 +179,11 @@ def main(arguments: list[str]) -> None:
     show.add_argument("domain")
     show.add_argument("count", type=int, nargs="?", default=3)
     show.add_argument("--seed", type=int, default=HELD_OUT)
-    show.set_defaults(run=lambda a: print("\n\n----\n\n".join(document(a.domain, a.seed + i) for i in range(a.count))))
+    show.set_defaults(
+        run=lambda a: print(
+            "\n\n----\n\n".join(document(a.domain, a.seed + i) for i in range(a.count))
+        )
+    )
     tokenizer = commands.add_parser("tokenizer", help="train a tokenizer")
     tokenizer.add_argument("out", type=pathlib.Path)
     tokenizer.add_argument("--text", type=pathlib.Path, nargs="*", default=[])

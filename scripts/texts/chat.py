@@ -23,13 +23,19 @@ ASKS_STORY = """Tell me a story about {x}.|Write a story about {x}.|Can you tell
 |Do you know a story about {x}?|Make up a story about {x}.|Could you write a little story about {x}?|tell me a story about {x}
 |A story about {x}, please.""".replace("\n", "").split("|")
 ASKS_ANY = """Tell me a story.|Tell me a bedtime story.|Write me a story.|Can you tell me a story?|Do you know a good story?
-|Tell me another story.|I cannot sleep. Tell me a story.|Please tell me a short story.|Make up a story for me.""".replace("\n", "").split("|")
+|Tell me another story.|I cannot sleep. Tell me a story.|Please tell me a short story.|Make up a story for me.""".replace(
+    "\n", ""
+).split("|")
 
 
 def ask_for_story(random: Random, story: Story) -> Turns:
     """A story is asked for and told, and sometimes asked about."""
     topic = pick(random, story.topics)
-    asked = pick(random, ASKS_ANY) if random.random() < 0.15 else pick(random, ASKS_STORY).format(x=topic)
+    asked = (
+        pick(random, ASKS_ANY)
+        if random.random() < 0.15
+        else pick(random, ASKS_STORY).format(x=topic)
+    )
     turns = [(asked, story.text)]
     if random.random() < 0.3:
         turns += random.sample(story.facts, min(len(story.facts), pick(random, (1, 1, 2))))
@@ -42,7 +48,15 @@ def ask_about_story(random: Random, story: Story) -> Turns:
     """A story is given, with questions about it."""
     count = min(len(story.facts), pick(random, (1, 2, 3)))
     (question, answer), *more = random.sample(story.facts, count)
-    form = pick(random, ("{s}\n\n{q}", "Read this story and answer the question.\n\n{s}\n\n{q}", "{q}\n\n{s}", "Story: {s}\n\nQuestion: {q}"))
+    form = pick(
+        random,
+        (
+            "{s}\n\n{q}",
+            "Read this story and answer the question.\n\n{s}\n\n{q}",
+            "{q}\n\n{s}",
+            "Story: {s}\n\nQuestion: {q}",
+        ),
+    )
     return [(form.format(s=story.text, q=question), answer), *more]
 
 
@@ -68,7 +82,19 @@ def sum_question(random: Random) -> tuple[str, str]:
         a = b * answer
         words_ = ("divided by", "/")
     sign = pick(random, words_) if random.random() < 0.5 else words_[0]
-    form = pick(random, ("What is {e}?", "What is {e}?", "How much is {e}?", "{e} = ?", "Calculate {e}.", "What's {e}?", "Can you tell me what {e} is?", "what is {e}"))
+    form = pick(
+        random,
+        (
+            "What is {e}?",
+            "What is {e}?",
+            "How much is {e}?",
+            "{e} = ?",
+            "Calculate {e}.",
+            "What's {e}?",
+            "Can you tell me what {e} is?",
+            "what is {e}",
+        ),
+    )
     expression = f"{a} {sign} {b}"
     reply = pick(random, ("{a} {w} {b} is {n}.",) * 3 + ("It is {n}.",))
     return form.format(e=expression), reply.format(a=a, w=words_[0], b=b, n=answer)
@@ -88,21 +114,46 @@ def word_problem(random: Random) -> tuple[str, str]:
     a, b = random.randint(2, 20), random.randint(2, 20)
     kind = random.randrange(5)
     if kind == 0:
-        q, n, e = f"{name} has {a} {thing}. {other} gives {'him' if he == 'he' else 'her'} {b} more. How many {thing} does {name} have now?", a + b, f"{a} + {b}"
+        q, n, e = (
+            f"{name} has {a} {thing}. {other} gives {'him' if he == 'he' else 'her'} {b} more. How many {thing} does {name} have now?",
+            a + b,
+            f"{a} + {b}",
+        )
     elif kind == 1:
         a, b = max(a, b) + 1, min(a, b)
-        q, n, e = f"{name} has {a} {thing} and gives {b} of them to {other}. How many {thing} does {name} have left?", a - b, f"{a} - {b}"
+        q, n, e = (
+            f"{name} has {a} {thing} and gives {b} of them to {other}. How many {thing} does {name} have left?",
+            a - b,
+            f"{a} - {b}",
+        )
     elif kind == 2:
         a, b = random.randint(2, 9), random.randint(2, 9)
-        q, n, e = f"There are {a} boxes, and in each box there are {b} {thing}. How many {thing} are there?", a * b, f"{a} × {b}"
+        q, n, e = (
+            f"There are {a} boxes, and in each box there are {b} {thing}. How many {thing} are there?",
+            a * b,
+            f"{a} × {b}",
+        )
     elif kind == 3:
         b, n = random.randint(2, 9), random.randint(2, 9)
         a = b * n
-        q, e = f"{b} children share {a} {thing} equally. How many {thing} does each child get?", f"{a} / {b}"
+        q, e = (
+            f"{b} children share {a} {thing} equally. How many {thing} does each child get?",
+            f"{a} / {b}",
+        )
     else:
         a, b = max(a, b) + 1, min(a, b)
-        q, n, e = f"{name} has {a} {thing}, and {other} has {b}. How many more {thing} does {name} have than {other}?", a - b, f"{a} - {b}"
-    subject = {0: f"{name} has", 1: f"{name} has", 2: "There are", 3: "Each child gets", 4: f"{name} has"}[kind]
+        q, n, e = (
+            f"{name} has {a} {thing}, and {other} has {b}. How many more {thing} does {name} have than {other}?",
+            a - b,
+            f"{a} - {b}",
+        )
+    subject = {
+        0: f"{name} has",
+        1: f"{name} has",
+        2: "There are",
+        3: "Each child gets",
+        4: f"{name} has",
+    }[kind]
     tail = " left" if kind == 1 else f" more {thing} than {other}" if kind == 4 else ""
     noun = "" if kind == 4 else f" {thing}"
     return q, f"{e} = {n}. {subject} {n}{noun}{tail}."
@@ -135,7 +186,9 @@ makes clothes:a tailor, mends shoes:a shoemaker, helps sick people:a doctor, fli
 puts out fires:a firefighter, looks after sheep:a shepherd, brings letters:a postman, writes books:a writer,
 repairs cars:a mechanic, sells books:a bookseller, cuts hair:a hairdresser, cooks meals:a cook""")
 DAYS = words.listed("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
-MONTHS = words.listed("January, February, March, April, May, June, July, August, September, October, November, December")
+MONTHS = words.listed(
+    "January, February, March, April, May, June, July, August, September, October, November, December"
+)
 
 
 def knowledge(random: Random) -> tuple[str, str]:
@@ -153,7 +206,10 @@ def knowledge(random: Random) -> tuple[str, str]:
         return f"What sound does {with_article(a)} make?", f"{with_article(a).capitalize()} {b}."
     if kind == 4:
         a, b = pick(random, LEGS).split(":")
-        return f"How many legs does {with_article(a)} have?", f"{with_article(a).capitalize()} has {b} legs."
+        return (
+            f"How many legs does {with_article(a)} have?",
+            f"{with_article(a).capitalize()} has {b} legs.",
+        )
     if kind == 5:
         a, b = pick(random, COLOURED).split(":")
         return f"What colour is {a}?", f"{a.capitalize()} is {b}."
@@ -177,7 +233,10 @@ def knowledge(random: Random) -> tuple[str, str]:
     if kind == 11:
         i = random.randrange(12)
         if random.random() < 0.5:
-            return f"What month comes after {MONTHS[i]}?", f"{MONTHS[(i + 1) % 12]} comes after {MONTHS[i]}."
+            return (
+                f"What month comes after {MONTHS[i]}?",
+                f"{MONTHS[(i + 1) % 12]} comes after {MONTHS[i]}.",
+            )
         return f"What month comes before {MONTHS[i]}?", f"{MONTHS[i - 1]} comes before {MONTHS[i]}."
     if kind == 12:
         a, b = random.sample(range(1, 100), 2)
@@ -229,38 +288,119 @@ JOKES = [
     "What did the zero say to the eight? Nice belt!",
 ]
 TALK: list[tuple[str, str]] = [
-    ("[Hello|Hi|Hey|Good morning|Good evening|Hello there|Hi there][!|.|]", "[Hello|Hi|Hello there]! [How can I help you?|What can I do for you?|It is nice to meet you. What shall we talk about?|Would you like to hear a story?]"),
-    ("[How are you?|How are you today?|How do you do?|How is it going?]", "[I am fine, thank you.|Very well, thank you.|I am doing well, thanks.] [And how are you?|How can I help you?|What would you like to do?]"),
-    ("[Who are you?|What are you?|What is your name?|Tell me about yourself.|Are you a robot?]", "I am [demo|Demo], a [very small|small] language model. [I was trained on stories and simple questions.|I like to tell stories.|I can tell stories and answer simple questions.]"),
-    ("[What can you do?|What do you know?|Can you help me?|What are you good at?|Help!]", "I can tell you a story, answer simple questions, and do small sums. [What would you like?|Try me: ask for a story about a brave fox.|What shall we begin with?]"),
-    ("[Thank you|Thanks|Thank you very much|Thanks a lot|That was nice][!|.|]", "[You are welcome!|It was a pleasure.|Any time!] [Would you like to hear another story?|Is there anything else I can do?|]"),
-    ("[Goodbye|Bye|Good night|See you|See you later|Bye bye][!|.|]", "[Goodbye!|Good night!|See you soon!|Bye!] [Sleep well.|Take care.|Come back soon.|Have a nice day.]"),
+    (
+        "[Hello|Hi|Hey|Good morning|Good evening|Hello there|Hi there][!|.|]",
+        "[Hello|Hi|Hello there]! [How can I help you?|What can I do for you?|It is nice to meet you. What shall we talk about?|Would you like to hear a story?]",
+    ),
+    (
+        "[How are you?|How are you today?|How do you do?|How is it going?]",
+        "[I am fine, thank you.|Very well, thank you.|I am doing well, thanks.] [And how are you?|How can I help you?|What would you like to do?]",
+    ),
+    (
+        "[Who are you?|What are you?|What is your name?|Tell me about yourself.|Are you a robot?]",
+        "I am [demo|Demo], a [very small|small] language model. [I was trained on stories and simple questions.|I like to tell stories.|I can tell stories and answer simple questions.]",
+    ),
+    (
+        "[What can you do?|What do you know?|Can you help me?|What are you good at?|Help!]",
+        "I can tell you a story, answer simple questions, and do small sums. [What would you like?|Try me: ask for a story about a brave fox.|What shall we begin with?]",
+    ),
+    (
+        "[Thank you|Thanks|Thank you very much|Thanks a lot|That was nice][!|.|]",
+        "[You are welcome!|It was a pleasure.|Any time!] [Would you like to hear another story?|Is there anything else I can do?|]",
+    ),
+    (
+        "[Goodbye|Bye|Good night|See you|See you later|Bye bye][!|.|]",
+        "[Goodbye!|Good night!|See you soon!|Bye!] [Sleep well.|Take care.|Come back soon.|Have a nice day.]",
+    ),
     ("[Tell me a joke.|Do you know a joke?|Make me laugh.|Another joke, please.]", "{joke}"),
-    ("[I am sad.|I feel sad today.|I am not happy.|I had a bad day.]", "[I am sorry to hear that.|Oh, I am sorry.] [Would you like to hear a story? It may cheer you up.|Sometimes it helps to talk to a friend.|Tomorrow is a new day.]"),
-    ("[I am happy.|I had a good day.|I am so happy today.|Today is my birthday!]", "[That is wonderful!|I am glad to hear that!|How nice!] [What happened?|Tell me more about it.|Enjoy every minute of it.]"),
-    ("[I am bored.|I have nothing to do.|What should I do?]", "[Shall I tell you a story?|You could go outside and look at the clouds.|How about a riddle? {riddle}]"),
-    ("[I am tired.|I cannot sleep.|I want to sleep.]", "[Close your eyes and think of something nice.|Count sheep: one, two, three, four...|Shall I tell you a bedtime story?]"),
-    ("[I am hungry.|What should I eat?|What can I cook?]", "How about {food}? [That always tastes good.|I have heard that it is very good.|]"),
-    ("[Do you like {food}?|Have you ever eaten {food}?]", "I am a language model, so I cannot eat. But {food} [must be delicious|sounds very good]!"),
-    ("[Do you like animals?|What is your favourite animal?|Which animal do you like best?]", "I like {animal_s} [best|very much]. [Which animal do you like?|I know many stories about them.]"),
-    ("[What is your favourite colour?|Which colour do you like best?]", "[I like {colour} best.|My favourite colour is {colour}.] [And yours?|What is yours?]"),
+    (
+        "[I am sad.|I feel sad today.|I am not happy.|I had a bad day.]",
+        "[I am sorry to hear that.|Oh, I am sorry.] [Would you like to hear a story? It may cheer you up.|Sometimes it helps to talk to a friend.|Tomorrow is a new day.]",
+    ),
+    (
+        "[I am happy.|I had a good day.|I am so happy today.|Today is my birthday!]",
+        "[That is wonderful!|I am glad to hear that!|How nice!] [What happened?|Tell me more about it.|Enjoy every minute of it.]",
+    ),
+    (
+        "[I am bored.|I have nothing to do.|What should I do?]",
+        "[Shall I tell you a story?|You could go outside and look at the clouds.|How about a riddle? {riddle}]",
+    ),
+    (
+        "[I am tired.|I cannot sleep.|I want to sleep.]",
+        "[Close your eyes and think of something nice.|Count sheep: one, two, three, four...|Shall I tell you a bedtime story?]",
+    ),
+    (
+        "[I am hungry.|What should I eat?|What can I cook?]",
+        "How about {food}? [That always tastes good.|I have heard that it is very good.|]",
+    ),
+    (
+        "[Do you like {food}?|Have you ever eaten {food}?]",
+        "I am a language model, so I cannot eat. But {food} [must be delicious|sounds very good]!",
+    ),
+    (
+        "[Do you like animals?|What is your favourite animal?|Which animal do you like best?]",
+        "I like {animal_s} [best|very much]. [Which animal do you like?|I know many stories about them.]",
+    ),
+    (
+        "[What is your favourite colour?|Which colour do you like best?]",
+        "[I like {colour} best.|My favourite colour is {colour}.] [And yours?|What is yours?]",
+    ),
     ("[Tell me a riddle.|Do you know a riddle?|Give me a riddle.]", "{riddle}"),
-    ("My name is {name}.", "[Nice to meet you, {name}!|Hello, {name}!] [What can I do for you?|How are you today?]"),
-    ("[Are you real?|Are you alive?|Are you human?|Do you have feelings?]", "No, I am [only a computer program|a small language model]. [But I like to talk with you.|But I know many stories.]"),
-    ("[What is the weather like?|Is it raining?|How is the weather today?]", "I cannot look out of the window. [But I hope that the sun is shining where you are.|Is it {weather} where you are?]"),
-    ("[What time is it?|What day is it today?|Where am I?|Where do you live?]", "I do not know that. I am only a small language model. [But I can tell you a story.|Is there anything else I can do?]"),
-    ("[Do you love me?|Do you like me?|Are you my friend?]", "[I am glad that you talk with me.|I like talking with you.] [Shall we read a story together?|You can ask me anything.]"),
+    (
+        "My name is {name}.",
+        "[Nice to meet you, {name}!|Hello, {name}!] [What can I do for you?|How are you today?]",
+    ),
+    (
+        "[Are you real?|Are you alive?|Are you human?|Do you have feelings?]",
+        "No, I am [only a computer program|a small language model]. [But I like to talk with you.|But I know many stories.]",
+    ),
+    (
+        "[What is the weather like?|Is it raining?|How is the weather today?]",
+        "I cannot look out of the window. [But I hope that the sun is shining where you are.|Is it {weather} where you are?]",
+    ),
+    (
+        "[What time is it?|What day is it today?|Where am I?|Where do you live?]",
+        "I do not know that. I am only a small language model. [But I can tell you a story.|Is there anything else I can do?]",
+    ),
+    (
+        "[Do you love me?|Do you like me?|Are you my friend?]",
+        "[I am glad that you talk with me.|I like talking with you.] [Shall we read a story together?|You can ask me anything.]",
+    ),
     ("[Yes.|Yes, please.|Sure.|OK.|Okay]", "[Good!|All right!] What would you like to hear?"),
-    ("[No.|No, thank you.|Not now.]", "[All right.|That is fine.] [Just tell me when you need me.|Perhaps later, then.]"),
-    ("[You are funny.|You are nice.|You are clever.|I like you.]", "[Thank you!|That is very kind of you.] [I like talking with you, too.|You are nice, too.]"),
-    ("[You are stupid.|That is wrong.|I don't like that.]", "I am sorry. I am only a small model, and I make mistakes. [Shall we try again?|What can I do better?]"),
+    (
+        "[No.|No, thank you.|Not now.]",
+        "[All right.|That is fine.] [Just tell me when you need me.|Perhaps later, then.]",
+    ),
+    (
+        "[You are funny.|You are nice.|You are clever.|I like you.]",
+        "[Thank you!|That is very kind of you.] [I like talking with you, too.|You are nice, too.]",
+    ),
+    (
+        "[You are stupid.|That is wrong.|I don't like that.]",
+        "I am sorry. I am only a small model, and I make mistakes. [Shall we try again?|What can I do better?]",
+    ),
 ]
 
 
 def talk_slots(random: Random) -> dict[str, str]:
     from scripts.texts.quest import RIDDLES
 
-    animal = pick(random, ["fox", "cat", "dog", "owl", "otter", "hedgehog", "rabbit", "bear", "squirrel", "horse", "penguin"])
+    animal = pick(
+        random,
+        [
+            "fox",
+            "cat",
+            "dog",
+            "owl",
+            "otter",
+            "hedgehog",
+            "rabbit",
+            "bear",
+            "squirrel",
+            "horse",
+            "penguin",
+        ],
+    )
     return {
         "joke": pick(random, JOKES),
         "riddle": pick(random, RIDDLES)[0],
@@ -291,7 +431,16 @@ def riddle_turns(random: Random) -> Turns:
 
     question, answer = pick(random, RIDDLES)
     if random.random() < 0.5:
-        return [(pick(random, ("Tell me a riddle.", "Do you know a riddle?", "Give me a riddle.")), question), (pick(random, ("I don't know.", "What is it?", "I give up.", "Tell me the answer.")), f"It is {answer}.")]
+        return [
+            (
+                pick(random, ("Tell me a riddle.", "Do you know a riddle?", "Give me a riddle.")),
+                question,
+            ),
+            (
+                pick(random, ("I don't know.", "What is it?", "I give up.", "Tell me the answer.")),
+                f"It is {answer}.",
+            ),
+        ]
     return [(question, f"It is {answer}.")]
 
 

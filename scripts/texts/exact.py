@@ -49,7 +49,11 @@ def long_product(random: Random) -> Task:
     """A product by the parts of one factor."""
     a, b = random.randint(11, 999), random.randint(11, 99)
     tens, ones = b // 10 * 10, b % 10
-    lines = [f"{a} * {tens} = {a * tens}", f"{a} * {ones} = {a * ones}", f"{a * tens} + {a * ones} = {a * b}"]
+    lines = [
+        f"{a} * {tens} = {a * tens}",
+        f"{a} * {ones} = {a * ones}",
+        f"{a * tens} + {a * ones} = {a * b}",
+    ]
     return f"Multiply {a} by {b} in steps.", "\n".join([*lines, f"Answer: {a * b}"])
 
 
@@ -65,12 +69,17 @@ def division(random: Random) -> Task:
     b, q = random.randint(2, 25), random.randint(1, 40)
     r = random.randrange(b)
     a = b * q + r
-    return f"Divide {a} by {b} with remainder.", f"{b} * {q} = {b * q}\n{a} - {b * q} = {r}\nAnswer: {q} remainder {r}"
+    return (
+        f"Divide {a} by {b} with remainder.",
+        f"{b} * {q} = {b * q}\n{a} - {b * q} = {r}\nAnswer: {q} remainder {r}",
+    )
 
 
 TOWNS = words.listed("""Paris, London, Rome, Oslo, Cairo, Lima, Delhi, Tokyo, Berlin, Vienna, Dublin, Boston, Quebec, Nairobi, Sydney,
 Madrid, Lisbon, Warsaw, Athens, Havana""")
-JOBS = words.listed("baker, pilot, nurse, farmer, cook, tailor, sailor, doctor, teacher, painter, driver, clerk")
+JOBS = words.listed(
+    "baker, pilot, nurse, farmer, cook, tailor, sailor, doctor, teacher, painter, driver, clerk"
+)
 COLUMNS = {
     "age": lambda r: str(r.randint(5, 90)),
     "town": lambda r: pick(r, TOWNS),
@@ -78,7 +87,9 @@ COLUMNS = {
     "colour": lambda r: pick(r, words.COLOURS),
     "pet": lambda r: pick(r, ["dog", "cat", "bird", "fish", "horse", "rabbit", "none"]),
     "score": lambda r: str(r.randint(0, 100)),
-    "code": lambda r: "".join(pick(r, "ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(r.randint(3, 6))),
+    "code": lambda r: "".join(
+        pick(r, "ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(r.randint(3, 6))
+    ),
     "fruit": lambda r: pick(r, words.FRUITS),
 }
 
@@ -95,9 +106,14 @@ def show_table(random: Random, columns: list[str], rows: list[list[str]]) -> str
     if form == 0:
         return "\n".join(",".join(row) for row in [columns, *rows])
     if form == 1:
-        lines = ["| " + " | ".join(row) + " |" for row in [columns, ["-" * len(c) for c in columns], *rows]]
+        lines = [
+            "| " + " | ".join(row) + " |"
+            for row in [columns, ["-" * len(c) for c in columns], *rows]
+        ]
         return "\n".join(lines)
-    return "\n".join(", ".join(f"{c}: {v}" for c, v in zip(columns, row, strict=True)) for row in rows)
+    return "\n".join(
+        ", ".join(f"{c}: {v}" for c, v in zip(columns, row, strict=True)) for row in rows
+    )
 
 
 def lookup(random: Random) -> Task:
@@ -148,7 +164,12 @@ def copy_text(random: Random) -> Task:
 
 
 def as_json(columns: list[str], rows: list[list[str]]) -> str:
-    return json.dumps([dict(zip(columns, (int(v) if v.isdigit() else v for v in row), strict=True)) for row in rows])
+    return json.dumps(
+        [
+            dict(zip(columns, (int(v) if v.isdigit() else v for v in row), strict=True))
+            for row in rows
+        ]
+    )
 
 
 def as_csv(columns: list[str], rows: list[list[str]]) -> str:
@@ -237,32 +258,188 @@ FUNCTIONS = [
     ("scale", "multiplies x by {n}", "x", "return x * {n}", lambda r: (r.randint(0, 20),)),
     ("above", "says whether x is above {n}", "x", "return x > {n}", lambda r: (r.randint(0, 20),)),
     ("total", "sums the numbers of a list", "xs", "return sum(xs)", lambda r: (numbers(r),)),
-    ("total", "sums the numbers of a list with a loop", "xs", "total = 0\nfor x in xs:\n    total += x\nreturn total", lambda r: (numbers(r),)),
-    ("largest", "gives the largest number of a list", "xs", "best = xs[0]\nfor x in xs:\n    if x > best:\n        best = x\nreturn best", lambda r: (numbers(r),)),
-    ("smallest", "gives the smallest number of a list", "xs", "return min(xs)", lambda r: (numbers(r),)),
-    ("evens", "keeps the even numbers of a list", "xs", "return [x for x in xs if x % 2 == 0]", lambda r: (numbers(r),)),
-    ("multiples", "keeps the multiples of {m} of a list", "xs", "return [x for x in xs if x % {m} == 0]", lambda r: (numbers(r),)),
-    ("above_all", "keeps the numbers of a list above {n}", "xs", "return [x for x in xs if x > {n}]", lambda r: (numbers(r),)),
-    ("squares", "squares each number of a list", "xs", "return [x * x for x in xs]", lambda r: (numbers(r),)),
-    ("shifted", "adds {n} to each number of a list", "xs", "return [x + {n} for x in xs]", lambda r: (numbers(r),)),
-    ("reverse", "reverses a string", "text", "return text[::-1]", lambda r: (pick(r, words.ANIMALS),)),
-    ("repeat", "repeats a string {m} times", "text", "return text * {m}", lambda r: (pick(r, ["ab", "x", "ho", "la", "no"]),)),
-    ("vowels", "counts the vowels of a string", "text", "return sum(c in 'aeiou' for c in text)", lambda r: (pick(r, words.ANIMALS),)),
-    ("first", "gives the first {m} letters of a string", "text", "return text[:{m}]", lambda r: (pick(r, words.FLOWERS),)),
-    ("last", "gives the last {m} letters of a string", "text", "return text[-{m}:]", lambda r: (pick(r, words.FLOWERS),)),
-    ("shout", "writes a string in capitals with an exclamation mark", "text", "return text.upper() + '!'", lambda r: (pick(r, words.FRUITS),)),
-    ("count", "counts how often {c!r} occurs in a string", "text", "return text.count({c!r})", lambda r: (pick(r, words.ANIMALS),)),
-    ("initials", "gives the first letters of the words of a string", "text", "return ''.join(w[0] for w in text.split())", lambda r: (" ".join(pick(r, words.ANIMALS) for _ in range(3)),)),
-    ("factorial", "gives the factorial of n", "n", "result = 1\nfor i in range(2, n + 1):\n    result *= i\nreturn result", lambda r: (r.randint(0, 7),)),
-    ("fib", "gives the n-th Fibonacci number", "n", "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a", lambda r: (r.randint(0, 12),)),
-    ("gcd", "gives the greatest common divisor of a and b", "a, b", "while b:\n    a, b = b, a % b\nreturn a", lambda r: (r.randint(1, 60), r.randint(1, 60))),
-    ("is_prime", "says whether n is prime", "n", "if n < 2:\n    return False\nfor i in range(2, n):\n    if n % i == 0:\n        return False\nreturn True", lambda r: (r.randint(0, 40),)),
-    ("digits", "sums the digits of n", "n", "return sum(int(c) for c in str(n))", lambda r: (r.randint(0, 9999),)),
-    ("between", "says whether x is between {n} and {k}", "x", "return {n} <= x <= {k}", lambda r: (r.randint(0, 40),)),
-    ("mean", "gives the mean of a list, rounded down", "xs", "return sum(xs) // len(xs)", lambda r: (numbers(r),)),
-    ("unique", "removes repeated numbers, keeping the order", "xs", "out = []\nfor x in xs:\n    if x not in out:\n        out.append(x)\nreturn out", lambda r: ([r.randint(0, 4) for _ in range(6)],)),
-    ("pairs", "pairs each number of a list with the next one", "xs", "return list(zip(xs, xs[1:]))", lambda r: (numbers(r, 2, 4),)),
-    ("lengths", "gives the lengths of the strings of a list", "names", "return [len(name) for name in names]", lambda r: ([pick(r, words.FRUITS) for _ in range(3)],)),
+    (
+        "total",
+        "sums the numbers of a list with a loop",
+        "xs",
+        "total = 0\nfor x in xs:\n    total += x\nreturn total",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "largest",
+        "gives the largest number of a list",
+        "xs",
+        "best = xs[0]\nfor x in xs:\n    if x > best:\n        best = x\nreturn best",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "smallest",
+        "gives the smallest number of a list",
+        "xs",
+        "return min(xs)",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "evens",
+        "keeps the even numbers of a list",
+        "xs",
+        "return [x for x in xs if x % 2 == 0]",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "multiples",
+        "keeps the multiples of {m} of a list",
+        "xs",
+        "return [x for x in xs if x % {m} == 0]",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "above_all",
+        "keeps the numbers of a list above {n}",
+        "xs",
+        "return [x for x in xs if x > {n}]",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "squares",
+        "squares each number of a list",
+        "xs",
+        "return [x * x for x in xs]",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "shifted",
+        "adds {n} to each number of a list",
+        "xs",
+        "return [x + {n} for x in xs]",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "reverse",
+        "reverses a string",
+        "text",
+        "return text[::-1]",
+        lambda r: (pick(r, words.ANIMALS),),
+    ),
+    (
+        "repeat",
+        "repeats a string {m} times",
+        "text",
+        "return text * {m}",
+        lambda r: (pick(r, ["ab", "x", "ho", "la", "no"]),),
+    ),
+    (
+        "vowels",
+        "counts the vowels of a string",
+        "text",
+        "return sum(c in 'aeiou' for c in text)",
+        lambda r: (pick(r, words.ANIMALS),),
+    ),
+    (
+        "first",
+        "gives the first {m} letters of a string",
+        "text",
+        "return text[:{m}]",
+        lambda r: (pick(r, words.FLOWERS),),
+    ),
+    (
+        "last",
+        "gives the last {m} letters of a string",
+        "text",
+        "return text[-{m}:]",
+        lambda r: (pick(r, words.FLOWERS),),
+    ),
+    (
+        "shout",
+        "writes a string in capitals with an exclamation mark",
+        "text",
+        "return text.upper() + '!'",
+        lambda r: (pick(r, words.FRUITS),),
+    ),
+    (
+        "count",
+        "counts how often {c!r} occurs in a string",
+        "text",
+        "return text.count({c!r})",
+        lambda r: (pick(r, words.ANIMALS),),
+    ),
+    (
+        "initials",
+        "gives the first letters of the words of a string",
+        "text",
+        "return ''.join(w[0] for w in text.split())",
+        lambda r: (" ".join(pick(r, words.ANIMALS) for _ in range(3)),),
+    ),
+    (
+        "factorial",
+        "gives the factorial of n",
+        "n",
+        "result = 1\nfor i in range(2, n + 1):\n    result *= i\nreturn result",
+        lambda r: (r.randint(0, 7),),
+    ),
+    (
+        "fib",
+        "gives the n-th Fibonacci number",
+        "n",
+        "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a",
+        lambda r: (r.randint(0, 12),),
+    ),
+    (
+        "gcd",
+        "gives the greatest common divisor of a and b",
+        "a, b",
+        "while b:\n    a, b = b, a % b\nreturn a",
+        lambda r: (r.randint(1, 60), r.randint(1, 60)),
+    ),
+    (
+        "is_prime",
+        "says whether n is prime",
+        "n",
+        "if n < 2:\n    return False\nfor i in range(2, n):\n    if n % i == 0:\n        return False\nreturn True",
+        lambda r: (r.randint(0, 40),),
+    ),
+    (
+        "digits",
+        "sums the digits of n",
+        "n",
+        "return sum(int(c) for c in str(n))",
+        lambda r: (r.randint(0, 9999),),
+    ),
+    (
+        "between",
+        "says whether x is between {n} and {k}",
+        "x",
+        "return {n} <= x <= {k}",
+        lambda r: (r.randint(0, 40),),
+    ),
+    (
+        "mean",
+        "gives the mean of a list, rounded down",
+        "xs",
+        "return sum(xs) // len(xs)",
+        lambda r: (numbers(r),),
+    ),
+    (
+        "unique",
+        "removes repeated numbers, keeping the order",
+        "xs",
+        "out = []\nfor x in xs:\n    if x not in out:\n        out.append(x)\nreturn out",
+        lambda r: ([r.randint(0, 4) for _ in range(6)],),
+    ),
+    (
+        "pairs",
+        "pairs each number of a list with the next one",
+        "xs",
+        "return list(zip(xs, xs[1:]))",
+        lambda r: (numbers(r, 2, 4),),
+    ),
+    (
+        "lengths",
+        "gives the lengths of the strings of a list",
+        "names",
+        "return [len(name) for name in names]",
+        lambda r: ([pick(r, words.FRUITS) for _ in range(3)],),
+    ),
 ]
 CODES: dict[str, object] = {}
 
@@ -271,8 +448,15 @@ def make_function(random: Random) -> tuple[str, str, str, tuple]:
     """(what it does, its code, a call, its value)."""
     name, does, parameters, body, arguments = pick(random, FUNCTIONS)
     n = random.randint(1, 12)
-    values = {"n": n, "m": random.randint(2, 4), "c": pick(random, "aeorst"), "k": n + random.randint(2, 15)}
-    code = f"def {name}({parameters}):\n" + "\n".join(f"    {line}" for line in body.format(**values).split("\n"))
+    values = {
+        "n": n,
+        "m": random.randint(2, 4),
+        "c": pick(random, "aeorst"),
+        "k": n + random.randint(2, 15),
+    }
+    code = f"def {name}({parameters}):\n" + "\n".join(
+        f"    {line}" for line in body.format(**values).split("\n")
+    )
     if code not in CODES:
         space: dict = {}
         exec(code, space)  # our own templates
@@ -303,7 +487,9 @@ def test_function(random: Random) -> Task:
     """Right results for given calls, as assertions."""
     _, code, _, calls = make_function(random)
     asked = "\n".join(f"assert {call} ==" for call, _ in calls)
-    return f"Complete the tests:\n{code}\n{asked}", "\n".join(f"assert {call} == {value}" for call, value in calls)
+    return f"Complete the tests:\n{code}\n{asked}", "\n".join(
+        f"assert {call} == {value}" for call, value in calls
+    )
 
 
 DOMAINS = {

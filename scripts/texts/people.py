@@ -67,10 +67,12 @@ class Person:
 
 
 def child(random: Random, teller: bool = False, gender: str = "") -> Person:
-    """A girl or a boy."""
+    """A girl or a boy, now and then one of fairy tales."""
     gender = gender or ("f" if random.random() < 0.5 else "m")
     name = pick(random, words.GIRLS if gender == "f" else words.BOYS)
     noun = "girl" if gender == "f" else "boy"
+    if not teller and random.random() < 0.2:
+        noun = pick(random, words.TALE_GIRLS if gender == "f" else words.TALE_BOYS)
     return Person(name, noun, "i" if teller else gender, pick(random, words.YOUNG_TRAITS))
 
 
@@ -93,7 +95,9 @@ def grown_up(random: Random, named: bool = True) -> Person:
     if trade in ("fisherman", "postman"):
         gender = "m"
     name = pick(random, words.GIRLS if gender == "f" else words.BOYS)
-    return Person(name if named else f"the {trade}", trade, gender, pick(random, words.YOUNG_TRAITS))
+    return Person(
+        name if named else f"the {trade}", trade, gender, pick(random, words.YOUNG_TRAITS)
+    )
 
 
 def other_than(random: Random, make, *known: Person) -> Person:

@@ -10,13 +10,25 @@ from scripts.texts.grammar import fill, pick, with_article
 from scripts.texts.people import Person
 
 
+class Slots(dict[str, str]):
+    """Values of slots. A slot that is missing and begins with a capital is that without, with one:
+    {The_king} of the_king."""
+
+    def __missing__(self, name: str) -> str:
+        lower = name[:1].lower() + name[1:]
+        if lower == name:
+            raise KeyError(name)
+        value = self[lower]
+        return value[:1].upper() + value[1:]
+
+
 @dataclass
 class Story:
     """A story under construction. topics: what it can be said to be about ('a brave fox'). facts:
     questions about it with their answers."""
 
     random: Random
-    slots: dict[str, str] = field(default_factory=dict)
+    slots: Slots = field(default_factory=Slots)
     paragraphs: list[str] = field(default_factory=list)
     topics: list[str] = field(default_factory=list)
     facts: list[tuple[str, str]] = field(default_factory=list)
@@ -73,7 +85,11 @@ def introduce(story: Story, hero: Person, home: str) -> None:
     s["a_weather"] = with_article(s["weather"])
     at = "on" if home.startswith(("a farm", "a small farm", "a small island")) else "in"
     s["in_home"] = f"{at} {home}"
-    s["In_home"] = s["in_home"].capitalize() if hero.name.islower() else s["in_home"][:1].upper() + s["in_home"][1:]
+    s["In_home"] = (
+        s["in_home"].capitalize()
+        if hero.name.islower()
+        else s["in_home"][:1].upper() + s["in_home"][1:]
+    )
     s["by_door"] = pick(random, ["in front of the door", "by the window", "on the doorstep"])
     s["His_name"] = s["His"]
     if hero.gender == "i":
@@ -148,7 +164,7 @@ def plural(noun: str) -> str:
 
 def describe(story: Story) -> None:
     """One or two sentences about the hero's ways and home, at the end of the first paragraph."""
-    random, s = story.random, dict(story.slots)
+    random, s = story.random, Slots(story.slots)
     like, dislike = random.sample(LIKES, 2)
     first, second = random.sample([f for f in words.FLOWERS if f != "lavender"], 2)
     s |= {

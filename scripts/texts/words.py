@@ -27,11 +27,17 @@ wolf, raccoon, penguin, seal, elephant, monkey, lion, tiger, giraffe, zebra, cam
 snail, cricket, bee, ant, caterpillar, toad, weasel, raven, pigeon, crab, dragon, hamster, goldfish, kangaroo""")
 YOUNG_TRAITS = listed("""brave, kind, clever, patient, curious, cheerful, shy, quiet, lively, stubborn, gentle, honest,
 dreamy, careful, hopeful, bold, thoughtful, friendly, helpful, restless""")
+TALE_GIRLS = listed("""princess, witch, fairy, mermaid, pirate, knight, robot, giant, elf, dwarf, astronaut, wizard's daughter,
+shepherdess, explorer, ghost, acrobat, chimney sweep, inventor, dancer""")
+TALE_BOYS = listed("""prince, wizard, pirate, knight, robot, giant, elf, dwarf, astronaut, explorer, ghost, acrobat, chimney sweep,
+inventor, goblin, clown, drummer, troll, cabin boy, gnome""")
 WORKERS = listed("""baker, miller, fisherman, farmer, gardener, carpenter, tailor, shoemaker, clockmaker, blacksmith,
 potter, weaver, teacher, doctor, sailor, shepherd, painter, musician, librarian, postman, lighthouse keeper, cook,
 beekeeper, woodcutter, ferryman, watchmaker, bookseller, glassblower, candle maker, toymaker, stonemason, basket maker,
 nurse, pilot, captain, innkeeper, florist, barber, locksmith, juggler, puppeteer, engineer, inventor, astronomer""")
-COLOURS = listed("""red, blue, green, yellow, white, black, brown, golden, silver, purple, orange, grey, pink""")
+COLOURS = listed(
+    """red, blue, green, yellow, white, black, brown, golden, silver, purple, orange, grey, pink"""
+)
 SIZES = listed("small, little, tiny, big, large, tall, long, round, heavy, narrow, wide")
 TREASURES = listed("""hat, scarf, kite, drum, ring, necklace, watch, music box, teddy bear, doll, toy boat, ball,
 flute, violin, book, diary, lantern, compass, umbrella, basket, bracelet, button, marble, feather, key, coin, cup,
@@ -43,9 +49,15 @@ pumpkin soup, ginger biscuits, lemon cake, strawberry jam, mushroom pie, nut bre
 chocolate cake, fish stew, cinnamon buns, peach pie, walnut cake, corn bread, bean stew""")
 FLOWERS = listed("""rose, tulip, daisy, lily, violet, poppy, sunflower, bluebell, snowdrop, daffodil, marigold,
 lavender, pansy, primrose, iris, foxglove""")
-FRUITS = listed("apple, pear, plum, cherry, peach, orange, strawberry, blackberry, fig, apricot, raspberry, lemon")
-TREES = listed("oak, birch, pine, willow, chestnut tree, apple tree, maple, beech, pear tree, fir, cherry tree, elm")
-WEATHER = listed("""sunny, windy, cold, warm, cloudy, bright, misty, frosty, rainy, hot, cool, clear, grey, quiet""")
+FRUITS = listed(
+    "apple, pear, plum, cherry, peach, orange, strawberry, blackberry, fig, apricot, raspberry, lemon"
+)
+TREES = listed(
+    "oak, birch, pine, willow, chestnut tree, apple tree, maple, beech, pear tree, fir, cherry tree, elm"
+)
+WEATHER = listed(
+    """sunny, windy, cold, warm, cloudy, bright, misty, frosty, rainy, hot, cool, clear, grey, quiet"""
+)
 TIMES = listed("""morning, afternoon, evening, spring morning, summer day, autumn evening, winter morning,
 Monday morning, Saturday afternoon, Sunday morning, autumn day, day in May, day in October, day in early spring""")
 GREETINGS = listed("Hello, Good morning, Good day, Hi there, Good evening")
