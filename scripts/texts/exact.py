@@ -1,4 +1,4 @@
-"""Tasks with exact answers: arithmetic in steps, looking up, formats, Python functions."""
+"""Tasks with exact answers: arithmetic in steps, looking up, formats (functions: functions.py)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import re
 from random import Random
 
-from scripts.texts import words
+from scripts.texts.functions import Task, complete_tests, run_function, write_function
 from scripts.texts.grammar import pick
-
-Task = tuple[str, str]
-"""A question and its only right answer."""
+from scripts.texts.words import WORDS
 
 
 def evaluate_steps(random: Random) -> Task:
@@ -75,36 +73,32 @@ def division(random: Random) -> Task:
     )
 
 
-TOWNS = words.listed("""Paris, London, Rome, Oslo, Cairo, Lima, Delhi, Tokyo, Berlin, Vienna, Dublin, Boston, Quebec, Nairobi, Sydney,
-Madrid, Lisbon, Warsaw, Athens, Havana""")
-JOBS = words.listed(
-    "baker, pilot, nurse, farmer, cook, tailor, sailor, doctor, teacher, painter, driver, clerk"
-)
 COLUMNS = {
     "age": lambda r: str(r.randint(5, 90)),
-    "town": lambda r: pick(r, TOWNS),
-    "job": lambda r: pick(r, JOBS),
-    "colour": lambda r: pick(r, words.COLOURS),
+    "town": lambda r: pick(r, WORDS["towns"]),
+    "job": lambda r: pick(r, WORDS["jobs"]),
+    "colour": lambda r: pick(r, WORDS["colours"]),
     "pet": lambda r: pick(r, ["dog", "cat", "bird", "fish", "horse", "rabbit", "none"]),
     "score": lambda r: str(r.randint(0, 100)),
     "code": lambda r: "".join(
         pick(r, "ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(r.randint(3, 6))
     ),
-    "fruit": lambda r: pick(r, words.FRUITS),
+    "fruit": lambda r: pick(r, WORDS["fruits"]),
 }
 
 
 def make_table(random: Random, rows: int) -> tuple[list[str], list[list[str]]]:
     """(column names, rows), the first column unique names."""
     columns = ["name", *random.sample(list(COLUMNS), random.randint(1, 4))]
-    names = random.sample(words.GIRLS + words.BOYS, rows)
+    names = random.sample(WORDS["girls"] + WORDS["boys"], rows)
     return columns, [[n, *(COLUMNS[c](random) for c in columns[1:])] for n in names]
 
 
 def show_table(random: Random, columns: list[str], rows: list[list[str]]) -> str:
+    """The table as CSV, in Markdown, or with names at each value."""
     form = random.randrange(3)
     if form == 0:
-        return "\n".join(",".join(row) for row in [columns, *rows])
+        return as_csv(columns, rows)
     if form == 1:
         lines = [
             "| " + " | ".join(row) + " |"
@@ -138,7 +132,7 @@ def lookup(random: Random) -> Task:
     return f"{text}\n{question}", answer
 
 
-NOUNS = words.TREASURES + words.ANIMALS + words.FRUITS + words.FLOWERS
+NOUNS = WORDS["treasures"] + WORDS["animals"] + WORDS["fruits"] + WORDS["flowers"]
 
 
 def copy_text(random: Random) -> Task:
@@ -164,6 +158,7 @@ def copy_text(random: Random) -> Task:
 
 
 def as_json(columns: list[str], rows: list[list[str]]) -> str:
+    """An array of objects."""
     return json.dumps(
         [
             dict(zip(columns, (int(v) if v.isdigit() else v for v in row), strict=True))
@@ -173,10 +168,13 @@ def as_json(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def as_csv(columns: list[str], rows: list[list[str]]) -> str:
+    """Lines, the first with the names."""
     return "\n".join(",".join(row) for row in [columns, *rows])
 
 
 def as_lisp(columns: list[str], rows: list[list[str]]) -> str:
+    """A list of association lists."""
+
     def value(v: str) -> str:
         return v if v.isdigit() else f'"{v}"'
 
@@ -248,266 +246,14 @@ def regex(random: Random) -> Task:
     return f"Which match {pattern}? {' '.join(texts)}", " ".join(found) or "none"
 
 
-def numbers(random: Random, low: int = 3, high: int = 6) -> list[int]:
-    return [random.randint(0, 20) for _ in range(random.randint(low, high))]
-
-
-# (names, what it does, parameters, body, arguments)
-FUNCTIONS = [
-    ("add", "adds {n} to x", "x", "return x + {n}", lambda r: (r.randint(0, 50),)),
-    ("scale", "multiplies x by {n}", "x", "return x * {n}", lambda r: (r.randint(0, 20),)),
-    ("above", "says whether x is above {n}", "x", "return x > {n}", lambda r: (r.randint(0, 20),)),
-    ("total", "sums the numbers of a list", "xs", "return sum(xs)", lambda r: (numbers(r),)),
-    (
-        "total",
-        "sums the numbers of a list with a loop",
-        "xs",
-        "total = 0\nfor x in xs:\n    total += x\nreturn total",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "largest",
-        "gives the largest number of a list",
-        "xs",
-        "best = xs[0]\nfor x in xs:\n    if x > best:\n        best = x\nreturn best",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "smallest",
-        "gives the smallest number of a list",
-        "xs",
-        "return min(xs)",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "evens",
-        "keeps the even numbers of a list",
-        "xs",
-        "return [x for x in xs if x % 2 == 0]",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "multiples",
-        "keeps the multiples of {m} of a list",
-        "xs",
-        "return [x for x in xs if x % {m} == 0]",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "above_all",
-        "keeps the numbers of a list above {n}",
-        "xs",
-        "return [x for x in xs if x > {n}]",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "squares",
-        "squares each number of a list",
-        "xs",
-        "return [x * x for x in xs]",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "shifted",
-        "adds {n} to each number of a list",
-        "xs",
-        "return [x + {n} for x in xs]",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "reverse",
-        "reverses a string",
-        "text",
-        "return text[::-1]",
-        lambda r: (pick(r, words.ANIMALS),),
-    ),
-    (
-        "repeat",
-        "repeats a string {m} times",
-        "text",
-        "return text * {m}",
-        lambda r: (pick(r, ["ab", "x", "ho", "la", "no"]),),
-    ),
-    (
-        "vowels",
-        "counts the vowels of a string",
-        "text",
-        "return sum(c in 'aeiou' for c in text)",
-        lambda r: (pick(r, words.ANIMALS),),
-    ),
-    (
-        "first",
-        "gives the first {m} letters of a string",
-        "text",
-        "return text[:{m}]",
-        lambda r: (pick(r, words.FLOWERS),),
-    ),
-    (
-        "last",
-        "gives the last {m} letters of a string",
-        "text",
-        "return text[-{m}:]",
-        lambda r: (pick(r, words.FLOWERS),),
-    ),
-    (
-        "shout",
-        "writes a string in capitals with an exclamation mark",
-        "text",
-        "return text.upper() + '!'",
-        lambda r: (pick(r, words.FRUITS),),
-    ),
-    (
-        "count",
-        "counts how often {c!r} occurs in a string",
-        "text",
-        "return text.count({c!r})",
-        lambda r: (pick(r, words.ANIMALS),),
-    ),
-    (
-        "initials",
-        "gives the first letters of the words of a string",
-        "text",
-        "return ''.join(w[0] for w in text.split())",
-        lambda r: (" ".join(pick(r, words.ANIMALS) for _ in range(3)),),
-    ),
-    (
-        "factorial",
-        "gives the factorial of n",
-        "n",
-        "result = 1\nfor i in range(2, n + 1):\n    result *= i\nreturn result",
-        lambda r: (r.randint(0, 7),),
-    ),
-    (
-        "fib",
-        "gives the n-th Fibonacci number",
-        "n",
-        "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a",
-        lambda r: (r.randint(0, 12),),
-    ),
-    (
-        "gcd",
-        "gives the greatest common divisor of a and b",
-        "a, b",
-        "while b:\n    a, b = b, a % b\nreturn a",
-        lambda r: (r.randint(1, 60), r.randint(1, 60)),
-    ),
-    (
-        "is_prime",
-        "says whether n is prime",
-        "n",
-        "if n < 2:\n    return False\nfor i in range(2, n):\n    if n % i == 0:\n        return False\nreturn True",
-        lambda r: (r.randint(0, 40),),
-    ),
-    (
-        "digits",
-        "sums the digits of n",
-        "n",
-        "return sum(int(c) for c in str(n))",
-        lambda r: (r.randint(0, 9999),),
-    ),
-    (
-        "between",
-        "says whether x is between {n} and {k}",
-        "x",
-        "return {n} <= x <= {k}",
-        lambda r: (r.randint(0, 40),),
-    ),
-    (
-        "mean",
-        "gives the mean of a list, rounded down",
-        "xs",
-        "return sum(xs) // len(xs)",
-        lambda r: (numbers(r),),
-    ),
-    (
-        "unique",
-        "removes repeated numbers, keeping the order",
-        "xs",
-        "out = []\nfor x in xs:\n    if x not in out:\n        out.append(x)\nreturn out",
-        lambda r: ([r.randint(0, 4) for _ in range(6)],),
-    ),
-    (
-        "pairs",
-        "pairs each number of a list with the next one",
-        "xs",
-        "return list(zip(xs, xs[1:]))",
-        lambda r: (numbers(r, 2, 4),),
-    ),
-    (
-        "lengths",
-        "gives the lengths of the strings of a list",
-        "names",
-        "return [len(name) for name in names]",
-        lambda r: ([pick(r, words.FRUITS) for _ in range(3)],),
-    ),
-]
-CODES: dict[str, object] = {}
-
-
-def make_function(random: Random) -> tuple[str, str, str, tuple]:
-    """(what it does, its code, a call, its value)."""
-    name, does, parameters, body, arguments = pick(random, FUNCTIONS)
-    n = random.randint(1, 12)
-    values = {
-        "n": n,
-        "m": random.randint(2, 4),
-        "c": pick(random, "aeorst"),
-        "k": n + random.randint(2, 15),
-    }
-    code = f"def {name}({parameters}):\n" + "\n".join(
-        f"    {line}" for line in body.format(**values).split("\n")
-    )
-    if code not in CODES:
-        space: dict = {}
-        exec(code, space)  # our own templates
-        CODES[code] = space[name]
-    calls = []
-    for _ in range(3):
-        given = arguments(random)
-        value = CODES[code](*given)  # type: ignore[operator]
-        calls.append((f"{name}({', '.join(map(repr, given))})", repr(value)))
-    return does.format(**values), code, name, tuple(calls)
-
-
-def write_function(random: Random) -> Task:
-    """A function to be written, with tests."""
-    does, code, name, calls = make_function(random)
-    tests = "\n".join(f"assert {call} == {value}" for call, value in calls[: random.randint(1, 3)])
-    return f"Write a Python function {name} that {does}. It must pass:\n{tests}", code
-
-
-def run_function(random: Random) -> Task:
-    """What a call gives."""
-    _, code, _, calls = make_function(random)
-    call, value = calls[0]
-    return f"{code}\nWhat is {call}?", value
-
-
-def test_function(random: Random) -> Task:
-    """Right results for given calls, as assertions."""
-    _, code, _, calls = make_function(random)
-    asked = "\n".join(f"assert {call} ==" for call, _ in calls)
-    return f"Complete the tests:\n{code}\n{asked}", "\n".join(
-        f"assert {call} == {value}" for call, value in calls
-    )
-
-
 DOMAINS = {
     "arithmetic": (evaluate_steps, column_sum, long_product, equation, division),
     "lookup": (lookup, lookup, copy_text),
     "formats": (translate, prefix, regex),
-    "python": (write_function, run_function, run_function, test_function),
+    "python": (write_function, run_function, run_function, complete_tests),
 }
 
 
 def task(random: Random, domain: str) -> Task:
     """A task of the domain."""
     return pick(random, DOMAINS[domain])(random)
-
-
-def is_right(domain: str, question: str, expected: str, given: str) -> bool:
-    """Whether the answer given is right: equal but for space around it; of arithmetic the last
-    line counts."""
-    if domain == "arithmetic":
-        return expected.strip().split("\n")[-1] == given.strip().split("\n")[-1]
-    return expected.strip() == given.strip()

@@ -1,6 +1,7 @@
 """Templates of text: alternatives, slots and capitals.
 
-`[a|b|c]` is one of its alternatives (which may be empty or hold others), `{name}` a slot.
+`[a|b|c]` is one of its alternatives (which may be empty or hold others), `{name}` a slot. The value
+of a slot may be a template itself.
 """
 
 from __future__ import annotations
@@ -69,16 +70,25 @@ def write(parts: list, slots: Mapping[str, str], choose, out: list[str]) -> None
         if part.__class__ is str:
             out.append(part)
         elif part.__class__ is tuple:
-            out.append(slots[part[0]])
+            value = slots[part[0]]
+            if "{" in value or "[" in value:
+                write(parse(value), slots, choose, out)
+            else:
+                out.append(value)
         else:
             write(part[int(choose() * len(part))], slots, choose, out)
 
 
-def fill(random: Random, template: str, slots: Mapping[str, str]) -> str:
-    """The template's text, spaces single, sentences with capitals."""
+def expand(random: Random, template: str, slots: Mapping[str, str]) -> str:
+    """The template's text, spaces single."""
     out: list[str] = []
     write(parse(template), slots, random.random, out)
-    return polish("".join(out))
+    return " ".join("".join(out).split())
+
+
+def fill(random: Random, template: str, slots: Mapping[str, str]) -> str:
+    """The template's text, spaces single, sentences with capitals."""
+    return polish(expand(random, template, slots))
 
 
 def polish(text: str) -> str:
@@ -101,6 +111,31 @@ def polish(text: str) -> str:
                 pieces[i] = piece[:1].upper() + piece[1:]
         text = mark.join(pieces)
     return text
+
+
+def plural(noun: str) -> str:
+    """'daisies' of 'daisy'."""
+    if noun == "lavender":
+        return "lavender plants"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("x", "s", "ch", "sh")) else f"{noun}s"
+
+
+class Slots(dict[str, str]):
+    """Values of slots. Of one that is missing, others are made: {a_king} is 'a king' and {king_s}
+    'kings' of {king}; {King}, {A_king} and {The_king} begin with a capital."""
+
+    def __missing__(self, name: str) -> str:
+        if name.startswith("a_"):
+            return with_article(self[name[2:]])
+        if name.endswith("_s"):
+            return plural(self[name[:-2]])
+        lower = name[:1].lower() + name[1:]
+        if lower == name:
+            raise KeyError(name)
+        value = self[lower]
+        return value[:1].upper() + value[1:]
 
 
 def pick(random: Random, items: Sequence):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from scripts.texts import words
 from scripts.texts.grammar import pick
+from scripts.texts.words import WORDS
 
 PRONOUNS = {
     "f": ("she", "her", "her", "herself"),
@@ -39,7 +39,7 @@ class Person:
     is_animal: bool = False
 
     def slots(self, prefix: str) -> dict[str, str]:
-        """Slots A (the name), Athe, Anoun, Ahe, Ahim, Ahis, Aself, Asaid, Aasked, Acried, Acall."""
+        """Slots of the prefix A: A (the name, or I), Anoun, Ahe, Ahim, Ahis, Aself, Asaid, ..."""
         he, him, his, himself = PRONOUNS[self.gender]
         teller = self.gender == "i"
         subject = "I" if teller else self.name
@@ -51,7 +51,6 @@ class Person:
             prefix: subject,
             f"{prefix}obj": "me" if teller else self.name,
             f"{prefix}poss": "my" if teller else f"{self.name}'s",
-            f"{prefix}the": "I" if teller else f"the {self.noun}",
             f"{prefix}noun": self.noun,
             f"{prefix}trait": self.trait,
             f"{prefix}he": he,
@@ -62,6 +61,7 @@ class Person:
             f"{prefix}his": his,
             f"{prefix}self": himself,
             f"{prefix}call": self.name,
+            f"{prefix}child": "daughter" if self.gender == "f" else "son",
             **{f"{prefix}{verb}": text for verb, text in said.items()},
         }
 
@@ -69,34 +69,32 @@ class Person:
 def child(random: Random, teller: bool = False, gender: str = "") -> Person:
     """A girl or a boy, now and then one of fairy tales."""
     gender = gender or ("f" if random.random() < 0.5 else "m")
-    name = pick(random, words.GIRLS if gender == "f" else words.BOYS)
+    name = pick(random, WORDS["girls"] if gender == "f" else WORDS["boys"])
     noun = "girl" if gender == "f" else "boy"
     if not teller and random.random() < 0.2:
-        noun = pick(random, words.TALE_GIRLS if gender == "f" else words.TALE_BOYS)
-    return Person(name, noun, "i" if teller else gender, pick(random, words.YOUNG_TRAITS))
+        noun = pick(random, WORDS["tale_girls"] if gender == "f" else WORDS["tale_boys"])
+    return Person(name, noun, "i" if teller else gender, pick(random, WORDS["young_traits"]))
 
 
-def animal(random: Random, not_noun: str = "", named: bool = True) -> Person:
+def animal(random: Random, named: bool = True) -> Person:
     """An animal that speaks, with a name or without."""
-    noun = pick(random, words.ANIMALS)
-    while noun == not_noun:
-        noun = pick(random, words.ANIMALS)
+    noun = pick(random, WORDS["animals"])
     gender = "m" if random.random() < 0.5 else "f"
     if noun in ("hen", "goose", "ladybird"):
         gender = "f"
-    name = pick(random, words.PET_NAMES) if named else f"the {noun}"
-    return Person(name, noun, gender, pick(random, words.YOUNG_TRAITS), True)
+    name = pick(random, WORDS["pet_names"]) if named else f"the {noun}"
+    return Person(name, noun, gender, pick(random, WORDS["young_traits"]), True)
 
 
 def grown_up(random: Random, named: bool = True) -> Person:
     """A grown-up with a trade: 'Rosa' or 'the old baker'."""
     gender = "f" if random.random() < 0.5 else "m"
-    trade = pick(random, words.WORKERS)
+    trade = pick(random, WORDS["workers"])
     if trade in ("fisherman", "postman"):
         gender = "m"
-    name = pick(random, words.GIRLS if gender == "f" else words.BOYS)
+    name = pick(random, WORDS["girls"] if gender == "f" else WORDS["boys"])
     return Person(
-        name if named else f"the {trade}", trade, gender, pick(random, words.YOUNG_TRAITS)
+        name if named else f"the {trade}", trade, gender, pick(random, WORDS["young_traits"])
     )
 
 
@@ -109,30 +107,28 @@ def other_than(random: Random, make, *known: Person) -> Person:
             return found
 
 
-def family(random: Random, gender: str = "") -> tuple[str, str]:
-    """(a relative, its gender): ('grandmother', 'f')."""
-    pairs = [
-        ("grandmother", "f"),
-        ("grandfather", "m"),
-        ("mother", "f"),
-        ("father", "m"),
-        ("aunt", "f"),
-        ("uncle", "m"),
-        ("sister", "f"),
-        ("brother", "m"),
-    ]
-    return pick(random, [p for p in pairs if not gender or p[1] == gender])
+RELATIVES = {
+    "grandmother": "f",
+    "grandfather": "m",
+    "mother": "f",
+    "father": "m",
+    "aunt": "f",
+    "uncle": "m",
+    "sister": "f",
+    "brother": "m",
+}
 
 
 def relative(random: Random, of: Person, prefix: str = "R") -> dict[str, str]:
     """Slots of a relative of the character: R is 'his grandmother'."""
-    noun, gender = family(random)
+    noun, gender = pick(random, list(RELATIVES.items()))
     his = PRONOUNS[of.gender][2]
     he, him, her, herself = PRONOUNS[gender]
     return {
         prefix: f"{his} {noun}",
         f"{prefix}noun": noun,
         f"{prefix}he": he,
+        f"{prefix}He": he.capitalize(),
         f"{prefix}him": him,
         f"{prefix}his": her,
         f"{prefix}self": herself,
