@@ -24,12 +24,14 @@ from scripts.texts.people import Person, animal, child, grown_up, other_than, re
 from scripts.texts.story import Story, introduce, set_weather
 from scripts.texts.words import FOLDER, WORDS, read
 
-PLOTS = sorted(path.stem for path in (FOLDER / "plots").glob("*.yaml"))
+PLOTS = sorted(
+    path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("plots/*/*.yaml")
+)
 
 
 def tell(random: Random, name: str) -> Story:
-    """A story by the plot of this name."""
-    plot, story = read(f"plots/{name}"), Story(random)
+    """A story by one of PLOTS."""
+    plot, story = read(name), Story(random)
     story.choose(plot.get("choose", {}))
     cast = dict(plot.get("cast", {}))
     if "hero" in plot:
