@@ -26,7 +26,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,15 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax import lax
 
-from examples.small_moe import Config, Correction, Decoder, forward, load_weights, save_weights
+from examples.small_moe import (
+    Attention,
+    Config,
+    Correction,
+    Decoder,
+    forward,
+    load_weights,
+    save_weights,
+)
 
 CORRECTION_STEP = 1e-3
 """How far the correction of an expert's choice moves a step, DeepSeek-V3's value."""
@@ -71,7 +79,10 @@ def scale_by_muon(momentum: float = 0.95) -> optax.GradientTransformation:
         scaled = jax.tree.map(lambda m: 0.2 * max(m.shape[-2:]) ** 0.5 * orthogonalize(m), ahead)
         return scaled, state
 
-    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    return optax.GradientTransformation(init, update)
 
 
 def make_optimizer(kind: str) -> optax.GradientTransformation:
@@ -89,7 +100,7 @@ def make_optimizer(kind: str) -> optax.GradientTransformation:
         return jax.tree_util.tree_map_with_path(label, params)
 
     decayed, half = optax.add_decayed_weights(0.1), optax.scale(0.5)
-    kinds = {
+    kinds: dict[Hashable, optax.GradientTransformation] = {
         "norm": optax.chain(adam, half),
         "adamw": optax.chain(adam, decayed, half),
         "muon": optax.chain(scale_by_muon(), decayed),
@@ -106,7 +117,7 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
-def make_trainer(c: Config, graph: Any, optimizer: Any, dtype: Any, attention: str) -> Any:
+def make_trainer(c: Config, graph: Any, optimizer: Any, dtype: Any, attention: Attention) -> Any:
     """The jitted (state, rows uint16[steps, B, T + 1], rates float32[steps]) ->
     (state, losses [steps], loads [steps, L, E])."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ TENSORS = {
 CORRECTION = "mlp.gate.e_score_correction_bias"
 
 Config = dict[str, Any]
+Attention = Literal["xla", "cudnn"]
 
 
 class Correction(nnx.Variable):
@@ -98,11 +99,11 @@ class Routing(NamedTuple):
 
 
 def forward(
-    c: Config, model: Decoder, tokens: jax.Array, attention: str = "xla"
+    c: Config, model: Decoder, tokens: jax.Array, attention: Attention = "xla"
 ) -> tuple[jax.Array, Routing]:
     """The logits, float32[B, T, V], and the routing of each layer.
 
-    tokens: int[B, T]. attention: `xla` or `cudnn`.
+    tokens: int[B, T]. attention: which program computes it.
     """
     eps, embed = c["rms_norm_eps"], model.embed[...]
 
@@ -136,7 +137,7 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(c: Config, p: dict[str, jax.Array], x: jax.Array, attention: str) -> jax.Array:
+def attend(c: Config, p: dict[str, jax.Array], x: jax.Array, attention: Attention) -> jax.Array:
     """Causal grouped-query attention of x [B, T, D]."""
     batch, tokens, _ = x.shape
     eps, theta = c["rms_norm_eps"], c["rope_theta"]

@@ -102,11 +102,12 @@ def add_part(story: Story, part: Mapping[str, Any], is_teller: bool) -> None:
         return
     if story.random.random() >= part.get("chance", 1):
         return
-    templates = part["teller"] if is_teller and "teller" in part else part.get("one")
     if "swaps" in part:
-        swap(story, part["swaps"], templates)
-    elif templates:
-        story.one(templates)
+        swap(story, part["swaps"], part["one"])
+    elif is_teller and "teller" in part:
+        story.one(part["teller"])
+    elif "one" in part:
+        story.one(part["one"])
     else:
         story.add(*part["all"])
 

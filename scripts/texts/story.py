@@ -55,7 +55,7 @@ class Story:
             for word in ("he", "him", "his", "He", "His"):
                 self.slots[word] = self.slots[f"A{word}"]
             plural = ("we", "us", "our") if person.gender == "i" else ("they", "them", "their")
-            self.slots |= dict(zip(("they", "them", "their"), plural, strict=True))
+            self.slots.update(zip(("they", "them", "their"), plural, strict=True))
             self.slots["a_hero"] = with_article(f"{person.trait} {person.noun}")
             self.slots["a_noun"] = with_article(person.noun)
         else:
@@ -66,8 +66,8 @@ class Story:
         """Adds topics, and questions with their answers, by templates."""
         self.topics += [expand(self.random, topic, self.slots) for topic in topics]
         for question, answer in asks:
-            texts = (fill(self.random, text, self.slots) for text in (question, answer))
-            self.facts.append(tuple(texts))
+            asked = fill(self.random, question, self.slots)
+            self.facts.append((asked, fill(self.random, answer, self.slots)))
 
     @property
     def text(self) -> str:
