@@ -92,22 +92,10 @@ def sum_question(random: Random) -> Turn:
         a = b * value
         signs = ("divided by", "/")
     sign = pick(random, signs) if random.random() < 0.5 else signs[0]
-    form = pick(
-        random,
-        (
-            "What is {e}?",
-            "What is {e}?",
-            "How much is {e}?",
-            "{e} = ?",
-            "Calculate {e}.",
-            "What's {e}?",
-            "Can you tell me what {e} is?",
-            "what is {e}",
-        ),
-    )
-    reply = pick(random, (*["{a} {w} {b} is {n}."] * 3, "It is {n}."))
-    question = form.format(e=f"{a} {sign} {b}")
-    return question, reply.format(a=a, w=signs[0], b=b, n=value)
+    forms = read("chat")["sums"]
+    slots = {"sum": f"{a} {sign} {b}", "a": a, "b": b, "sign": signs[0], "value": value}
+    asked, answer = pick(random, forms["ask"]), pick(random, forms["answer"])
+    return asked.format(**slots), answer.format(**slots)
 
 
 def last_number(text: str) -> int | None:
@@ -122,40 +110,24 @@ def word_problem(random: Random) -> Turn:
     him = "her"
     if random.random() < 0.5:
         name, him = pick(random, WORDS["boys"]), "him"
-    things = pick(random, WORDS["things"])
     a, b = random.randint(2, 20), random.randint(2, 20)
-    few, more = random.randint(2, 9), random.randint(2, 9)
+    few, many = random.randint(2, 9), random.randint(2, 9)
     high, low = max(a, b) + 1, min(a, b)
-    kind = random.randrange(5)
-    if kind == 0:
-        return (
-            f"{name} has {a} {things}. {other} gives {him} {b} more. "
-            f"How many {things} does {name} have now?",
-            f"{a} + {b} = {a + b}. {name} has {a + b} {things}.",
-        )
-    if kind == 1:
-        return (
-            f"{name} has {high} {things} and gives {low} of them to {other}. "
-            f"How many {things} does {name} have left?",
-            f"{high} - {low} = {high - low}. {name} has {high - low} {things} left.",
-        )
-    if kind == 2:
-        return (
-            f"There are {few} boxes, and in each box there are {more} {things}. "
-            f"How many {things} are there?",
-            f"{few} × {more} = {few * more}. There are {few * more} {things}.",
-        )
-    if kind == 3:
-        return (
-            f"{few} children share {few * more} {things} equally. "
-            f"How many {things} does each child get?",
-            f"{few * more} / {few} = {more}. Each child gets {more} {things}.",
-        )
-    return (
-        f"{name} has {high} {things}, and {other} has {low}. "
-        f"How many more {things} does {name} have than {other}?",
-        f"{high} - {low} = {high - low}. {name} has {high - low} more {things} than {other}.",
-    )
+    values = {
+        "a": a,
+        "b": b,
+        "sum": a + b,
+        "high": high,
+        "low": low,
+        "difference": high - low,
+        "few": few,
+        "many": many,
+        "product": few * many,
+    }
+    slots = {slot: str(value) for slot, value in values.items()}
+    slots |= {"name": name, "him": him, "other": other, "things": pick(random, WORDS["things"])}
+    question, answer = pick(random, read("chat")["word_problems"])
+    return fill(random, question, slots), fill(random, answer, slots)
 
 
 def knowledge(random: Random) -> Turn:

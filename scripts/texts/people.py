@@ -6,25 +6,12 @@ from dataclasses import dataclass
 from random import Random
 
 from scripts.texts.grammar import pick
-from scripts.texts.words import WORDS
+from scripts.texts.words import WORDS, read
 
 PRONOUNS = {
     "f": ("she", "her", "her", "herself"),
     "m": ("he", "him", "his", "himself"),
     "i": ("I", "me", "my", "myself"),
-}
-
-
-SUPERLATIVES = {
-    "brave": "bravest",
-    "kind": "kindest",
-    "clever": "cleverest",
-    "shy": "shyest",
-    "quiet": "quietest",
-    "lively": "liveliest",
-    "gentle": "gentlest",
-    "bold": "boldest",
-    "friendly": "friendliest",
 }
 
 
@@ -41,11 +28,12 @@ class Person:
     def slots(self, prefix: str) -> dict[str, str]:
         """Slots of the prefix A: A (the name, or I), Anoun, Ahe, Ahim, Ahis, Aself, Asaid, ..."""
         he, him, his, himself = PRONOUNS[self.gender]
+        superlatives = read("superlatives")
         teller = self.gender == "i"
         subject = "I" if teller else self.name
         said = {
             verb: f"I {verb}" if teller else f"{verb} {self.name}"
-            for verb in ("said", "asked", "cried", "answered", "whispered", "thought")
+            for verb in ("said", "asked", "cried", "thought")
         }
         return {
             prefix: subject,
@@ -56,7 +44,7 @@ class Person:
             f"{prefix}he": he,
             f"{prefix}He": he.capitalize(),
             f"{prefix}His": his.capitalize(),
-            f"{prefix}most": SUPERLATIVES.get(self.trait, f"most {self.trait}"),
+            f"{prefix}most": superlatives.get(self.trait, f"most {self.trait}"),
             f"{prefix}him": him,
             f"{prefix}his": his,
             f"{prefix}self": himself,
@@ -107,21 +95,9 @@ def other_than(random: Random, make, *known: Person) -> Person:
             return found
 
 
-RELATIVES = {
-    "grandmother": "f",
-    "grandfather": "m",
-    "mother": "f",
-    "father": "m",
-    "aunt": "f",
-    "uncle": "m",
-    "sister": "f",
-    "brother": "m",
-}
-
-
 def relative(random: Random, of: Person, prefix: str = "R") -> dict[str, str]:
     """Slots of a relative of the character: R is 'his grandmother'."""
-    noun, gender = pick(random, list(RELATIVES.items()))
+    noun, gender = pick(random, read("relatives"))
     his = PRONOUNS[of.gender][2]
     he, him, her, herself = PRONOUNS[gender]
     return {
