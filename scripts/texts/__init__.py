@@ -1,0 +1,1 @@
+"""Texts for training small language models: seeded, unlimited, free of licences."""
