@@ -8,6 +8,7 @@ unpickled.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import pathlib
@@ -125,6 +126,8 @@ def _check_files(directory: pathlib.Path) -> None:
             try:
                 status = path.stat()
             except OSError as error:
+                if error.errno == errno.ELOOP:  # Python 3.13 resolves such a link without an error
+                    raise UserError(f"{path}: a link in a loop ({error}); remove it") from None
                 raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
             check_size(path, status, _DESCRIPTIONS.get(name), "the description of a tree")
 
