@@ -49,6 +49,9 @@ def parse_option(
         raise ValueError(unknown(option, name, (*settings, *known)))
     if equals and name not in set(paths):
         raise ValueError(f"{option} {name!r} takes no file; leave out ={path}")
+    if equals and not settings[name]:
+        # Nothing can follow the path, so a comma is a part of it.
+        return OptionText(name, text.partition("=")[2].strip() or None, {})
     found = parse_pairs(f"{option} {name!r}", ",".join(pairs), settings[name])
     return OptionText(name, path or None, found)
 

@@ -34,8 +34,8 @@ def test_a_name_alone_has_no_path_and_no_settings():
     assert read("steady") == ("steady", None, {})
 
 
-def test_a_path_may_hold_equal_signs():
-    assert read("steady=a/b=c") == ("steady", "a/b=c", {})
+def test_a_path_may_hold_equal_signs_and_commas():
+    assert read("steady=a/b=c,d=e.npz") == ("steady", "a/b=c,d=e.npz", {})
 
 
 def test_spaces_around_words_are_no_part_of_them():
