@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from moejax.step.runner import compiler_options
+from moejax.step.compiler import compiler_options
 from pallas_kernels.cpu.arena import OwnedArena
 from tests.aot.aot_h200 import Compiled, Memory
 

@@ -219,7 +219,7 @@ def _stream_recorded(path: str, llm: Any, prompt: str, params: SamplingParams) -
             "--dry-run` says which); `python -m pallas_kernels.cpu` builds them; moejax plan "
             "--timeline draws what is predicted"
         )
-    queue = llm.engine.runner.queue
+    queue = llm.engine.runner.transport.queue
     if queue is not None:
         queue.record()
     with recorded() as ops:

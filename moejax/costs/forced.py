@@ -40,11 +40,10 @@ from moejax.engine.step_work import Step, step_record
 from moejax.errors import UserError
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
-from moejax.step.drivers.host import HostRunner
+from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
 from moejax.step.parts import DECODE_TILE, Routing, StepOutput
 from moejax.step.programs import STAGES
-from moejax.step.runner import Runner
 from pallas_kernels.stage import Entries
 
 WARM = 1
@@ -140,7 +139,7 @@ class AskedHooks(LayerHooks):
 class ForcedRunner:
     """The runner, but decode steps take routing and stage lists from a queue."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Executor):
         self._runner = runner
         self.queue: deque[tuple[Routing, Entries | None]] = deque()
 
@@ -162,7 +161,7 @@ class ForcedSteps:
     Raises UserError for an arena without room for a token's experts and that KV.
     """
 
-    def __init__(self, runner: Runner, pages: int, seed: int = 0):
+    def __init__(self, runner: Executor, pages: int, seed: int = 0):
         self.runner = runner
         self.layers, self.experts = runner.tables.address.shape
         self.top_k = runner.config.num_experts_per_tok
@@ -253,7 +252,6 @@ class ForcedSteps:
         runner, controller = self.runner, Controller(self._spec, policies)
         control = self._engine.control = control_of(runner, controller)
         if control is not None and case.between is not None:
-            assert isinstance(runner, HostRunner)
             needs = controller.needs_at(BETWEEN_LAYERS)
             self._engine.hooks = functools.partial(AskedHooks, control, runner, needs)
             # The step before the first one is read with these policies.
@@ -323,7 +321,7 @@ class ForcedSteps:
             turns = np.arange(tokens * self.top_k).reshape(tokens, self.top_k)
             ids[layer, :tokens] = np.sort(chosen[turns % len(chosen)], axis=1)
         weights = np.full(ids.shape, 1 / self.top_k, np.float32)
-        return Routing(*jax.device_put((ids, weights), self.runner.tokens.sharding))
+        return Routing(*jax.device_put((ids, weights), self.runner.buffers.sharding))
 
     def _entries(self, pager: Pager, layer: int, count: int) -> list[Entry]:
         """Transfers that will be carried out: absent experts, into the cells used longest ago."""

@@ -32,9 +32,9 @@ from moejax.costs.overlap import beside_per_byte, step_shares
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
+from moejax.step.executor import Executor
 from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import STAGES, ProgramKey
-from moejax.step.runner import Runner
 
 log = logging.getLogger("moejax")
 
@@ -50,7 +50,7 @@ LONG = 512
 """Tokens of a long prompt, where they fit."""
 
 
-def calibrate(runner: Runner, report: Callable[[str], None] | None = None) -> CostModel:
+def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures the costs of a runner's steps and keeps them for this machine, device, versions,
     model and start-up shapes.
 
@@ -70,7 +70,7 @@ def calibrate(runner: Runner, report: Callable[[str], None] | None = None) -> Co
     return model
 
 
-def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> CostModel:
+def measure(runner: Executor, *, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures a runner that has run nothing; its tables are as before, with nothing resident.
 
     Raises UserError for an arena that is too small, and for experts of several versions or in
@@ -116,7 +116,7 @@ def measure(runner: Runner, *, report: Callable[[str], None] | None = None) -> C
         say("KV")
         swap = _swap_per_byte(runner)
     finally:
-        runner.tables = jax.device_put(before, runner.tokens.sharding)
+        runner.tables = jax.device_put(before, runner.buffers.sharding)
     config = runner.config
     return CostModel(
         **figures,
@@ -159,7 +159,7 @@ def _round(forced: ForcedSteps, cases, timed: int, decoded, swept) -> None:
             swept.setdefault((prompts, tokens, cells, cold), []).append(sample)
 
 
-def _groups(runner: Runner) -> list[tuple[int, int, int]]:
+def _groups(runner: Executor) -> list[tuple[int, int, int]]:
     """(rows, prompt tokens, decode steps) of sequences that are prefilled together."""
     # The block table is whole spans wide, so there is always room for a few steps.
     longest = runner.shapes.blocks * runner.layout.page.block_size
@@ -174,7 +174,7 @@ def _groups(runner: Runner) -> list[tuple[int, int, int]]:
     return found
 
 
-def _cases(runner: Runner, forced: ForcedSteps, rows: int, prompt: int) -> list[Case]:
+def _cases(runner: Executor, forced: ForcedSteps, rows: int, prompt: int) -> list[Case]:
     k, most = forced.top_k, min(forced.experts, rows * forced.top_k)
     if prompt > 1:
         return [Case(rows, k, prompt=prompt)]
@@ -205,7 +205,7 @@ def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:
+def _prefill_shapes(runner: Executor) -> list[tuple[int, int]]:
     """(prompts, tokens of each) of the prefill steps."""
     shapes = runner.shapes
     longest = shapes.blocks * runner.layout.page.block_size - 1
@@ -217,7 +217,7 @@ def _prefill_shapes(runner: Runner) -> list[tuple[int, int]]:
     return list(dict.fromkeys((p, min(t, longest)) for p, t in sizes if p and t))
 
 
-def _pages(runner: Runner, tokens: int) -> int:
+def _pages(runner: Executor, tokens: int) -> int:
     return -(-(tokens + SLACK) // runner.layout.page.block_size)
 
 
@@ -311,7 +311,7 @@ def _median(samples: Iterable[StepSample]) -> tuple[float, Work]:
     return float(np.median([sample.seconds for sample in found])), Work(*work.tolist())
 
 
-def _swap_per_byte(runner: Runner) -> float:
+def _swap_per_byte(runner: Executor) -> float:
     """Seconds a byte, of pages that go to the host and come back, mean of both ways."""
     layout = runner.layout
     per_slot = layout.pages_per_slot
@@ -326,7 +326,7 @@ def _swap_per_byte(runner: Runner) -> float:
     return _median_s(there_and_back) / (2 * pages * layout.page.nbytes)
 
 
-def _cpu_expert(runner: Runner) -> np.ndarray | None:
+def _cpu_expert(runner: Executor) -> np.ndarray | None:
     """float64[2]: C and β of t_c(m) = β·m + C (PreScope, equation (3)): what an expert of m rows
     takes on a CPU that has its weights. Where the runner's own experts run on a CPU, by the op and
     the threads that a second processor computes them with; else by XLA's products on jax's CPU.

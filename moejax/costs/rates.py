@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 from pallas_kernels.fill import fill
 
 QUEUED = {"cpu": 1}
@@ -36,7 +36,7 @@ class Rates:
     """The device's memory."""
 
 
-def measure_rates(runner: Runner) -> Rates:
+def measure_rates(runner: Executor) -> Rates:
     """The link's rate (the runner's own fill op, on its store) and the device memory's: the better
     of reading an array and of rewriting it in place, bytes read and written counted.
 
@@ -45,13 +45,13 @@ def measure_rates(runner: Runner) -> Rates:
     return Rates(measure_link_rate(runner), _memory_rate(runner.device))
 
 
-def measure_link_rate(runner: Runner) -> float:
+def measure_link_rate(runner: Executor) -> float:
     """Bytes per second that the runner's own fill op moves from its store."""
     layers, experts, rows, hidden = runner.stores[0].shape
     record = rows * hidden * 2
     # Enough bytes to leave every cache behind, little enough to be an addition to the arena.
     count = int(np.clip((256 << 20) // record, 1, experts))
-    arena = jax.device_put(np.zeros((count * rows, hidden), np.uint16), runner.tokens.sharding)
+    arena = jax.device_put(np.zeros((count * rows, hidden), np.uint16), runner.buffers.sharding)
     index = np.arange(count, dtype=np.int32)
 
     @functools.partial(jax.jit, donate_argnums=0)

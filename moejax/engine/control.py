@@ -15,11 +15,10 @@ from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.versions.layer_versions import version_bytes
 from moejax.engine.step_work import PlacedRows
-from moejax.step.drivers.host import HostRunner
+from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
 from moejax.step.parts import StepSpec
 from moejax.step.programs import STAGES
-from moejax.step.runner import Runner
 from pallas_kernels.stage import Entries
 
 
@@ -27,7 +26,7 @@ class LayerHooks:
     """moejax.step.hooks.Hooks of one step, for the policies of a Control."""
 
     def __init__(
-        self, control: Control, runner: HostRunner, needs: frozenset[str], placed: PlacedRows
+        self, control: Control, runner: Executor, needs: frozenset[str], placed: PlacedRows
     ):
         self._control, self._runner, self._needs = control, runner, needs
         self._place, self._rows = placed
@@ -46,7 +45,7 @@ class LayerHooks:
         """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
         arrays = {
             SEEN[name]: np.asarray(array)[self._place, None]
-            for name, array in self._runner.layer_arrays._asdict().items()
+            for name, array in self._runner.walk.layer_arrays._asdict().items()
             if name in self._needs and array is not None
         }
         ids, weights = ids[self._place, None].astype(np.int16), weights[self._place, None]
@@ -65,17 +64,16 @@ StepHooks = Callable[[PlacedRows], Hooks]
 """Makes the hooks of a step with these tokens."""
 
 
-def layer_hooks(control: Control, runner: Runner) -> StepHooks | None:
+def layer_hooks(control: Control, runner: Executor) -> StepHooks | None:
     """None where no policy looks between layers."""
     if control.controller.moments.isdisjoint(BETWEEN_LAYERS):
         return None
-    assert isinstance(runner, HostRunner), "check_policies knows the driver"
     needs = control.controller.needs_at(BETWEEN_LAYERS)
     return functools.partial(LayerHooks, control, runner, needs)
 
 
 def control_of(
-    runner: Runner, controller: Controller, resizer: Resizer | None = None
+    runner: Executor, controller: Controller, resizer: Resizer | None = None
 ) -> Control | None:
     """The control of the runner's steps; None where no policy is asked anything, so that they cost
     nothing. What the policies want of tables from the start is set either way."""
@@ -83,7 +81,7 @@ def control_of(
     return control if controller.moments else None
 
 
-def spec_of_engine(runner: Runner, *, max_model_len: int, seed: int) -> Spec:
+def spec_of_engine(runner: Executor, *, max_model_len: int, seed: int) -> Spec:
     """policy_spec of an engine with as many sequences as its runner's steps have rows."""
     return policy_spec(
         runner.steps,

@@ -37,10 +37,10 @@ from moejax.requests.outputs import FinishReason
 from moejax.requests.request import Request, append_logprobs, append_prompt_logprobs
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
+from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
-from moejax.step.runner import Runner
 from moejax.traces.tracer import Tracer
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
@@ -62,7 +62,7 @@ Listener = Callable[[Step], None]
 
 
 class Engine:
-    """Continuous batching over a Runner: a request joins and leaves at any step.
+    """Continuous batching over a Executor: a request joins and leaves at any step.
 
     seed: of requests that bring none; such a request draws from it and from its number in the
     engine's life. listener: called with each step after its dispatch (for tests, recorders and
@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Executor,
         scheduler: Scheduler,
         statistics: Statistics,
         *,
@@ -378,7 +378,7 @@ class Engine:
         table = self._device_block_table()
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
-            program = runner.prefill_key(kind, len(work.chunks))
+            program = runner.keys.prefill(kind, len(work.chunks))
             output = runner.prefill(
                 prefill_batch(work, runner.shapes),
                 table,
@@ -387,7 +387,7 @@ class Engine:
                 hooks=hooks,
             )
         else:
-            kind, program = "decode", runner.decode_key(positions)
+            kind, program = "decode", runner.keys.decode(positions)
             output = runner.decode(positions, table, stages=stages, hooks=hooks)
         if self.control is not None:
             self.control.after_dispatch(number)
@@ -397,10 +397,19 @@ class Engine:
         now, first = time.perf_counter(), program not in self._compiled
         self._compiled.add(program)
         self.events.append(Event("dispatch", number, now))
-        moved = stages, runner.transfers
-        assert runner.results is not None
+        moved = stages, runner.walk.transfers
+        assert runner.tokens.results is not None
         return Step(
-            number, work, output, runner.results, logprobs, now, first, positions, *moved, placed
+            number,
+            work,
+            output,
+            runner.tokens.results,
+            logprobs,
+            now,
+            first,
+            positions,
+            *moved,
+            placed,
         )
 
     def _before_step(self, number: int) -> Entries | None:
@@ -428,12 +437,12 @@ class Engine:
                 values[request.row], update[request.row] = request.output[-1], True
             self._sampler.place(request)
         if update.any():
-            self.runner.place_tokens(values, update)
+            self.runner.tokens.place(values, update)
 
     def _device_block_table(self) -> jax.Array:
         version = self.scheduler.block_table_version
         if self._block_table is None or self._block_table[0] != version:
-            table = jax.device_put(self.scheduler.block_table.copy(), self.runner.tokens.sharding)
+            table = jax.device_put(self.scheduler.block_table.copy(), self.runner.buffers.sharding)
             self._block_table = version, table
         return self._block_table[1]
 
@@ -446,7 +455,8 @@ class Engine:
                 step.results.copy_to_host_async()
                 logprobs = jax.device_get(logprobs)
             results = Results(step.output.shape, np.asarray(step.results))
-            self.runner.check_results(results)
+            if self.runner.stream is not None:
+                self.runner.stream.check(results)
         except BaseException:  # what went wrong on the device shows here
             self._give_up(step.work.requests(), step.work.published)
             raise
@@ -477,7 +487,7 @@ class Engine:
                     self._finish(request, "abort", None, now)
                 touched.append(request)
         if self.tracer is not None or self.control is not None:
-            use = page_use(self.scheduler, self.runner.transfer_totals())
+            use = page_use(self.scheduler, self.runner.transport.totals())
             record = step_record(step, self.runner, results, now, touched, use)
             if self.control is not None:
                 self.control.after_read(record)

@@ -26,7 +26,7 @@ from host_offload.sizing.tiers import (
 )
 from moejax.engine.resize import empty_slot
 from moejax.engine.scheduler import Scheduler
-from moejax.step.drivers.stream import StreamRunner
+from moejax.step.executor import Executor
 
 SMOOTHING = 0.1
 """Weight of the latest step in what a batch bucket's compute is thought to take."""
@@ -61,7 +61,7 @@ class ResidencyPlanner:
     paper.
     """
 
-    runner: StreamRunner
+    runner: Executor
     scheduler: Scheduler
     model: StorageModel
     interval: int
@@ -134,7 +134,7 @@ class ResidencyPlanner:
     def after_read(self, kind: str, rows: int, now: float) -> None:
         """A step was read. rows: that it decoded. now: when, in seconds of any clock."""
         self._steps += 1
-        totals = self.runner.transfer_totals()
+        totals = self.runner.transport.totals()
         waited = 0.0 if totals is None else totals.wait_seconds or 0.0
         before, self._read_s = self._read_s, now
         waited, self._waited_s = waited - self._waited_s, waited
@@ -174,12 +174,13 @@ class ResidencyPlanner:
 
     def _apply(self, placement: np.ndarray, why: str) -> bool:
         """False: KV holds what experts were to get, and cannot be moved out of it now."""
-        runner, arena = self.runner, self.scheduler.arena
+        stream, arena = self.runner.stream, self.scheduler.arena
+        assert stream is not None, "the executor began with one"
         after = dataclasses.replace(self._window, tier=tiers_of(placement))
         if not self._room_for(after):
             self.deferred += 1
             return False
-        runner.change_window(after)
+        stream.change(after)
         arena.grant_expert_slots(after.slots)
         arena.grant_kv_slots(arena.slots - after.slots)
         dense, packed, host = placement[:, [DENSE, PACKED, HOST]].sum(axis=0).tolist()

@@ -17,7 +17,7 @@ from host_offload.control.transitions import Transitions
 from host_offload.memory.arena import SlotArena, SlotClass
 from host_offload.memory.swap import SWAP_PAGES
 from moejax.engine.scheduler import Scheduler
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 
 log = logging.getLogger("moejax")
 
@@ -37,13 +37,13 @@ def check_grant(
         raise ValueError(f"{sum(cells)} cells + {kv_slots} KV slots of {slots} slots")
 
 
-def check_one_version(runner: Runner) -> None:
+def check_one_version(runner: Executor) -> None:
     """Raises ValueError where experts have two versions, whose cells are laid out once."""
     if len(runner.layout.records) > 1 or runner.placement is not None:
         raise ValueError("cells of two versions are laid out once, at the start")
 
 
-def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
+def grant(runner: Executor, arena: SlotArena, cells: Sequence[int], kv_slots: int) -> None:
     """Gives the layers so many cells and KV so many slots. Shrinks before it grows: at no moment do
     both sides hold a slot. Raises ValueError, changing nothing, where KV that is in use would have
     to go; what else goes wrong leaves the earlier split as well."""
@@ -57,7 +57,7 @@ def grant(runner: Runner, arena: SlotArena, cells: Sequence[int], kv_slots: int)
     arena.grant_kv_slots(kv_slots)
 
 
-def know_cells(runner: Runner, arena: SlotArena) -> None:
+def know_cells(runner: Executor, arena: SlotArena) -> None:
     """Which layer has which cells, where they go from layer to layer: waits for the device."""
     if runner.pooled:
         arena.cell_row = np.array(runner.tables.cell_row)
@@ -93,7 +93,7 @@ class Resizer:
     such a request waits. What that cannot foresee, sessions that grow later, `take_slot` is for.
     """
 
-    runner: Runner
+    runner: Executor
     scheduler: Scheduler
     resizes: int = 0
     """Requests carried out that changed something."""

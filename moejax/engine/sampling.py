@@ -21,7 +21,7 @@ from moejax.requests.sampling_params import (
 
 if TYPE_CHECKING:
     from moejax.requests.request import Request
-    from moejax.step.runner import Runner
+    from moejax.step.executor import Executor
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -69,10 +69,10 @@ class TokenSampler:
 
     eos_token_ids: the model's, which min_tokens bans. Everything is dispatched, nothing read: the
     tokens of the step before may not be known yet, so the counts of penalties are kept on the
-    device (`Runner.counts`), from the first request that needs them on.
+    device (`Executor.counts`), from the first request that needs them on.
     """
 
-    def __init__(self, runner: Runner, eos_token_ids: Iterable[int]):
+    def __init__(self, runner: Executor, eos_token_ids: Iterable[int]):
         """Raises ValueError for more end-of-sequence tokens than can be banned."""
         self.runner, self.eos_token_ids = runner, frozenset(eos_token_ids)
         room = MAX_BIASES - MAX_LOGIT_BIAS - MAX_STOP_TOKEN_IDS
@@ -108,7 +108,7 @@ class TokenSampler:
         self._counted.pop(request.row, None)
         self._batch = None
         if has_penalties(request.params):
-            self.runner.prepare_counts()
+            self.runner.tokens.prepare_counts()
 
     def sample(
         self, logits: jax.Array, sampled: Sequence[Request]
@@ -128,17 +128,17 @@ class TokenSampler:
             position = np.zeros(len(batch.update), np.int32)
             position[rows] = [len(r.prompt) + r.dispatched - 1 for r in sampled]
             params = *params, position
-        tokens = self.runner.sample(self._adjusted(logits, batch), batch.update, params)
+        tokens = self.runner.tokens.sample(self._adjusted(logits, batch), batch.update, params)
         if batch.penalties is not None:
-            self.runner.tally(batch.penalized)
-        return tokens, self.runner.token_logprobs(logits, tokens) if batch.logprobs else None
+            self.runner.tokens.tally(batch.penalized)
+        return tokens, self.runner.tokens.token_logprobs(logits, tokens) if batch.logprobs else None
 
     def _adjusted(self, logits: jax.Array, batch: _Batch) -> jax.Array:
         biases = self._biases_of(batch)
         if batch.penalties is None and biases is None:
             return logits
         self._count(batch)
-        return self.runner.adjust(logits, batch.penalties, biases or self._no_biases)
+        return self.runner.tokens.adjust(logits, batch.penalties, biases or self._no_biases)
 
     def _biases_of(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Token ids and biases for the next token of all rows; None where there are none."""
@@ -169,7 +169,7 @@ class TokenSampler:
                     f"request {request.request_id} got a row while {request.dispatched - 1} tokens "
                     f"were dispatched and {len(request.output)} read"
                 )
-            self.runner.recount(row, request.prompt, request.output)
+            self.runner.tokens.recount(row, request.prompt, request.output)
             self._counted[row] = request
 
     def _make_batch(self, rows: list[int], sampled: list[Request]) -> _Batch:

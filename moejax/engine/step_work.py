@@ -19,7 +19,7 @@ from moejax.step.results import Results
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
-    from moejax.step.runner import Runner
+    from moejax.step.executor import Executor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def placed_rows(work: ScheduledWork, positions: np.ndarray, shapes: StepShapes) 
 
 def step_record(
     step: Step,
-    runner: Runner,
+    runner: Executor,
     results: Results,
     read_s: float,
     touched: Sequence[Request],

@@ -60,7 +60,6 @@ from moejax.start.options import Options
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
-from moejax.step.drivers.placed import WithSecond
 from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
@@ -384,9 +383,9 @@ class LLM:
                 "kv": kv_stats(engine.scheduler),
                 "store_bytes": runner.store.nbytes,
                 "store": store_stats(engine, self.options),
-                "transfers": transfer_stats(runner.queue_spec, runner.transfer_totals()),
+                "transfers": transfer_stats(runner.transport.spec, runner.transport.totals()),
                 "placement": placement_stats(
-                    runner.placement_totals if isinstance(runner, WithSecond) else None,
+                    None if runner.processor is None else runner.processor.totals,
                     settings.placement,
                     runner.steps.second,
                 ),
@@ -401,7 +400,7 @@ class LLM:
                 "pages": page_note(),
                 "time": {
                     **self._start.report(),
-                    "compile_s": runner.compile_s,
+                    "compile_s": runner.compiler.compile_s,
                     "prefill_s": seconds["prefill"],
                     "decode_s": seconds["decode"],
                     "total_s": self._start.total_s + sum(seconds.values()),

@@ -38,31 +38,15 @@ from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.start.tiers import measured_rates
-from moejax.step.drivers.host import HostRunner
-from moejax.step.drivers.placed import PlacedRunner
-from moejax.step.drivers.placed_queued import PlacedQueuedRunner
-from moejax.step.drivers.queued import QueuedRunner
-from moejax.step.drivers.stated import StatedRunner
-from moejax.step.drivers.stream import StreamRunner
-from moejax.step.drivers.stream_queued import QueuedStreamRunner
-from moejax.step.parts import SecondProcessor, StepSpec
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
+from moejax.step.parts import StepSpec
+from moejax.step.walk import check_hooks
 from moejax.traces.tracer import Tracer, start_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("moejax")
-
-RUNNERS: dict[str, type[Runner]] = {
-    "device": Runner,
-    "host": HostRunner,
-    "stream": StreamRunner,
-}
-"""By driver."""
-
-_SEPARATE: dict[str, type[Runner]] = {"host": QueuedRunner, "stream": QueuedStreamRunner}
-"""By driver, of StepSpec.separate."""
 
 
 def start_engine(
@@ -76,7 +60,7 @@ def start_engine(
     (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
     Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
-    RUNNERS[settings.options.driver].check_hooks(settings.options.hooks)
+    check_hooks(settings.options.driver, settings.options.hooks)
     loaded = with_packed(loaded, settings, device.platform)
     plan = probed(loaded, settings, device)
     rope = plan.steps.config.rope
@@ -112,7 +96,7 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
         first = divide(settings, model, facts, steps, facts.memory)
         verify_kernels(steps, device, first.slots * steps.layout.slot_bytes)
 
-    def smallest() -> Runner:
+    def smallest() -> Executor:
         runner = make_runner(steps, loaded, device, slots=1, bound=bound)
         if any({"stages", "transitions"} & policy.writes for policy in settings.policies):
             runner.prepare_stages()
@@ -141,18 +125,11 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
     return decide(settings, model, facts, costs)
 
 
-def _placed(second: SecondProcessor) -> type[PlacedRunner]:
-    return PlacedRunner if second.stated is None else StatedRunner
-
-
 def make_runner(
     steps: StepSpec, loaded: LoadedModel, device: jax.Device, *, slots: int, bound: int
-) -> Runner:
+) -> Executor:
     """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
-    kind = (_SEPARATE if steps.separate else RUNNERS)[steps.driver]
-    if steps.second is not None:
-        kind = PlacedQueuedRunner if steps.separate else _placed(steps.second)
-    return kind(
+    return Executor(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
         steps,
@@ -184,7 +161,7 @@ def build(
 def _engine(
     plan: Plan,
     loaded: LoadedModel,
-    runner: Runner,
+    runner: Executor,
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> Engine:
     options, spec = plan.settings.options, plan.spec
@@ -215,7 +192,7 @@ def _engine(
     control, resizer = _control(plan, loaded, runner, scheduler, traced)
     runner.wait_compiled()
     arena_bytes = plan.budget.slots * plan.steps.layout.slot_bytes
-    runner.later(checked_later(plan.steps, runner.device, arena_bytes))
+    runner.compiler.run_later(checked_later(plan.steps, runner.device, arena_bytes))
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
     tracer = _tracer(plan, runner)
     return Engine(
@@ -234,7 +211,7 @@ def _engine(
     )
 
 
-def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
+def _grant(plan: Plan, arena: SlotArena, runner: Executor) -> float | None:
     """Gives layers their cells, or every expert its place, which may be in the store; the seconds
     that a byte took then, where versions change later."""
     mixed = plan.mixed
@@ -244,9 +221,9 @@ def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
             start[:] = mixed.start
         runner.set_tables({"fill_version": -1 - start})
     elif plan.window is not None:
-        assert isinstance(runner, StreamRunner | QueuedStreamRunner)
+        assert runner.stream is not None
         arena.grant_expert_slots(plan.window.slots)
-        runner.open_window(plan.window)
+        runner.stream.open(plan.window)
     elif isinstance(mixed, ResidentSpec):
         arena.grant_expert_slots(mixed.slots)
         return place_experts(runner, place(mixed))
@@ -259,12 +236,11 @@ def _grant(plan: Plan, arena: SlotArena, runner: Runner) -> float | None:
     return None
 
 
-def _planner(plan: Plan, runner: Runner, scheduler: Scheduler) -> ResidencyPlanner | None:
+def _planner(plan: Plan, runner: Executor, scheduler: Scheduler) -> ResidencyPlanner | None:
     """Who moves experts between tiers while requests run; None: nobody."""
     tiers, storage = plan.settings.tiers, plan.storage
     if tiers is None or storage is None or tiers.planner == "none":
         return None
-    assert isinstance(runner, StreamRunner)
     staggered = tiers.planner == "live"
     return ResidencyPlanner(runner, scheduler, storage, tiers.interval, staggered)
 
@@ -272,7 +248,7 @@ def _planner(plan: Plan, runner: Runner, scheduler: Scheduler) -> ResidencyPlann
 def _control(
     plan: Plan,
     loaded: LoadedModel,
-    runner: Runner,
+    runner: Executor,
     scheduler: Scheduler,
     listener: Callable[[Event], None],
 ) -> tuple[Control | None, Resizer]:
@@ -300,7 +276,7 @@ def _placement(plan: Plan) -> str | None:
     return said(placements[0], plan.spec) if placements else plan.settings.placement
 
 
-def _tracer(plan: Plan, runner: Runner) -> Tracer | None:
+def _tracer(plan: Plan, runner: Executor) -> Tracer | None:
     """What writes every step into the directory that options name."""
     settings, options = plan.settings, plan.settings.options
     if options.trace is None:

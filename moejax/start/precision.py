@@ -30,7 +30,7 @@ from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
     from moejax.engine.loop import Engine
-    from moejax.step.runner import Runner
+    from moejax.step.executor import Executor
 
 DENSE = Precision("dense")
 
@@ -119,20 +119,20 @@ def _spares(precision: Precision) -> int:
     return max(precision.spares, 1)
 
 
-def place_experts(runner: Runner, placement: Placement) -> float | None:
+def place_experts(runner: Executor, placement: Placement) -> float | None:
     """Copies every expert to its place; returns the seconds that a byte took, None where versions
     never change and nobody asks."""
     if not placement.resident.spares:
         runner.place(placement)
         return None
     # Nothing else may run meanwhile: the figure says what transitions cost.
-    runner.need(ProgramKey("populate"))
+    runner.compiler.need(ProgramKey("populate"))
     runner.wait_compiled()
     jax.block_until_ready(runner.arena)
     began = time.perf_counter()
     runner.place(placement)
     jax.block_until_ready(runner.arena)
-    versions = runner.layer_versions
+    versions = runner.buffers.layer_versions
     version = placement.contents["version"]
     version = version if versions is None else versions.of(version)
     nbytes = np.array(runner.link_bytes)[version].sum()

@@ -15,17 +15,17 @@ from moejax.cache import cache_root, write_whole
 from moejax.costs.measure import calibrate
 from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
+from moejax.step.executor import Executor
 from moejax.step.parts import StepSpec
-from moejax.step.runner import Runner
 
 
-def activation_bytes(runner: Runner) -> int:
+def activation_bytes(runner: Executor) -> int:
     """The largest executable's temporaries, the results of two steps, as one is read while the
     other runs, and records in staging. Waits until everything is compiled. Raises UserError where
     XLA does not say it."""
     temporaries = results = 0
     runner.wait_compiled(everything=True)
-    for executable in runner.compiled():
+    for executable in runner.compiler.compiled:
         memory = executable.memory_analysis()
         if memory is None:
             raise UserError(
@@ -36,7 +36,7 @@ def activation_bytes(runner: Runner) -> int:
     return temporaries + 2 * results + runner.staging_bytes
 
 
-def step_costs(steps: StepSpec, make_runner: Callable[[], Runner]) -> Costs:
+def step_costs(steps: StepSpec, make_runner: Callable[[], Executor]) -> Costs:
     """What policies see of the costs of these steps, as kept, or measured on a runner that is made
     for it. Raises UserError as moejax.costs.measure.calibrate."""
     if (kept := kept_cost_model(identity(steps))) is not None:
@@ -52,7 +52,7 @@ def divided(
     steps: StepSpec,
     divide: Callable[[FreeMemory | None], Budget],
     memory: FreeMemory | None,
-    make_runner: Callable[[], Runner],
+    make_runner: Callable[[], Executor],
     *,
     automatic: bool,
 ) -> Budget:

@@ -15,7 +15,7 @@ class Hooks(Protocol):
 
     Entries that a hook returns (numpy int32[STAGES] each, of any layers) are carried out right
     there, before what the driver dispatches next. Those that do not fit the tables are skipped:
-    HostRunner.transfers says which. A layer whose experts this step has yet to compute needs none
+    LayerWalk.transfers says which. A layer whose experts this step has yet to compute needs none
     of its cells before its plan, so there an entry may also replace an expert that the step before
     used.
 

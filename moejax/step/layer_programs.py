@@ -1,8 +1,12 @@
-"""What the host driver compiles: the parts of a step, each a program of its own."""
+"""What a walk of layers compiles: the parts of a step, each a program of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +84,11 @@ IDLE, READ_THROUGH = -2, -1
 """In a plan's rows: the expert is not due; it has no cell."""
 
 
+def is_of_layers(key: ProgramKey) -> bool:
+    """Whether layer_program makes it, and not Programs."""
+    return key.part is not None or key.kind in ("stage", *OF_RECORDS, *OF_TIERS)
+
+
 def layer_program(programs: Programs, key: ProgramKey) -> Program:
     """The program of a part of a step, or of kind `stage`: one layer's part of a stage list.
 
@@ -90,13 +99,10 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
     experts are parts of their own (EXPERT_PARTS), and beside stage there is what moves and checks
     one record (OF_RECORDS). Raises ValueError for another key.
     """
-    parts = _Parts(programs, key)
     if key in (ProgramKey(kind) for kind in OF_RECORDS + of_tiers(programs.steps)):
         return _of_records(programs)[key.kind]
     if key == ProgramKey("stage"):
-        args = programs.arena, programs.tables, programs.stores
-        index, entries = programs.array(), programs.entries()
-        return Program(parts.stage, (*args, index, index, entries, entries.layer), (0, 1))
+        return _StepPart(programs, key).program("stage")
     flags = (key.traced and key.part != "output") or (key.forced and key.part != "route")
     bucket, of_run = key.rows is not None and key.kind != "decode", key.run is not None
     if (
@@ -104,145 +110,171 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
         and not (flags or bucket or key.staged)
         and (key.context is None or (key.kind, key.part) == ("decode", "attend"))
         and of_run == (key.part in OF_RUNS)
+        and key.part in _PARTS
     ):
-        args, donated = parts.args().get(key.part or "", (None, ()))
-        if args is not None:
-            return Program(getattr(parts, key.part or ""), args, donated)
+        return _StepPart(programs, key).program(key.part)
     raise ValueError(f"no program {str(key)!r}")
 
 
+_PARTS: dict[str, tuple[Callable[..., Any], frozenset[str], frozenset[str]]] = {}
+"""Name of a part → as _part has them: the method, `donated` and `summed`."""
+
+
+def _part(*, donated: str = "", summed: str = "") -> Callable[[Callable], Callable]:
+    """Makes a method of _StepPart a part of steps. Parameters are named as `shapes` names them.
+
+    - `donated`: parameters whose memory the results reuse.
+    - `summed`: of those the one to which `combine` adds. The result of combine's kernel is an array
+      of its own, which would be copied into a donated one.
+    """
+
+    def register(method: Callable) -> Callable:
+        _PARTS[method.__name__] = method, frozenset(donated.split()), frozenset(summed.split())
+        return method
+
+    return register
+
+
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-    """The parts of one kind of step, each a function by its name."""
+class _StepPart:
+    """The parts of one kind of step, each a method of jax arrays."""
 
     programs: Programs
     key: ProgramKey
 
-    def args(self) -> dict[str, tuple[tuple, tuple[int, ...]]]:
-        """Each part's arguments, and which of them are donated."""
+    def program(self, name: str) -> Program:
+        """The program of a part."""
+        method, donated, summed = _PARTS[name]
+        if self.programs.steps.ops.combine != "pallas":
+            donated |= summed
+        _, *parameters = inspect.signature(method).parameters  # the first one is self
+        shapes = self.shapes()
+        args = [shapes[parameter] for parameter in parameters]
+        if parameters[-1] == "more":
+            args[-1:] = args[-1]
+        given = tuple(i for i, parameter in enumerate(parameters) if parameter in donated)
+        return Program(types.MethodType(method, self), tuple(args), given)
+
+    def shapes(self) -> dict[str, Any]:
+        """Parameter → the arrays that it gets."""
         programs, config, key = self.programs, self.programs.steps.config, self.key
-        params, batch = programs.params, programs.batch(key)
-        dtype = jax.eval_shape(self.embed, params, batch).dtype
-        tokens = programs.tokens(key)
-        x = programs.array(tokens, config.hidden_size, dtype=dtype)
-        index, layers = programs.array(), programs.tables.clock.shape[0]
-        routing, layer = programs.routing(key), (params, x, batch, index)
-        forced = (programs.routing(key, layers),) if key.forced else ()
+        experts, hidden = config.num_experts, config.hidden_size
+        layers, tokens = programs.tables.clock.shape[0], programs.tokens(key)
+        array, batch, routing = programs.array, programs.batch(key), programs.routing(key)
+        dtype = jax.eval_shape(self.embed, programs.params, batch).dtype
+        x, index, flags = array(tokens, hidden, dtype=dtype), array(), array(experts, dtype=bool)
+        y = array(routing.ids.size, hidden, dtype=jnp.float32)
+        put = min(PUT.get(key.kind, 1), routing.ids.size)
+        counts = array(counts_size(experts, len(programs.stores)))
         residents = (programs.tables.address,) if programs.steps.favours_residents else ()
-        memory = programs.stores, programs.arena, programs.tables
-        counts = programs.array(counts_size(config.num_experts, len(programs.stores)))
-        widths = {"probs": config.num_experts, "gate_input": config.hidden_size}
-        seen = TraceArrays()
+        forced = (programs.routing(key, layers),) if key.forced else ()
+        seen, widths = TraceArrays(), {"probs": experts, "gate_input": hidden}
         for name in widths.keys() & programs.steps.trace_arrays if key.traced else ():
-            array = programs.array(x.shape[0], widths[name], dtype=jnp.float16)
-            seen = seen._replace(**{name: array})
-        traces = (LayerTrace(*routing, counts, seen),) * layers
-        ids, weights = routing
-        y = programs.array(ids.size, config.hidden_size, dtype=jnp.float32)
-        listed = programs.array(config.num_experts)
-        flags, put = (config.num_experts,), min(PUT.get(key.kind, 1), ids.size)
-        # The kernel's result is an array of its own, which would be copied into a donated one.
-        kernel = programs.steps.ops.combine == "pallas"
+            seen = seen._replace(**{name: array(tokens, widths[name], dtype=jnp.float16)})
         return {
-            "blank": ((programs.tables, ids), ()),
-            "plan": ((programs.tables, counts, ids, index, index), (0, 1)),
-            "compute": (
-                (y, programs.arena, programs.tables, programs.stores, x, ids, index, listed, index),
-                (0,),
-            ),
-            "through": (
-                (y, programs.stores, x, ids, index, index, record_pieces(programs)),
-                (0,),
-            ),
-            "combine": ((x, y, weights), () if kernel else (0,)),
-            "absent": ((programs.tables, index), ()),
-            "plan_beside": (
-                (
-                    *(programs.tables, counts, ids, index, index),
-                    programs.array(*flags, dtype=bool),
-                ),
-                (0, 1),
-            ),
-            "put": (
-                (y, programs.array(put, y.shape[1], dtype=y.dtype), programs.array(put)),
-                (0,),
-            ),
-            "mark": ((y,), ()),
-            "accelerate": (
-                (
-                    *memory,
-                    x,
-                    ids,
-                    index,
-                    Elsewhere._make([programs.array(*flags, dtype=bool), listed]),
-                ),
-                (1, 2),
-            ),
-            "beside": ((programs.stores, programs.reader, x, ids, index, listed, index), ()),
-            "join": (
-                (x, y, y, ids, programs.array(*flags, dtype=bool), weights),
-                () if kernel else (0,),
-            ),
-            "embed": ((params, batch), ()),
-            "embedding": ((x,), ()),
-            "attend": ((params, programs.arena, x, batch, index), (1, 2)),
-            "route": ((*layer, *residents, *forced), (1,)),
-            "observe": (layer, ()),
-            "feed_forward": (layer, (1,)),
-            "experts": ((*memory, x, x, *routing, index), (1, 2) if kernel else (1, 2, 3)),
-            "output": ((params, x, batch, traces, programs.writes, programs.tables), ()),
+            "params": programs.params,
+            "batch": batch,
+            "more": (*residents, *forced),
+            "stores": programs.stores,
+            "arena": programs.arena,
+            "tables": programs.tables,
+            "x": x,
+            "normed": x,
+            "ids": routing.ids,
+            "weights": routing.weights,
+            **dict.fromkeys(("i", "layer", "wave", "expert", "count", "ahead"), index),
+            "y": y,
+            "other": y,
+            "counts": counts,
+            "listed": array(experts),
+            "beside": flags,
+            "elsewhere": Elsewhere._make([flags, array(experts)]),
+            "reader": programs.reader,
+            "pieces": record_pieces(programs),
+            "rows": array(put, hidden, dtype=y.dtype),
+            "slots": array(put),
+            "entries": programs.entries(),
+            "done": programs.entries().layer,
+            "traces": (LayerTrace(*routing, counts, seen),) * layers,
+            "writes": programs.writes,
         }
 
+    def context(self, stores: tuple = (), processor: int | None = None) -> StepContext:
+        """processor: what computes experts, the accelerator (0) or the second processor (1)."""
+        context = self.programs.context(self.key, stores)
+        if processor is None:
+            return context
+        second = self.programs.steps.second
+        assert second is not None
+        return dataclasses.replace(context, threads=second.threads[processor])
+
+    def _stack(self, params) -> LayerStack:
+        assert self.key.run is not None
+        return self.programs.model(params).runs[self.key.run]
+
+    def _tokens(self, batch) -> tuple[jax.Array, Tokens]:
+        return step_tokens(self.programs.in_use(self.key, batch), self.context())
+
+    @_part()
     def embed(self, params, batch):
         return self.programs.model(params).embed(self._tokens(batch)[0])
 
+    @_part()
     def embedding(self, x):
         return embedding_array(x, self.programs.steps.trace_arrays)
 
+    @_part(donated="arena x")
     def attend(self, params, arena, x, batch, i):
         stack, tokens = self._stack(params), self._tokens(batch)[1]
         x, arena, *_ = stack.attend(i, x, arena, tokens, self.programs.page)
         return x, arena
 
+    @_part(donated="x")
     def route(self, params, x, batch, i, *more):
         """more: addresses [L, E] where routers favour residents, then a forced routing."""
         stack, more, favour = self._stack(params), list(more), None
         if self.programs.steps.favours_residents:
-            context = self.programs.context(self.key)
+            context = self.context()
             favour = favour_residents(more.pop(0), stack.first_moe_layer + i, context)
         forced = more.pop() if self.key.forced else None
         return route_layer(stack, i, x, self._tokens(batch)[1], forced, favour)
 
+    @_part()
     def observe(self, params, normed, batch, i):
         wanted = self.programs.steps.trace_arrays
         return layer_arrays(self._stack(params), i, normed, self._tokens(batch)[1], wanted)
 
+    @_part(donated="x")
     def feed_forward(self, params, x, batch, i):
         return self._stack(params).feed_forward(i, x, self._tokens(batch)[1])
 
+    @_part(donated="arena tables", summed="x")
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
-        context, memory = self.programs.context(self.key, stores), DeviceMemory(arena, tables)
+        context, memory = self.context(stores), DeviceMemory(arena, tables)
         find = compute_materialized if context.window else page_and_compute
         y = nothing_computed(ids.size, normed.shape[1])
         y, memory, counts = find(y, normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
+    @_part()
     def blank(self, tables, ids):
         y = nothing_computed(ids.size, self.programs.steps.config.hidden_size)
         return y, jnp.zeros(counts_size(tables.address.shape[1]), jnp.int32)
 
+    @_part(donated="tables counts")
     def plan(self, tables, counts, ids, layer, wave):
         """Returns (tables, counts, _planned)."""
-        context = self.programs.context(self.key)
+        context = self.context()
         active = active_experts(ids, jnp.ones(tables.address.shape[1], bool))
         due, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
         counts += plan_counts(work, missing, tables, layer, 1)
         return tables, counts, _planned(due, work, tables, layer)
 
+    @_part(donated="tables counts")
     def plan_beside(self, tables, counts, ids, layer, wave, beside):
         """As plan, without the experts under the mask bool[E], which count as active and as
         missing."""
-        experts, context = tables.address.shape[1], self.programs.context(self.key)
+        experts, context = tables.address.shape[1], self.context()
         active = active_experts(ids, jnp.ones(experts, bool))
         elsewhere = Elsewhere(beside, jnp.zeros(experts, jnp.int32))
         due, missing, tables, work = plan_elsewhere(
@@ -252,58 +284,68 @@ class _Parts:
         counts = counts.at[0].add(jnp.sum(due & beside, dtype=jnp.int32))
         return tables, counts, _planned(due & ~beside, work, tables, layer)
 
+    @_part(donated="y")
     def put(self, y, rows, slots):
         """y with rows of the second processor in their slots; no slot: those past the last."""
         return y.at[slots].set(rows, mode="drop", unique_indices=True)
 
+    @_part()
     def mark(self, y):
         """A number that is there when y is."""
         return y[0, 0]
 
+    @_part(donated="y")
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
         """y with the rows of the first `count` experts of `listed`, which have cells."""
-        context = self.programs.context(self.key, stores)
+        context = self.context(stores)
         residents = arena, tables.address, tables.version
         return compute(y, x, ids, residents, layer, listed, count, context)
 
+    @_part(donated="y")
     def through(self, y, stores, x, ids, layer, expert, pieces):
         """y with the rows of an expert without a cell, whose record is an arena of its own; and a
         mark that it was read."""
-        context, record = self.programs.context(self.key, stores), jnp.concatenate(pieces)
+        context, record = self.context(stores), jnp.concatenate(pieces)
         first = jnp.zeros(self.programs.tables.address.shape, jnp.int32)
         listed = jnp.full(first.shape[1], -1, jnp.int32).at[0].set(expert)
         one = jnp.int32(1)
         y = compute(y, x, ids, (record, first, first), layer, listed, one, context)
         return y, record[0, 0]
 
+    @_part()
     def absent(self, tables, layer):
         """bool[E]: experts of the layer without a cell."""
         return tables.address[layer] < 0
 
+    @_part(donated="arena tables")
     def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
         """(y of all experts that are not elsewhere, arena, tables, counts)."""
-        context, memory = self._context(stores, 0), DeviceMemory(arena, tables)
+        context, memory = self.context(stores, 0), DeviceMemory(arena, tables)
         y = nothing_computed(ids.size, x.shape[1])
         y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
         return y, *memory, counts
 
+    @_part()
     def beside(self, stores, reader, x, ids, layer, listed, count):
         """y of the first `count` experts of `listed`, computed where the store has them."""
         layers, experts = self.programs.tables.address.shape
         shape = layers, experts
-        context = self._context(stores, 1)
+        context = self.context(stores, 1)
         return compute_in_place(x, ids, shape, layer, listed, count, context, reader)
 
+    @_part(summed="x")
     def join(self, x, y, other, ids, beside, weights):
         """x after the experts. other: y of those under the mask. Picked by expert, not added: −0
         and 0 are not −0."""
         mask = jnp.pad(beside, (0, 1))[ids]
-        return self.combine(x, jnp.where(mask.reshape(-1, 1), other, y), weights)
+        y = jnp.where(mask.reshape(-1, 1), other, y)
+        return add_experts(x, y, weights, self.context().ops)
 
+    @_part(summed="x")
     def combine(self, x, y, weights):
-        context = self.programs.context(self.key)
-        return add_experts(x, y, weights, context.ops)
+        return add_experts(x, y, weights, self.context().ops)
 
+    @_part()
     def output(self, params, x, batch, traces, writes, tables):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
         model, shape, programs = self.programs.model(params), self.programs.results, self.programs
@@ -311,26 +353,13 @@ class _Parts:
         held = expert_rows(tables, context) if context.window else None
         return step_output(model, x, batch, trace, None, self.key.kind, shape, writes, held)
 
+    @_part(donated="arena tables")
     def stage(self, arena, tables, stores, layer, ahead, entries, done):
         """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
         read as that of the coming reference. done int32[STAGES]: of other layers."""
-        memory, context = DeviceMemory(arena, tables), self.programs.context(self.key, stores)
+        memory, context = DeviceMemory(arena, tables), self.context(stores)
         (arena, tables), now = stage_layer(memory, layer, entries, context, ahead)
         return arena, tables, jnp.maximum(done, now)
-
-    def _context(self, stores, processor: int) -> StepContext:
-        """What computes experts on the accelerator (0) or the second processor (1)."""
-        second, context = self.programs.steps.second, self.programs.context(self.key, stores)
-        assert second is not None
-        return dataclasses.replace(context, threads=second.threads[processor])
-
-    def _stack(self, params) -> LayerStack:
-        assert self.key.run is not None
-        return self.programs.model(params).runs[self.key.run]
-
-    def _tokens(self, batch) -> tuple[jax.Array, Tokens]:
-        batch = self.programs.in_use(self.key, batch)
-        return step_tokens(batch, self.programs.context(self.key))
 
 
 def _planned(due, work, tables, layer):
@@ -397,7 +426,7 @@ def _of_records(programs: Programs) -> dict[Kind, Program]:
     done = entries.layer
 
     def admit(tables, layer, ahead, entries, done):
-        """ahead, done: as of _Parts.stage. The last result, int32[2, STAGES]: for the host, each
+        """ahead, done: as of _StepPart.stage. The last result, int32[2, STAGES]: for the host, each
         entry's expert and the arena row of its cell, −1 where it is not carried out."""
         tables, row = admit_entries(clock_moved(tables, layer, ahead), layer, entries)
         tables = clock_moved(tables, layer, -ahead)

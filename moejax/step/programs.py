@@ -29,8 +29,8 @@ from host_offload.memory.tables import (
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
+from moejax.step.compiled_step import device_step
 from moejax.step.context import DeviceMemory, StepContext
-from moejax.step.drivers.device import device_step
 from moejax.step.experts import load_seated, stage_layer
 from moejax.step.map_search import WRITTEN, MapArrays, map_shapes, write_rows
 from moejax.step.parts import (
@@ -197,7 +197,7 @@ class Programs:
             return ()
         if isinstance(self.arena, OwnedArena):
             return (self.arena.token,)
-        return (self.array(*TOKEN.shape, dtype=TOKEN.dtype),)  # the host driver's, see QueuedRunner
+        return (self.array(*TOKEN.shape, dtype=TOKEN.dtype),)  # as of CopyTransport.begin_output
 
     @property
     def reader(self) -> OwnedArena | None:

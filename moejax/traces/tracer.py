@@ -24,8 +24,8 @@ from host_offload.traces.schema import QUEUES, SAID, Mark, TraceError, TraceHead
 from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
+from moejax.step.executor import Executor
 from moejax.step.parts import parse_trace_arrays
-from moejax.step.runner import Runner
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
@@ -150,7 +150,7 @@ def check_trace(
 @user_errors(TraceError)
 def start_trace(
     directory: str | os.PathLike[str],
-    runner: Runner,
+    runner: Executor,
     spec: Spec,
     *,
     settings: Mapping[str, Any],
@@ -205,7 +205,7 @@ def _number(sizes: np.ndarray) -> int | list[int]:
     return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
 
 
-def _paged(runner: Runner) -> dict[str, Any] | None:
+def _paged(runner: Executor) -> dict[str, Any] | None:
     """The cells of each version and what misses fill, where experts are paged in several."""
     if len(runner.version_bytes) == 1 or runner.placement is not None:
         return None

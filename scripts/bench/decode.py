@@ -19,7 +19,7 @@ from moejax.costs.rates import Rates, measure_rates
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 from scripts.bench import kernel_profile
 from scripts.bench.kernel_profile import Profile
 from scripts.parts.bench_engine import (
@@ -223,7 +223,7 @@ def _measure(
 
 
 def measured_line(
-    runner: Runner, rates: Rates, samples: Samples, *, batch: int, cells: int, context: int
+    runner: Executor, rates: Rates, samples: Samples, *, batch: int, cells: int, context: int
 ) -> dict[str, Any]:
     """What a case measured, each figure beside its floor; the fields of the bench's JSON lines.
 

@@ -113,7 +113,7 @@ class MoejaxEngine:
         positions[rows] = position
         current = np.zeros(runner.shapes.rows, np.int32)
         current[rows] = tokens
-        runner.place_tokens(current, positions >= 0)
+        runner.tokens.place(current, positions >= 0)
         output = runner.decode(positions, self._sequences.block_table)
         return np.asarray(output.logits)[rows]
 

@@ -26,7 +26,7 @@ from moejax.models.config import ModelConfig
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.decide.shapes import PREFILL_CHUNK
 from moejax.start.options import Options
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 from scripts.parts.bench_engine import (
     add_options,
     check_fits,
@@ -279,7 +279,7 @@ def prefill_operations(config: ModelConfig, lengths: Sequence[int]) -> int:
 
 
 def measured_line(
-    runner: Runner,
+    runner: Executor,
     rates: Rates,
     samples: Sequence[PrefillSample],
     lengths: Sequence[int],
@@ -324,7 +324,7 @@ def measured_line(
         "tflops": operations / median / 1e12,
         "matrix_rate_tflops": rates.matrix / 1e12,
         "link_rate_gb_per_s": rates.link / 1e9,
-        "compile_s": runner.compile_s,
+        "compile_s": runner.compiler.compile_s,
     }
 
 

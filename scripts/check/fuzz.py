@@ -406,7 +406,9 @@ def run_episode(llm: LLM, seed: int, number: int, *, check_every: int = 1) -> Ep
             workload.end_sessions(0.3)
             move_budget(llm, rng, counts)
         conditions = draw_conditions(rng, engine.scheduler.max_num_seqs)
-        if engine.runner.queue is not None:  # draws of its own: without a queue all is as it was
+        if (
+            engine.runner.transport.queue is not None
+        ):  # draws of its own: without a queue all is as it was
             drawn = draw_faults(np.random.default_rng([seed, number, burst]))
             conditions = dataclasses.replace(conditions, transfers=drawn)
         apply(llm, conditions, seed=int(rng.integers(2**31)))
@@ -454,7 +456,7 @@ def reset(llm: LLM, cells: list[int], kv_slots: int, *, eviction: str = "lru") -
     layers, experts = arena.cell_row.shape
     engine.set_budget([0] * layers, 0)
     tables = empty_tables(layers, experts, experts, EVICTION[eviction])
-    runner.tables = jax.device_put(tables, runner.tokens.sharding)
+    runner.tables = jax.device_put(tables, runner.buffers.sharding)
     engine.set_budget(cells, kv_slots)
 
 
@@ -462,7 +464,7 @@ def apply(llm: LLM, conditions: Conditions, seed: int) -> None:
     """Sets what an idle engine's next requests find, none of it a shape."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.control = None
-    if (queue := engine.runner.queue) is not None:
+    if (queue := engine.runner.transport.queue) is not None:
         inject(queue, conditions.transfers or Faults())
     if conditions.stages:
         policies, length = [RandomStages(seed)], scheduler.max_model_len
@@ -551,7 +553,7 @@ def check_all_free(llm: LLM) -> None:
 def _totals(llm: LLM) -> dict[str, int]:
     """Counters of what the engine did, by names for people."""
     engine, cache = llm.engine, llm.engine.scheduler.cache
-    totals, queue = engine.runner.transfer_totals(), engine.runner.queue
+    totals, queue = engine.runner.transport.totals(), engine.runner.transport.queue
     queued = {}
     if totals is not None and queue is not None:
         faults = dataclasses.asdict(injected(queue))

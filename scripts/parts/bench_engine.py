@@ -29,7 +29,7 @@ from moejax.models.config import ModelConfig
 from moejax.start.build import start_engine
 from moejax.start.options import Options
 from moejax.start.report.info import model_info
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 from pallas_kernels.dispatch import parse_ops
 from scripts.parts.places import DEMO
 
@@ -266,7 +266,7 @@ def grant(engine: Engine, cells: int) -> None:
 
 
 @contextmanager
-def no_compilation(runner: Runner) -> Iterator[None]:
+def no_compilation(runner: Executor) -> Iterator[None]:
     """Raises RuntimeError if anything was compiled in the block."""
     log = _compilations()
     before, names = len(log), runner.executables()
@@ -291,7 +291,7 @@ def _compilations() -> list[str]:
     return log
 
 
-def described(runner: Runner) -> dict[str, Any]:
+def described(runner: Executor) -> dict[str, Any]:
     """Fields of a bench's line that say what ran."""
     return {
         "layers": runner.config.num_hidden_layers,

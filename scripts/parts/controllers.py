@@ -14,11 +14,11 @@ from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
 from moejax.engine.control import spec_of_engine
 from moejax.models.model_config import config_digest
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 
 
 def start_controller(
-    runner: Runner,
+    runner: Executor,
     policies: Sequence[Policy],
     *,
     max_model_len: int,

@@ -12,9 +12,9 @@ from host_offload.traces.generators import routing_generator
 from moejax.engine.loop import Engine
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
+from moejax.step.executor import Executor
 from moejax.step.experts import Paging
 from moejax.step.parts import Routing
-from moejax.step.runner import Runner
 
 ROUTINGS = ("real", "uniform", "zipf", "qwen3-like")
 
@@ -49,7 +49,7 @@ class Sequences:
 
 
 def forced_routings(
-    kind: str, runner: Runner, batch: int, steps: int, random: np.random.Generator
+    kind: str, runner: Executor, batch: int, steps: int, random: np.random.Generator
 ) -> list[Routing | None]:
     """Routing of each decode step of `batch` sequences in the first rows; None each for real.
 
@@ -79,11 +79,11 @@ def prefill(
         if not engine.scheduler.extend(request, pages - len(request.blocks)):
             raise RuntimeError(f"the KV budget has no room for {len(requests)} sequences")
     rows = tuple(request.row for request in requests if request.row is not None)
-    table = jax.device_put(engine.scheduler.block_table.copy(), engine.runner.tokens.sharding)
+    table = jax.device_put(engine.scheduler.block_table.copy(), engine.runner.buffers.sharding)
     return requests, Sequences(rows, len(prompts[0]), table)
 
 
-def step_bytes(runner: Runner, active: float, *, batch: int, context: int) -> dict[str, float]:
+def step_bytes(runner: Executor, active: float, *, batch: int, context: int) -> dict[str, float]:
     """Bytes that a decode step must read, by what they are.
 
     active: experts over all layers. context: tokens that each of `batch` sequences attends to, at
@@ -104,7 +104,7 @@ def step_bytes(runner: Runner, active: float, *, batch: int, context: int) -> di
 
 
 def decode(
-    runner: Runner, sequences: Sequences, routings: list[Routing | None], samples: Samples
+    runner: Executor, sequences: Sequences, routings: list[Routing | None], samples: Samples
 ) -> None:
     """A decode step for each routing, from the sequences' context on, as the engine runs them:
     step t is dispatched before t − 1 is read."""
@@ -120,7 +120,7 @@ def decode(
             positions = np.full(runner.shapes.rows, -1, np.int32)
             positions[rows] = sequences.context + step
             output = runner.decode(positions, sequences.block_table, routings[step])
-            runner.sample(output.logits, update, None)
+            runner.tokens.sample(output.logits, update, None)
             current = output
         dispatched = time.perf_counter()
         if previous is not None:

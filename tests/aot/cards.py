@@ -18,8 +18,8 @@ from typing import Any
 from moejax.models.config import parse_config
 from moejax.start.decide.shapes import KERNEL_WAVES, decodes_in_buckets, without_kernel
 from moejax.start.kernels import kernel_shapes
+from moejax.step.compiler import compiler_options
 from moejax.step.programs import ProgramKey, Programs
-from moejax.step.runner import compiler_options
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cards import shared_class
 from pallas_kernels.verification import Check, checks

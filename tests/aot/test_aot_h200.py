@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from moejax.step.runner import compiler_options
+from moejax.step.compiler import compiler_options
 from tests.aot import aot_h200
 from tests.aot.aot_h200 import AotUnavailable, compile_for, compile_for_h200
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from moejax.step.drivers.device import LAYERS_A_TURN
+from moejax.step.compiled_step import LAYERS_A_TURN
+from moejax.step.compiler import compiler_options
 from moejax.step.programs import ProgramKey
-from moejax.step.runner import compiler_options
 from pallas_kernels.cards import shared_class
 from tests.aot.aot_h200 import CARDS, compile_for, device_of
 from tests.aot.cards import MODELS, OURS, compile_step, step_programs

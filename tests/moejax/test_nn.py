@@ -18,7 +18,7 @@ from moejax.nn import (
     RouteRule,
     kernel_checks,
 )
-from moejax.step.runner import compiler_options
+from moejax.step.compiler import compiler_options
 from pallas_kernels import resolve_ops
 from pallas_kernels.triton import interpreted
 from tests.hlo import read_executable

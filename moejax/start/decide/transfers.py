@@ -17,8 +17,8 @@ from moejax.errors import UserError, user_errors
 from moejax.start.options import BOTH_MEMORIES
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS, Tiers
-from moejax.step.drivers.queued import DEMANDS
 from moejax.step.parts import StepSpec, arena_ops
+from moejax.step.transports.copies import DEMANDS
 from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.records.absent import AbsentRecords
 

@@ -132,7 +132,7 @@ def store_stats(engine: Engine, options: Options) -> dict[str, Any]:
                 "bytes": records.spec.bytes,
                 **dataclasses.asdict(records.totals()),
             }
-    queue, files = engine.runner.queue, next(iter(store.files.values()), None)
+    queue, files = engine.runner.transport.queue, next(iter(store.files.values()), None)
     if files is not None and queue is not None:
         found["verify_reads"] = files.verify
         found["past_the_page_cache"] = queue.reads_past_the_cache(files.paths[0][0])

@@ -89,9 +89,9 @@ _PUTS: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
 def delay(llm: LLM, seconds: float = 1e-3, share: float = 1.0) -> None:
     """Copies take up to so much longer, a share of them; those by jax all, by a while."""
     runner = llm.engine.runner
-    if runner.queue is not None:
-        inject(runner.queue, Faults(seed=1, delay=seconds, delayed=share))
-    elif (queue := getattr(runner, "device_queue", None)) is not None:
+    if runner.transport.queue is not None:
+        inject(runner.transport.queue, Faults(seed=1, delay=seconds, delayed=share))
+    elif (queue := getattr(runner.transport, "device_queue", None)) is not None:
         put, trips = _PUTS.setdefault(queue, queue.put), 300 if seconds else 0
         queue.put = lambda pieces: _later(trips, *put(pieces))
 
@@ -100,13 +100,13 @@ def delay(llm: LLM, seconds: float = 1e-3, share: float = 1.0) -> None:
 def failing(llm: LLM, *, ahead_only: bool = False) -> Iterator[None]:
     """No copy of an expert arrives, or none ahead of need."""
     runner = llm.engine.runner
-    if runner.queue is not None:
+    if runner.transport.queue is not None:
         errors = {"ahead_errors": 1.0} if ahead_only else {"errors": 1.0}
-        inject(runner.queue, Faults(seed=1, **errors))
+        inject(runner.transport.queue, Faults(seed=1, **errors))
         yield
-        inject(runner.queue, Faults())
+        inject(runner.transport.queue, Faults())
         return
-    queue = runner.device_queue
+    queue = runner.transport.device_queue
     put, begin = queue.put, queue._begin
 
     def broken(pieces):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment, Stage
 from host_offload.control.step_record import StepRecord, StepRows
 from host_offload.memory.tables import empty_tables, snapshot
+from moejax.step.executor import Executor
 from moejax.step.programs import ProgramKey
-from moejax.step.runner import Runner
+from moejax.step.transports.transport import InStepTransport
 from tests.host_offload.control.policy_runs import (
     EXPERTS,
     LAYERS,
@@ -27,14 +29,14 @@ NO_ROWS = StepRows(*np.zeros((4, 0), np.int32))
 
 
 class FakeRunner:
-    driver, layer_versions = "device", None
-    set_tables, seen = Runner.set_tables, Runner.seen
-    prepare, snapshot, stage_list = Runner.prepare, Runner.snapshot, Runner.stage_list
-    keep_settled, queue = Runner.keep_settled, None
-    hold_maps, maps = Runner.hold_maps, None
+    driver, maps = "device", None
+    buffers = SimpleNamespace(layer_versions=None)
+    set_tables, seen, hold_maps = Executor.set_tables, Executor.seen, Executor.hold_maps
+    prepare, snapshot, stage_list = Executor.prepare, Executor.snapshot, Executor.stage_list
 
     def __init__(self):
-        self.transfers = []
+        self.transport, self.compiler = InStepTransport(*2 * [None]), self
+        self.walk = SimpleNamespace(transfers=[])
         self.tables = empty_tables(LAYERS, EXPERTS, 8)
         rows = jnp.arange(LAYERS * 8, dtype=jnp.int32).reshape(LAYERS, 8)
         self.tables = self.tables._replace(cell_row=rows)
@@ -46,7 +48,7 @@ class FakeRunner:
     def prepare_stages(self):
         self.need("decode_staged", "prefill_staged")
 
-    def _call(self, key, tables):
+    def call(self, key, tables):
         assert key == ProgramKey("snapshot")
         return snapshot(tables)
 

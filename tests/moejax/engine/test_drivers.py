@@ -244,10 +244,10 @@ def test_the_bits_are_those_of_experts_that_are_there(running):
     if running.options.get("store") == "file":
         check_files(running, stats)
     row = int(np.asarray(runner.tables.address).max())
-    if runner.memory is not None and row >= 0:
-        runner.memory.view()[row, 3] ^= 1
+    if runner.buffers.memory is not None and row >= 0:
+        runner.buffers.memory.view()[row, 3] ^= 1
         assert any("differ" in fault for fault in runner.faults())
-        runner.memory.view()[row, 3] ^= 1
+        runner.buffers.memory.view()[row, 3] ^= 1
         assert not runner.faults()
 
 
@@ -288,7 +288,7 @@ def check_window(running: Running, stats: dict) -> None:
     if packed:
         ahead = 0 if by_jax else 1  # the layer ahead of the last step is decoded too
         decoded = (0 if in_place else packed) * (ahead + LAYERS * stream["steps"])
-        assert running.llm.engine.runner.transfer_totals().unpacked == decoded
+        assert running.llm.engine.runner.transport.totals().unpacked == decoded
     assert stats["experts"]["hit_rate"] == 1 and 0 < stream["used"] < 1
 
 

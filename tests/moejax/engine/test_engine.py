@@ -11,7 +11,7 @@ import pytest
 
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, SamplingParams, UserError
-from moejax.step.runner import Runner
+from moejax.step.executor import Executor
 from scripts.check.kv_faults import kv_faults
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -186,7 +186,7 @@ def test_a_score_that_is_aborted_or_refused_costs_nothing(llm):
 
 def test_a_start_that_fails_frees_what_it_took(monkeypatch):
     built = []
-    original = Runner.__init__
+    original = Executor.__init__
 
     def remember(self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -195,8 +195,8 @@ def test_a_start_that_fails_frees_what_it_took(monkeypatch):
     def fail(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Runner, "__init__", remember)
-    monkeypatch.setattr(Runner, "wait_compiled", fail)
+    monkeypatch.setattr(Executor, "__init__", remember)
+    monkeypatch.setattr(Executor, "wait_compiled", fail)
     with pytest.raises(KeyboardInterrupt):
         LLM("demo", progress=False, **LIMITS)
     (runner,) = built

@@ -79,10 +79,12 @@ def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
         assert after["same_bits"] and after["implementation"] == "cpu"
         if beside == "queue":
             # It computes with the pinned arrays' own memory, and what crosses to the device is y.
-            assert {a.sharding.memory_kind for a in runner.records.of(0, 0)} == {"pinned_host"}
-            assert runner._seen
-            for (layer, expert), seen in runner._seen.items():
-                (piece,) = runner.records.of(layer, expert)
+            assert {a.sharding.memory_kind for a in runner.transport.records.of(0, 0)} == {
+                "pinned_host"
+            }
+            assert runner.processor._seen
+            for (layer, expert), seen in runner.processor._seen.items():
+                (piece,) = runner.transport.records.of(layer, expert)
                 assert seen.unsafe_buffer_pointer() == piece.unsafe_buffer_pointer()
 
 
@@ -99,7 +101,8 @@ def test_a_mistake_is_seen(monkeypatch):
     """What the test above would say of them."""
     with placed("queue", policies=[Anyhow(0.7)]) as llm:
         runner = llm.engine.runner
-        monkeypatch.setattr(runner, "_compute", into_wrong_slots(runner._compute))
+        processor = runner.processor
+        monkeypatch.setattr(processor, "_compute", into_wrong_slots(processor._compute))
         assert not same_bits(run(llm, mixed_jobs()[:2], check=False), at_rest())
 
 
@@ -206,7 +209,7 @@ def test_a_second_processor_that_fails_ends_the_step_and_no_more(monkeypatch):
         raise RuntimeError("the second processor broke")
 
     with placed("queue", policies=[Anyhow(0.5)]) as llm:
-        monkeypatch.setattr(llm.engine.runner, "_compute", fail)
+        monkeypatch.setattr(llm.engine.runner.processor, "_compute", fail)
         with pytest.raises(RuntimeError, match="the second processor broke"):
             run(llm, mixed_jobs()[:2], check=False)
         monkeypatch.undo()
@@ -260,10 +263,10 @@ def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypat
     soon = dataclasses.replace(beside_prefetches(2), warmup=16)
     monkeypatch.setattr(names, "beside_prefetches", {2: soon}.__getitem__)
     with placed("link", f"prescope,{COSTS},predict=gates,buffers=2", **options) as llm:
-        assert llm.engine.runner.queue is not None and llm.engine.control is not None
+        assert llm.engine.runner.transport.queue is not None and llm.engine.control is not None
         run(llm, mixed_jobs()[:1], check=False)  # until the table is known
         before = dict(llm.engine.statistics.paging)
-        inject(llm.engine.runner.queue, Faults(seed=1, delay=1e-3))
+        inject(llm.engine.runner.transport.queue, Faults(seed=1, delay=1e-3))
         assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
         after = llm.engine.statistics.paging
         for what in ("read_through", "hits"):

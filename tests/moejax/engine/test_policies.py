@@ -380,9 +380,9 @@ def test_same_bits_while_the_store_of_maps_grows(tmp_path):
         assert store.size == 60
         llm.engine.control.before_step(10_000)  # what the last step taught is written now
         wanted = rounded(store.embeddings, store.maps.swapaxes(0, 1))
-        assert np.array_equal(np.asarray(runner.maps.embeddings), wanted[0])
-        assert np.array_equal(np.asarray(runner.maps.maps), wanted[1].swapaxes(0, 1))
-        lengths = np.asarray(runner.maps.lengths) * 2.0**-BITS
+        assert np.array_equal(np.asarray(runner.maps.arrays.embeddings), wanted[0])
+        assert np.array_equal(np.asarray(runner.maps.arrays.maps), wanted[1].swapaxes(0, 1))
+        lengths = np.asarray(runner.maps.arrays.lengths) * 2.0**-BITS
         np.testing.assert_allclose(lengths, store.lengths, rtol=3e-3)
         notes = " ".join(llm.stats()["notes"])
         assert f"expert maps take {format_bytes(policy.search.nbytes(4, 16, 128))}" in notes

@@ -354,7 +354,7 @@ def test_a_copy_that_is_lost_ends_the_engine():
     """When the device has taken arena and tables nothing can run any more."""
     with LLM("demo", progress=False, policies=[MoveAlways()], memory=MEMORY, **LIMITS) as llm:
         runner, engine = llm.engine.runner, llm.engine
-        call = runner._call
+        call = runner.compiler.call
 
         def after(name, *args):
             found = call(name, *args)
@@ -362,7 +362,7 @@ def test_a_copy_that_is_lost_ends_the_engine():
                 raise Refused("INTERNAL: the copy was lost")
             return found
 
-        runner._call = after  # type: ignore[method-assign]
+        runner.compiler.call = after  # type: ignore[method-assign]
         with pytest.raises(Refused, match="the copy was lost"):
             llm.generate([[5, 7, 9]], TURN, use_tqdm=False)
         assert engine.resizer.failed == 0 and engine.idle

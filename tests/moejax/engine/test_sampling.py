@@ -34,7 +34,7 @@ def alone(llm) -> Recorded:
     """The greedy text of the prompt; before any other, so that nothing is compiled for extras."""
     (found,) = run(llm, [Job(PROMPT, GREEDY)])
     assert not EXTRAS & {*map(str, llm.engine.runner.executables())}
-    assert llm.engine.runner.counts is None
+    assert llm.engine.runner.tokens.counts is None
     return found
 
 

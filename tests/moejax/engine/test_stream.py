@@ -28,8 +28,9 @@ from moejax.start.options import Options
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
-from moejax.step.drivers.host import HostRunner
-from moejax.step.drivers.stream_queued import QueuedStreamRunner
+from moejax.step.copied_stream import CopiedStream
+from moejax.step.executor import Executor
+from moejax.step.layer_experts import FilledExperts
 from pallas_kernels.cpu.spans import recorded
 from tests.faults import Faults, delay_arena, inject
 from tests.moejax.engine.scenes import (
@@ -162,16 +163,16 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
     runner = running.engine.runner
     assert not runner.faults()  # and the first layer is there
     residents = int((runner.window.tier == PACKED).sum())  # came before it
-    runner.queue.record()
-    inject(runner.queue, Faults(seed=layers, delay=load))
-    delay_arena(runner.memory, compute)
+    runner.transport.queue.record()
+    inject(runner.transport.queue, Faults(seed=layers, delay=load))
+    delay_arena(runner.buffers.memory, compute)
     with recorded() as ops:
         found = run(running, short_jobs(), check=False)
-        delay_arena(runner.memory, 0)
+        delay_arena(runner.buffers.memory, 0)
         wrong = runner.faults()
     if not same_bits(found, at_rest_of(layers)):
         wrong.append("other bits")
-    chunks = runner.queue.spans()
+    chunks = runner.transport.queue.spans()
     computed = [span for span in ops if span.op == "expert_ffn"]
     beside = 0
     for chunk in chunks:
@@ -223,17 +224,21 @@ def test_an_order_with_a_mistake_is_found(monkeypatch):
     assert found
 
 
-def dispatched(runner: QueuedStreamRunner, monkeypatch) -> list[tuple[str, int]]:
+def dispatched(runner: Executor, monkeypatch) -> list[tuple[str, int]]:
     """What is dispatched, in order: `copy`, a record's layer; `seat`, the cells'; `land`, -1,
     for each record; `compute`, a layer."""
     events: list[tuple[str, int]] = []
-    records, queue, call = runner.records, runner.device_queue, runner._call
+    records, queue, call = (
+        runner.transport.records,
+        runner.transport.device_queue,
+        runner.compiler.call,
+    )
     layer_of = {
         id(piece): layer
         for layer, experts in enumerate(records.pieces)
         for piece in itertools.chain.from_iterable(experts)
     }
-    put, computed = queue.put, HostRunner._experts
+    put, computed = queue.put, FilledExperts.compute
 
     def begun(pieces):
         events.append(("copy", layer_of[id(pieces[0])]))
@@ -246,13 +251,16 @@ def dispatched(runner: QueuedStreamRunner, monkeypatch) -> list[tuple[str, int]]
             events.extend([("land", -1)] * np.size(args[1]))
         return call(key, *args)
 
-    def experts(self, parts, step, layer, *args):
-        events.append(("compute", layer))
-        return computed(self, parts, step, layer, *args)
+    def compute(self, parts, step, layer, *args):
+        def experts(*operands):
+            events.append(("compute", layer))
+            return parts["experts", None](*operands)
+
+        return computed(self, {("experts", None): experts}, step, layer, *args)
 
     monkeypatch.setattr(queue, "put", begun)
-    monkeypatch.setattr(runner, "_call", called)
-    monkeypatch.setattr(HostRunner, "_experts", experts)
+    monkeypatch.setattr(runner.compiler, "call", called)
+    monkeypatch.setattr(FilledExperts, "compute", compute)
     return events
 
 
@@ -293,15 +301,8 @@ def test_layers_are_dispatched_in_order(layers, monkeypatch):
 @pytest.mark.slow
 def test_a_dispatch_with_a_mistake_is_found(monkeypatch):
     """A layer's copies begin when the one before has been dispatched, in series with it."""
-
-    def experts(self, parts, step, layer, *args):
-        self._materialize(layer)
-        found = HostRunner._experts(self, parts, step, layer, *args)
-        self._begin((layer + 1) % len(self.window.tier))
-        return found
-
     at_rest_of(3)
-    monkeypatch.setattr(QueuedStreamRunner, "_experts", experts)
+    monkeypatch.setattr(CopiedStream, "materialize", CopiedStream._seat)
     assert dispatched_wrongly(3, monkeypatch)
 
 
@@ -315,19 +316,19 @@ def test_a_step_that_ends_in_the_middle_leaves_the_next_one_whole(monkeypatch):
     """Also where records that failed ahead of need are brought again."""
     with open_llm(**STREAM_QUEUE) as llm:
         want = tokens_of(llm)
-        computed = HostRunner._experts
+        materialize = CopiedStream.materialize
 
-        def broken(self, parts, step, layer, *args):
+        def broken(self, layer):
+            materialize(self, layer)
             if layer == 2:
                 raise RuntimeError("in the middle")
-            return computed(self, parts, step, layer, *args)
 
-        monkeypatch.setattr(HostRunner, "_experts", broken)
+        monkeypatch.setattr(CopiedStream, "materialize", broken)
         with pytest.raises(RuntimeError, match="in the middle"):
             llm.generate(PROMPTS[1], GREEDY)
         monkeypatch.undo()
         assert tokens_of(llm) == want and not llm.engine.runner.faults()
-        queue = llm.engine.runner.device_queue
+        queue = llm.engine.runner.transport.device_queue
         put, begin, calls = queue.put, queue._begin, itertools.count()
 
         def refused(pieces):

@@ -31,7 +31,7 @@ def test_results_name_the_link_and_a_failed_step_leads_to_nobodys_prefix():
         assert stats["transfers"]["chunk_bytes"] == 16 << 10
         said = "experts pass a link of 0.5 GB/s, 50 us, beside compute"
         assert said in stats["notes"] and said in str(llm.explain())
-        engine, queue = llm.engine, llm.engine.runner.queue
+        engine, queue = llm.engine, llm.engine.runner.transport.queue
         inject(queue, Faults(seed=1, errors=1.0))
         failed = engine.add(prompt, params)
         engine.step()
@@ -84,5 +84,5 @@ def test_what_tables_have_and_cells_have_not(ahead):
         assert not runner.faults()
         stats = llm.stats()["transfers"]
         assert min(stats["prefetches"]["late"], stats["cancelled"] + (not ahead) * 100) > 20
-        for compiled in runner.compiled():
+        for compiled in runner.compiler.compiled:
             assert records.shape not in [a.shape for a in jax.tree.leaves(compiled.in_avals)]

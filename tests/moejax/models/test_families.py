@@ -11,7 +11,7 @@ from moejax import LLM, SamplingParams
 from moejax.checkpoints.load import load_checkpoint
 from moejax.engine.statistics import kv_stats
 from moejax.models.families import FAMILIES
-from moejax.step.runner import compiler_options
+from moejax.step.compiler import compiler_options
 from tests.hlo import arena_copies, read_executable
 from tests.moejax.checkpoints.conversions import assert_same_model
 from tests.moejax.engine_runs import Job, Recorded, run, set_budget

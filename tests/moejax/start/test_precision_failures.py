@@ -107,7 +107,7 @@ def test_a_move_that_is_forgotten_is_found(monkeypatch):
     def forgetful(control: Control) -> None:
         moves, control._moves = control._moves, []
         if moves:
-            control.runner.move_cells(moves)
+            control.device.move_cells(moves)
 
     monkeypatch.setattr(Control, "_move_cells", forgetful)
     with LLM("demo", **OPTIONS) as llm:

@@ -18,8 +18,8 @@ from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax.engine.control import control_of
+from moejax.step.compiler import compiler_options
 from moejax.step.programs import ProgramKey
-from moejax.step.runner import compiler_options
 from moejax.traces.tracer import start_trace
 from scripts.parts.controllers import start_controller
 from tests.hlo import arena_copies, read_executable

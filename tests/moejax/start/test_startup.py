@@ -10,7 +10,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.step.programs import ProgramKey, Programs
-from moejax.step.runner import Runner
+from moejax.step.step_keys import StepKeys
 from pallas_kernels import resolve_ops
 from tests.moejax.models.families import config_of
 
@@ -57,38 +57,36 @@ def test_contexts_and_rows_that_decode_is_compiled_for():
 
 
 def test_a_step_takes_the_least_program_of_contexts_and_rows():
-    runner = object.__new__(Runner)
-    runner.shapes = shapes_of(40, 32768)
-    runner.layout = parse_config(config_of("MixtralForCausalLM")).slot_layout(2)
+    keys = StepKeys(shapes_of(40, 32768), block_size=16, prefill_buckets=True)
 
     def key(**positions):
         given = np.full(48, -1, np.int32)
         for row, position in positions.items():
             given[int(row[1:])] = position
-        return str(runner.decode_key(given))
+        return str(keys.decode(given))
 
     assert key() == key(r0=2047) == "decode_pages128@1" and key(r1=0) == "decode_pages128@2"
     assert key(r0=0, r3=2047) == "decode_pages128@4" and key(r6=0) == "decode_pages128@8"
     assert key(r2=2048) == key(r3=8191) == "decode_pages512@4"
     assert key(r0=8192, r8=1) == "decode@16" and key(r47=32767) == "decode"
     assert key(r47=0) == "decode_pages128"
-    every = [str(step) for step in runner._decodes()]
+    every = [str(step) for step in keys.decodes]
     assert len(every) == 21 and every[0] == "decode_pages128@1" and every[-1] == "decode"
     with pytest.raises(ValueError, match="no program 'prefill_pages8': only decode steps have"):
         object.__new__(Programs).program(ProgramKey("prefill", context=8))
 
 
 def test_a_prefill_step_takes_the_fewest_chunks_that_hold_its_own():
-    runner = object.__new__(Runner)
-    runner.shapes = shapes_of(40, 4096, batched=8192)
-    assert runner.shapes.prefills == (8, 32, 128) and runner.shapes.prefill_chunks == 128
-    steps = [str(runner.prefill_key("prefill", n)) for n in (1, 8, 9, 32, 33, 128)]
+    shapes = shapes_of(40, 4096, batched=8192)
+    assert shapes.prefills == (8, 32, 128) and shapes.prefill_chunks == 128
+    keys = StepKeys(shapes, block_size=16, prefill_buckets=True)
+    steps = [str(keys.prefill("prefill", n)) for n in (1, 8, 9, 32, 33, 128)]
     assert steps == ["prefill@8"] * 2 + ["prefill@32"] * 2 + ["prefill"] * 2
-    assert [*map(str, runner._prefills())] == ["prefill@8", "prefill@32", "prefill"]
+    assert [*map(str, keys.prefills)] == ["prefill@8", "prefill@32", "prefill"]
     # What scores targets, and drivers that walk through layers, have all chunks.
-    assert str(runner.prefill_key("score", 1)) == "score"
-    runner.driver = "host"
-    assert [*map(str, runner._prefills())] == ["prefill"]
+    assert str(keys.prefill("score", 1)) == "score"
+    walked = StepKeys(shapes, block_size=16, prefill_buckets=False)
+    assert [*map(str, walked.prefills)] == ["prefill"]
 
     def chunks(tokens, bucketed=True):
         return shapes_of(40, 4096, bucketed, tokens).prefills

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-import moejax.step.drivers.device
+import moejax.step.compiled_step
 import moejax.step.experts
 import moejax.step.parts
 from host_offload.memory.swap import SWAP_PAGES
@@ -253,7 +253,7 @@ def test_missing_donation_is_found(name, key):
 @NATIVE
 def test_a_missing_dependence_is_found(monkeypatch):
     """Transfers that wait for nothing."""
-    monkeypatch.setattr(moejax.step.drivers.device, "zero_after", lambda value: jnp.int32(0))
+    monkeypatch.setattr(moejax.step.compiled_step, "zero_after", lambda value: jnp.int32(0))
     made = of_demo("cpu", owned=True)
     assert arena_copies(compile_here(made, STAGED), made.arena)
 
@@ -281,7 +281,7 @@ def test_an_engine_leaves_the_arena_where_it_is_and_loses_nothing_of_it():
 
     with LLM("demo", progress=False, **budgets, **limits) as llm:
         runner = llm.engine.runner
-        memory = runner.memory
+        memory = runner.buffers.memory
         assert memory is not None and isinstance(runner.arena, OwnedArena)
         assert memory.nbytes == llm.plan.budget.slots * llm.plan.steps.layout.slot_bytes > 48 * MiB
         assert llm.stats()["arena_owner"] == "native ops"

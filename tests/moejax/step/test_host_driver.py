@@ -17,11 +17,10 @@ from host_offload.control.rules import BETWEEN_LAYERS
 from moejax import LLM, SamplingParams
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
-from moejax.step import runner
-from moejax.step.drivers import host as host_steps
+from moejax.step import compiler, layer_walk
+from moejax.step.compiler import compiler_options
 from moejax.step.parts import StepOutput
 from moejax.step.programs import STAGES, ProgramKey
-from moejax.step.runner import compiler_options
 from pallas_kernels.stage import Entries
 from tests.moejax.engine.scenes import EXPERTS, LAYERS
 from tests.moejax.engine.test_same_bits import (
@@ -87,8 +86,9 @@ def random_entries(rng: np.random.Generator) -> Entries:
 def cold_start(llm: LLM, cells: list[int]) -> None:
     """Budgets, with nothing left of earlier runs: residents, and the tokens of unused rows, whose
     logits mean nothing but are compared."""
-    tokens = llm.engine.runner.tokens
-    llm.engine.runner.tokens = jax.device_put(np.zeros(tokens.shape, np.int32), tokens.sharding)
+    state = llm.engine.runner.tokens
+    tokens = state.tokens
+    state.tokens = jax.device_put(np.zeros(tokens.shape, np.int32), tokens.sharding)
     set_budget(llm, [0] * LAYERS, KV_SLOTS)
     set_budget(llm, cells, KV_SLOTS)
 
@@ -170,9 +170,9 @@ def test_wrong_layer_index_is_found(host, solo, monkeypatch):
     set_budget(host, *full_residency(host))
     assert run(host, POOL[3:4])[0].same_bits(solo[3])
     with monkeypatch.context() as patch:
-        first, second, *others = host.engine.runner._layers
+        first, second, *others = host.engine.runner.walk._layers
         swapped = second._replace(moe_layer=first.moe_layer)
-        patch.setattr(host.engine.runner, "_layers", [first, swapped, *others])
+        patch.setattr(host.engine.runner.walk, "_layers", [first, swapped, *others])
         assert not run(host, POOL[3:4], check=False)[0].same_bits(solo[3])
 
 
@@ -182,7 +182,7 @@ def test_missing_barriers_are_found(monkeypatch):
     unless there are barriers. Either guard is enough on CPU; the engine has both."""
 
     def recorded(options):
-        monkeypatch.setattr(runner, "compiler_options", lambda platform, key=None: options)
+        monkeypatch.setattr(compiler, "compiler_options", lambda platform, key=None: options)
         found = []
         for driver in ("device", "host"):
             with make_llm("bfloat16", driver=driver) as llm:
@@ -270,7 +270,7 @@ def test_without_hooks_nothing_is_read_back_and_nothing_compiles_again(host, hoo
     run(host, POOL[:4])
     assert host.engine.runner.executables() == before
     # Only numpy reads an array back.
-    monkeypatch.setattr(host_steps, "np", SimpleNamespace())
+    monkeypatch.setattr(layer_walk, "np", SimpleNamespace())
     run(host, POOL[:2])
 
 

@@ -75,9 +75,9 @@ def test_steps_without_a_plan_change_no_bit_and_a_smaller_budget_ends_them(engin
         runner, asked = llm.engine.runner, []
         layers, experts = runner.tables.address.shape
         kv = llm.engine.scheduler.arena.slots - layers * experts
-        call = runner._call
+        call = runner.compiler.call
         monkeypatch.setattr(
-            runner, "_call", lambda key, *args: asked.append(key) or call(key, *args)
+            runner.compiler, "call", lambda key, *args: asked.append(key) or call(key, *args)
         )
 
         def runs(cells, times):
@@ -94,7 +94,7 @@ def test_steps_without_a_plan_change_no_bit_and_a_smaller_budget_ends_them(engin
             return found, referred, (sum(decodes), len(decodes) - sum(decodes))
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_all_fit", False)
+            patch.setattr(runner.walk, "_all_fit", False)
             wanted, references, (without, steps) = runs(experts, 2)
         assert without == 0 and np.asarray(runner.tables.address).min() >= 0  # nobody is absent
         found, referred, taken = runs(experts, 3)

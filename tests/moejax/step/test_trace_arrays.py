@@ -65,13 +65,11 @@ def traced(directory: Path, driver: str) -> Traced:
         steps = {"device": {"decode_traced", "prefill_traced"}, "host": {"decode/traced_output"}}
         assert steps[driver] <= executables
         assert not {"decode", "prefill", "decode/output"} & executables
-        engine.tracer = engine.control = engine.hooks = None
-        plain = dataclasses.replace(engine.runner.steps, trace_arrays=frozenset())
-        engine.runner.steps = plain
+    with open_llm(driver=driver, expert_budget="40%") as llm:
         assert same_bits(found, run(llm, JOBS, check=False))
         assert llm.stats()["trace_arrays"] == []
         plain = ProgramKey("decode", part="output" if driver == "host" else None)
-        assert plain in set(engine.runner.executables())
+        assert plain in set(llm.engine.runner.executables())
     return Traced(directory, found, seen)
 
 

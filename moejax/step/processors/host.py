@@ -1,5 +1,5 @@
 """A second processor beside a device with memory of its own: a GPU, or a CPU whose transfers jax
-carries out (drivers/queued.py).
+carries out (transports/copies.py).
 
 Missed experts that a policy gives it are computed by a CPU op from the pinned store, where they
 lie; only rows of x and y cross. A layer, in the order of what the host does:
@@ -17,9 +17,8 @@ are a function of the placement, which traces record and RecordedPlacement repea
 
 from __future__ import annotations
 
-import contextvars
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,13 +27,14 @@ import numpy as np
 
 from host_offload.queue.pinned import PinnedRecords
 from moejax.errors import UserError
-from moejax.step.drivers.host import Parts
-from moejax.step.drivers.placed import PlacementTotals, WithSecond, settled
-from moejax.step.drivers.queued import QueuedRunner
+from moejax.step.buffers import Buffers
+from moejax.step.compiler import Compiler, compiler_options
+from moejax.step.layer_experts import CopiedExperts
 from moejax.step.layer_programs import BESIDE_PARTS, EXPERT_PARTS, PUT, beside_program
 from moejax.step.parts import Routing
-from moejax.step.programs import ProgramKey
-from moejax.step.runner import compiler_options
+from moejax.step.processors.processor import Assignments, Parts, PlacementTotals, settled
+from moejax.step.programs import ProgramKey, Programs
+from pallas_kernels.cpu.arena import TransferFailure
 
 FEWEST = 4
 """Rows of the smallest program of the second processor; each next one has four times as many."""
@@ -61,30 +61,47 @@ class _Layer(NamedTuple):
     second: float
 
 
-class PlacedQueuedRunner(WithSecond, QueuedRunner):
-    """A QueuedRunner of StepSpec.second."""
+class HostProcessor:
+    """A Processor, and the LayerExperts of both.
 
-    expert_parts = (*(part for part in EXPERT_PARTS if part != "plan"), *BESIDE_PARTS)
+    - `device`: computes the experts that the second processor does not.
+    - `records`: of the store.
+    - `steps`: that the engine may run.
+    """
 
-    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
-        self._host = self.device if self.device.platform == "cpu" else _host_device()
+    parts: Sequence[str] = (*(part for part in EXPERT_PARTS if part != "plan"), *BESIDE_PARTS)
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        compiler: Compiler,
+        device: CopiedExperts,
+        records: object,
+        programs: Callable[[], Programs],
+        steps: Iterable[ProgramKey],
+    ):
+        if not isinstance(records, PinnedRecords):
+            raise ValueError("a second processor reads the store's memory, not files")
+        self._buffers, self._compiler, self._device = buffers, compiler, device
+        self._records, self._programs = records, programs
+        cpu = buffers.device.platform == "cpu"
+        self._host = buffers.device if cpu else _host_device()
+        self.assignments, self._totals = Assignments(buffers), PlacementTotals()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="moejax-watch")
         self._open: list[_Layer] = []
-        self._elsewhere = np.zeros(0, bool), np.zeros(0, np.int32)
-        """What is computed beside of the running layer, and the others' order."""
+        self._ended: float | None = None
+        """When both were done with the last layer's experts; None: nobody looked."""
+        self._routed_at = 0.0
         self._ffn: dict[tuple[str, int | None, int], Future] = {}
-        super()._compile_first(runs)
-        if not isinstance(self.records, PinnedRecords):
-            raise ValueError("a second processor reads the store's memory, not files")
         self._seen: dict[tuple[int, int], jax.Array] = {}
         self._check_view()
-        for step in (*self._decodes(), ProgramKey("prefill")):
-            for rows in self._sizes(self.programs().tokens(step)):
+        for step in steps:
+            for rows in self._sizes(programs().tokens(step)):
                 self._compiled_ffn(step, rows)
 
     def _check_view(self) -> None:
         """Raises UserError where the store's memory cannot be computed with in place."""
-        assert isinstance(self.records, PinnedRecords)
         try:
             view = np.asarray(self._record(0, 0))
         except (ValueError, RuntimeError) as error:
@@ -92,26 +109,23 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
                 f"placement computes experts where the store has them, and cannot: {error}; leave "
                 "placement out"
             ) from error
-        if not np.array_equal(view, np.asarray(self.records.of(0, 0)[0])):
+        if not np.array_equal(view, np.asarray(self._records.of(0, 0)[0])):
             raise UserError(
                 "placement computes experts where the store has them, and the CPU sees other bytes "
                 "at the address of a pinned array; leave placement out"
             )
 
-    def wait_compiled(self, everything: bool = False) -> None:
-        super().wait_compiled(everything)
-        for compiled in self._ffn.values():
-            compiled.result()
+    def begin_step(self) -> None:
+        self._ended = None
+        self.assignments.begin_step()
 
-    # ---- a layer's experts
-
-    def _routing(self, normed: jax.Array) -> None:
+    def dispatch_routing(self, normed: jax.Array) -> None:
         normed.copy_to_host_async()
 
-    def _routed(self) -> None:
+    def see_routing(self) -> None:
         self._routed_at = time.perf_counter()
 
-    def _experts(
+    def compute(
         self,
         parts: Parts,
         step: ProgramKey,
@@ -120,14 +134,15 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
         normed: jax.Array,
         routing: Routing,
     ) -> tuple[jax.Array, jax.Array]:
+        """As of LayerExperts."""
         ids = np.asarray(routing.ids)
-        rows, beside, order = self._given(parts, layer, ids)
-        began, self._elsewhere = time.perf_counter(), (beside, order)
+        share = self.assignments.share(parts, layer, ids)
+        began = time.perf_counter()
         self._note(began if layer else None)
-        mine = np.flatnonzero(beside).tolist()
+        mine = share.experts
         other = self._thread.submit(self._compute, step, layer, mine, normed, ids) if mine else None
         try:
-            y, counts = self._computed(parts, step, layer, normed, routing.ids)
+            y, counts = self._device.compute_rows(parts, step, layer, normed, routing.ids, share)
             device = self._watcher.submit(_ended, parts["mark", None](y)) if mine else None
         finally:
             # A step that fails leaves nobody reading the store.
@@ -136,21 +151,9 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
             made: _Beside = result()
             for part, slots in zip(made.rows, made.slots, strict=True):
                 y = parts["put", None](y, part, slots)
-            self._placed[layer] = beside
-            given = len(mine), int(rows[mine].sum())
-            self._open.append(_Layer(*given, began, device, made.ended))
+            self.assignments.placed[layer] = share.beside
+            self._open.append(_Layer(len(mine), share.row_count, began, device, made.ended))
         return parts["combine", None](x, y, routing.weights), counts
-
-    def _plan(
-        self, parts: Parts, counts: jax.Array, ids: jax.Array, layer: int, wave: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        self.tables, counts, seen = parts["plan_beside", None](
-            self.tables, counts, ids, self._index[layer], wave, self._elsewhere[0]
-        )
-        return counts, seen
-
-    def _in_turn(self, missing: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        return sorted(missing, key=lambda each: int(self._elsewhere[1][each[0]]))
 
     # ---- the second processor, in its thread
 
@@ -180,14 +183,13 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
         slots = np.concatenate([slots, beyond]).reshape(-1, at_once)
         rows = np.concatenate([*found, np.zeros((missing, seen.shape[1]), np.float32)])
         parts = [*rows.reshape(*slots.shape, -1)]
-        return _Beside(jax.device_put(parts, self._sharding), [*slots], ended)
+        return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], ended)
 
     def _record(self, layer: int, expert: int) -> jax.Array:
         """An expert's record as the second processor sees it."""
-        assert isinstance(self.records, PinnedRecords)
         key = layer, expert
         if key not in self._seen:
-            self._seen[key] = self.records.seen_by(self._host, layer, expert)
+            self._seen[key] = self._records.seen_by(self._host, layer, expert)
         return self._seen[key]
 
     def _sizes(self, tokens: int) -> list[int]:
@@ -203,12 +205,11 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
         key = kind, step.rows if kind == "decode" else None, rows
         if key not in self._ffn:
             of_step = ProgramKey(kind, key[1])
-            run = contextvars.copy_context().run
-            self._ffn[key] = self._pool.submit(run, self._compile_ffn, of_step, rows)
+            self._ffn[key] = self._compiler.submit(self._compile_ffn, of_step, rows)
         return self._ffn[key]
 
     def _compile_ffn(self, step: ProgramKey, rows: int) -> jax.stages.Compiled:
-        program = beside_program(self.programs(), step, rows)
+        program = beside_program(self._programs(), step, rows)
         place = jax.sharding.SingleDeviceSharding(self._host)
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in program.args]
         lowered = jax.jit(program.function).lower(*args)
@@ -229,14 +230,24 @@ class PlacedQueuedRunner(WithSecond, QueuedRunner):
         self._ended = None
 
     @property
-    def placement_totals(self) -> PlacementTotals:
+    def totals(self) -> PlacementTotals:
         self._note()
         return self._totals
 
-    def delete(self, *, given: bool = True) -> None:
+    def failures(self, writes: int) -> list[TransferFailure]:
+        return []
+
+    def wait(self) -> None:
+        for compiled in self._ffn.values():
+            compiled.result()
+
+    def stop(self) -> None:
+        self._thread.shutdown(wait=True)
         self._watcher.shutdown(wait=True)
         self._seen.clear()
-        super().delete(given=given)
+
+    def close(self) -> None:
+        pass
 
 
 def _host_device() -> jax.Device:

@@ -1,4 +1,5 @@
-"""The stream driver over a store of separate pinned arrays: GPUs, and ops that are not native.
+"""Experts that stream out of separate pinned arrays by jax's copies: GPUs, and ops that are not
+native.
 
 One half of FluxMoE's ring is cells of the arena, where a layer's experts are computed. The other is
 staging: memory that jax gives, into which the coming layer's records are copied meanwhile. A layer
@@ -23,7 +24,6 @@ experts, before them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,18 +32,17 @@ import numpy as np
 
 from host_offload.control.window import PACKED, PACKED_VERSION, WindowSpec
 from host_offload.queue.device import TransferLost
-from host_offload.queue.native import Totals
-from host_offload.queue.transfer import DEMAND, Transfer
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.store_versions import as_weights
 from moejax.errors import UserError
-from moejax.step.drivers.host import HostRunner, Parts
-from moejax.step.drivers.queued import QueuedRunner
-from moejax.step.drivers.stream import check_window
+from moejax.step.buffers import Buffers
+from moejax.step.compiler import Compiler
 from moejax.step.layer_programs import LANDED, of_tiers
-from moejax.step.parts import Routing
+from moejax.step.owned_stream import SetTables, check_window
+from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
+from moejax.step.transports.copies import CopyTransport
 
 
 class _Seat(NamedTuple):
@@ -63,44 +62,55 @@ class _OfLayer(NamedTuple):
     """(arena row of the packed record, arena row) of packed residents."""
 
 
-class QueuedStreamRunner(QueuedRunner):
-    """A QueuedRunner whose experts stream, layer by layer, through the cells of one and staging of
-    the next."""
+class CopiedStream:
+    """An ExpertStream through the cells of one layer and staging of the next.
 
-    driver = "stream"
-    expert_parts = HostRunner.expert_parts
+    - `set_tables`: of the Executor.
+    """
 
-    _coming: tuple[int, list[_Seat]] | None = None
-    """The layer whose records are in staging or on their way there, and those."""
-    _holder: int
-    """The layer that has the ring's cells."""
-    _ring: list[_OfLayer]
+    window: WindowSpec | None = None
 
-    def _compile_first(self, runs: list[tuple[int, bool]]) -> None:
-        super()._compile_first(runs)
-        self.need(ProgramKey("seat"), ProgramKey("land_many"))
-        self.need(*(ProgramKey(kind) for kind in of_tiers(self.steps)))
-        self._unpacked = 0
-        """Records of packed residents that were decoded."""
+    def __init__(
+        self,
+        steps: StepSpec,
+        buffers: Buffers,
+        compiler: Compiler,
+        transport: CopyTransport,
+        set_tables: SetTables,
+    ):
+        self._steps, self._buffers, self._compiler = steps, buffers, compiler
+        self._transport, self._set_tables = transport, set_tables
+        self._layers, self._experts = buffers.tables.address.shape
+        self._coming: tuple[int, list[_Seat]] | None = None
+        """The layer whose records are in staging or on their way there, and those."""
+        self._holder = self._layers - 1
+        """The layer that has the ring's cells."""
+        self._ring: list[_OfLayer] = []
+        transport.check_cell = self._is_intact
+        compiler.need(ProgramKey("seat"), ProgramKey("land_many"))
+        compiler.need(*(ProgramKey(kind) for kind in of_tiers(steps)))
 
     @property
-    def _copies_ahead(self) -> int:
-        """All of a layer's."""
-        return self.tables.address.shape[1] * len(self.records.sizes)
+    def staging_bytes(self) -> int:
+        """The ring's other half, but what is decoded into it."""
+        if self.window is None:
+            return self._experts * sum(self._transport.records.sizes)
+        return self.window.staged_rows * self._steps.layout.hidden * 2
 
-    def open_window(self, window: WindowSpec) -> None:
-        """As of StreamRunner. Raises TransferLost where a resident's record cannot be copied, and
+    def open(self, window: WindowSpec) -> None:
+        """As ExpertStream. Raises TransferLost where a resident's record cannot be copied, and
         UserError for an expert that cannot be packed."""
-        self.set_tables(window.contents())
+        self._set_tables(window.contents())
         self.window, self._coming, self._holder = window, None, window.layers - 1
         rows, versions = window.residents()
         self._ring = [_of_layer(window, layer, own) for layer, own in enumerate(rows)]
         for layer, own in enumerate(rows):
             packed = (own >= 0) & (versions[layer] == PACKED_VERSION)
             for expert in np.flatnonzero(packed).tolist():
-                pieces = (self._packed(layer, expert),)
-                land = ProgramKey("land_packed")
-                self.arena, _ = self._call(land, self.arena, np.int32(own[expert]), pieces)
+                pieces, row = (self._packed(layer, expert),), np.int32(own[expert])
+                self._buffers.arena, _ = self._compiler.call(
+                    ProgramKey("land_packed"), self._buffers.arena, row, pieces
+                )
             dense = np.flatnonzero((own >= 0) & ~packed).tolist()
             held = [(expert, int(own[expert])) for expert in dense]
             for i in range(0, len(held), LANDED):
@@ -108,54 +118,51 @@ class QueuedStreamRunner(QueuedRunner):
                     raise TransferLost(why)
         self._begin(0)
 
+    def change(self, window: WindowSpec) -> None:
+        raise ValueError("a window of jax's copies stays as it was opened")
+
+    def check(self, results: Results) -> None:
+        check_window(results, self.window, self._steps.layout)
+
     def _packed(self, layer: int, expert: int) -> np.ndarray:
         """uint16[rows, D]: an expert's packed record, made of its dense one."""
-        assert self.steps.formats is not None
-        dense, packed = (version.cell for version in self.steps.formats)
-        pieces = self.records.ask(layer, expert, demand=True, priority=0)
+        assert self._steps.formats is not None
+        dense, packed = (version.cell for version in self._steps.formats)
+        pieces = self._transport.records.ask(layer, expert, demand=True, priority=0)
         record = np.concatenate([np.asarray(piece) for piece in pieces.pieces()])
         try:
             return encode(as_weights(record[None], dense, dense.dtype), packed, workers=1)[0]
         except EncodingError as error:
             raise UserError(
-                f"tiers={self.steps.tiers}: layer {layer}, expert {expert} cannot be packed "
+                f"tiers={self._steps.tiers}: layer {layer}, expert {expert} cannot be packed "
                 f"({error.reason}); leave tiers out"
             ) from error
 
-    # ---- a layer's experts
+    def materialize(self, layer: int) -> None:
+        """Dispatches what a layer needs before its experts, and begins the next layer's copies."""
+        self._seat(layer)
+        self._begin((layer + 1) % self._layers)
 
-    def _experts(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        x: jax.Array,
-        normed: jax.Array,
-        routing: Routing,
-    ) -> tuple[jax.Array, jax.Array]:
-        self._materialize(layer)
-        self._begin((layer + 1) % self.tables.address.shape[0])
-        return HostRunner._experts(self, parts, step, layer, x, normed, routing)
-
-    def _materialize(self, layer: int) -> None:
+    def _seat(self, layer: int) -> None:
         """The layer has the ring's cells, and its records are in them for what is dispatched from
         here on. What did not come is brought once more; where that fails too it is absent, and the
         requests of the step will end."""
-        self.tables = self._call(
-            ProgramKey("seat"), self.tables, self._index[self._holder], self._index[layer]
-        )
+        buffers = self._buffers
+        places = buffers.numbers[self._holder], buffers.numbers[layer]
+        buffers.tables = self._compiler.call(ProgramKey("seat"), buffers.tables, *places)
         self._holder = layer
         if self._coming is None or self._coming[0] != layer:  # a step before ended in the middle
             self._begin(layer)
         assert self._coming is not None
         (_, seats), self._coming = self._coming, None
         missing = [seat for seat, _ in self._land_all(seats)]
-        again = [
-            seat._replace(ticket=self.device_queue.submit_again(self._transfer(layer, seat.expert)))
-            for seat in missing
-        ]
+        transport, again = self._transport, []
+        for seat in missing:
+            once_more = transport.transfer_of(layer, seat.expert)
+            ticket = transport.device_queue.submit_again(once_more)
+            again.append(seat._replace(ticket=ticket))
         for seat, why in self._land_all(again):
-            self._lose(layer, seat.expert, seat.row, why)
+            transport.lose(layer, seat.expert, seat.row, why)
         self._unpack(layer)
 
     def _unpack(self, layer: int) -> None:
@@ -166,25 +173,23 @@ class QueuedStreamRunner(QueuedRunner):
             some = due[i : i + LANDED]
             some += some[-1:] * (LANDED - len(some))  # once more, into the same cell
             sources, rows = np.array(some, np.int32).T.copy()
-            self.arena = self._call(ProgramKey("unpack"), self.arena, sources, rows)
-        self._unpacked += len(due)
+            self._buffers.arena = self._compiler.call(
+                ProgramKey("unpack"), self._buffers.arena, sources, rows
+            )
+        self._transport.unpacked += len(due)
 
     def _begin(self, layer: int) -> None:
         """Begins to copy a layer's records into staging."""
         for seat in () if self._coming is None else self._coming[1]:
-            self.device_queue.drop(seat.ticket)
+            self._transport.device_queue.drop(seat.ticket)
         self._coming = layer, self._copied(layer, self._ring[layer].brought)
 
     def _copied(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """The records of (expert, arena row), on their way into staging."""
-        transfers = [self._transfer(layer, expert, "prefetch") for expert, _ in seats]
-        tickets = self.device_queue.submit_all(transfers)
-        self.device_queue.begin()
+        transfers = [self._transport.transfer_of(layer, expert, "prefetch") for expert, _ in seats]
+        tickets = self._transport.device_queue.submit_all(transfers)
+        self._transport.device_queue.begin()
         return [_Seat(*seat, ticket) for seat, ticket in zip(seats, tickets, strict=True)]
-
-    def _transfer(self, layer: int, expert: int, cause: str = DEMAND) -> Transfer:
-        """Into staging, which has no numbers of cells: each has memory of its own."""
-        return Transfer(layer, expert, 0, next(self._no_cells), cause)
 
     def _land_all(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, str]]:
         """Dispatches the copies of records from staging into their cells, of LANDED by one program
@@ -196,7 +201,7 @@ class QueuedStreamRunner(QueuedRunner):
                 continue
             for seat in group:
                 try:
-                    self._land(seat.row, seat.ticket)
+                    self._transport.land(seat.row, seat.ticket)
                 except TransferLost as error:
                     lost.append((seat, str(error)))
         return lost
@@ -207,43 +212,26 @@ class QueuedStreamRunner(QueuedRunner):
 
         def move(records: Sequence[Sequence[jax.Array]]) -> jax.Array:
             pieces = tuple(map(tuple, records))
-            key = ProgramKey("land_many")
-            self.arena, mark = self._call(key, self.arena, rows, pieces)
+            self._buffers.arena, mark = self._compiler.call(
+                ProgramKey("land_many"), self._buffers.arena, rows, pieces
+            )
             return mark
 
         try:
-            self.device_queue.take_all([seat.ticket for seat in seats], move)
+            self._transport.device_queue.take_all([seat.ticket for seat in seats], move)
         except TransferLost:
             return False
         return True
 
-    # ---- beside steps
-
-    def _same(self, layer: int, expert: int, row: int) -> bool:
-        """As of QueuedRunner; of a packed resident against its record made anew."""
+    def _is_intact(self, layer: int, expert: int, row: int) -> bool:
+        """As of CopyTransport; of a packed resident against its record made anew."""
         assert self.window is not None
         rows, versions = self.window.residents()
         if rows[layer, expert] != row or versions[layer, expert] != PACKED_VERSION:
-            return super()._same(layer, expert, row)
+            return self._transport.is_intact(layer, expert, row)
         record = self._packed(layer, expert)
-        held = jax.lax.dynamic_slice(self.arena, (row, 0), record.shape)
+        held = jax.lax.dynamic_slice(self._buffers.arena, (row, 0), record.shape)
         return np.array_equal(np.asarray(held), record)
-
-    def transfer_totals(self) -> Totals:
-        totals, size = self.device_queue.totals(), sum(self.records.sizes)
-        done = {"unpacked": self._unpacked, "unpacked_bytes": self._unpacked * size}
-        return dataclasses.replace(totals, **done)
-
-    @property
-    def staging_bytes(self) -> int:
-        """The ring's other half, but what is decoded into it."""
-        if self.window is None:
-            return self.tables.address.shape[1] * sum(self.records.sizes)
-        return self.window.staged_rows * self.layout.hidden * 2
-
-    def check_results(self, results: Results) -> None:
-        """As of StreamRunner."""
-        check_window(results, self.window, self.layout)
 
 
 def _of_layer(window: WindowSpec, layer: int, own: np.ndarray) -> _OfLayer:

@@ -1,0 +1,96 @@
+"""The memory that steps change in place, and what fills it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from host_offload.memory.arena import allocate_arena, own_arena
+from host_offload.memory.store import ExpertStore
+from host_offload.memory.tables import Tables, empty_tables
+from host_offload.queue.cached import CachedRecords
+from host_offload.queue.pinned import PinnedRecords
+from host_offload.versions.layer_versions import layer_versions
+from moejax.step.compiler import Compiler
+from moejax.step.parts import StepSpec
+from moejax.step.programs import ProgramKey
+
+log = logging.getLogger("moejax")
+
+
+class Buffers:
+    """Arena and tables, which each step donates to the next one, and the store.
+
+    - `steps`: what the arena's layout is of.
+    - `slots`: of the arena.
+    - `cells`: the tables' bound of cells a layer.
+    """
+
+    def __init__(
+        self, steps: StepSpec, store: ExpertStore, device: jax.Device, *, slots: int, cells: int
+    ):
+        self.store, self.device = store, device
+        self.sharding = SingleDeviceSharding(device)
+        layout, formats, config = steps.layout, steps.formats, steps.config
+        stored = [record.version for record in layout.records]
+        if formats is not None:
+            stored = [version.store.version for version in formats]
+        arrays = (store.arrays[version] for version in stored)
+        self.stores: tuple[Any, ...] = tuple(
+            array.absent if isinstance(array, PinnedRecords | CachedRecords) else array
+            for array in arrays
+        )
+        """By version number, as programs get them."""
+        self._most = max(config.num_hidden_layers, steps.shapes.waves)
+        rows = slots * layout.slot_rows
+        self.memory = own_arena(rows, layout.hidden) if steps.owned else None
+        """The arena's, where the native library owns it."""
+        self.arena: Any = (
+            self.memory.on(device) if self.memory else allocate_arena(rows, layout.hidden, device)
+        )
+        tables = empty_tables(sum(config.moe_layers), config.num_experts, cells)
+        self.layer_versions = layer_versions(formats)
+        """Where each layer has one version of its own; None: every version has all layers."""
+        if self.layer_versions is not None:
+            tables = tables._replace(**self.layer_versions.contents(tables._asdict()))
+        self.tables: Tables = jax.device_put(tables, self.sharding)
+
+    @functools.cached_property
+    def numbers(self) -> list[jax.Array]:
+        """int32: 0, 1, ... on the device, for programs that take a layer's number or a wave's: what
+        lies there already costs a call less."""
+        most = max(self._most, 2)
+        return jax.device_put([*np.arange(most, dtype=np.int32)], self.sharding)
+
+    def populate(self, compiler: Compiler, rows: np.ndarray, versions: np.ndarray) -> None:
+        """Copies experts of all layers into cells.
+
+        - `rows`: int32[L, E], the arena row of each expert's cell; −1: it is not copied.
+        - `versions`: int32[L, E], the version number in the cell.
+        """
+        for layer, (row, version) in enumerate(zip(rows, versions, strict=True)):
+            if np.any(row >= 0):
+                places = np.int32(layer), row, version
+                self.arena = compiler.call(ProgramKey("populate"), self.arena, self.stores, *places)
+
+    def delete(self, *others: Any) -> None:
+        """Frees the arena, the tables and other arrays, after the steps that use them."""
+        mine = self.arena, self.tables, self.__dict__.pop("numbers", ()), others
+        try:  # an array that was donated to a copy that failed is gone
+            jax.block_until_ready([a for a in jax.tree.leaves(mine) if not a.is_deleted()])
+        except jax.errors.JaxRuntimeError as error:  # said when that step was read
+            log.info("the last step had failed: %s", error)
+        finally:
+            if self.memory is not None:
+                for failure in self.memory.failures(int(self.memory.token()[1])):
+                    log.warning(
+                        "expert %d of layer %d could not be read in a step that nobody read: %s",
+                        *(failure.expert, failure.layer, failure.message),
+                    )
+            for array in jax.tree.leaves(mine):
+                array.delete()

@@ -1,0 +1,131 @@
+"""Compiles an engine's programs in the background, and calls what is compiled."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from moejax.step.programs import ProgramKey
+
+ONE_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+"""What goes into CUDA graphs: XLA's default, and loops, so that a step is one graph. By default the
+host launches one for each turn of the loop over layers."""
+
+
+def compiler_options(platform: str, key: ProgramKey | None = None) -> dict[str, str | bool]:
+    """XLA options of every executable: without them equal programs may round differently.
+
+    On a GPU XLA does not look for values to compute twice in order to save memory: the arena is
+    sized to what there is, so that search warns, takes time and finds nothing.
+
+    - `platform`: of the device.
+    - `key`: a decode step is also one CUDA graph, unless XLA_FLAGS say what graphs take.
+    """
+    options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_autotune_level"] = "0"
+        options["xla_disable_hlo_passes"] = "rematerialization"
+        graphs = "xla_gpu_enable_command_buffer"
+        decodes = key is not None and key.kind == "decode" and key.part is None
+        if decodes and graphs not in os.environ.get("XLA_FLAGS", ""):
+            options[graphs] = ONE_GRAPH
+    return options
+
+
+class Compiler:
+    """The executables of one engine, each compiled once, in the background.
+
+    - `lower`: traces and lowers a program.
+    - `platform`: of the device that runs them.
+    """
+
+    def __init__(self, lower: Callable[[ProgramKey], jax.stages.Lowered], platform: str):
+        self._lower, self._platform = lower, platform
+        self._began = time.perf_counter()
+        self.compile_s = 0.0
+        """From the start to when a first request can run."""
+        self._executables: dict[ProgramKey, Future] = {}
+        # Two threads: tracing holds the interpreter, XLA's compiler does not.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
+        self._idle = threading.Event()
+        """Set where nothing is done in the background but to compile."""
+        self._idle.set()
+        self._needed: list[ProgramKey] = []
+        """What every request needs."""
+
+    @property
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """What was compiled so far. Budgets, policies and placement add nothing."""
+        return tuple(self._executables)
+
+    @property
+    def compiled(self) -> list[jax.stages.Compiled]:
+        """The executables so far. Waits for those under way."""
+        return [future.result() for future in self._executables.values()]
+
+    def start(self, key: ProgramKey) -> Future:
+        """Begins to compile a program, unless that has begun."""
+        if key not in self._executables:
+            self._executables[key] = self.submit(self._compile, key)
+        return self._executables[key]
+
+    def call(self, key: ProgramKey, *args: Any) -> Any:
+        """Calls a program. Waits until it is compiled."""
+        return self.start(key).result()(*args)
+
+    def need(self, *keys: ProgramKey) -> None:
+        """Begins to compile what every request will need."""
+        for key in keys:
+            self.start(key)
+            self._needed.append(key)
+
+    def wait(self, everything: bool = False) -> None:
+        """Blocks until the executables that every request needs exist.
+
+        - `everything`: also those that compile in the background, and what else is done there.
+        """
+        for key in [*self._executables] if everything else self._needed:
+            self.start(key).result()
+        if everything:
+            self._idle.wait()
+        self.compile_s = self.compile_s or time.perf_counter() - self._began
+
+    def submit(self, work: Callable, *args: Any) -> Future:
+        """Does something else that compiles in the same threads."""
+        # In this thread's context: whether kernels are interpreted is a context variable.
+        return self._pool.submit(contextvars.copy_context().run, work, *args)
+
+    def run_later(self, work: Iterator[object]) -> None:
+        """Does the work in the background after what compiles, an item at a time, until `close`."""
+        done = threading.Event()
+
+        def advance() -> None:
+            more = False
+            try:
+                more = next(work, None) is not None
+                if more:
+                    self.submit(advance)
+            except RuntimeError:  # the pool was shut down meanwhile
+                more = False
+            finally:
+                if not more:
+                    done.set()
+
+        self._idle = done
+        self.submit(advance)
+
+    def close(self) -> None:
+        """Waits for what compiles at this moment; nothing is called or compiled any more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._executables.clear()
+
+    def _compile(self, key: ProgramKey) -> jax.stages.Compiled:
+        options = compiler_options(self._platform, key)
+        return self._lower(key).compile(compiler_options=options)

@@ -1,1 +1,0 @@
-"""The ways through a step's layers: one executable, from Python, or as experts come."""

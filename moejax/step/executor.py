@@ -1,0 +1,520 @@
+"""The device side of the engine: runs steps on arena and tables, in dispatch order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from host_offload.control.controller import Controller
+from host_offload.control.interface import MapRows, MapSearch
+from host_offload.control.window import WindowSpec
+from host_offload.memory.integrity import damaged, describe_faults
+from host_offload.memory.placement import Placement
+from host_offload.memory.store import ExpertStore
+from host_offload.memory.swap import SWAP_PAGES
+from host_offload.memory.tables import (
+    Entry,
+    HandOver,
+    HandOvers,
+    Move,
+    Residency,
+    Tables,
+    cold_tables,
+    read_snapshot,
+    with_contents,
+)
+from host_offload.queue.transfer import Progress
+from host_offload.versions.layer_versions import record_bytes, version_bytes
+from moejax.models.layers import Decoder
+from moejax.requests.request import PrefillKind
+from moejax.step.buffers import Buffers
+from moejax.step.compiler import Compiler
+from moejax.step.copied_stream import CopiedStream
+from moejax.step.hooks import Hooks
+from moejax.step.layer_experts import CopiedExperts, FilledExperts, LayerExperts
+from moejax.step.layer_programs import is_of_layers, layer_program
+from moejax.step.layer_walk import LayerWalk
+from moejax.step.map_store import MapStore
+from moejax.step.owned_stream import ExpertStream, OwnedStream
+from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
+from moejax.step.processors.host import HostProcessor
+from moejax.step.processors.in_place import InPlaceProcessor, WallClock
+from moejax.step.processors.processor import Processor
+from moejax.step.processors.stated import StatedClock
+from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, ProgramKey, Programs
+from moejax.step.step_keys import StepKeys
+from moejax.step.token_state import TokenState
+from moejax.step.transports.copies import CopyTransport
+from moejax.step.transports.native import NativeTransport
+from moejax.step.transports.transport import InStepTransport, Transport
+from moejax.step.walk import CompiledWalk, Walk
+from pallas_kernels.cpu.arena import TransferFailure
+from pallas_kernels.move import Moves
+from pallas_kernels.stage import Entries
+
+_OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
+"""Tables that say what is where: nothing may fly while they change."""
+
+
+class Executor:
+    """Runs steps: the host_offload.control.control.Device of the engine's Control.
+
+    Nothing here waits for the device: results are jax arrays that the engine reads a step later.
+    It is put together from parts that do not know it, chosen by `steps`:
+
+    - `buffers`: arena and tables. `compiler`: the executables.
+    - `walk`: one executable a step, or one a layer and part.
+    - `transport`: how missing experts come into cells.
+    - `stream`: the window through which all experts stream; None: they are paged.
+    - `processor`: computes some experts beside the device; None: there is none.
+    - `tokens`: current tokens, and what chooses them.
+
+    Arguments:
+
+    - `slots`: of the arena.
+    - `cells`: C, the tables' bound of cells a layer.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        store: ExpertStore,
+        steps: StepSpec,
+        device: jax.Device,
+        *,
+        slots: int,
+        cells: int,
+    ):
+        self.steps, self.device, self.store, self.slots = steps, device, store, slots
+        self.config, self.shapes, self.ops = steps.config, steps.shapes, steps.ops
+        self.layout = layout = steps.layout
+        self.graph, state = nnx.split(model)
+        # Constants that the model made itself may lie on jax's default device.
+        self.state = jax.device_put(state, SingleDeviceSharding(device))
+        self.compiler = compiler = Compiler(self.lower, device.platform)
+        self.buffers = buffers = Buffers(steps, store, device, slots=slots, cells=cells)
+        layers = buffers.tables.address.shape[0]
+        self.link_bytes = record_bytes(layout, steps.formats, moved=True)
+        self.version_bytes = version_bytes(layout, steps.formats, layers)
+        self.keys = StepKeys(steps.shapes, layout.page.block_size, steps.driver == "device")
+        self.tokens = TokenState(steps, compiler, self.keys, buffers.sharding)
+        self.pooled = False
+        """Cells go from layer to layer, so that the tables alone say which has how many."""
+        self.maps: MapStore | None = None
+        """The expert maps that decode steps search; None: they search none."""
+        self.placement: Placement | None = None
+        """Where every expert began; None: experts are paged."""
+        self.transport = transport = make_transport(steps, buffers, compiler)
+        self.stream: ExpertStream | None = None
+        if steps.window:
+            parts = steps, buffers, compiler
+            if isinstance(transport, CopyTransport):
+                self.stream = CopiedStream(*parts, transport, self.set_tables)
+            else:
+                self.stream = OwnedStream(*parts, transport, self.set_tables)
+        self.processor: Processor | None = None
+        params = tuple(jax.tree.leaves(self.state))
+        if steps.driver != "host" and not isinstance(self.stream, CopiedStream):
+            self.walk: Walk = CompiledWalk(steps, params, buffers, compiler, slots)
+        else:
+            runs = [(stack.size, stack.is_moe) for stack in model.runs]
+            experts, self.processor = self._layer_experts()
+            self.walk = LayerWalk(
+                steps, runs, params, buffers, compiler, transport, experts, self.processor
+            )
+        self._compile_first()
+
+    def _layer_experts(self) -> tuple[LayerExperts, Processor | None]:
+        """What computes a layer's experts, and the processor beside the device."""
+        steps, buffers, transport = self.steps, self.buffers, self.transport
+        if steps.second is None or isinstance(self.stream, CopiedStream):
+            if isinstance(self.stream, CopiedStream):
+                return FilledExperts(buffers, self.stream), None
+            if isinstance(transport, CopyTransport):
+                return CopiedExperts(buffers, transport, steps.shapes.waves), None
+            return FilledExperts(buffers, None), None
+        if isinstance(transport, CopyTransport):
+            device = CopiedExperts(buffers, transport, steps.shapes.waves)
+            wanted = *self.keys.decodes, ProgramKey("prefill")
+            records = transport.records
+            beside = HostProcessor(buffers, self.compiler, device, records, self.programs, wanted)
+            return beside, beside
+        stated = steps.second.stated
+        clock = WallClock() if stated is None else StatedClock(stated)
+        in_place = InPlaceProcessor(steps, buffers, clock)
+        return in_place, in_place
+
+    def _compile_first(self) -> None:
+        """Begins to compile what the first requests need, then what later ones may, while those
+        run."""
+        first = self.keys.bucket(1)
+        steps = self.keys.decodes[0], self.keys.prefills[0]
+        keys = (key for step in steps for key in self.walk.calls(step))
+        self.compiler.need(*keys, ProgramKey("regrant"))
+        later = [ProgramKey(kind, rows) for kind in self.tokens.choices for rows in (None, first)]
+        steps = *self.keys.prefills, *self.keys.decodes
+        for key in (*later, *(key for step in steps for key in self.walk.calls(step))):
+            self.compiler.start(key)
+
+    # ---- what it is
+
+    @property
+    def arena(self) -> Any:
+        """uint16[rows, D], or an OwnedArena."""
+        return self.buffers.arena
+
+    @property
+    def tables(self) -> Tables:
+        return self.buffers.tables
+
+    @tables.setter
+    def tables(self, tables: Tables) -> None:
+        self.buffers.tables = tables
+
+    @property
+    def stores(self) -> tuple[Any, ...]:
+        """By version number, as programs get them."""
+        return self.buffers.stores
+
+    @property
+    def driver(self) -> str:
+        return self.steps.driver
+
+    @property
+    def window(self) -> WindowSpec | None:
+        """Through which experts stream; None: there is none, or not yet."""
+        return None if self.stream is None else self.stream.window
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory of records on their way, beside what programs take."""
+        return (self.transport if self.stream is None else self.stream).staging_bytes
+
+    def moved_bytes(self) -> dict[str, np.ndarray] | None:
+        """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
+        layers = self.tables.address.shape[0]
+        moved = version_bytes(self.layout, self.steps.formats, layers, moved=True)
+        same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
+        return None if same else moved
+
+    # ---- executables
+
+    def programs(self) -> Programs:
+        buffers = self.buffers
+        arrays = self.state, buffers.stores, buffers.arena, buffers.tables
+        return Programs(self.steps, self.graph, *arrays, buffers.sharding)
+
+    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        """The traced and lowered program, arena and tables donated."""
+        programs = self.programs()
+        program = layer_program(programs, key) if is_of_layers(key) else programs.program(key)
+        sharding = self.buffers.sharding
+        # The ops are written for 32-bit integers, whatever the user set for other code.
+        with jax.enable_x64(False):
+            return jax.jit(
+                program.function,
+                donate_argnums=program.donated,
+                out_shardings=program.memory and sharding.with_memory_kind(program.memory),
+            ).lower(*program.args)
+
+    def executables(self) -> tuple[ProgramKey, ...]:
+        """What was compiled so far."""
+        return self.compiler.keys
+
+    def wait_compiled(self, everything: bool = False) -> None:
+        """As Compiler.wait."""
+        self.compiler.wait(everything)
+        if self.processor is not None:
+            self.processor.wait()
+
+    def prepare(self, controller: Controller) -> None:
+        """Begins to compile what the controller's policies will ask for, and counts it among what
+        every request needs."""
+        self.transport.keep_settled("progress" in controller.needs)
+        staged = controller.stages_transfers
+        kinds: list[Kind] = []
+        if controller.needs_residency:
+            kinds.append("snapshot")
+        self.pooled = controller.pool is not None
+        if self.pooled:
+            kinds.append("hand_over")
+        if staged and controller.spec.blocking:
+            kinds.append("transfer")
+        if staged and controller.spec.resident is not None:
+            kinds.append("move")
+        if "kv_pages" in controller.writes:
+            kinds += "move_pages", "swap_out", "swap_in"
+        self.compiler.need(*map(ProgramKey, kinds))
+        self.hold_maps(controller.search)
+        if staged and not controller.spec.blocking:
+            self.prepare_stages()
+
+    def prepare_stages(self) -> None:
+        """As prepare, of what steps with stage lists need."""
+        first, *others = self.keys.prefills
+        self.compiler.need(*self.walk.calls(first, staged=True))
+        for step in others:
+            for key in self.walk.calls(step, staged=True):
+                self.compiler.start(key)
+        self._need_decodes(staged=True)
+
+    def _need_decodes(self, *, staged: bool = False, maps: MapStore | None = None) -> None:
+        """Begins to compile every decode step. Those of the shortest contexts every request needs,
+        the others only when it has grown."""
+        steps = self.keys.decodes
+        for step in steps:
+            needed = step.context == steps[0].context
+            for key in self.walk.calls(step, staged=staged, maps=maps):
+                (self.compiler.need if needed else self.compiler.start)(key)
+
+    def hold_maps(self, search: MapSearch | None) -> None:
+        """Makes decode steps search an empty store of expert maps, and begins to compile them;
+        None: they search no more, and the store is freed."""
+        if self.maps is not None:
+            self.maps.delete()
+            self.maps = None
+        if search is not None:
+            shapes = self.programs().maps(search)
+            self.maps = MapStore(search, shapes, self.compiler, self.buffers.sharding)
+            self._need_decodes(maps=self.maps)
+
+    def write_maps(self, rows: MapRows) -> None:
+        """Writes rows of the store of expert maps, for the steps to come."""
+        assert self.maps is not None
+        self.maps.write(rows)
+
+    # ---- steps
+
+    def decode(
+        self,
+        positions: np.ndarray,
+        block_table: jax.Array,
+        forced: Routing | None = None,
+        stages: Entries | None = None,
+        hooks: Hooks | None = None,
+    ) -> StepOutput:
+        """Dispatches a decode step on the current tokens, for as few rows and pages as there is a
+        program for. The results are of that many rows.
+
+        - `positions`: int32[R]; −1: an empty row.
+        - `block_table`: int32[R, B], KV rows of the sequences' pages.
+        - `stages`: programs.STAGES entries.
+        - `hooks`: called between a layer's parts, by a walk of layers only.
+        """
+        args, key = (self.tokens.tokens, positions, block_table), self.keys.decode(positions)
+        return self._run(key, args, forced, stages, hooks)
+
+    def prefill(
+        self,
+        prefill: PrefillBatch,
+        block_table: jax.Array,
+        *,
+        kind: PrefillKind = "prefill",
+        forced: Routing | None = None,
+        stages: Entries | None = None,
+        hooks: Hooks | None = None,
+    ) -> StepOutput:
+        """Dispatches a prefill step, of as few chunks as there is a program for.
+
+        - `kind`: prefill; score or prompt_logprobs, which also give the scores of the output.
+        - The others: as decode's.
+        """
+        key = self.keys.prefill(kind, int(prefill.count)) if forced is None else ProgramKey(kind)
+        if key.rows is not None:
+            prefill = prefill.of_chunks(key.rows)
+        args = prefill, block_table, self.tokens.tokens
+        return self._run(key, args, forced, stages, hooks)
+
+    def _run(
+        self,
+        key: ProgramKey,
+        args: tuple,
+        forced: Routing | None,
+        stages: Entries | None,
+        hooks: Hooks | None,
+    ) -> StepOutput:
+        return self.tokens.follow(self.walk.run(key, args, forced, stages, hooks, self.maps))
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        """The experts that a step could not compute, as of Transport and Processor."""
+        failed = self.transport.failures(writes)
+        return failed if self.processor is None else failed + self.processor.failures(writes)
+
+    def progress(self) -> Progress:
+        """As of Transport."""
+        return self.transport.progress()
+
+    def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
+        """Gives experts of a layer to the second processor, as of
+        host_offload.control.control.Device. Raises ValueError where there is none."""
+        if self.processor is None:
+            raise ValueError("these steps have no second processor; name a placement")
+        self.processor.assignments.assign(layer, beside, order)
+
+    def carried_out(self) -> np.ndarray:
+        """As of transfer, for the list that was carried out last between two layers."""
+        return np.asarray(self.walk.transfers[-1].done)
+
+    # ---- pages, between steps
+
+    def read_pages(self, kv_rows: Sequence[int]) -> list[jax.Array]:
+        """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
+        Each an array of its own, uint16[page bytes / 2]."""
+        pages: list[jax.Array] = []
+        for count, (padded,) in _batches(SWAP_PAGES, kv_rows):
+            pages += self.compiler.call(ProgramKey("swap_out"), self.arena, padded)[:count]
+        return pages
+
+    def write_pages(self, pages: Sequence[jax.Array], kv_rows: Sequence[int]) -> None:
+        """Copies host pages to these KV rows, for the steps to come."""
+        for count, (number, padded) in _batches(SWAP_PAGES, range(len(kv_rows)), kv_rows):
+            given = tuple(pages[i] for i in number), padded, np.int32(count)
+            self._change_arena("swap_in", *given)
+
+    def move_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the pages at KV rows `sources` to KV rows `targets`, for the steps to come."""
+        for _, padded in _batches(SWAP_PAGES, sources, targets):
+            self._change_arena("move_pages", *padded)
+
+    def _change_arena(self, kind: Kind, *args: Any) -> None:
+        self.buffers.arena = self.compiler.call(ProgramKey(kind), self.arena, *args)
+
+    # ---- cells, between steps
+
+    def grant_cells(self, cell_row: np.ndarray) -> None:
+        """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
+        self.transport.drain()
+        self.tables = self.compiler.call(ProgramKey("regrant"), self.tables, cell_row)
+
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
+        """Gives tables other contents, for the steps to come; versions as policies see them."""
+        if not _OF_CELLS.isdisjoint(contents):
+            self.transport.drain()
+        if self.buffers.layer_versions is not None:
+            contents = self.buffers.layer_versions.contents(contents)
+        self.tables = with_contents(self.tables, contents)
+
+    def forget_experts(self) -> None:
+        """Empties all cells, which stay granted, and makes the other tables those of a start."""
+        layers, cells = self.tables.cell_row.shape
+        cold = cold_tables(np.zeros(layers, np.int32), self.config.num_experts, bound=cells)
+        contents = cold._asdict()
+        del contents["cell_row"]
+        self.set_tables(contents)
+
+    def seen(self, tables: Any) -> Any:
+        """Tables of this executor with versions as policies see them."""
+        versions = self.buffers.layer_versions
+        return tables if versions is None else versions.seen(tables)
+
+    def place(self, placement: Placement) -> None:
+        """Copies every expert to where the placement says, and says so in the tables; before the
+        first step."""
+        self.placement = placement
+        self.set_tables(placement.contents)
+        versions = np.asarray(self.tables.version)
+        self.buffers.populate(self.compiler, placement.contents["address"], versions)
+        self.transport.drain()
+
+    def stage_list(self, entries: Sequence[Entry]) -> Entries | None:
+        """The list that a step takes, int32[STAGES] each; None for one of nothing."""
+        if not entries:
+            return None
+        if self.buffers.layer_versions is not None:
+            entries = self.buffers.layer_versions.entries(entries)
+        return Entries._make(_padded(entries, len(Entries._fields), STAGES))
+
+    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
+        """Carries out a list of any layers before the next step; int32[STAGES], 1 for each entry
+        that was. Waits for the device."""
+        memory = self.arena, self.tables, self.stores
+        self.buffers.arena, self.tables, done = self.compiler.call(
+            ProgramKey("transfer"), *memory, self.stage_list(entries)
+        )
+        return np.asarray(done)
+
+    def move_cells(self, moves: Sequence[Move]) -> None:
+        """Moves cells within the arena, with what is in them, for the steps to come. No place is
+        both left and taken."""
+        self.transport.drain()
+        for i in range(0, len(moves), MOVES):
+            lists = Moves._make(_padded(moves[i : i + MOVES], len(Moves._fields), MOVES))
+            self.buffers.arena, self.tables, _ = self.compiler.call(
+                ProgramKey("move"), self.arena, self.tables, lists
+            )
+
+    def hand_over(self, moves: Sequence[HandOver]) -> None:
+        """Cells go from layer to layer, for what is dispatched next. What is on its way into one
+        still comes, and whoever fills the cell next waits for it, or takes its place."""
+        for i in range(0, len(moves), HAND_OVERS):
+            part = moves[i : i + HAND_OVERS]
+            lists = HandOvers._make(_padded(part, len(HandOver._fields), HAND_OVERS))
+            self.tables = self.compiler.call(ProgramKey("hand_over"), self.tables, lists)
+
+    def snapshot(self) -> Callable[[], Residency]:
+        """Copies the tables as the steps so far leave them, versions as policies see them; what it
+        returns waits for the copy."""
+        copy = self.compiler.call(ProgramKey("snapshot"), self.tables)
+        copy.copy_to_host_async()
+        return lambda: self.seen(read_snapshot(np.asarray(copy), self.tables))
+
+    def faults(self) -> list[str]:
+        """Broken invariants of arena, tables and store, in words. Waits for the device."""
+        self.transport.drain()
+        memory = self.buffers.memory
+        found = self.compiler.call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
+        counts = np.asarray(found)
+        if memory is not None and self.store.files:
+            tables, arena = jax.tree.map(np.asarray, self.tables), memory.view()
+            counts = counts.copy()
+            for number, files in enumerate(self.store.files.values()):
+                rows = self.layout.records[number].rows
+                counts[-1] += damaged(arena, tables, number, files, rows)
+        return describe_faults(counts) + self.transport.faults()
+
+    def delete(self, *, given: bool = True) -> None:
+        """Frees the arena now, and store and parameters, which it was given."""
+        if self.processor is not None:
+            self.processor.stop()
+        self.compiler.close()
+        self.walk.delete()
+        state, memory = self.tokens, self.buffers.memory
+        others: tuple = state.tokens, state.counts, self.maps and self.maps.arrays
+        try:
+            self.buffers.delete(*others, self.state if given else ())
+        finally:
+            self.transport.close()
+            if memory is not None:
+                memory.close()
+            if self.processor is not None:
+                self.processor.close()
+            if given:
+                self.store.delete()
+
+
+def make_transport(steps: StepSpec, buffers: Buffers, compiler: Compiler) -> Transport:
+    """The transport of these steps."""
+    if steps.queue is None:
+        return InStepTransport(buffers, compiler)
+    kind = NativeTransport if steps.owned else CopyTransport
+    return kind(steps.queue, steps, buffers, compiler)
+
+
+def _padded(rows: Sequence[Sequence[int]], fields: int, most: int) -> np.ndarray:
+    """int32[fields, most]: rows of so many fields, then −1."""
+    lists = np.full((fields, most), -1, np.int32)
+    lists[:, : len(rows)] = np.array(rows, np.int32).T
+    return lists
+
+
+def _batches(most: int, *lists: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """So many entries of the lists at a time: how many, and int32[lists, most], in which the last
+    one repeats."""
+    for i in range(0, len(lists[0]), most):
+        part = np.array([values[i : i + most] for values in lists], np.int32)
+        yield part.shape[1], np.pad(part, ((0, 0), (0, most - part.shape[1])), mode="edge")

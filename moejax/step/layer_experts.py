@@ -1,0 +1,206 @@
+"""How a walk of layers computes a layer's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from host_offload.queue.device import TransferLost
+from moejax.step.buffers import Buffers
+from moejax.step.copied_stream import CopiedStream
+from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
+from moejax.step.parts import Routing
+from moejax.step.processors.processor import Parts, Share
+from moejax.step.programs import ProgramKey
+from moejax.step.transports.copies import DEMANDS, CopyTransport
+
+
+class LayerExperts(Protocol):
+    """Computes the experts of one layer after the other."""
+
+    parts: Sequence[str]
+    """Of layer_programs: those that it calls."""
+
+    def compute(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        x: jax.Array,
+        normed: jax.Array,
+        routing: Routing,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (x after a MoE layer's experts, the layer's counts).
+
+        - `parts`: the executables.
+        - `x`: [T, D], the residual stream after attention.
+        - `normed`: [T, D], what the experts compute on.
+        """
+        ...
+
+
+class FilledExperts:
+    """LayerExperts in one program, whose ops bring what is missing.
+
+    - `stream`: brings a layer's experts before it; None: the ops do.
+    """
+
+    parts: Sequence[str] = ("experts",)
+
+    def __init__(self, buffers: Buffers, stream: CopiedStream | None):
+        self._buffers, self._stream = buffers, stream
+
+    def compute(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        x: jax.Array,
+        normed: jax.Array,
+        routing: Routing,
+    ) -> tuple[jax.Array, jax.Array]:
+        if self._stream is not None:
+            self._stream.materialize(layer)
+        buffers = self._buffers
+        memory = buffers.stores, buffers.arena, buffers.tables
+        number = buffers.numbers[layer]
+        x, buffers.arena, buffers.tables, counts = parts["experts", None](
+            *memory, x, normed, *routing, number
+        )
+        return x, counts
+
+
+class CopiedExperts:
+    """LayerExperts over a CopyTransport: the host brings what a layer misses, beside what the
+    device computes.
+
+    `plan` decides on the device and is read by the host, which waits for it, the only time in a
+    layer. Then, in this order:
+
+    1. what the plan wants that is not in its cell is queued as demands, and copies begin, demands
+       before others; after them, while nothing is enqueued that they would have to wait for,
+    2. the experts that are there are computed, beside those copies,
+    3. each record that was missing is read into its cell, or computed as it is where it has none,
+       by programs that wait for its copy in stream order, and then those experts are computed.
+    """
+
+    parts: Sequence[str] = EXPERT_PARTS
+
+    def __init__(self, buffers: Buffers, transport: CopyTransport, waves: int):
+        self._buffers, self._transport, self._waves = buffers, transport, waves
+
+    def compute(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        x: jax.Array,
+        normed: jax.Array,
+        routing: Routing,
+    ) -> tuple[jax.Array, jax.Array]:
+        y, counts = self.compute_rows(parts, step, layer, normed, routing.ids, None)
+        return parts["combine", None](x, y, routing.weights), counts
+
+    def compute_rows(
+        self,
+        parts: Parts,
+        step: ProgramKey,
+        layer: int,
+        normed: jax.Array,
+        ids: jax.Array,
+        share: Share | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (y float32[T·K, D] of a layer's experts, the layer's counts).
+
+        - `share`: the second processor's, whose rows of y stay zero; None: there is none.
+        """
+        buffers, number = self._buffers, self._buffers.numbers[layer]
+        y, counts = parts["blank", None](buffers.tables, ids)
+        plan = parts["plan" if share is None else "plan_beside", None]
+        beside = () if share is None else (share.beside,)
+        for wave in buffers.numbers[: 1 if step.kind == "decode" else self._waves]:
+            buffers.tables, counts, seen = plan(buffers.tables, counts, ids, number, wave, *beside)
+            rows, filled = np.asarray(seen).tolist()
+            y = self._compute_wave(parts, layer, y, (normed, ids), rows, filled, share)
+        return y, counts
+
+    def _compute_wave(
+        self,
+        parts: Parts,
+        layer: int,
+        y: jax.Array,
+        inputs: tuple[jax.Array, jax.Array],
+        rows: Sequence[int],
+        filled: Sequence[int],
+        share: Share | None,
+    ) -> jax.Array:
+        """y with the rows of the experts that are due. rows, filled: as of the plan."""
+        transport, buffers = self._transport, self._buffers
+        transport.queue_admitted()
+        transport.land_arrived()
+        due = [(expert, row) for expert, row in enumerate(rows) if row != IDLE]
+        for expert, row in due:
+            if filled[expert]:  # whatever was on its way there is nobody's
+                transport.drop(row)
+        missing = [
+            (expert, row)
+            for expert, row in due
+            if filled[expert] or row == READ_THROUGH or transport.is_awaited(row)
+        ]
+        there = [expert for expert, _ in due if (expert, rows[expert]) not in missing]
+        if share is not None:
+            missing.sort(key=lambda each: int(share.order[each[0]]))
+
+        def compute(y: jax.Array, experts: Sequence[int]) -> jax.Array:
+            if not experts:
+                return y
+            listed = np.full(len(rows), -1, np.int32)
+            listed[: len(experts)] = sorted(experts)
+            memory = buffers.arena, buffers.tables, buffers.stores
+            index, count = buffers.numbers[layer], np.int32(len(experts))
+            return parts["compute", None](y, *memory, *inputs, index, listed, count)
+
+        groups = [missing[i : i + DEMANDS] for i in range(0, len(missing), DEMANDS)]
+        for number, group in enumerate(groups or [[]]):
+            tickets = [transport.demand(layer, expert, row) for expert, row in group]
+            transport.device_queue.begin(others=number + 1 >= len(groups))
+            if number == 0:
+                y = compute(y, there)
+            came = []
+            for (expert, row), ticket in zip(group, tickets, strict=True):
+                try:
+                    if row == READ_THROUGH:
+                        y = self._compute_through(parts, layer, y, inputs, expert, ticket)
+                    else:
+                        transport.land(row, ticket)
+                        came.append(expert)
+                except TransferLost as error:
+                    transport.lose(layer, expert, row, str(error))
+            y = compute(y, came)
+        return y
+
+    def _compute_through(
+        self,
+        parts: Parts,
+        layer: int,
+        y: jax.Array,
+        inputs: tuple[jax.Array, jax.Array],
+        expert: int,
+        ticket: int,
+    ) -> jax.Array:
+        """y with the rows of an expert without a cell. Raises TransferLost."""
+        computed, buffers = [], self._buffers
+
+        def move(pieces: Sequence[jax.Array]) -> jax.Array:
+            index, number = buffers.numbers[layer], np.int32(expert)
+            after, mark = parts["through", None](
+                y, buffers.stores, *inputs, index, number, tuple(pieces)
+            )
+            computed.append(after)
+            return mark
+
+        self._transport.device_queue.take(ticket, move)
+        return computed[0]

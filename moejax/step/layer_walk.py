@@ -1,0 +1,199 @@
+"""A step as executables of its layers, called one by one from Python.
+
+A layer's attend, route and experts are executables of their own, so that hooks see the routing and
+can move experts in between. Whatever crosses from one to the next is behind an
+`optimization_barrier` in the compiled step's scan too, hence equal bits (contract 1e).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from moejax.step.buffers import Buffers
+from moejax.step.compiler import Compiler
+from moejax.step.hooks import Hooks, LayerTransfers
+from moejax.step.layer_experts import LayerExperts
+from moejax.step.map_store import MapStore
+from moejax.step.parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
+from moejax.step.processors.processor import Parts, Processor
+from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.transports.transport import Transport
+from pallas_kernels.stage import Entries
+
+
+class _Layer(NamedTuple):
+    run: int
+    """Which run of equal layers it belongs to."""
+    index: jax.Array
+    """int32: in its run."""
+    moe_layer: int
+    """−1: a layer without experts."""
+
+
+class LayerWalk:
+    """The Walk of three executables a layer, with hooks in between.
+
+    Without hooks nothing is read back, so the host runs ahead of the device as with one executable
+    a step.
+
+    - `runs`: of equal layers, how many and whether they have experts.
+    - `params`: the model's arrays.
+    - `experts`: computes those of a layer.
+    - `processor`: computes some of them beside the device; None: there is none.
+    """
+
+    def __init__(
+        self,
+        steps: StepSpec,
+        runs: Sequence[tuple[int, bool]],
+        params: tuple,
+        buffers: Buffers,
+        compiler: Compiler,
+        transport: Transport,
+        experts: LayerExperts,
+        processor: Processor | None,
+    ):
+        self._steps, self._runs, self._params = steps, runs, params
+        self._buffers, self._compiler, self._transport = buffers, compiler, transport
+        self._experts, self._processor = experts, processor
+        self.transfers: list[LayerTransfers] = []
+        self.layer_arrays = TraceArrays()
+        self._bound: dict[ProgramKey, Parts] = {}
+        moe_layers = itertools.count()
+        self._layers = [
+            _Layer(run, buffers.numbers[i], next(moe_layers) if is_moe else -1)
+            for run, (size, is_moe) in enumerate(runs)
+            for i in range(size)
+        ]
+        self._none_done = jax.device_put(np.zeros(STAGES, np.int32), buffers.sharding)
+
+    def delete(self) -> None:
+        self._bound.clear()
+        self._none_done.delete()
+
+    # ---- executables
+
+    def calls(
+        self, step: ProgramKey, *, staged: bool = False, maps: MapStore | None = None
+    ) -> list[ProgramKey]:
+        parts: list[tuple[str, int | None]] = [("embed", None), ("output", None)]
+        parts += [(part, None) for part in self._experts.parts]
+        for run, (_, is_moe) in enumerate(self._runs):
+            parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
+            if is_moe and not self._steps.trace_arrays <= {"embedding"}:
+                parts.append(("observe", run))
+        if "embedding" in self._steps.trace_arrays:
+            parts.append(("embedding", None))
+        keys = [self._part(step, *part) for part in parts]
+        return [*keys, self._transport.stage_key] if staged else keys
+
+    def _part(self, step: ProgramKey, part: str, run: int | None) -> ProgramKey:
+        """All prefill steps share their parts but the output."""
+        output = part == "output"
+        kind = step.kind if output or step.kind == "decode" else "prefill"
+        traced, forced = output and bool(self._steps.trace_arrays), step.forced and part == "route"
+        context = step.context if part == "attend" else None
+        key = ProgramKey(kind, step.rows, traced=traced, forced=forced, part=part, run=run)
+        return key._replace(context=context)
+
+    def _bind(self, step: ProgramKey) -> Parts:
+        """The executables of a kind of step."""
+        if step not in self._bound:
+            # Ask for all of them first: they compile side by side.
+            asked = [(key, self._compiler.start(key)) for key in self.calls(step)]
+            self._bound[step] = {(key.part, key.run): future.result() for key, future in asked}
+        return self._bound[step]
+
+    # ---- steps
+
+    def run(
+        self,
+        step: ProgramKey,
+        args: tuple,
+        forced: Routing | None,
+        stages: Entries | None,
+        hooks: Hooks | None,
+        maps: MapStore | None,
+    ) -> StepOutput:
+        if hooks is not None:
+            self._compiler.start(self._transport.stage_key)
+        if self._processor is not None:
+            self._processor.begin_step()
+        parts = self._bind(step._replace(forced=forced is not None))
+        params, buffers, transport = self._params, self._buffers, self._transport
+        # Once for all layers; what lies on the device already stays as it is.
+        batch = jax.device_put(args, buffers.sharding)
+        extra = () if forced is None else (jax.device_put(forced, buffers.sharding),)
+        due = frozenset() if stages is None else frozenset(np.asarray(stages.layer).tolist())
+        staged = None if stages is None else self._none_done
+        self.transfers, traces = [], []
+
+        x = parts["embed", None](params, batch)
+        embedding = None
+        if ("embedding", None) in parts:
+            embedding = parts["embedding", None](x)
+        if hooks is not None:
+            self._carry_out(hooks.after_embedding(embedding), 0)
+        for run, index, layer in self._layers:
+            x, buffers.arena = parts["attend", run](params, buffers.arena, x, batch, index)
+            if layer < 0:
+                x = parts["feed_forward", run](params, x, batch, index)
+                continue
+            if hooks is not None:
+                self._carry_out(hooks.before_routing(layer), layer)
+            residents = (buffers.tables.address,) if self._steps.favours_residents else ()
+            x, normed, ids, weights = parts["route", run](
+                *(params, x, batch, index), *residents, *extra
+            )
+            if ("observe", run) in parts:
+                self.layer_arrays = parts["observe", run](params, normed, batch, index)
+            if hooks is not None:
+                self._show_routing(hooks, layer, normed, Routing(ids, weights))
+            x, counts = self._experts.compute(parts, step, layer, x, normed, Routing(ids, weights))
+            traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
+            if layer in due and stages is not None and staged is not None:
+                staged = transport.stage(layer, stages, staged, ahead=False)
+        writes = transport.begin_output()
+        output = parts["output", None](params, x, batch, tuple(traces), writes, buffers.tables)
+        arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
+        placed = None if self._processor is None else self._processor.assignments.placed
+        return output._replace(staged=staged, arrays=arrays, placed=placed)
+
+    def _show_routing(self, hooks: Hooks, layer: int, normed: jax.Array, routing: Routing) -> None:
+        """Waits for a layer's routing, and asks the hooks before its experts."""
+        routing.ids.copy_to_host_async()
+        routing.weights.copy_to_host_async()
+        if self._processor is not None:
+            self._processor.dispatch_routing(normed)
+        ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
+        if self._processor is not None:
+            self._processor.see_routing()
+        self._carry_out(hooks.after_routing(layer, ids, weights), layer)
+        self._carry_out(hooks.before_experts(layer), layer)
+
+    def _carry_out(self, entries: Entries | None, current: int) -> None:
+        """A hook's entries. current: the layer that is next to compute its experts.
+
+        Raises ValueError for what is no list of entries.
+        """
+        if entries is None:
+            return
+        if not isinstance(entries, Entries) or any(
+            np.shape(field) != (STAGES,) or np.result_type(field) != np.int32 for field in entries
+        ):
+            raise ValueError(
+                f"a hook returns None or pallas_kernels.stage.Entries of int32[{STAGES}] each "
+                f"(layer −1: not used), not {entries!r}"
+            )
+        layers = sorted(set(np.asarray(entries.layer).tolist()))
+        given = jax.device_put(entries, self._buffers.sharding)
+        done = self._none_done
+        for layer in layers:
+            if 0 <= layer < len(self._buffers.tables.clock):
+                done = self._transport.stage(layer, given, done, ahead=layer >= current)
+        self.transfers.append(LayerTransfers(given, done))

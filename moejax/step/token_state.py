@@ -1,0 +1,120 @@
+"""The current tokens of all rows, and the programs from logits to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.step.compiler import Compiler
+from moejax.step.parts import StepOutput, StepSpec, sums_in_one_order
+from moejax.step.programs import Kind, ProgramKey
+from moejax.step.sampler import truncates_any
+from moejax.step.step_keys import StepKeys
+
+
+class TokenState:
+    """Current tokens, results of the latest step, and counts for penalties, on the device."""
+
+    def __init__(
+        self,
+        steps: StepSpec,
+        compiler: Compiler,
+        keys: StepKeys,
+        sharding: jax.sharding.Sharding,
+    ):
+        self._steps, self._compiler, self._keys = steps, compiler, keys
+        self._sharding = sharding
+        self._by_row = sums_in_one_order(steps.ops)
+        self._greedy: tuple[jax.Array, jax.Array] | None = None
+        """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
+        the greedy choice that it made itself."""
+        self.tokens: jax.Array = jax.device_put(np.zeros(steps.shapes.rows, np.int32), sharding)
+        """int32[R]."""
+        self.results: jax.Array | None = None
+        """StepOutput.results of the step dispatched last, with the tokens that were chosen."""
+        self.counts: jax.Array | None = None
+        """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
+
+    @property
+    def choices(self) -> tuple[Kind, ...]:
+        """The programs that choose tokens, beside the steps' own greedy choice."""
+        return ("sample",) if self._by_row else ("sample_all", "sample")
+
+    def follow(self, output: StepOutput) -> StepOutput:
+        """A step was dispatched."""
+        self._greedy, self.results = (output.logits, output.tokens), output.results
+        return output
+
+    def sample(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
+        """Samples rows, and makes the tokens current and those of `results`.
+
+        - `logits`: float32[rows, V], of the latest step.
+        - `update`: bool[R], the rows; those that the latest step gave logits.
+        - `params`: None for greedy, which is there already where the logits are that step's; else
+          sampler.sample's arrays after the logits.
+        """
+        made, self._greedy = self._greedy, None
+        if params is None and made is not None and made[0] is logits:
+            self.tokens = made[1]
+            return self.tokens
+        key = ProgramKey(self._choice(params), self._keys.bucket(logits.shape[0]))
+        args = logits, self.tokens, update, self.results, *(params or ())
+        self.tokens, self.results = self._compiler.call(key, *args)
+        return self.tokens
+
+    def _choice(self, params: Sequence | None) -> Kind:
+        """The least program that makes these choices. Where rows are drawn one after the other,
+        each finds out for itself whether it truncates."""
+        if params is None:
+            return "greedy"
+        _, top_k, top_p, *_ = params
+        return "sample" if self._by_row or truncates_any(top_k, top_p) else "sample_all"
+
+    def prepare_counts(self) -> None:
+        """Begins to compile what requests with penalties need, in the background."""
+        for kind in ("recount", "adjust", "tally", "greedy"):
+            self._compiler.start(ProgramKey(kind))
+
+    def recount(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Counts the tokens of a row anew; the first call allocates the counts of all rows."""
+        shapes = self._steps.shapes
+        if self.counts is None:
+            shape = (shapes.rows, self._steps.config.vocab_size)
+            self.counts = jnp.zeros(shape, jnp.int32, device=self._sharding)
+        ids = np.full(shapes.blocks * self._steps.layout.page.block_size, -1, np.int32)
+        end = len(prompt) + len(output)
+        ids[: len(prompt)], ids[len(prompt) : end] = prompt, output
+        is_output = np.arange(len(ids)) >= len(prompt)
+        self.counts = self._compiler.call(
+            ProgramKey("recount"), self.counts, np.int32(row), ids, is_output
+        )
+
+    def tally(self, update: np.ndarray) -> None:
+        """Counts the current tokens of the rows under `update` bool[R] as generated."""
+        key = ProgramKey("tally")
+        self.counts = self._compiler.call(key, self.counts, self.tokens, update)
+
+    def adjust(self, logits: jax.Array, penalties: Sequence | None, biases: Sequence) -> jax.Array:
+        """Logits of all rows after biases and penalties.
+
+        - `penalties`: sampler.adjust's arrays after the counts, of which there must be some; None
+          for biases alone.
+        - `biases`: its arrays after those.
+        """
+        bucket = self._keys.bucket(logits.shape[0])
+        if penalties is None:
+            return self._compiler.call(ProgramKey("add_bias", bucket), logits, *biases)
+        key = ProgramKey("adjust", bucket)
+        return self._compiler.call(key, logits, self.counts, *penalties, *biases)
+
+    def token_logprobs(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        """sampler.logprobs of the likeliest tokens, as many as requests may ask for."""
+        key = ProgramKey("logprobs", self._keys.bucket(logits.shape[0]))
+        return self._compiler.call(key, logits, tokens)
+
+    def place(self, values: np.ndarray, update: np.ndarray) -> None:
+        """Makes values int32[R] the current tokens of the rows under `update` bool[R]."""
+        self.tokens = self._compiler.call(ProgramKey("place"), update, values, self.tokens)

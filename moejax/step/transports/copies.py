@@ -1,0 +1,221 @@
+"""jax's own copies bring experts out of separate pinned arrays, beside compute, where the library
+does not own the arena: GPUs, and ops that are not native.
+
+Tables say at once where an expert will be, so what is decided never depends on how fast a copy was,
+and a run can be replayed. No program that computes an expert is dispatched before the one that
+reads its record into its cell: that, and the order of the stream, stand for a flipped entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from host_offload.memory.integrity import file_checksum_of
+from host_offload.queue.cached import CachedRecords
+from host_offload.queue.device import DeviceQueue, TransferLost
+from host_offload.queue.native import Totals
+from host_offload.queue.pinned import PinnedRecords
+from host_offload.queue.transfer import DEMAND, Progress, QueueSpec, Settled, Transfer
+from moejax.step.buffers import Buffers
+from moejax.step.compiler import Compiler
+from moejax.step.layer_programs import READ_THROUGH
+from moejax.step.parts import StepSpec
+from moejax.step.programs import ProgramKey
+from pallas_kernels.cpu.arena import TransferFailure
+from pallas_kernels.stage import Entries
+
+DEMANDS = 8
+"""Records that a layer waits for which are on their way at once: staging memory. Ten in flight have
+nine tenths of a link's rate, one has less than half (shared/DESIGN.md, section 6)."""
+
+
+class CopyTransport:
+    """A Transport of a DeviceQueue. Raises ValueError for a store of another kind.
+
+    - `spec`: the queue that was asked for.
+    """
+
+    queue = None
+    stage_key = ProgramKey("admit")
+
+    def __init__(self, spec: QueueSpec, steps: StepSpec, buffers: Buffers, compiler: Compiler):
+        records = buffers.store.arrays[steps.layout.records[0].version]
+        if not isinstance(records, PinnedRecords | CachedRecords):
+            raise ValueError(
+                "these steps need a store of separate pinned arrays: load it with new_builder and "
+                "cache_of (moejax.start.decide.transfers) of the same settings"
+            )
+        self.records, self._buffers, self._compiler = records, buffers, compiler
+        self.spec = spec.of_chunks(max(records.sizes))
+        ahead = spec.threads
+        if steps.window:  # all of a layer's
+            ahead = steps.config.num_experts * len(records.sizes)
+        self.device_queue = DeviceQueue(records, buffers.device, ahead=ahead)
+        self.staging_bytes = (DEMANDS + spec.threads + 1) * sum(records.sizes)
+        self._awaited: dict[int, int] = {}
+        """Arena row of a cell whose record has not been read into it → ticket."""
+        self._no_cells = itertools.count(-1, -1)
+        """Numbers that are no cell's, for records that get none."""
+        self._admitted: list[tuple[int, jax.Array]] = []
+        """Layers of stage lists that were carried out, and what `admit` said, not yet read."""
+        self._failed: list[tuple[int, TransferFailure]] = []
+        """Experts that could not be computed, with the number of their step."""
+        self._steps = 0
+        self._kept: list[Settled] | None = None
+        """What has settled since `progress` told of it; None: nobody asks."""
+        self.unpacked = 0
+        """Records of packed residents that a stream has decoded within the arena."""
+        self.check_cell: Callable[[int, int, int], bool] = self.is_intact
+        """Compares a cell with the store, given layer, expert and arena row; a stream replaces it,
+        which has packed residents."""
+        compiler.need(ProgramKey("land"), ProgramKey("forget"))
+
+    # ---- records and cells
+
+    def is_awaited(self, row: int) -> bool:
+        """Whether the record of the cell at an arena row has not been read into it."""
+        return row in self._awaited
+
+    def demand(self, layer: int, expert: int, row: int) -> int:
+        """The ticket of a record that the running layer waits for."""
+        if row == READ_THROUGH:
+            return self.device_queue.submit(self.transfer_of(layer, expert))
+        ticket = self._awaited.get(row)
+        if ticket is None or self.device_queue.failed(ticket):
+            self.drop(row)
+            ticket = self.device_queue.submit(Transfer(layer, expert, 0, row))
+            self._awaited[row] = ticket
+        else:
+            self.device_queue.reorder(ticket, DEMAND, 0)
+        return ticket
+
+    def transfer_of(self, layer: int, expert: int, cause: str = DEMAND) -> Transfer:
+        """A transfer into staging alone, which has no numbers of cells."""
+        return Transfer(layer, expert, 0, next(self._no_cells), cause)
+
+    def land(self, row: int, ticket: int) -> None:
+        """Dispatches the copy of a record from staging into its cell. Raises TransferLost."""
+
+        def move(pieces: Sequence[jax.Array]) -> jax.Array:
+            self._buffers.arena, mark = self._compiler.call(
+                ProgramKey("land"), self._buffers.arena, np.int32(row), tuple(pieces)
+            )
+            return mark
+
+        self.device_queue.take(ticket, move)
+        self._awaited.pop(row, None)
+
+    def land_arrived(self) -> None:
+        """Moves what came ahead of need into its cells."""
+        cells = {ticket: row for row, ticket in self._awaited.items()}
+        for ticket in self.device_queue.arrived():
+            if ticket in cells:
+                self.land(cells[ticket], ticket)
+            else:  # of a step that ended early
+                self.device_queue.drop(ticket)
+
+    def drop(self, row: int) -> None:
+        """Nobody wants any more what was on its way into a cell."""
+        if (ticket := self._awaited.pop(row, None)) is not None:
+            self.device_queue.drop(ticket)
+
+    def lose(self, layer: int, expert: int, row: int, message: str) -> None:
+        """An expert of the running step could not be computed; it is absent."""
+        self._failed.append((self._steps, TransferFailure(layer, expert, message)))
+        if row != READ_THROUGH:
+            self._forget(row)
+
+    def stage(self, layer: int, entries: Entries, done: jax.Array, *, ahead: bool) -> jax.Array:
+        buffers = self._buffers
+        numbers = buffers.numbers[layer], buffers.numbers[int(ahead)]
+        buffers.tables, done, admitted = self._compiler.call(
+            self.stage_key, buffers.tables, *numbers, entries, done
+        )
+        admitted.copy_to_host_async()
+        self._admitted.append((layer, admitted))
+        return done
+
+    def queue_admitted(self) -> None:
+        """Queues what stage lists brought since the last time. The host has waited for something
+        that was dispatched later, or waits here."""
+        admitted, self._admitted = self._admitted, []
+        for layer, said in admitted:
+            for expert, row in np.asarray(said).T.tolist():
+                if row >= 0:
+                    self.drop(row)
+                    transfer = Transfer(layer, expert, 0, row, "prefetch")
+                    self._awaited[row] = self.device_queue.submit(transfer)
+
+    def _forget(self, row: int) -> None:
+        self._awaited.pop(row, None)
+        self._buffers.tables = self._compiler.call(
+            ProgramKey("forget"), self._buffers.tables, np.int32(row)
+        )
+
+    # ---- steps, and between them
+
+    def begin_output(self) -> tuple:
+        """The number of the step in the place of an arena's writes."""
+        number, self._steps = self._steps, self._steps + 1
+        settled = self.device_queue.observe().settled
+        if self._kept is not None:
+            self._kept += settled
+        return (np.array([0, number], np.uint32),)
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        """As Transport; `writes` is the number of the step."""
+        failed = [failure for step, failure in self._failed if step <= writes]
+        self._failed = [(step, failure) for step, failure in self._failed if step > writes]
+        return failed
+
+    def totals(self) -> Totals:
+        size = sum(self.records.sizes)
+        decoded = {"unpacked": self.unpacked, "unpacked_bytes": self.unpacked * size}
+        return dataclasses.replace(self.device_queue.totals(), **decoded)
+
+    def keep_settled(self, keep: bool) -> None:
+        self._kept = [] if keep else None
+
+    def progress(self) -> Progress:
+        seen = self.device_queue.observe()
+        if self._kept is None:
+            return seen
+        kept, self._kept = self._kept, []
+        return dataclasses.replace(seen, settled=(*kept, *seen.settled))
+
+    def drain(self) -> None:
+        """What is on its way is moved into its cells by programs dispatched now."""
+        self.queue_admitted()
+        for row, ticket in [*self._awaited.items()]:
+            try:
+                self.land(row, ticket)
+            except TransferLost:
+                self._forget(row)
+
+    def faults(self) -> list[str]:
+        found, tables = [], jax.tree.map(np.asarray, self._buffers.tables)
+        for layer, cell in np.argwhere((tables.owner >= 0) & (tables.cell_row >= 0)).tolist():
+            expert, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
+            if not self.check_cell(layer, expert, row):
+                found.append(f"layer {layer}, expert {expert}: other bytes than the store's")
+        return found
+
+    def is_intact(self, layer: int, expert: int, row: int) -> bool:
+        """Whether the arena has an expert's record from a row on; of one in a file by its
+        checksum."""
+        arena = self._buffers.arena
+        if isinstance(self.records, CachedRecords):
+            rows = jax.lax.dynamic_slice(arena, (row, 0), self.records.shape[2:])
+            wanted = self.records.files.checksums[layer, expert]
+            return file_checksum_of(np.asarray(rows)) == wanted
+        record = self.records.of(layer, expert)
+        pieces = tuple(jax.device_put(record, self._buffers.sharding))
+        return bool(self._compiler.call(ProgramKey("compare"), arena, np.int32(row), pieces))
+
+    def close(self) -> None:
+        self.device_queue.close()

@@ -1,0 +1,91 @@
+"""The native library's queue fills an arena that the library owns, beside compute."""
+
+from __future__ import annotations
+
+import jax
+
+from host_offload.memory.store import ExpertStore
+from host_offload.queue.file_sources import file_sources
+from host_offload.queue.native import NativeQueue, Totals
+from host_offload.queue.sources import memory_sources
+from host_offload.queue.transfer import Progress, QueueSpec
+from moejax.step.buffers import Buffers
+from moejax.step.compiler import Compiler
+from moejax.step.parts import StepSpec
+from moejax.step.programs import ProgramKey
+from moejax.step.transports.transport import STAGE, stage_in_step
+from pallas_kernels.cpu.arena import ArenaMemory, TransferFailure
+from pallas_kernels.stage import Entries
+
+
+class NativeTransport:
+    """A Transport. Raises ValueError where XLA owns the arena, or records are decoded on the way.
+
+    - `spec`: the queue as it will be.
+    """
+
+    staging_bytes = 0
+    stage_key = STAGE
+
+    def __init__(self, spec: QueueSpec, steps: StepSpec, buffers: Buffers, compiler: Compiler):
+        if buffers.memory is None:
+            raise ValueError("a queue of transfers needs an arena that the native CPU ops own")
+        if steps.formats is not None and any(version.in_transit for version in steps.formats):
+            raise ValueError("a queue of transfers does not decode on the way")
+        self.spec, self._buffers, self._memory = spec, buffers, buffers.memory
+        self.queue = join_queue(self._memory, spec, steps, buffers.store, buffers.stores)
+        self._compiler = compiler
+        compiler.need(ProgramKey("drain"))
+
+    def stage(self, layer: int, entries: Entries, done: jax.Array, *, ahead: bool) -> jax.Array:
+        return stage_in_step(self._buffers, self._compiler, layer, entries, done, ahead)
+
+    def begin_output(self) -> tuple:
+        return (self._buffers.arena.token,)
+
+    def drain(self) -> None:
+        buffers = self._buffers
+        drained = self._compiler.call(ProgramKey("drain"), buffers.arena, buffers.tables)
+        buffers.arena, buffers.tables = drained
+
+    def failures(self, writes: int) -> list[TransferFailure]:
+        failed = self._memory.failures(writes)
+        if failed:
+            self.drain()
+        return failed
+
+    def totals(self) -> Totals:
+        return self.queue.totals()
+
+    def keep_settled(self, keep: bool) -> None:
+        self.queue.keep_settled(keep)
+
+    def progress(self) -> Progress:
+        return self.queue.observe()
+
+    def faults(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self.queue.close()
+
+
+def join_queue(
+    memory: ArenaMemory, spec: QueueSpec, steps: StepSpec, store: ExpertStore, stores: tuple
+) -> NativeQueue:
+    """A queue from the store into an owned arena.
+
+    - `stores`: of the Buffers.
+    """
+    formats = steps.formats
+    queue = NativeQueue(
+        threads=spec.threads, chunk_bytes=spec.chunk_bytes, rate=spec.rate, latency=spec.latency
+    )
+    queue.keep_settled(False)
+    records = steps.layout.records if formats is None else [v.store for v in formats]
+    if store.files:
+        sources = file_sources([*store.files.values()], records, queue)
+    else:
+        sources = memory_sources(stores, records, sum(steps.config.moe_layers), formats)
+    memory.attach(queue.handle, sources, ahead=queue.cause_number("prefetch"), buffers=spec.buffers)
+    return queue
