@@ -17,7 +17,7 @@ from host_offload.queue.transfer import Progress
 
 class Device(Protocol):
     """Tables and arena that steps are run on, in dispatch order: the engine's runner with either
-    driver (moejax.step.runner) or a simulator's pager (host_offload.simulate)."""
+    driver (moejax.step.executor) or a simulator's pager (host_offload.simulate)."""
 
     def prepare(self, controller: Controller) -> None:
         """What this controller's policies may decide will be asked for, from the first step on."""
