@@ -12,9 +12,7 @@ from host_offload.queue.device import TransferLost
 from moejax.step.buffers import Buffers
 from moejax.step.copied_stream import CopiedStream
 from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
-from moejax.step.parts import Routing
-from moejax.step.processors.processor import Parts, Share
-from moejax.step.programs import ProgramKey
+from moejax.step.processors.processor import LayerInputs, Parts, Share
 from moejax.step.transports.copies import DEMANDS, CopyTransport
 
 
@@ -24,20 +22,10 @@ class LayerExperts(Protocol):
     parts: Sequence[str]
     """Of layer_programs: those that it calls."""
 
-    def compute(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        x: jax.Array,
-        normed: jax.Array,
-        routing: Routing,
-    ) -> tuple[jax.Array, jax.Array]:
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """Returns (x after a MoE layer's experts, the layer's counts).
 
         - `parts`: the executables.
-        - `x`: [T, D], the residual stream after attention.
-        - `normed`: [T, D], what the experts compute on.
         """
         ...
 
@@ -53,23 +41,13 @@ class FilledExperts:
     def __init__(self, buffers: Buffers, stream: CopiedStream | None):
         self._buffers, self._stream = buffers, stream
 
-    def compute(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        x: jax.Array,
-        normed: jax.Array,
-        routing: Routing,
-    ) -> tuple[jax.Array, jax.Array]:
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         if self._stream is not None:
-            self._stream.materialize(layer)
+            self._stream.materialize(inputs.layer)
         buffers = self._buffers
         memory = buffers.stores, buffers.arena, buffers.tables
-        number = buffers.numbers[layer]
-        x, buffers.arena, buffers.tables, counts = parts["experts", None](
-            *memory, x, normed, *routing, number
-        )
+        computed_on = inputs.x, inputs.normed, *inputs.routing, buffers.numbers[inputs.layer]
+        x, buffers.arena, buffers.tables, counts = parts["experts", None](*memory, *computed_on)
         return x, counts
 
 
@@ -92,53 +70,39 @@ class CopiedExperts:
     def __init__(self, buffers: Buffers, transport: CopyTransport, waves: int):
         self._buffers, self._transport, self._waves = buffers, transport, waves
 
-    def compute(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        x: jax.Array,
-        normed: jax.Array,
-        routing: Routing,
-    ) -> tuple[jax.Array, jax.Array]:
-        y, counts = self.compute_rows(parts, step, layer, normed, routing.ids, None)
-        return parts["combine", None](x, y, routing.weights), counts
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
+        y, counts = self.compute_rows(parts, inputs, None)
+        return parts["combine", None](inputs.x, y, inputs.routing.weights), counts
 
     def compute_rows(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        normed: jax.Array,
-        ids: jax.Array,
-        share: Share | None,
+        self, parts: Parts, inputs: LayerInputs, share: Share | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (y float32[T·K, D] of a layer's experts, the layer's counts).
 
         - `share`: the second processor's, whose rows of y stay zero; None: there is none.
         """
-        buffers, number = self._buffers, self._buffers.numbers[layer]
+        buffers, ids = self._buffers, inputs.routing.ids
+        number = buffers.numbers[inputs.layer]
         y, counts = parts["blank", None](buffers.tables, ids)
         plan = parts["plan" if share is None else "plan_beside", None]
         beside = () if share is None else (share.beside,)
-        for wave in buffers.numbers[: 1 if step.kind == "decode" else self._waves]:
+        for wave in buffers.numbers[: 1 if inputs.step.kind == "decode" else self._waves]:
             buffers.tables, counts, seen = plan(buffers.tables, counts, ids, number, wave, *beside)
             rows, filled = np.asarray(seen).tolist()
-            y = self._compute_wave(parts, layer, y, (normed, ids), rows, filled, share)
+            y = self._compute_wave(parts, inputs, y, rows, filled, share)
         return y, counts
 
     def _compute_wave(
         self,
         parts: Parts,
-        layer: int,
+        inputs: LayerInputs,
         y: jax.Array,
-        inputs: tuple[jax.Array, jax.Array],
         rows: Sequence[int],
         filled: Sequence[int],
         share: Share | None,
     ) -> jax.Array:
         """y with the rows of the experts that are due. rows, filled: as of the plan."""
-        transport, buffers = self._transport, self._buffers
+        transport, buffers, layer = self._transport, self._buffers, inputs.layer
         transport.queue_admitted()
         transport.land_arrived()
         due = [(expert, row) for expert, row in enumerate(rows) if row != IDLE]
@@ -161,7 +125,8 @@ class CopiedExperts:
             listed[: len(experts)] = sorted(experts)
             memory = buffers.arena, buffers.tables, buffers.stores
             index, count = buffers.numbers[layer], np.int32(len(experts))
-            return parts["compute", None](y, *memory, *inputs, index, listed, count)
+            seen = inputs.normed, inputs.routing.ids
+            return parts["compute", None](y, *memory, *seen, index, listed, count)
 
         groups = [missing[i : i + DEMANDS] for i in range(0, len(missing), DEMANDS)]
         for number, group in enumerate(groups or [[]]):
@@ -173,7 +138,7 @@ class CopiedExperts:
             for (expert, row), ticket in zip(group, tickets, strict=True):
                 try:
                     if row == READ_THROUGH:
-                        y = self._compute_through(parts, layer, y, inputs, expert, ticket)
+                        y = self._compute_through(parts, inputs, y, expert, ticket)
                     else:
                         transport.land(row, ticket)
                         came.append(expert)
@@ -185,9 +150,8 @@ class CopiedExperts:
     def _compute_through(
         self,
         parts: Parts,
-        layer: int,
+        inputs: LayerInputs,
         y: jax.Array,
-        inputs: tuple[jax.Array, jax.Array],
         expert: int,
         ticket: int,
     ) -> jax.Array:
@@ -195,9 +159,9 @@ class CopiedExperts:
         computed, buffers = [], self._buffers
 
         def move(pieces: Sequence[jax.Array]) -> jax.Array:
-            index, number = buffers.numbers[layer], np.int32(expert)
+            seen = inputs.normed, inputs.routing.ids, buffers.numbers[inputs.layer]
             after, mark = parts["through", None](
-                y, buffers.stores, *inputs, index, number, tuple(pieces)
+                y, buffers.stores, *seen, np.int32(expert), tuple(pieces)
             )
             computed.append(after)
             return mark

@@ -20,7 +20,7 @@ from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.layer_experts import LayerExperts
 from moejax.step.map_store import MapStore
 from moejax.step.parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
-from moejax.step.processors.processor import Parts, Processor
+from moejax.step.processors.processor import LayerInputs, Parts, Processor
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.transports.transport import Transport
 from pallas_kernels.stage import Entries
@@ -154,7 +154,8 @@ class LayerWalk:
                 self.layer_arrays = parts["observe", run](params, normed, batch, index)
             if hooks is not None:
                 self._show_routing(hooks, layer, normed, Routing(ids, weights))
-            x, counts = self._experts.compute(parts, step, layer, x, normed, Routing(ids, weights))
+            inputs = LayerInputs(step, layer, x, normed, Routing(ids, weights))
+            x, counts = self._experts.compute(parts, inputs)
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
             if layer in due and stages is not None and staged is not None:
                 staged = transport.stage(layer, stages, staged, ahead=False)

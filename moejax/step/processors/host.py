@@ -31,8 +31,13 @@ from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler, compiler_options
 from moejax.step.layer_experts import CopiedExperts
 from moejax.step.layer_programs import BESIDE_PARTS, EXPERT_PARTS, PUT, beside_program
-from moejax.step.parts import Routing
-from moejax.step.processors.processor import Assignments, Parts, PlacementTotals, settled
+from moejax.step.processors.processor import (
+    Assignments,
+    LayerInputs,
+    Parts,
+    PlacementTotals,
+    settled,
+)
 from moejax.step.programs import ProgramKey, Programs
 from pallas_kernels.cpu.arena import TransferFailure
 
@@ -125,16 +130,9 @@ class HostProcessor:
     def see_routing(self) -> None:
         self._routed_at = time.perf_counter()
 
-    def compute(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        x: jax.Array,
-        normed: jax.Array,
-        routing: Routing,
-    ) -> tuple[jax.Array, jax.Array]:
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """As of LayerExperts."""
+        step, layer, x, normed, routing = inputs
         ids = np.asarray(routing.ids)
         share = self.assignments.share(parts, layer, ids)
         began = time.perf_counter()
@@ -142,7 +140,7 @@ class HostProcessor:
         mine = share.experts
         other = self._thread.submit(self._compute, step, layer, mine, normed, ids) if mine else None
         try:
-            y, counts = self._device.compute_rows(parts, step, layer, normed, routing.ids, share)
+            y, counts = self._device.compute_rows(parts, inputs, share)
             device = self._watcher.submit(_ended, parts["mark", None](y)) if mine else None
         finally:
             # A step that fails leaves nobody reading the store.

@@ -23,9 +23,14 @@ from host_offload.queue.native import NativeQueue
 from moejax.step.buffers import Buffers
 from moejax.step.experts import Elsewhere
 from moejax.step.layer_programs import PLACED_PARTS
-from moejax.step.parts import Routing, StepSpec
-from moejax.step.processors.processor import Assignments, Parts, PlacementTotals, settled
-from moejax.step.programs import ProgramKey
+from moejax.step.parts import StepSpec
+from moejax.step.processors.processor import (
+    Assignments,
+    LayerInputs,
+    Parts,
+    PlacementTotals,
+    settled,
+)
 from moejax.step.transports.native import join_queue
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, TransferFailure
 
@@ -135,16 +140,9 @@ class InPlaceProcessor:
             self._clock.attend(self._ended)
         self._routed_at = time.perf_counter()
 
-    def compute(
-        self,
-        parts: Parts,
-        step: ProgramKey,
-        layer: int,
-        x: jax.Array,
-        normed: jax.Array,
-        routing: Routing,
-    ) -> tuple[jax.Array, jax.Array]:
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """As of LayerExperts."""
+        _, layer, x, normed, routing = inputs
         buffers, totals = self._buffers, self.totals
         share = self.assignments.share(parts, layer, np.asarray(routing.ids))
         index, beside = buffers.numbers[layer], share.beside

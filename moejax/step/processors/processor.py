@@ -11,10 +11,24 @@ import jax
 import numpy as np
 
 from moejax.step.buffers import Buffers
+from moejax.step.parts import Routing
+from moejax.step.programs import ProgramKey
 from pallas_kernels.cpu.arena import TransferFailure
 
 Parts = dict[tuple[str | None, int | None], Callable]
 """(part of a step, run of equal layers) → its executable."""
+
+
+class LayerInputs(NamedTuple):
+    """What a layer's experts are computed from."""
+
+    step: ProgramKey
+    layer: int
+    x: jax.Array
+    """[T, D]: the residual stream after attention."""
+    normed: jax.Array
+    """[T, D]: what the experts compute on."""
+    routing: Routing
 
 
 @dataclasses.dataclass

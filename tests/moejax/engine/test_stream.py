@@ -251,12 +251,12 @@ def dispatched(runner: Executor, monkeypatch) -> list[tuple[str, int]]:
             events.extend([("land", -1)] * np.size(args[1]))
         return call(key, *args)
 
-    def compute(self, parts, step, layer, *args):
+    def compute(self, parts, inputs):
         def experts(*operands):
-            events.append(("compute", layer))
+            events.append(("compute", inputs.layer))
             return parts["experts", None](*operands)
 
-        return computed(self, {("experts", None): experts}, step, layer, *args)
+        return computed(self, {("experts", None): experts}, inputs)
 
     monkeypatch.setattr(queue, "put", begun)
     monkeypatch.setattr(runner.compiler, "call", called)
