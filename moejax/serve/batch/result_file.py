@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ class ResultFile:
     """Whole results in it now."""
     size: int = 0
     """Bytes of whole results; what comes after is torn."""
+    checked: bool = False
+    """Whether the file is this job's to write, so that it has to keep its name and size."""
     synced_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def begin(self, *, overwrite: bool) -> None:
@@ -51,6 +54,7 @@ class ResultFile:
         if self.regular:
             self.file.truncate(self.size)
             self.file.seek(self.size)
+            self.checked = True
 
     def append(self, line: bytes) -> None:
         """Writes one whole line, with one call unless the system takes only a part.
@@ -77,13 +81,48 @@ class ResultFile:
             self.sync()
 
     def sync(self) -> None:
-        """Puts what was written on the disk. Raises UserError where the disk does not take it."""
+        """Puts what was written on the disk. Raises UserError where the disk does not take it, or
+        where another program has removed, moved or changed the file meanwhile."""
         if self.regular:
             try:
                 os.fsync(self.file.fileno())
+                if self.checked:
+                    self._check_place()
             except OSError as error:
                 raise self._unwritable(error) from error
         self.synced_s = time.monotonic()
+
+    def _check_place(self) -> None:
+        """Raises UserError unless the file has its name and its size. Results that nobody could
+        find any more are copied beside it."""
+        self.checked = False  # once it is said
+        held = os.fstat(self.file.fileno())
+        if held.st_size != self.size:
+            raise UserError(
+                f"{self.name} has {held.st_size} bytes and not the {self.size} that were written: "
+                "another program changed it while this job ran, so it cannot be trusted; choose "
+                "another --output, or start anew with --overwrite"
+            )
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.name), held):
+                self.checked = True
+                return
+        with suppress(OSError):  # Linux says where the file is now; elsewhere it is copied
+            moved = os.readlink(f"/proc/self/fd/{self.file.fileno()}")
+            if held.st_nlink and os.path.samestat(os.stat(moved), held):
+                raise UserError(
+                    f"{self.name} was moved to {moved} while this job wrote it; its "
+                    f"{self.count} results are there: move it back, and the same command goes on"
+                )
+        kept = f"{self.name}.recovered-{os.getpid()}"
+        with open(self.file.fileno(), "rb", closefd=False) as reader, open(kept, "xb") as copy:
+            reader.seek(0)
+            shutil.copyfileobj(reader, copy)
+            os.fsync(copy.fileno())
+        raise UserError(
+            f"the output was removed or replaced while this job wrote it; its {self.count} results "
+            f"are in {kept}: move that to the output's place, and the same command goes on"
+        )
 
     def _unwritable(self, error: OSError) -> UserError:
         kept = (

@@ -453,6 +453,49 @@ def command(*options):
     return cli.main(["generate", *map(str, options)])
 
 
+def removed(path):
+    path.unlink()
+
+
+def replaced(path):
+    path.rename(path.with_name("old.jsonl"))
+    path.write_text("")
+
+
+def shortened(path):
+    os.truncate(path, 7)
+
+
+@pytest.mark.parametrize(
+    ("interfere", "message"),
+    [
+        (removed, r"the output was removed or replaced .* 4 results are in (\S+): move that"),
+        (replaced, r"out.jsonl was moved to (\S+) while .* 4 results are there: move it back"),
+        (shortened, r"out.jsonl has 7 bytes and not the \d+ that were written: another program"),
+    ],
+)
+def test_an_output_that_others_take_away_is_no_success(
+    monkeypatch, tmp_path, capsys, interfere, message
+):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, *({"id": i, "prompt": str(i)} for i in range(4)))
+    run(source, tmp_path / "whole.jsonl")
+
+    class Interfered(FakeLLM):
+        def generate_each(self, requests):
+            yield from super().generate_each(requests)
+            interfere(out)
+
+    monkeypatch.setattr(moejax, "LLM", Interfered, raising=False)
+    assert cli.main(["generate", "--input", str(source), "--output", str(out)]) == 2
+    said = capsys.readouterr().err
+    found = re.search(message, said)
+    assert found, said
+    if found.groups():
+        kept = tmp_path / found[1]
+        assert records(kept).keys() == records(tmp_path / "whole.jsonl").keys()
+
+
 def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     source, output = write(tmp_path / "in", *PROMPTS, "{"), tmp_path / "out"
     files = ("--input", source, "--output", output)
