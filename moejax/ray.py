@@ -149,6 +149,5 @@ def _lines(rows: list[dict[str, Any]], job: Job) -> Iterator[Line]:
         if "id" not in fields:
             text = json.dumps(fields, sort_keys=True, default=str)
             fields["id"] = f"row-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-        made_with = (job.options["model"], job.dtype)
         raw = json.dumps(fields, ensure_ascii=False, default=str).encode()
-        yield from read_lines([raw], sampling=job.sampling, seed=job.seed, made_with=made_with)
+        yield from read_lines([raw], sampling=job.sampling, seed=job.seed, made_with=job.made_with)

@@ -33,6 +33,8 @@ class Job:
     """JSON lines, appended to; `-` is standard output."""
     model: str = "demo"
     dtype: str = "auto"
+    decided_by: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else decides bits, by name: options, and fingerprints of weights and tokenizer."""
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """SamplingParams fields of lines that do not say otherwise."""
     seed: int = 0
@@ -47,7 +49,14 @@ class Job:
         """What decides results beside the lines, by name."""
         # One name for a directory, however it is written.
         model = os.path.realpath(self.model) if os.path.isdir(self.model) else self.model
-        return {"model": model, "dtype": self.dtype, "seed": self.seed, **self.sampling}
+        given = {"model": model, "dtype": self.dtype, "seed": self.seed}
+        return {**given, **self.decided_by, **self.sampling}
+
+    @property
+    def made_with(self) -> tuple[str, ...]:
+        """The part of `options` that is not of lines. A directory may be moved."""
+        named = () if "weights" in self.decided_by else (self.options["model"],)
+        return *named, self.dtype, json.dumps(self.decided_by, sort_keys=True, default=str)
 
 
 class Model(Protocol):
@@ -131,10 +140,8 @@ class OpenJob:
 
     def lines(self) -> Iterator[Line]:
         """All lines of the input from where it stands."""
-        job = self.job
-        made_with = (job.options["model"], job.dtype)
-        lines = bounded_lines(self.input)
-        return read_lines(lines, sampling=job.sampling, seed=job.seed, made_with=made_with)
+        job, lines = self.job, bounded_lines(self.input)
+        return read_lines(lines, sampling=job.sampling, seed=job.seed, made_with=job.made_with)
 
     def run(
         self, llm: Model, *, progress: bool = False, warn: Callable[[str], None] = lambda text: None

@@ -1,0 +1,103 @@
+"""What a checkpoint is, by its content: results of a job are bound to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import IO
+
+from moejax.checkpoints.orbax.steps import Step, find_items, is_orbax
+from moejax.errors import UserError
+from moejax.models.directory import checkpoint_directory
+
+WHOLE = 1 << 25
+"""Files up to so many bytes are read whole."""
+SAMPLE = 512
+"""Bytes that are read of a tensor at its begin, in its middle and at its end."""
+SAMPLES = 256
+"""Places at which other large files are read."""
+
+
+def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
+    """A digest of a checkpoint's files, in hexadecimal; the same wherever the files lie.
+
+    Files of at most WHOLE bytes count whole (config, tokenizer, templates, the manifest with the
+    checksums of a converted checkpoint). Of larger ones size, header and samples of every tensor
+    count, so that a checkpoint of terabytes takes seconds: other weights are noticed unless they
+    differ in few values only.
+
+    - `path`: a directory that `load_checkpoint` takes.
+    - `step`: of a directory with steps of a training run; other steps do not count.
+
+    Raises UserError for a directory that is not there or cannot be read.
+    """
+    directory = checkpoint_directory(path)
+    found = hashlib.sha256()
+    try:
+        files = [*directory.iterdir()]
+        if is_orbax(directory):
+            items = find_items(directory, step)
+            files = [file for around in items.directories for file in around.iterdir()]
+            files += [file for item in items.items.values() for file in item.rglob("*")]
+        for file in sorted(f for f in set(files) if _counts(f) and f.is_file()):
+            found.update(os.path.relpath(file, directory).encode())
+            for piece in _pieces(file):
+                found.update(piece)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return found.hexdigest()[:16]
+
+
+def _counts(file: pathlib.Path) -> bool:
+    """Not a model card, a licence or what a download left there."""
+    return not (file.name.startswith((".", "LICENSE")) or file.suffix == ".md")
+
+
+def file_fingerprint(path: str | os.PathLike[str]) -> str:
+    """The same of one file, or of a directory's files. Raises UserError."""
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return fingerprint(path)
+    found = hashlib.sha256()
+    try:
+        for piece in _pieces(path):
+            found.update(piece)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return found.hexdigest()[:16]
+
+
+def _pieces(path: pathlib.Path) -> Iterator[bytes]:
+    """What counts of a file."""
+    size = path.stat().st_size
+    yield size.to_bytes(8, "little")
+    with open(path, "rb") as file:
+        if size <= WHOLE:
+            yield file.read()
+            return
+        places = _tensor_places(path.suffix, file, size)
+        if places is None:
+            places = [size * i // SAMPLES for i in range(SAMPLES)] + [size - SAMPLE]
+        for place in places:
+            file.seek(place)
+            yield file.read(SAMPLE)
+
+
+def _tensor_places(suffix: str, file: IO[bytes], size: int) -> list[int] | None:
+    """Where the samples of a safetensors file are, with its header; None for another file."""
+    if suffix != ".safetensors":
+        return None
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(min(length, size)))
+        spans = [one["data_offsets"] for name, one in header.items() if name != "__metadata__"]
+        begin, places = 8 + length, [*range(0, 8 + length, SAMPLE)]
+        for first, last in spans:
+            middle, end = (first + last) // 2, max(first, last - SAMPLE)
+            places += [begin + first, begin + middle, begin + end]
+        return places
+    except (ValueError, KeyError, TypeError, AttributeError):  # loading it says what is wrong
+        return None
