@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,18 +66,20 @@ def digest() -> str:
     return total.hexdigest()[:16]
 
 
-def find_compiler() -> str:
-    """The C++ compiler to use. Raises BuildError where there is none."""
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler to use; CXX may be one with arguments, such as "ccache g++".
+    Raises BuildError where there is none."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
-        if found := shutil.which(name):
-            return found
+        program, *arguments = shlex.split(name) or [""]
+        if found := shutil.which(program):
+            return [found, *arguments]
     raise BuildError(f"no C++ compiler found ({wanted or ', '.join(COMPILERS)})")
 
 
-def translation_units(compiler: str) -> dict[str, list[str]]:
+def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
     """Object file → what the compiler is told for it."""
-    x86 = _run([compiler, "-dumpmachine"]).startswith(("x86_64", "amd64"))
+    x86 = _run([*compiler, "-dumpmachine"]).startswith(("x86_64", "amd64"))
     include = ["-I", str(HERE.parent.parent), "-I", str(HERE)]
     define = ["-DMOEJAX_X86"] if x86 else []
     define.append(f'-DMOEJAX_SOURCES="{digest()}"')
@@ -121,24 +124,28 @@ def kept_objects() -> Path | None:
     return OBJECTS if (OBJECTS / digest()).exists() else None
 
 
-def compile_units(compiler: str, units: Mapping[str, Sequence[str]], folder: Path) -> list[Path]:
+def compile_units(
+    compiler: Sequence[str], units: Mapping[str, Sequence[str]], folder: Path
+) -> list[Path]:
     """The objects of translation units, in a folder. Raises BuildError."""
     objects = [folder / name for name in units]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
-            pool.submit(_run, [compiler, *told, "-o", str(path)])
+            pool.submit(_run, [*compiler, *told, "-o", str(path)])
             for told, path in zip(units.values(), objects, strict=True)
         ]
     for job in jobs:
         job.result()
+    if missing := [path.name for path in objects if not path.is_file()]:
+        raise BuildError(f"{shlex.join(compiler)} compiles nothing: it wrote no {missing[0]}")
     return objects
 
 
-def link(compiler: str, objects: Sequence[Path], folder: Path) -> Path:
+def link(compiler: Sequence[str], objects: Sequence[Path], folder: Path) -> Path:
     """The library of these objects, placed into a folder. Raises BuildError."""
     with tempfile.TemporaryDirectory() as work:
         linked = Path(work) / LIBRARY
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
         return place(linked, folder)
 
 

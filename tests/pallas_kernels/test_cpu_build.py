@@ -82,7 +82,7 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     beside, folder = tmp_path / build.LIBRARY, tmp_path / "new"
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "digest", lambda: "these")
-    monkeypatch.setattr(build, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
     monkeypatch.setattr(build, "build", lambda folder: folder / "compiled")
     assert build.built(folder) == folder / "compiled"
     beside.write_text("of other sources")
@@ -93,6 +93,23 @@ def test_only_a_library_of_other_sources_is_compiled_again(monkeypatch, tmp_path
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.BuildError):
         build.built(folder)
+
+
+def test_a_compiler_may_have_arguments_and_one_that_compiles_nothing_is_named(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "ccache").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "ccache").chmod(0o755)
+    source = tmp_path / "empty.cc"
+    source.write_text("int one = 1;")
+    monkeypatch.setenv("CXX", f"{tmp_path}/ccache c++")
+    units = {"empty.o": ["-c", str(source)]}
+    (made,) = build.compile_units(build.find_compiler(), units, tmp_path)
+    assert made.is_file()
+    monkeypatch.setenv("CXX", "/bin/true")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(build.BuildError, match=r"^/bin/true compiles nothing: it wrote no empty"):
+        build.compile_units(build.find_compiler(), units, tmp_path / "none")
 
 
 @NATIVE
@@ -159,9 +176,9 @@ def test_sanitizers_find_nothing(sanitizer, repository, tmp_path):
     if "-DMOEJAX_X86" in flags:
         units["amx"] = [*build.AMX, "-c", str(build.HERE / "amx.cc")]
     for name, arguments in units.items():
-        build._run([compiler, *flags, *arguments, "-o", str(tmp_path / f"{name}.o")])
+        build._run([*compiler, *flags, *arguments, "-o", str(tmp_path / f"{name}.o")])
     objects = [str(tmp_path / f"{name}.o") for name in units]
-    build._run([compiler, f"-fsanitize={sanitizer}", "-pthread", *objects, "-o", str(program)])
+    build._run([*compiler, f"-fsanitize={sanitizer}", "-pthread", *objects, "-o", str(program)])
     for seed in ("1", "2"):
         result = subprocess.run([program, seed, "40"], capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr[-3000:]

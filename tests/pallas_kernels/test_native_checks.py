@@ -67,12 +67,12 @@ MUTANTS = {
 
 def compiled(folder, sources, *flags):
     jobs = [
-        subprocess.Popen([build.find_compiler(), *FLAGS, *flags, "-c", s, "-o", folder / f"{i}.o"])
+        subprocess.Popen([*build.find_compiler(), *FLAGS, *flags, "-c", s, "-o", folder / f"{i}.o"])
         for i, s in enumerate(sources)
     ]
     assert [job.wait() for job in jobs] == [0] * len(jobs)
     program, objects = folder / "check", [folder / f"{i}.o" for i in range(len(jobs))]
-    command = [build.find_compiler(), "-pthread", *flags, *objects, "-o", program]
+    command = [*build.find_compiler(), "-pthread", *flags, *objects, "-o", program]
     subprocess.run(command, check=True)
     return program
 
