@@ -1,7 +1,7 @@
 """Train a small Mixture-of-Experts model from token files, with Flax NNX, optax and Orbax.
 
-    python -m scripts.texts tokens DIR --tokenizer examples/models/demo --seconds 60
-    python -m examples.pretrain --model examples/models/demo --data DIR --mix story:1,chat:1 \\
+    python -m scripts.texts tokens DIR --tokenizer moejax/demo --seconds 60
+    python -m examples.pretrain --model moejax/demo --data DIR --mix story:1,chat:1 \\
         --seconds 600 --out OUT
     moejax generate "Once upon a time" --model OUT
 

@@ -32,7 +32,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 import hypothesis
 import pytest
 
+import moejax.models.directory
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+# In this process "demo" is the model of four layers whose shapes the tests were written for. The
+# one in the package is that of tests/moejax/test_demo.py, and of processes that tests start.
+PACKAGED_DEMO = moejax.models.directory.EMBEDDED
+moejax.models.directory.EMBEDDED = REPOSITORY / "tests" / "models" / "demo"
 SHARED = Path(os.environ.get("MOEJAX_SHARED", REPOSITORY.parent / "shared"))
 
 # --hypothesis-profile chooses another than `dev`. No deadline: the first example compiles.

@@ -22,6 +22,9 @@ FOLLOW_LINKS = "MOEJAX_FOLLOW_LINKS"
 MOST_JSON = 100 * 2**20
 """Bytes of a JSON file; the index of a checkpoint with 100,000 tensors has 10 MB."""
 
+EMBEDDED = importlib.resources.files("moejax") / "demo"
+"""The checkpoint "demo"."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -53,8 +56,8 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
 def model_directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """The checkpoint that a user names: "demo" is the one in the package."""
     if model == "demo":
-        config = importlib.resources.files("moejax") / "demo" / "config.json"
-        return pathlib.Path(str(config)).resolve().parent  # an installer may make links
+        config = pathlib.Path(str(EMBEDDED / "config.json"))
+        return config.resolve().parent  # an installer may make links
     return model
 
 

@@ -33,7 +33,8 @@ LIMITS = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 def test_greedy_tokens_of_moejax_are_those_of_the_training_program(
     family, repository, tmp_path, capsys
 ):
-    config = json.loads((repository / f"examples/models/{family}/config.json").read_text()) | SHAPE
+    folder = "moejax/demo" if family == "demo" else f"examples/models/{family}"
+    config = json.loads((repository / folder / "config.json").read_text()) | SHAPE
     config["n_routed_experts" if family == "research" else "num_experts"] = 8
     model, data, out = tmp_path / "model", tmp_path / "data", tmp_path / "out"
     for folder in (model, data):
