@@ -15,25 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.memory.device_memory import advise
+from host_offload.memory.device_memory import advise, shares_memory
+from host_offload.memory.record_source import RecordSource, StackedRecords
 from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.absent import AbsentRecords
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Makes an array of that shape, aligned as by aligned_empty."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordFiles:
-    """Where the records of one version lie: each is a whole file."""
-
-    paths: tuple[tuple[str, ...], ...]
-    """[L][E]."""
-    checksums: np.ndarray
-    """uint64[L, E]: SHA-256's first 64 bits."""
-    crcs: np.ndarray | None = None
-    """uint64[L, E]: CRC-32C; None where the checkpoint has not all of them."""
-    verify: bool = True
-    """Records are verified as they are read, by CRC-32C where it is known: a fifth of the work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +29,9 @@ class ExpertStore:
     """All experts by version, ready to be passed to jit as parameters (never to be donated).
 
     layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
-    memory of one device, L counted over MoE layers, FileRecords of records that stay in files,
-    PinnedRecords (host_offload/queue/pinned.py) of arrays for each expert's matrices, or
-    CachedRecords (host_offload/queue/cached.py) of files and some such arrays.
+    memory of one device, L counted over MoE layers, AbsentRecords of records that native threads
+    read from files, PinnedRecords (host_offload/queue/pinned.py) of arrays for each expert's
+    matrices, or CachedRecords (host_offload/queue/cached.py) of files and some such arrays.
     layers: version → the MoE layers that its array has, ascending, for versions that lack some;
     each of those has the layer in another version. files: version → where those in files lie.
     """
@@ -51,7 +39,7 @@ class ExpertStore:
     layouts: dict[str, RecordFormat]
     arrays: dict[str, Any]
     layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    files: dict[str, RecordFiles] = dataclasses.field(default_factory=dict)
+    files: dict[str, RecordSource] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -61,8 +49,17 @@ class ExpertStore:
     @property
     def file_bytes(self) -> int:
         """Bytes of records that stay in files."""
-        shapes = (self.arrays[version].shape for version in self.files)
-        return sum(math.prod(shape) * 2 for shape in shapes)
+        return sum(math.prod(f.shape) * f.format.nbytes for f in self.files.values())
+
+    def operand(self, version: str) -> jax.Array | AbsentRecords:
+        """What programs take for the version's records."""
+        array = self.arrays[version]
+        return array if isinstance(array, jax.Array | AbsentRecords) else array.absent
+
+    def source(self, version: str) -> RecordSource:
+        """Where native threads find the version's records."""
+        found = self.files.get(version)
+        return found or StackedRecords(self.layouts[version], self.arrays[version])
 
     def only(self, versions: Sequence[str]) -> ExpertStore:
         """The store of these versions, in this order; frees the others now, whoever else refers to
@@ -235,12 +232,6 @@ class StoreBuilder:
         if self._array is not None:
             self._array.delete()
             self._array = None
-
-
-def shares_memory(device: jax.Device) -> bool:
-    """Whether `pinned_host` memory of the device is ordinary memory that jax takes without a copy
-    (aligned as by aligned_empty)."""
-    return device.platform == "cpu"
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import numpy as np
 
-from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
+from host_offload.memory.record_source import read_records
+from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 from pallas_kernels.records import RecordFormat
@@ -163,26 +162,6 @@ def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndar
     """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
     shape = (len(records), 3 * layout.width, layout.hidden)
     return records.reshape(len(records), -1).view(NUMPY_DTYPES[dtype]).reshape(shape)
-
-
-def read_records(array: jax.Array, layer: int, first: int, count: int) -> np.ndarray:
-    """uint16[count, rows, D]: records of experts first … first + count − 1, from pinned memory.
-
-    array: uint16[L, E, rows, D]. On the CPU a view; elsewhere through the device's memory, which
-    needs room for them.
-    """
-    if shares_memory(next(iter(array.devices()))):
-        return np.asarray(array)[layer, first : first + count]
-    return np.asarray(_reader(count)(array, layer, first))
-
-
-@functools.cache
-def _reader(count: int):
-    def read(array: jax.Array, layer: jax.Array, first: jax.Array) -> jax.Array:
-        found = jax.lax.dynamic_slice(array, (layer, first, 0, 0), (1, count, *array.shape[2:]))
-        return jax.device_put(found, jax.memory.Space.Device)[0]
-
-    return jax.jit(read)
 
 
 def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:

@@ -20,7 +20,6 @@ from itertools import chain
 
 import numpy as np
 
-from host_offload.queue.native import checksum as native_checksum
 from host_offload.versions.encoders import WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.conversion_source import Source, open_source
@@ -42,6 +41,7 @@ from moejax.checkpoints.orbax.manifest import (
 from moejax.checkpoints.placement import in_order
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
+from pallas_kernels.cpu.checksums import checksum as native_checksum
 from pallas_kernels.cpu.library import why_not_cpu
 
 log = logging.getLogger("moejax")

@@ -10,13 +10,14 @@ import numpy as np
 
 from host_offload.control.interface import routed_counts
 from host_offload.control.rules import parse_interval
+from host_offload.memory.record_source import read_records
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import top_map
 from host_offload.policies.precision.names import precision_of
 from host_offload.traces.reader import Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32
-from host_offload.versions.store_versions import as_weights, read_records
+from host_offload.versions.store_versions import as_weights
 from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest

@@ -21,8 +21,9 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.window import WindowSpec
 from host_offload.memory.arena import allocate_arena, own_arena
-from host_offload.memory.integrity import damaged, describe_faults
+from host_offload.memory.integrity import count_damaged, describe_faults
 from host_offload.memory.placement import Placement
+from host_offload.memory.record_source import locate_records
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import (
@@ -37,11 +38,7 @@ from host_offload.memory.tables import (
     read_snapshot,
     with_contents,
 )
-from host_offload.queue.cached import CachedRecords
-from host_offload.queue.file_sources import file_sources
 from host_offload.queue.native import NativeQueue, Totals
-from host_offload.queue.pinned import PinnedRecords
-from host_offload.queue.sources import memory_sources
 from host_offload.queue.transfer import Progress, QueueSpec
 from host_offload.versions.layer_versions import (
     layer_versions,
@@ -130,14 +127,9 @@ class Runner:
         # Constants that the model made itself may lie on jax's default device.
         self.state = jax.device_put(state, SingleDeviceSharding(device))
         formats = steps.formats
-        stored = [record.version for record in layout.records]
-        if formats is not None:
-            stored = [version.store.version for version in formats]
-        arrays = (store.arrays[version] for version in stored)
-        self.stores: tuple[Any, ...] = tuple(
-            array.absent if isinstance(array, PinnedRecords | CachedRecords) else array
-            for array in arrays
-        )
+        records = layout.records if formats is None else [version.store for version in formats]
+        self._stored = [record.version for record in records]
+        self.stores: tuple[Any, ...] = tuple(map(store.operand, self._stored))
         """As programs get them."""
         self._params = tuple(jax.tree.leaves(self.state))
         self._greedy: tuple[jax.Array, jax.Array] | None = None
@@ -200,7 +192,6 @@ class Runner:
 
     def _joined(self, memory: ArenaMemory, wanted: QueueSpec, layers: int) -> NativeQueue:
         """A queue from the store into an owned arena."""
-        formats = self.steps.formats
         queue = NativeQueue(
             threads=wanted.threads,
             chunk_bytes=wanted.chunk_bytes,
@@ -208,11 +199,12 @@ class Runner:
             latency=wanted.latency,
         )
         queue.keep_settled(False)
-        records = self.layout.records if formats is None else [v.store for v in formats]
-        if self.store.files:
-            sources = file_sources([*self.store.files.values()], records, queue)
-        else:
-            sources = memory_sources(self.stores, records, layers, formats)
+        sources = locate_records(
+            [*map(self.store.source, self._stored)],
+            [*map(self.store.places, self._stored)],
+            layers,
+            queue.file_number,
+        )
         ahead = queue.cause_number("prefetch")
         memory.attach(queue.handle, sources, ahead=ahead, buffers=wanted.buffers)
         return queue
@@ -744,9 +736,8 @@ class Runner:
         if self.memory is not None and self.store.files:
             tables, arena = jax.tree.map(np.asarray, self.tables), self.memory.view()
             counts = counts.copy()
-            for number, files in enumerate(self.store.files.values()):
-                rows = self.layout.records[number].rows
-                counts[-1] += damaged(arena, tables, number, files, rows)
+            for number, source in enumerate(self.store.files.values()):
+                counts[-1] += count_damaged(arena, tables, number, source)
         return describe_faults(counts)
 
     def compiled(self) -> list[jax.stages.Compiled]:

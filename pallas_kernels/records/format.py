@@ -167,6 +167,14 @@ class RecordFormat:
     def nbytes(self) -> int:
         return self.rows * self.hidden * 2
 
+    @property
+    def waited(self) -> tuple[int, ...]:
+        """The bytes that are waited for one by one: the matrices of a dense record; the others have
+        what belongs together in several places."""
+        if self.version != "dense":
+            return (self.nbytes,)
+        return tuple(self.parts[matrix][1] * self.hidden * 2 for matrix in MATRICES)
+
 
 def _group(axis: int) -> int:
     """Where none of GROUPS divides the axis, the last and shortest, with a short last group."""

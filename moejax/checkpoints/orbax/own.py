@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from host_offload.memory.device_memory import shares_memory
+from host_offload.memory.record_source import RecordFiles
 from host_offload.memory.store import (
     ExpertStore,
-    RecordFiles,
     StoreBuilder,
     aligned_empty,
-    shares_memory,
 )
 from host_offload.queue.cached import CachedRecords, CacheSpec
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
@@ -52,8 +52,7 @@ from moejax.checkpoints.shared_memory import SharedMemory
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
-from pallas_kernels.cpu.file_records import FileRecords, file_records
-from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.absent import AbsentRecords
 
 _PHASES = ("headers", "allocate", "read")
 """The phases of moejax.engine.statistics.StartTimes; parameters go to the device while others are
@@ -143,11 +142,16 @@ def load_orbax(
                     advance(layers[version][0].chunk_bytes)
         stores = {version: builder.finish() for version, builder in builders.items()}
     kept = layers if in_files else {}
-    files = {v: _files_of(stored, leaves, verify_reads) for v, leaves in kept.items()}
+    files = {v: _files_of(stored, v, leaves, verify_reads) for v, leaves in kept.items()}
     store = ExpertStore(
         {version: run.layout(version) for version in layers},
         {version: store.arrays[version] for version, store in stores.items()}
-        | {v: _in_files(files[v], run.layout(v), layers[v], device, cache) for v in files},
+        | {
+            version: AbsentRecords((len(layers[version]), *layers[version][0].shape))
+            if cache is None
+            else CachedRecords(source, device, cache)
+            for version, source in files.items()
+        },
         {v: tuple(i) for v, i in held.items() if len(i) < sum(config.moe_layers)},
         files,
     )
@@ -215,7 +219,9 @@ def _check_in_files(
         )
 
 
-def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) -> RecordFiles:
+def _files_of(
+    stored: StoredCheckpoint, version: str, leaves: Sequence[Leaf], verify: bool
+) -> RecordFiles:
     """The files of a version with these layers."""
     tree, manifest = stored.tree.resolve(), stored.manifest
 
@@ -225,24 +231,12 @@ def _files_of(stored: StoredCheckpoint, leaves: Sequence[Leaf], verify: bool) ->
     crcs = [manifest.crcs_of(leaf) for leaf in leaves]
     every = all(len(found) == len(leaf.chunks) for found, leaf in zip(crcs, leaves, strict=True))
     return RecordFiles(
+        stored.layout(version),
         tuple(tuple(str(leaf.file(tree, e)) for e in leaf.chunks) for leaf in leaves),
         numbers(manifest.checksums(leaf) for leaf in leaves),
         numbers(crcs) if every else None,
         verify,
     )
-
-
-def _in_files(
-    files: RecordFiles,
-    layout: RecordFormat,
-    leaves: Sequence[Leaf],
-    device: jax.Device,
-    cache: CacheSpec | None,
-) -> FileRecords | CachedRecords:
-    """What the store has in the place of an array of these layers."""
-    if cache is None:
-        return file_records((len(leaves), *leaves[0].shape), device)
-    return CachedRecords(files, layout, device, cache)
 
 
 def _held(

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.integrity import file_checksum_of
 from host_offload.queue.cached import CachedRecords
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
@@ -323,12 +322,10 @@ class QueuedRunner(HostRunner):
         return found
 
     def _same(self, layer: int, expert: int, row: int) -> bool:
-        """Whether the arena has an expert's record from a row on; of one in a file by its
-        checksum."""
+        """Whether the arena has an expert's record from a row on."""
         if isinstance(self.records, CachedRecords):
             rows = jax.lax.dynamic_slice(self.arena, (row, 0), self.records.shape[2:])
-            wanted = self.records.files.checksums[layer, expert]
-            return file_checksum_of(np.asarray(rows)) == wanted
+            return self.records.source.holds(layer, expert, np.asarray(rows))
         pieces = tuple(jax.device_put(self.records.of(layer, expert), self._sharding))
         return bool(self._call(ProgramKey("compare"), self.arena, np.int32(row), pieces))
 
