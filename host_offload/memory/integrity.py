@@ -100,7 +100,7 @@ def count_damaged(arena: np.ndarray, tables: Tables, version: int, source: Recor
     for layer, cell in np.argwhere(held):
         first = row[layer, cell]
         record = arena[first : first + source.format.rows]
-        wrong += not source.holds(layer, owner[layer, cell], record)
+        wrong += not source.holds(layer, int(owner[layer, cell]), record)
     return wrong
 
 

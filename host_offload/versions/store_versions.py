@@ -44,7 +44,7 @@ def add_version(
         layer, (experts, reason) = next(iter(failed.items()))
         named = ", ".join(map(str, experts[:8]))
         raise VersionError(f"{version} cannot hold expert {named} of MoE layer {layer}: {reason}")
-    return ExpertStore(store.layouts | made.layouts, store.arrays | made.arrays, store.layers)
+    return ExpertStore(store.versions | made.versions)
 
 
 def lossless_where_it_fits(
@@ -62,8 +62,9 @@ def lossless_where_it_fits(
     _require_dense(store, version)
     count = store.arrays["dense"].shape[0]
     made, failed = _encoded(store, version, dtype, rtn, progress, range(count), every=True)
+    others = [version for version in store.versions if version != "dense"]
     if made is not None:
-        return _replaced(store, made), {}
+        return ExpertStore(made.versions | store.only(others).versions), {}
     if len(failed) == count:
         raise VersionError(
             f"in every MoE layer an expert has more escapes than {version} has room for, so there "
@@ -77,23 +78,11 @@ def lossless_where_it_fits(
     made, _ = _encoded(store, version, dtype, rtn, None, fitting)
     rest, _ = _encoded(store, "dense", dtype, rtn, None, tuple(failed))
     assert made is not None and rest is not None
-    both = ExpertStore(
-        made.layouts | rest.layouts,
-        made.arrays | rest.arrays,
-        {version: fitting, "dense": tuple(failed)},
-    )
-    return _replaced(store, both), why
-
-
-def _replaced(store: ExpertStore, made: ExpertStore) -> ExpertStore:
-    """What was made, and the other versions of the store than dense, which is freed."""
-    store.arrays["dense"].delete()
-    rest = [version for version in store.arrays if version != "dense"]
-    return ExpertStore(
-        made.layouts | {version: store.layouts[version] for version in rest},
-        made.arrays | {version: store.arrays[version] for version in rest},
-        made.layers,
-    )
+    parts = {
+        version: dataclasses.replace(made.versions[version], layers=fitting),
+        "dense": dataclasses.replace(rest.versions["dense"], layers=tuple(failed)),
+    }
+    return ExpertStore(parts | store.only(others).versions), why
 
 
 def _require_dense(store: ExpertStore, version: str) -> None:

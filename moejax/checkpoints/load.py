@@ -16,7 +16,7 @@ import numpy as np
 
 from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.record_source import RecordSource
-from host_offload.memory.store import ExpertStore, StoreBuilder, aligned_empty
+from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion, aligned_empty
 from host_offload.queue.cached import CachedRecords, CacheSpec
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks
@@ -102,9 +102,11 @@ def load_checkpoint(
             opened, run, {} if in_files else held, device, progress, marks, new_builder, memory
         )
         arrays |= {version: _unread(source, device, cache) for version, source in files.items()}
-        layouts = {version: run.layout(version) for version in held}
-        whole = sum(run.config.moe_layers)
-        partial = {v: tuple(layers) for v, layers in held.items() if len(layers) < whole}
+        whole, stored = sum(run.config.moe_layers), {}
+        for version, layers in held.items():
+            some = tuple(layers) if len(layers) < whole else ()
+            layout, source = run.layout(version), files.get(version)
+            stored[version] = StoredVersion(layout, arrays[version], some, source)
         warn_nonfinite(opened.source, opened.nonfinite)
         if memory is not None:
             memory.complete()
@@ -114,7 +116,7 @@ def load_checkpoint(
         run.config,
         to_name,
         params,
-        ExpertStore(layouts, arrays, partial, files),
+        ExpertStore(stored),
         run.layout(),
         dict(zip(_PHASES, np.diff(marks).tolist(), strict=True)),
         {v: made for v, made in opened.quantizers.items() if v in held},

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -125,7 +126,7 @@ def open_tensors(
     directory: Path,
     kind: str,
     step: int | str | None = None,
-    name_map: str | Path | None = None,
+    name_map: str | os.PathLike | None = None,
 ) -> TensorCheckpoint:
     """kind: of checkpoint_format, "safetensors" or "orbax". step, name_map: as in load_checkpoint.
     Reads headers, and of weights an lm_head beside tied embeddings. Raises UserError for names,

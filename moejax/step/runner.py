@@ -129,7 +129,9 @@ class Runner:
         formats = steps.formats
         records = layout.records if formats is None else [version.store for version in formats]
         self._stored = [record.version for record in records]
-        self.stores: tuple[Any, ...] = tuple(map(store.operand, self._stored))
+        self.stores: tuple[Any, ...] = tuple(
+            store.versions[version].operand for version in self._stored
+        )
         """As programs get them."""
         self._params = tuple(jax.tree.leaves(self.state))
         self._greedy: tuple[jax.Array, jax.Array] | None = None
@@ -200,7 +202,7 @@ class Runner:
         )
         queue.keep_settled(False)
         sources = locate_records(
-            [*map(self.store.source, self._stored)],
+            [self.store.versions[version].source for version in self._stored],
             [*map(self.store.places, self._stored)],
             layers,
             queue.file_number,

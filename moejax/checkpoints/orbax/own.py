@@ -71,7 +71,10 @@ class StoredCheckpoint(StoredModel):
         exact = dtype == manifest.dtype
         if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
             dense = set(lacking).intersection(every)
-            held = {versions[0]: [i for i in every if i not in dense], DENSE: sorted(dense)}
+            held: dict[str, Sequence[int]] = {
+                versions[0]: [i for i in every if i not in dense],
+                DENSE: sorted(dense),
+            }
         else:
             taken = [
                 version

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from host_offload.memory.device_memory import FreeMemory
-from host_offload.memory.store import ExpertStore
+from host_offload.memory.store import ExpertStore, StoredVersion
 from moejax.checkpoints.load import require_converted, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
@@ -79,15 +79,19 @@ def facts_without_weights(
         kept.insert(kept.index("lossless12") + 1, "dense")
         held = (i for i in range(sum(config.moe_layers)) if i not in dense_layers)
         layers = {"lossless12": tuple(held), "dense": tuple(dense_layers)}
-    layouts = {
-        version: dense
-        if version == "dense"
-        else dataclasses.replace(dense, version=version, dtype=named)
-        for version in kept
-    }
-    store = ExpertStore(layouts, {}, layers)
+    store = ExpertStore(
+        {
+            version: StoredVersion(
+                dense
+                if version == "dense"
+                else dataclasses.replace(dense, version=version, dtype=named),
+                layers=layers.get(version, ()),
+            )
+            for version in kept
+        }
+    )
     params, file_bytes = abstract_params(config, dtype), 0
     if in_files:
         count = sum(config.moe_layers) * config.num_experts
-        file_bytes = sum(count * layout.nbytes for layout in layouts.values())
+        file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
     return ModelFacts(config, named, store, read_bytes(params), nbytes(params), file_bytes)
