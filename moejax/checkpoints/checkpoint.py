@@ -6,6 +6,8 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
@@ -14,7 +16,7 @@ import numpy as np
 
 from host_offload.memory.record_source import RecordSource
 from host_offload.versions.encoders import WORKERS
-from moejax.models.config import ModelConfig
+from moejax.checkpoints.orbax.layout import StoredModel
 from pallas_kernels.records import RecordFormat
 
 T, S = TypeVar("T"), TypeVar("S")
@@ -53,38 +55,19 @@ class CheckpointReader(Protocol):
         ...
 
 
-class Checkpoint(Protocol):
-    """A checkpoint of which headers alone are read, and checked."""
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(StoredModel):
+    """A checkpoint of which headers alone are read, and checked. config: with a dtype."""
 
-    @property
-    def config(self) -> ModelConfig:
-        """With a dtype."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The weights'."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Its path, for messages."""
-        ...
-
-    @property
-    def nonfinite(self) -> Mapping[str, int]:
-        """Tensors with values that are NaN or infinite → how many, as far as they are read."""
-        ...
-
-    @property
-    def quantizers(self) -> Mapping[str, str]:
-        """Version → how it was made from the dense one."""
-        ...
+    nonfinite: Counter[str] = dataclasses.field(default_factory=Counter, kw_only=True)
+    """Tensors with values that are NaN or infinite → how many, as far as they are read."""
+    quantizers: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
+    """Version → how it was made from the dense one."""
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
         """Version → MoE layers that a run in this dtype loads to have these versions, or dense,
         from which they can be made. Raises UserError for files that are missing or too short."""
-        ...
+        raise NotImplementedError
 
     def record_files(
         self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
@@ -92,15 +75,15 @@ class Checkpoint(Protocol):
         """The experts where they are, by version. held: of `hold`. verify: what is read has a
         checksum that is compared. Raises UserError where a run in this dtype with these versions
         cannot compute with them as the files hold them."""
-        ...
+        raise NotImplementedError
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
         """What reading all parameters and these experts reads."""
-        ...
+        raise NotImplementedError
 
     def open(self) -> AbstractContextManager[CheckpointReader]:
         """Raises UserError at either end of the `with` for files that have changed."""
-        ...
+        raise NotImplementedError
 
 
 def run_tasks(

@@ -107,7 +107,7 @@ def load_checkpoint(
             some = tuple(layers) if len(layers) < whole else ()
             layout, source = run.layout(version), files.get(version)
             stored[version] = StoredVersion(layout, arrays[version], some, source)
-        warn_nonfinite(opened.source, opened.nonfinite)
+        warn_nonfinite(str(opened.directory), opened.nonfinite)
         if memory is not None:
             memory.complete()
         failed.pop_all()
@@ -140,7 +140,7 @@ def _require_room(
     if cache is not None:
         every = min(every, cache.bytes)
     nbytes += every if cache is not None or not files else 0
-    require_host_memory(nbytes, opened.source)
+    require_host_memory(nbytes, str(opened.directory))
 
 
 def _read(
@@ -161,7 +161,7 @@ def _read(
         builders: dict[str, StoreBuilder] = {}
         for version, layers in held.items():
             sizes = run.layout(version), len(layers), run.config.num_experts
-            store = new_store(*sizes, device, opened.source, new_builder, memory)
+            store = new_store(*sizes, device, str(opened.directory), new_builder, memory)
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
         advance = counted(progress, opened.count_bytes(reading))

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import numpy as np
 
 from host_offload.memory.record_source import RecordSource
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import RecordSink, Task
+from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
 from moejax.checkpoints.foreign.checkpoint import open_mapped
-from moejax.checkpoints.orbax.layout import DENSE, StoredModel
+from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.safetensors.shards import TensorFile, TensorReader, find_shards
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
@@ -36,20 +35,11 @@ _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorCheckpoint(StoredModel):
-    """A Checkpoint. files: whose tensors all have a place, or are ignored. places: by name."""
+class TensorCheckpoint(Checkpoint):
+    """files: whose tensors all have a place, or are ignored. places: by name."""
 
     files: Sequence[TensorFile]
     places: Mapping[str, Place]
-    nonfinite: Counter[str] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def source(self) -> str:
-        return str(self.directory)
-
-    @property
-    def quantizers(self) -> dict[str, str]:
-        return {}
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
         return {DENSE: range(sum(self.config.moe_layers))}
@@ -58,8 +48,8 @@ class TensorCheckpoint(StoredModel):
         self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
     ) -> dict[str, RecordSource]:
         raise UserError(
-            f"{self.source}: store='file' reads experts from the files of a converted checkpoint, "
-            f"and this is none; run `moejax convert {self.source} DST` once, and then DST"
+            f"{self.directory}: store='file' reads experts from the files of a converted checkpoint, "
+            f"and this is none; run `moejax convert {self.directory} DST` once, and then DST"
         )
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:

@@ -13,14 +13,15 @@ import functools
 import itertools
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from host_offload.memory.record_source import RecordFiles
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import RecordSink, Task
-from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
+from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
+from moejax.checkpoints.orbax.layout import DENSE, Leaf
 from moejax.checkpoints.orbax.manifest import (
     MANIFEST,
     Manifest,
@@ -41,8 +42,8 @@ _AGAIN = "copy the checkpoint again, or convert the original again"
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredCheckpoint(StoredModel):
-    """A checkpoint that is there; a Checkpoint, and its own reader. Of its dense version the same
+class StoredCheckpoint(Checkpoint):
+    """A checkpoint that is there, and its own reader. Of its dense version the same
     bits come as from its source."""
 
     manifest: Manifest
@@ -50,18 +51,6 @@ class StoredCheckpoint(StoredModel):
     @property
     def tree(self) -> pathlib.Path:
         return self.directory / self.manifest.tree
-
-    @property
-    def source(self) -> str:
-        return str(self.directory)
-
-    @property
-    def nonfinite(self) -> dict[str, int]:
-        return self.manifest.nonfinite
-
-    @property
-    def quantizers(self) -> dict[str, str]:
-        return self.manifest.quantizers
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
         """Those that the checkpoint has, dense first where it is wanted or needed. Lossless records
@@ -223,7 +212,8 @@ def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
                 f"differs); {_AGAIN}"
             )
     config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
-    return StoredCheckpoint(directory, config, manifest.dtype, manifest)
+    known = {"nonfinite": Counter(manifest.nonfinite), "quantizers": manifest.quantizers}
+    return StoredCheckpoint(directory, config, manifest.dtype, manifest, **known)
 
 
 def check_files(stored: StoredCheckpoint, experts: Iterable[Leaf]) -> None:
