@@ -39,6 +39,22 @@ class RecordSink(Protocol):
         ...
 
 
+class ArraySink:
+    """A RecordSink into the records uint16[E, rows, D] of one layer."""
+
+    def __init__(self, layout: RecordFormat, records: np.ndarray):
+        self.layout, self.records = layout, records
+        self.written = np.zeros(records.shape[:2], bool)
+
+    @contextlib.contextmanager
+    def piece(
+        self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
+    ) -> Iterator[np.ndarray]:
+        place = np.s_[first_expert : first_expert + experts, first_row : first_row + rows]
+        yield self.records[place]
+        self.written[place] = True
+
+
 class CheckpointReader(Protocol):
     """An open checkpoint."""
 

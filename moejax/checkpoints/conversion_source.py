@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
-from moejax.checkpoints.checkpoint import Checkpoint, run_tasks
+from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, run_tasks
 from moejax.checkpoints.loaded_model import run_dtype
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import MANIFEST
@@ -21,7 +20,6 @@ from moejax.checkpoints.orbax.own import MOST_FILES, open_stored
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.models.directory import read_json, require_own_file
 from moejax.requests.tokenizer import FILES, TEMPLATES
-from pallas_kernels.records import RecordFormat
 
 COPIED = (
     "config.json",
@@ -62,7 +60,7 @@ class Source(StoredModel):
                     yield array
                 return
             layer = int(key.rpartition(".")[2])
-            sink = _LayerRecords(self.layout(), self.config.num_experts)
+            sink = ArraySink(self.layout(), np.empty(leaf.shape, leaf.dtype))
             tasks = reader.read_experts(DENSE, [layer], sink, NUMPY_DTYPES[self.dtype])
             run_tasks(pool, tasks, _ignore)
             assert sink.written.all(), "rows without a tensor"
@@ -98,23 +96,6 @@ def orbax_source(directory: pathlib.Path) -> Source:
     # The manifest has checksums of all others.
     files = file_times([directory / MANIFEST], directory)
     return Source(directory, stored.config, stored.dtype, stored, files, copied)
-
-
-class _LayerRecords:
-    """The records of one layer; a RecordSink."""
-
-    def __init__(self, layout: RecordFormat, experts: int):
-        self.layout = layout
-        self.records = np.empty((experts, layout.rows, layout.hidden), np.uint16)
-        self.written = np.zeros((experts, layout.rows), bool)
-
-    @contextlib.contextmanager
-    def piece(
-        self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
-    ) -> Iterator[np.ndarray]:
-        place = np.s_[first_expert : first_expert + experts, first_row : first_row + rows]
-        yield self.records[place]
-        self.written[place] = True
 
 
 def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[str, list[int]]:

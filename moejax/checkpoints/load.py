@@ -68,10 +68,11 @@ def load_checkpoint(
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files of a
-    converted checkpoint, none of their bytes is read, and what cannot be made without reading them
-    is refused. verify_reads: their checksums are verified when they are read. cache: of them in
-    pinned memory; None: native threads read them. new_builder: of the store, as of new_store.
+    moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files, of
+    a converted checkpoint or, with a cache, of safetensors: none of their bytes is read, and what
+    cannot be made without reading them is refused. verify_reads: their checksums, where they have
+    some, are verified when they are read. cache: of them in pinned memory; None: native threads
+    read them. new_builder: of the store, as of new_store.
     shared: experts lie in memory that other processes share (moejax.checkpoints.shared_memory),
     LoadedModel.shared, and are read only if none of those has; not on a GPU. Raises UserError,
     naming file and tensor, or layer and expert, for whatever is wrong with them; all names, shapes
@@ -81,7 +82,7 @@ def load_checkpoint(
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
     check_orbax_options(directory, kind, step, name_map)
-    if in_files:
+    if in_files and cache is None:
         require_converted(directory, kind)
     with contextlib.ExitStack() as failed:
         memory = None
@@ -256,10 +257,12 @@ def check_orbax_options(
 
 
 def require_converted(path: str | os.PathLike, kind: str) -> None:
-    """Raises UserError where a checkpoint of that format does not have a file for each expert."""
+    """Raises UserError where a checkpoint of that format does not have a file for each expert,
+    which native threads read."""
     if kind != "moejax-orbax":
         raise UserError(
             f"{path}: store='file' reads experts from the files of a converted checkpoint, one "
             f"each, and this is none (its format is {kind}); run `moejax convert {path} DST` once, "
-            "and then DST"
+            "and then DST, or read safetensors files as they are through a cache in pinned host "
+            "memory: driver='host', transfers='queue', ops='move=xla' on a CPU"
         )

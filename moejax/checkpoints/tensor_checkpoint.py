@@ -18,7 +18,8 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
 from moejax.checkpoints.foreign.checkpoint import open_mapped
 from moejax.checkpoints.orbax.layout import DENSE
-from moejax.checkpoints.safetensors.shards import TensorFile, TensorReader, find_shards
+from moejax.checkpoints.safetensors.shards import Shard, TensorFile, TensorReader, find_shards
+from moejax.checkpoints.shard_records import ShardRecords
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
     ExpertPlace,
@@ -47,10 +48,21 @@ class TensorCheckpoint(Checkpoint):
     def record_files(
         self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
     ) -> dict[str, RecordSource]:
-        raise UserError(
-            f"{self.directory}: store='file' reads experts from the files of a converted checkpoint, "
-            f"and this is none; run `moejax convert {self.directory} DST` once, and then DST"
-        )
+        if {*versions} != {DENSE} or not all(isinstance(file, Shard) for file in self.files):
+            raise UserError(
+                f"{self.directory}: store='file' reads dense experts of safetensors files as they "
+                "lie, and others from what `moejax quantize` wrote; convert or quantize it first"
+            )
+        experts = self.config.num_experts
+        tensors: dict[tuple[int, int], list[tuple[Shard, str, ExpertPlace]]] = {}
+        for file, name in self.expert_tensors:
+            place = self.places[name]
+            assert isinstance(place, ExpertPlace) and isinstance(file, Shard)
+            for expert in range(experts) if place.expert is None else (place.expert,):
+                tensors.setdefault((place.layer, expert), []).append((file, name, place))
+        layout = self.config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
+        shape = sum(self.config.moe_layers), experts
+        return {DENSE: ShardRecords(layout, shape, tensors, dtype)}
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
         tensors = [*self.expert_tensors] if held else []
@@ -104,7 +116,7 @@ class TensorCheckpointReader:
             assert isinstance(place, ExpertPlace)
             if place.layer in layers:
                 tensor, layer = self._opened(file, name), layers.index(place.layer)
-                yield from tensor.read_expert(place, layer, sink, dtype)
+                yield from tensor.read_experts(place, layer, sink, dtype)
 
     def _opened(self, file: TensorFile, name: str) -> OpenTensor:
         if file.path not in self._readers:

@@ -6,7 +6,6 @@ same; otherwise they pass through a buffer that stays in the processor's cache.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import threading
@@ -57,45 +56,47 @@ class OpenTensor:
             step = max(1, _PIECE // (matrix.shape[1] * self._stored.itemsize))
         for first in range(0, len(matrix), max(step, 1)):
             rows = _Rows(first, min(step, len(matrix) - first))
-            part = contextlib.nullcontext(matrix[first : first + rows.count])
+            part = matrix[first : first + rows.count]
             yield lambda rows=rows, part=part: self._read(part, rows, None)
 
-    def read_expert(
+    def read_experts(
         self, place: ExpertPlace, layer: int, sink: RecordSink, dtype: np.dtype
     ) -> Iterator[Task]:
         """Fills its part of a record, or of all records of a layer. layer: the sink's. dtype: of
         the weights there."""
-        layout, stacked = sink.layout, place.expert is None
+        for expert in range(place.shape[0]) if place.expert is None else (place.expert,):
+            at = layer, expert
+            yield lambda at=at: self.read_record(place, at[1], at, sink, dtype)
+
+    def read_record(
+        self,
+        place: ExpertPlace,
+        expert: int,
+        at: tuple[int, int],
+        sink: RecordSink,
+        dtype: np.dtype,
+    ) -> int:
+        """Fills its part of one expert's record; returns the bytes read. at: layer and expert of
+        the sink."""
         matrices = ("gate", "up") if place.matrix == "gate_up" else (place.matrix,)
-        first, count = layout.parts[matrices[0]][0], sum(layout.parts[m][1] for m in matrices)
-
-        @contextlib.contextmanager
-        def part(expert: int) -> Iterator[np.ndarray]:
-            with sink.piece(layer, expert, 1, first, count) as rows:
-                # An arena row of 16-bit values is a weight row; a float32 row takes two.
-                weights = rows.reshape(-1).view(dtype).reshape(-1, layout.hidden)
-                yield weights.T if place.matrix == "down" else weights
-
-        experts = range(place.shape[0]) if place.expert is None else (place.expert,)
-        rows = place.shape[-2]
-        for expert in experts:
-            at = _Rows(expert * rows if stacked else 0, rows)
-            yield lambda expert=expert, at=at: self._read(
-                part(expert), at, expert if stacked else None
-            )
+        parts = [sink.layout.parts[matrix] for matrix in matrices]
+        stacked, rows = place.expert is None, place.shape[-2]
+        with sink.piece(*at, 1, parts[0][0], sum(count for _, count in parts)) as records:
+            # An arena row of 16-bit values is a weight row; a float32 row takes two.
+            weights = records.reshape(-1).view(dtype).reshape(-1, sink.layout.hidden)
+            out = weights.T if place.matrix == "down" else weights
+            lies = _Rows(expert * rows if stacked else 0, rows)
+            return self._read(out, lies, expert if stacked else None)
 
     @property
     def _stored(self) -> np.dtype:
         return NUMPY_DTYPES[self.file.tensors[self.name].dtype]
 
-    def _read(
-        self, part: contextlib.AbstractContextManager[np.ndarray], rows: _Rows, index: int | None
-    ) -> int:
-        """Fills a part, [rows, width] in the file's order. index: of the first axis, of which the
+    def _read(self, out: np.ndarray, rows: _Rows, index: int | None) -> int:
+        """Fills `out`, [rows, width] in the file's order. index: of the first axis, of which the
         rows are all."""
-        with part as out:
-            source = self._source(rows, index)
-            bad = _fill(out, source, self._stored, f"{self.file.path}: tensor {self.name}")
+        source = self._source(rows, index)
+        bad = _fill(out, source, self._stored, f"{self.file.path}: tensor {self.name}")
         if bad:
             with _COUNTING:
                 self.nonfinite[self.name] += bad

@@ -30,6 +30,8 @@ class ModelFacts:
     """Bytes of all parameters beside experts."""
     file_bytes: int = 0
     """Bytes of experts that stay in files."""
+    verified: bool = False
+    """What is read of those is compared with checksums."""
 
 
 def facts_of(loaded: LoadedModel) -> ModelFacts:
@@ -37,7 +39,9 @@ def facts_of(loaded: LoadedModel) -> ModelFacts:
     held = loaded.store.versions.items()
     store = ExpertStore({v: StoredVersion(each.layout, layers=each.layers) for v, each in held})
     params = read_bytes(loaded.params), nbytes(loaded.params)
-    return ModelFacts(loaded.config, loaded.dtype, store, *params, loaded.store.file_bytes)
+    verified = all(source.verify for source in loaded.store.files.values())
+    in_files = loaded.store.file_bytes, verified
+    return ModelFacts(loaded.config, loaded.dtype, store, *params, *in_files)
 
 
 def nbytes(params: dict) -> int:

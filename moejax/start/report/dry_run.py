@@ -15,7 +15,7 @@ from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_byt
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import automatic, new_builder
+from moejax.start.decide.transfers import automatic, cache_of, new_builder
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -27,8 +27,6 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     ArenaTooSmall as that would, but for what is found in the weights alone."""
     settings = settings_of(options)
     config, weights = read_headers(options.model, options.step, options.name_map)
-    if options.store == "file" and weights is not None:
-        require_converted(options.model, weights.format)
     dense_layers = {} if weights is None else weights.dense_layers
     model = facts_without_weights(
         config,
@@ -43,6 +41,11 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     chosen = select_device(options.device, options.threads)
     check_store(settings, chosen.platform)
     new_builder(settings, chosen.platform)
+    kind = "moejax-orbax" if weights is None else weights.format
+    if options.store == "file" and cache_of(settings, chosen.platform) is None:
+        require_converted(options.model, kind)
+    verified = options.verify_reads and kind == "moejax-orbax"
+    model = dataclasses.replace(model, verified=verified)
     of_memory = automatic(settings, chosen.platform)
     device = device_facts(chosen, automatic=of_memory)
     if device.memory is not None:

@@ -1,18 +1,18 @@
 """Where records are, what an arena is told of it, and what is refused."""
 
 import dataclasses
-import hashlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.memory.record_source import RecordFiles, StackedRecords, locate_records
+from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import QueueError
 from pallas_kernels.cpu.arena import ArenaMemory
 from pallas_kernels.cpu.sources import MEMORY, NOWHERE
 from pallas_kernels.records.format import RecordFormat
+from tests.host_offload.queue.test_cached import files_in
 from tests.pallas_kernels.contract import NATIVE, pinned
 
 DENSE = RecordFormat("dense", 32, 4, "bfloat16")
@@ -60,29 +60,16 @@ def test_an_arena_is_attached_to_an_open_queue():
 # ---- records in files
 
 
-def written(folder, layers=2, experts=3) -> RecordFiles:
-    """Files of random records."""
-    rng, paths, sums = np.random.default_rng(0), [], np.zeros((layers, experts), np.uint64)
-    for layer, expert in np.ndindex(layers, experts):
-        path, record = folder / f"{layer}.{expert}", rng.bytes(DENSE.nbytes)
-        path.write_bytes(record)
-        sums[layer, expert] = int(hashlib.sha256(record).hexdigest()[:16], 16)
-        paths.append(str(path))
-    return RecordFiles(
-        DENSE, tuple(tuple(paths[i * experts :][:experts]) for i in range(layers)), sums
-    )
-
-
 @NATIVE
 def test_each_record_is_a_file_with_its_checksum(tmp_path):
-    files = written(tmp_path)
+    files = files_in(tmp_path)
     with NativeQueue(threads=1) as queue:
         found = files.locate(queue.file_number)
         assert found["file"][1, 2] == queue.file_number(files.paths[1][2])
-        assert len(set(found["file"].ravel().tolist())) == 6
+        assert len(set(found["file"].ravel().tolist())) == 8
         assert (found["checksum"] == files.checksums).all()
         assert (found["check"] == 1).all() and not found["place"].any()
-        crcs = np.arange(6, dtype=np.uint64).reshape(2, 3)
+        crcs = np.arange(8, dtype=np.uint64).reshape(2, 4)
         cheaper = dataclasses.replace(files, crcs=crcs)
         found = cheaper.locate(queue.file_number)
         assert (found["checksum"] == crcs).all() and (found["check"] == 2).all()
@@ -92,7 +79,7 @@ def test_each_record_is_a_file_with_its_checksum(tmp_path):
 
 @NATIVE
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    files = written(tmp_path)
+    files = files_in(tmp_path)
     (tmp_path / "1.1").unlink()
     with NativeQueue(threads=1) as queue, pytest.raises(QueueError, match=r"1\.1: No such file"):
         files.locate(queue.file_number)
