@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # In this process "demo" is the model of four layers whose shapes the tests were written for. The
 # one in the package is that of tests/moejax/test_demo.py, and of processes that tests start.
 PACKAGED_DEMO = moejax.models.directory.EMBEDDED
-moejax.models.directory.EMBEDDED = REPOSITORY / "tests" / "models" / "demo"
+DEMO = moejax.models.directory.EMBEDDED = REPOSITORY / "tests" / "models" / "demo"
 SHARED = Path(os.environ.get("MOEJAX_SHARED", REPOSITORY.parent / "shared"))
 
 # --hypothesis-profile chooses another than `dev`. No deadline: the first example compiles.
@@ -118,5 +118,5 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_dir() -> Path:
-    """The embedded model, a Hugging Face directory."""
-    return REPOSITORY / "moejax" / "demo"
+    """The tests' model, a Hugging Face directory."""
+    return DEMO

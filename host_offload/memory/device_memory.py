@@ -70,6 +70,12 @@ def free_memory(device: jax.Device) -> FreeMemory:
     raise RuntimeError(f"{device} does not report its free memory; give memory=")
 
 
+def shares_memory(device: jax.Device) -> bool:
+    """Whether `pinned_host` memory of the device is ordinary memory that jax takes without a copy
+    (aligned as by aligned_empty)."""
+    return device.platform == "cpu"
+
+
 def host_available_bytes() -> int:
     """Bytes of host memory that new allocations can take now."""
     # MemAvailable counts what the kernel can give back, which sysconf's free pages do not.

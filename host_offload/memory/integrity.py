@@ -3,7 +3,6 @@ would defeat its donation, and would have to wait for the step."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import jax
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from host_offload.memory.store import RecordFiles
+from host_offload.memory.record_source import RecordSource
 from pallas_kernels.cpu.arena import OwnedArena, read_rows
-from pallas_kernels.cpu.file_records import FileRecords
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import decode
 from pallas_kernels.records.absent import AbsentRecords
@@ -38,7 +36,7 @@ def count_faults(
 
     arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D]; formats: how each
     version lies in a cell and in its store, None: alike in both. The bytes of records that are not
-    given, in files or in separate arrays, are not compared here: see `damaged`, `same_record`.
+    given, in files or in separate arrays, are not compared here: see count_damaged, same_record.
     """
     layers, cells = tables.owner.shape
     experts = jnp.arange(tables.address.shape[1])
@@ -71,7 +69,7 @@ def count_faults(
         layer, cell = i // cells, i % cells
         owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
         for v, store in enumerate(stores):
-            if isinstance(store, FileRecords | AbsentRecords):
+            if isinstance(store, AbsentRecords):
                 continue
             live = (owner >= 0) & (row >= 0) & (tables.cell_version[layer, cell] == v)
             place = layer if formats is None else formats[v].place(layer)
@@ -91,25 +89,19 @@ def count_faults(
     return jnp.stack([*counts, wrong])
 
 
-def damaged(arena: np.ndarray, tables: Tables, version: int, files: RecordFiles, rows: int) -> int:
-    """How many residents of one version have other bytes than their files' checksums say.
+def count_damaged(arena: np.ndarray, tables: Tables, version: int, source: RecordSource) -> int:
+    """How many residents of one version have other bytes than its source says.
 
-    arena: uint16[rows, D], that nobody writes. tables: on the host. files: of the version, whose
-    records have so many rows.
+    arena: uint16[rows, D], that nobody writes. tables: on the host.
     """
     owner, row = tables.owner, tables.cell_row
     held = (owner >= 0) & (row >= 0) & (tables.cell_version == version)
     wrong = 0
     for layer, cell in np.argwhere(held):
         first = row[layer, cell]
-        found = file_checksum_of(arena[first : first + rows])
-        wrong += found != files.checksums[layer, owner[layer, cell]]
+        record = arena[first : first + source.format.rows]
+        wrong += not source.holds(layer, int(owner[layer, cell]), record)
     return wrong
-
-
-def file_checksum_of(record: np.ndarray) -> int:
-    """What RecordFiles.checksums has for a record uint16[rows, D], contiguous."""
-    return int.from_bytes(hashlib.sha256(record.data).digest()[:8], "big")
 
 
 def same_record(arena: jax.Array, row: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:

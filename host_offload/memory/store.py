@@ -15,81 +15,97 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from host_offload.memory.device_memory import advise
+from host_offload.memory.device_memory import advise, shares_memory
+from host_offload.memory.record_source import RecordSource, StackedRecords
 from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.absent import AbsentRecords
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Makes an array of that shape, aligned as by aligned_empty."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordFiles:
-    """Where the records of one version lie: each is a whole file."""
+class StoredVersion:
+    """All experts in one version.
 
-    paths: tuple[tuple[str, ...], ...]
-    """[L][E]."""
-    checksums: np.ndarray
-    """uint64[L, E]: SHA-256's first 64 bits."""
-    crcs: np.ndarray | None = None
-    """uint64[L, E]: CRC-32C; None where the checkpoint has not all of them."""
-    verify: bool = True
-    """Records are verified as they are read, by CRC-32C where it is known: a fifth of the work."""
+    array: uint16[L, E, rows, D] in `pinned_host` memory of one device, L counted over MoE layers;
+    AbsentRecords of records that native threads read from files; PinnedRecords
+    (host_offload/queue/pinned.py) of arrays for each expert's matrices; CachedRecords
+    (host_offload/queue/cached.py) of files and some such arrays; None where only facts are asked.
+    layers: the MoE layers that there are, ascending, where some are missing; each of those is there
+    in another version. files: where records lie that stay in files.
+    """
+
+    layout: RecordFormat
+    array: Any = None
+    layers: tuple[int, ...] = ()
+    files: RecordSource | None = None
+
+    @property
+    def operand(self) -> jax.Array | AbsentRecords:
+        """What programs take for the records."""
+        held = isinstance(self.array, jax.Array | AbsentRecords)
+        return self.array if held else self.array.absent
+
+    @property
+    def source(self) -> RecordSource:
+        """Where native threads find the records."""
+        return self.files or StackedRecords(self.layout, self.array)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertStore:
-    """All experts by version, ready to be passed to jit as parameters (never to be donated).
+    """All experts by version, ready to be passed to jit as parameters (never to be donated)."""
 
-    layouts: version → its record's layout. arrays: version → uint16[L, E, rows, D] in `pinned_host`
-    memory of one device, L counted over MoE layers, FileRecords of records that stay in files,
-    PinnedRecords (host_offload/queue/pinned.py) of arrays for each expert's matrices, or
-    CachedRecords (host_offload/queue/cached.py) of files and some such arrays.
-    layers: version → the MoE layers that its array has, ascending, for versions that lack some;
-    each of those has the layer in another version. files: version → where those in files lie.
-    """
+    versions: dict[str, StoredVersion]
 
-    layouts: dict[str, RecordFormat]
-    arrays: dict[str, Any]
-    layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    files: dict[str, RecordFiles] = dataclasses.field(default_factory=dict)
+    @property
+    def layouts(self) -> dict[str, RecordFormat]:
+        return {version: held.layout for version, held in self.versions.items()}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {version: held.array for version, held in self.versions.items()}
+
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """Of versions that lack some."""
+        return {version: held.layers for version, held in self.versions.items() if held.layers}
+
+    @property
+    def files(self) -> dict[str, RecordSource]:
+        return {version: held.files for version, held in self.versions.items() if held.files}
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(held.array.nbytes for held in self.versions.values())
 
     @property
     def file_bytes(self) -> int:
         """Bytes of records that stay in files."""
-        shapes = (self.arrays[version].shape for version in self.files)
-        return sum(math.prod(shape) * 2 for shape in shapes)
+        return sum(math.prod(f.shape) * f.format.nbytes for f in self.files.values())
 
     def only(self, versions: Sequence[str]) -> ExpertStore:
         """The store of these versions, in this order; frees the others now, whoever else refers to
         them. Raises KeyError for a version that is not there."""
-        kept = ExpertStore(
-            {version: self.layouts[version] for version in versions},
-            {version: self.arrays[version] for version in versions},
-            {version: held for version, held in self.layers.items() if version in versions},
-            {version: files for version, files in self.files.items() if version in versions},
-        )
-        for version in self.arrays.keys() - kept.arrays.keys():
-            self.arrays[version].delete()
+        kept = ExpertStore({version: self.versions[version] for version in versions})
+        ExpertStore({v: self.versions[v] for v in self.versions if v not in versions}).delete()
         return kept
 
     def places(self, version: str) -> tuple[int, ...] | None:
         """Each MoE layer's index in the version's array, −1 where it lacks the layer; None: it has
         every layer, in order."""
-        if version not in self.layers:
+        held = self.versions[version].layers
+        if not held:
             return None
-        held = self.layers[version]
         count = 1 + max(layer for each in self.layers.values() for layer in each)
         return tuple(held.index(layer) if layer in held else -1 for layer in range(count))
 
     def delete(self) -> None:
         """Frees the arrays now, whoever else refers to them."""
-        for array in self.arrays.values():
-            array.delete()
+        for held in self.versions.values():
+            held.array.delete()
 
 
 class StoreBuilder:
@@ -220,7 +236,7 @@ class StoreBuilder:
             )
         self._open = False
         records = self._finished()
-        return ExpertStore({self.layout.version: self.layout}, {self.layout.version: records})
+        return ExpertStore({self.layout.version: StoredVersion(self.layout, records)})
 
     def _finished(self) -> Any:
         """The records, all written."""
@@ -235,12 +251,6 @@ class StoreBuilder:
         if self._array is not None:
             self._array.delete()
             self._array = None
-
-
-def shares_memory(device: jax.Device) -> bool:
-    """Whether `pinned_host` memory of the device is ordinary memory that jax takes without a copy
-    (aligned as by aligned_empty)."""
-    return device.platform == "cpu"
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

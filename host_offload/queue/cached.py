@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
-from host_offload.memory.integrity import file_checksum_of
-from host_offload.memory.store import RecordFiles, aligned_empty
-from host_offload.queue.native import checksum
+from host_offload.memory.record_source import RecordSource
+from host_offload.memory.store import aligned_empty
 from host_offload.queue.pinned import InPieces, piece_edges
-from pallas_kernels.cpu.library import why_not_cpu
-from pallas_kernels.records.format import RecordFormat
 
 _Key = tuple[int, int]
 """MoE layer, expert."""
@@ -120,22 +116,16 @@ class CachedRecords(InPieces):
     """Every expert of the dense version in files, and as many as there is room for in `pinned_host`
     memory of one device. Has what DeviceQueue asks of PinnedRecords; may be asked by one thread.
 
-    Each file must stay what it is now: device, inode, size and time are compared at every read.
-    Raises OSError for a file that is not there.
     """
 
-    def __init__(
-        self, files: RecordFiles, layout: RecordFormat, device: jax.Device, spec: CacheSpec
-    ):
-        layers, experts = files.checksums.shape
-        self.files, self.spec = files, spec
-        self.shape = layers, experts, layout.rows, layout.hidden
+    def __init__(self, source: RecordSource, device: jax.Device, spec: CacheSpec):
+        layout = source.format
+        self.source, self.spec = source, spec
+        self.shape = *source.shape, layout.rows, layout.hidden
         self.edges = piece_edges(layout, spec.chunk_bytes)
         self.capacity = spec.bytes // layout.nbytes
         """Records."""
         self._sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        self._first = [[_identity(os.stat(path)) for path in layer] for layer in files.paths]
-        self._native = why_not_cpu() is None
         self._lock = threading.Condition()
         self._records: dict[_Key, _Record] = {}
         """Those with room, the one that was used last at the end."""
@@ -246,7 +236,9 @@ class CachedRecords(InPieces):
             record.reading = True
         failure, pieces = None, None
         try:
-            pieces = self._pinned(self._read(*record.key))
+            read = aligned_empty(self.shape[2:], self.dtype)
+            self.source.read(*record.key, read)
+            pieces = self._pinned(read)
         except Exception as error:  # whatever it was, it fails those that hold the record
             failure = error
         with self._lock:
@@ -262,39 +254,6 @@ class CachedRecords(InPieces):
     def _pinned(self, record: np.ndarray) -> list[jax.Array]:
         parts = [record[a:b] for a, b in itertools.pairwise(self.edges)]
         return jax.block_until_ready(jax.device_put(parts, self._sharding))
-
-    def _read(self, layer: int, expert: int) -> np.ndarray:
-        """uint16[rows, D], verified. Raises OSError."""
-        path = self.files.paths[layer][expert]
-        record = aligned_empty(self.shape[2:], self.dtype)
-        into, there = record.data.cast("B"), 0
-        with open(path, "rb", buffering=0) as file:
-            self._check_same(layer, expert, file.fileno())
-            while there < len(into) and (count := file.readinto(into[there:])):
-                there += count
-            self._check_same(layer, expert, file.fileno())
-        if there < len(into):
-            raise OSError(f"{path}: ended after {there} of {len(into)} bytes")
-        if self.files.verify and self._damaged(layer, expert, record):
-            raise OSError(f"{path}: the bytes do not have their checksum")
-        return record
-
-    def _check_same(self, layer: int, expert: int, descriptor: int) -> None:
-        if _identity(os.fstat(descriptor)) != self._first[layer][expert]:
-            path = self.files.paths[layer][expert]
-            raise OSError(f"{path}: changed since it was opened first")
-
-    def _damaged(self, layer: int, expert: int, record: np.ndarray) -> bool:
-        """Whether these are other bytes than were written, by CRC-32C where it is known and there
-        is a library to compute it."""
-        if self._native and self.files.crcs is not None:
-            found = int(checksum("crc32c", record.data.cast("B")), 16)
-            return found != int(self.files.crcs[layer, expert])
-        return file_checksum_of(record) != int(self.files.checksums[layer, expert])
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def least_records(demands: int, spec: CacheSpec) -> int:

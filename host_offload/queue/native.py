@@ -15,8 +15,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
     DEMAND,
@@ -123,7 +121,6 @@ def _library() -> ctypes.CDLL:
         "transfers_step": (ctypes.c_int32, (handle,)),
         "transfers_record": (None, (handle, ctypes.c_int32)),
         "transfers_events": (number, (handle, ctypes.POINTER(_Event), number)),
-        "checksum": (ctypes.c_uint64, (ctypes.c_int32, ctypes.c_void_p, number)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(functions, f"moejax_{name}")
@@ -409,14 +406,6 @@ class NativeQueue:
         text = ctypes.create_string_buffer(_TEXT)
         self._calls.moejax_transfers_message(self.handle, ticket, text, _TEXT)
         return _said(text)
-
-
-def checksum(kind: str, data: bytes | memoryview) -> str:
-    """What `Source.checksum` is for these bytes, in their order. kind: "sha256" or "crc32c"."""
-    number = {"sha256": 1, "crc32c": 2}[kind]
-    held = np.frombuffer(data, np.uint8)
-    value = _library().moejax_checksum(number, held.ctypes.data, held.size)
-    return f"{value:0{16 if number == 1 else 8}x}"
 
 
 def _part(part: int | None) -> int:

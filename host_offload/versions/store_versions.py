@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import numpy as np
 
-from host_offload.memory.store import ExpertStore, StoreBuilder, shares_memory
+from host_offload.memory.record_source import read_records
+from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, encode
 from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 from pallas_kernels.records import RecordFormat
@@ -45,7 +44,7 @@ def add_version(
         layer, (experts, reason) = next(iter(failed.items()))
         named = ", ".join(map(str, experts[:8]))
         raise VersionError(f"{version} cannot hold expert {named} of MoE layer {layer}: {reason}")
-    return ExpertStore(store.layouts | made.layouts, store.arrays | made.arrays, store.layers)
+    return ExpertStore(store.versions | made.versions)
 
 
 def lossless_where_it_fits(
@@ -63,8 +62,9 @@ def lossless_where_it_fits(
     _require_dense(store, version)
     count = store.arrays["dense"].shape[0]
     made, failed = _encoded(store, version, dtype, rtn, progress, range(count), every=True)
+    others = [version for version in store.versions if version != "dense"]
     if made is not None:
-        return _replaced(store, made), {}
+        return ExpertStore(made.versions | store.only(others).versions), {}
     if len(failed) == count:
         raise VersionError(
             f"in every MoE layer an expert has more escapes than {version} has room for, so there "
@@ -78,23 +78,11 @@ def lossless_where_it_fits(
     made, _ = _encoded(store, version, dtype, rtn, None, fitting)
     rest, _ = _encoded(store, "dense", dtype, rtn, None, tuple(failed))
     assert made is not None and rest is not None
-    both = ExpertStore(
-        made.layouts | rest.layouts,
-        made.arrays | rest.arrays,
-        {version: fitting, "dense": tuple(failed)},
-    )
-    return _replaced(store, both), why
-
-
-def _replaced(store: ExpertStore, made: ExpertStore) -> ExpertStore:
-    """What was made, and the other versions of the store than dense, which is freed."""
-    store.arrays["dense"].delete()
-    rest = [version for version in store.arrays if version != "dense"]
-    return ExpertStore(
-        made.layouts | {version: store.layouts[version] for version in rest},
-        made.arrays | {version: store.arrays[version] for version in rest},
-        made.layers,
-    )
+    parts = {
+        version: dataclasses.replace(made.versions[version], layers=fitting),
+        "dense": dataclasses.replace(rest.versions["dense"], layers=tuple(failed)),
+    }
+    return ExpertStore(parts | store.only(others).versions), why
 
 
 def _require_dense(store: ExpertStore, version: str) -> None:
@@ -163,26 +151,6 @@ def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndar
     """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
     shape = (len(records), 3 * layout.width, layout.hidden)
     return records.reshape(len(records), -1).view(NUMPY_DTYPES[dtype]).reshape(shape)
-
-
-def read_records(array: jax.Array, layer: int, first: int, count: int) -> np.ndarray:
-    """uint16[count, rows, D]: records of experts first … first + count − 1, from pinned memory.
-
-    array: uint16[L, E, rows, D]. On the CPU a view; elsewhere through the device's memory, which
-    needs room for them.
-    """
-    if shares_memory(next(iter(array.devices()))):
-        return np.asarray(array)[layer, first : first + count]
-    return np.asarray(_reader(count)(array, layer, first))
-
-
-@functools.cache
-def _reader(count: int):
-    def read(array: jax.Array, layer: jax.Array, first: jax.Array) -> jax.Array:
-        found = jax.lax.dynamic_slice(array, (layer, first, 0, 0), (1, count, *array.shape[2:]))
-        return jax.device_put(found, jax.memory.Space.Device)[0]
-
-    return jax.jit(read)
 
 
 def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:

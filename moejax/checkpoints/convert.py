@@ -14,15 +14,14 @@ import importlib.metadata
 import logging
 import os
 import pathlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
-from host_offload.queue.native import checksum as native_checksum
 from host_offload.versions.encoders import WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
+from moejax.checkpoints.checkpoint import in_order
 from moejax.checkpoints.conversion_source import Source, open_source
 from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.loaded_model import counted, require_host_memory, warn_nonfinite
@@ -39,9 +38,9 @@ from moejax.checkpoints.orbax.manifest import (
     write_file,
     write_manifest,
 )
-from moejax.checkpoints.placement import in_order
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
+from pallas_kernels.cpu.checksums import checksum as native_checksum
 from pallas_kernels.cpu.library import why_not_cpu
 
 log = logging.getLogger("moejax")
@@ -136,9 +135,8 @@ def _complete(
     require_host_memory(max(at_once), str(source.directory))
     for leaf in dense:
         if not manifest.checksums(leaf):
-            nonfinite: Counter[str] = Counter()
-            manifest.put(leaf, *_write_chunks(tree, leaf, source.chunks(leaf, nonfinite)))
-            manifest.nonfinite |= nonfinite
+            manifest.put(leaf, *_write_chunks(tree, leaf, source.chunks(leaf)))
+            manifest.nonfinite |= source.checkpoint.nonfinite
             write_manifest(work / JOURNAL, manifest)
             advance(leaf.nbytes)
     warn_nonfinite(str(source.directory), manifest.nonfinite)
@@ -171,7 +169,7 @@ def _complete(
     if left_out:
         _leave_out(source, work, manifest, layers)
     for leaf in dense if verify else ():
-        _compare_chunks(tree, leaf, source.chunks(leaf, Counter()))
+        _compare_chunks(tree, leaf, source.chunks(leaf))
         advance(leaf.nbytes)
     os.replace(work / JOURNAL, work / MANIFEST)
     return total - sum(leaf.nbytes for leaf in left_out), kept
@@ -250,7 +248,7 @@ def _begin(
         source.dtype,
         tree,
         experts={version: {} for version in layers},
-        nonfinite=dict(source.nonfinite),
+        nonfinite=dict(source.checkpoint.nonfinite),
         quantizers=quantizers,
     )
     write_manifest(work / JOURNAL, manifest)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
+import itertools
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from host_offload.memory.store import StoreBuilder, aligned_empty
-from host_offload.queue.cached import CacheSpec
-from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.foreign.checkpoint import open_mapped
+from host_offload.memory.device_memory import shares_memory
+from host_offload.memory.record_source import RecordSource
+from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion, aligned_empty
+from host_offload.queue.cached import CachedRecords, CacheSpec
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
+from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
     counted,
@@ -27,28 +28,20 @@ from moejax.checkpoints.loaded_model import (
     run_dtype,
     warn_nonfinite,
 )
+from moejax.checkpoints.orbax.layout import Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
-from moejax.checkpoints.orbax.own import load_orbax
+from moejax.checkpoints.orbax.own import open_stored
 from moejax.checkpoints.orbax.steps import is_orbax
-from moejax.checkpoints.placement import load_file
-from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, TensorFile, find_shards
+from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
 from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shared
-from moejax.checkpoints.tensors import (
-    ExpertPlace,
-    ParamPlace,
-    Place,
-    abstract_params,
-    check_experts,
-    expected_tensors,
-    is_ignored,
-)
-from moejax.errors import UserError, user_errors
-from moejax.models.config import ModelConfig, load_config
+from moejax.checkpoints.tensor_checkpoint import open_tensors
+from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory
+from pallas_kernels.records.absent import AbsentRecords
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
-_PHASES = ("headers", "allocate", "read", "transfer")
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PHASES = ("headers", "allocate", "read")
+"""Of moejax.engine.statistics.StartTimes; parameters go to the device while others are read."""
 
 
 def load_checkpoint(
@@ -68,62 +61,159 @@ def load_checkpoint(
 ) -> LoadedModel:
     """Loads a local checkpoint directory, shard by shard.
 
-    Host memory grows by the weights, one shard and a few tensors. path: a directory with
+    Host memory grows by the experts, one parameter and a few tensors. path: a directory with
     config.json and model.safetensors or an index with shards, or an Orbax checkpoint. dtype:
     "auto" (the checkpoint's) or one of DTYPE_NAMES. device: the first one by default. progress:
     called with (done, total) bytes of tensors read. step, name_map: of an Orbax checkpoint that
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.checkpoints.versions.with_versions makes it. in_files, verify_reads, cache: experts
-    stay in the files of a converted checkpoint, as in load_orbax. new_builder: of the store, as of
-    new_store. shared: experts lie in memory that other processes share
-    (moejax.checkpoints.shared_memory), LoadedModel.shared, and are read only if none of those has;
-    not on a GPU. Raises UserError, naming file and tensor,
-    for whatever is wrong with them; all names, shapes and dtypes are checked before the first
-    weight is read.
+    moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files, of
+    a converted checkpoint or, with a cache, of safetensors: none of their bytes is read, and what
+    cannot be made without reading them is refused. verify_reads: their checksums, where they have
+    some, are verified when they are read. cache: of them in pinned memory; None: native threads
+    read them. new_builder: of the store, as of new_store.
+    shared: experts lie in memory that other processes share (moejax.checkpoints.shared_memory),
+    LoadedModel.shared, and are read only if none of those has; not on a GPU. Raises UserError,
+    naming file and tensor, or layer and expert, for whatever is wrong with them; all names, shapes
+    and dtypes, and the files' sizes, are checked before the first weight is read.
     """
     began = time.perf_counter()
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
     check_orbax_options(directory, kind, step, name_map)
-    if in_files:
+    if in_files and cache is None:
         require_converted(directory, kind)
-    memory = None
-    if shared:
-        said = [kind, dtype, str(step), str(name_map), list(versions), in_files]
-        inside = (path for path in directory.rglob("*") if path.is_file())
-        memory = open_shared([*said, *content_of(directory, inside)])
-    try:
-        if kind == "moejax-orbax":
-            loaded = load_orbax(
-                directory,
-                dtype,
-                device,
-                progress,
-                versions,
-                in_files=in_files,
-                verify_reads=verify_reads,
-                cache=cache,
-                new_builder=new_builder,
-                shared=memory,
-            )
-        else:
-            config, files = open_tensors(directory, kind, step, name_map)
-            source = str(files[0].path if kind == "orbax" else directory)
-            headers_s = time.perf_counter() - began
-            loaded = load_tensors(
-                config, files, dtype, device, progress, source, new_builder, memory
-            )
-            seconds = loaded.seconds | {"headers": loaded.seconds["headers"] + headers_s}
-            loaded = dataclasses.replace(loaded, seconds=seconds)
+    with contextlib.ExitStack() as failed:
+        memory = None
+        if shared:
+            said = [kind, dtype, str(step), str(name_map), list(versions), in_files]
+            inside = (path for path in directory.rglob("*") if path.is_file())
+            memory = open_shared([*said, *content_of(directory, inside)])
+            failed.callback(memory.close)
+        opened = open_checkpoint(directory, kind, step, name_map)
+        to_name = run_dtype(dtype, opened.dtype)
+        run = StoredModel(directory, opened.config, to_name)
+        held = opened.hold(to_name, versions)
+        files = opened.record_files(to_name, versions, held, verify_reads) if in_files else {}
+        marks = [began, time.perf_counter()]
+        device = jax.devices()[0] if device is None else device
+        _require_room(opened, run, {} if memory and memory.filled else held, device, files, cache)
+        params, arrays = _read(
+            opened, run, {} if in_files else held, device, progress, marks, new_builder, memory
+        )
+        arrays |= {version: _unread(source, device, cache) for version, source in files.items()}
+        whole, stored = sum(run.config.moe_layers), {}
+        for version, layers in held.items():
+            some = tuple(layers) if len(layers) < whole else ()
+            layout, source = run.layout(version), files.get(version)
+            stored[version] = StoredVersion(layout, arrays[version], some, source)
+        warn_nonfinite(str(opened.directory), opened.nonfinite)
         if memory is not None:
             memory.complete()
-        return dataclasses.replace(loaded, shared=memory)
-    except BaseException:
-        if memory is not None:
-            memory.close()
-        raise
+        failed.pop_all()
+    marks.append(time.perf_counter())
+    return LoadedModel(
+        run.config,
+        to_name,
+        params,
+        ExpertStore(stored),
+        run.layout(),
+        dict(zip(_PHASES, np.diff(marks).tolist(), strict=True)),
+        {v: made for v, made in opened.quantizers.items() if v in held},
+        memory,
+    )
+
+
+def _require_room(
+    opened: Checkpoint,
+    run: StoredModel,
+    held: Mapping[str, Sequence[int]],
+    device: jax.Device,
+    files: Mapping[str, RecordSource],
+    cache: CacheSpec | None,
+) -> None:
+    """Raises UserError where host memory has less free than loading takes."""
+    sizes = [leaf.nbytes for leaf in run.params.values()]
+    nbytes = sum(sizes) if shares_memory(device) else max(sizes)
+    experts = run.config.num_experts
+    every = sum(len(each) * experts * run.layout(v).nbytes for v, each in held.items())
+    if cache is not None:
+        every = min(every, cache.bytes)
+    nbytes += every if cache is not None or not files else 0
+    require_host_memory(nbytes, str(opened.directory))
+
+
+def _read(
+    opened: Checkpoint,
+    run: StoredModel,
+    held: Mapping[str, Sequence[int]],
+    device: jax.Device,
+    progress: Callable[[int, int], None] | None,
+    marks: list[float],
+    new_builder: Callable[..., StoreBuilder],
+    memory: SharedMemory | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(LoadedModel.params, ExpertStore.arrays of what is held). marks: gets the time when memory is
+    allocated. memory: where experts lie, and maybe are already."""
+    dtype = NUMPY_DTYPES[run.dtype]
+    reading = {} if memory is not None and memory.filled else held
+    with contextlib.ExitStack() as stack:
+        builders: dict[str, StoreBuilder] = {}
+        for version, layers in held.items():
+            sizes = run.layout(version), len(layers), run.config.num_experts
+            store = new_store(*sizes, device, str(opened.directory), new_builder, memory)
+            builders[version] = stack.enter_context(store)
+        marks.append(time.perf_counter())
+        advance = counted(progress, opened.count_bytes(reading))
+        # The pool last: its threads end before files are closed and memory is given back.
+        reader = stack.enter_context(opened.open())
+        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
+        params = run.params_tree(
+            _read_param(reader, key, leaf, pool, advance, device)
+            for key, leaf in run.params.items()
+        )
+        for version, layers in reading.items():
+            tasks = reader.read_experts(version, layers, builders[version], dtype)
+            run_tasks(pool, tasks, advance)
+        return params, {v: builder.finish().arrays[v] for v, builder in builders.items()}
+
+
+def _read_param(
+    reader: CheckpointReader,
+    key: str,
+    leaf: Leaf,
+    pool: Executor,
+    advance: Callable[[int], None],
+    device: jax.Device,
+) -> jax.Array:
+    weights = aligned_empty(leaf.shape, leaf.dtype)
+    chunks = zip(leaf.chunks, weights if leaf.stacked else weights[None], strict=True)
+    tasks = (reader.read_param(key, chunk, out) for chunk, out in chunks)
+    run_tasks(pool, itertools.chain.from_iterable(tasks), advance)
+    return jax.block_until_ready(jax.device_put(weights, device))
+
+
+def _unread(
+    source: RecordSource, device: jax.Device, cache: CacheSpec | None
+) -> AbsentRecords | CachedRecords:
+    """What the store has for experts in files."""
+    if cache is not None:
+        return CachedRecords(source, device, cache)
+    return AbsentRecords((*source.shape, source.format.rows, source.format.hidden))
+
+
+def open_checkpoint(
+    directory: Path,
+    kind: str,
+    step: int | str | None = None,
+    name_map: str | os.PathLike | None = None,
+) -> Checkpoint:
+    """A checkpoint of that format, of which headers alone are read. The rest as in
+    load_checkpoint."""
+    if kind == "moejax-orbax":
+        return open_stored(directory)
+    return open_tensors(directory, kind, step, name_map)
 
 
 def checkpoint_format(
@@ -167,141 +257,12 @@ def check_orbax_options(
 
 
 def require_converted(path: str | os.PathLike, kind: str) -> None:
-    """Raises UserError where a checkpoint of that format does not have a file for each expert."""
+    """Raises UserError where a checkpoint of that format does not have a file for each expert,
+    which native threads read."""
     if kind != "moejax-orbax":
         raise UserError(
             f"{path}: store='file' reads experts from the files of a converted checkpoint, one "
             f"each, and this is none (its format is {kind}); run `moejax convert {path} DST` once, "
-            "and then DST"
-        )
-
-
-def open_tensors(
-    directory: Path,
-    kind: str,
-    step: int | str | None,
-    name_map: str | os.PathLike | None,
-) -> tuple[ModelConfig, Sequence[TensorFile]]:
-    """The config of a checkpoint and the files of its tensors, under transformers' names; headers
-    only. kind: of checkpoint_format, "safetensors" or "orbax". Raises as load_checkpoint."""
-    if kind != "orbax":
-        return load_config(directory), find_shards(directory)
-    config, tensors = open_mapped(directory, step, name_map)
-    return config, (tensors,)
-
-
-def load_tensors(
-    config: ModelConfig,
-    files: Sequence[TensorFile],
-    dtype: str = "auto",
-    device: jax.Device | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    source: str = "",
-    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
-    shared: SharedMemory | None = None,
-) -> LoadedModel:
-    """Loads a model from tensors under the names of transformers' checkpoints.
-
-    files: read one after the other, each tensor once; their headers are checked before the first
-    weight is read. source: the checkpoint's path, for messages. The rest and what is raised as in
-    load_checkpoint.
-    """
-    marks = [time.perf_counter()]
-    config, to_name, places = plan_tensors(config, files, dtype, source)
-    marks.append(time.perf_counter())
-    device = jax.devices()[0] if device is None else device
-    to = NUMPY_DTYPES[to_name]
-    layout = config.expert_layout(to.itemsize)
-    wanted = abstract_params(config, to)
-    nbytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(wanted))
-    there = shared is not None and shared.filled
-    nbytes += 0 if there else sum(config.moe_layers) * config.num_experts * layout.nbytes
-    require_host_memory(nbytes, source)
-    with user_errors(MemoryError, where=f"{source}: "):
-        params = jax.tree.map(lambda p: aligned_empty(p.shape, p.dtype), wanted)
-    nonfinite: Counter[str] = Counter()
-
-    def param(place: ParamPlace) -> np.ndarray:
-        if place.run is None:
-            return params[place.key]
-        return params["runs"][place.run][place.key][place.layer]
-
-    with new_store(
-        config, layout, device, source, new_builder=new_builder, shared=shared
-    ) as builder:
-        marks.append(time.perf_counter())
-        if there:  # of the experts nothing is read
-            places = {n: p for n, p in places.items() if not isinstance(p, ExpertPlace)}
-        headers = (file.tensors[name] for file in files for name in file.tensors.keys() & places)
-        sizes = (math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
-        advance = counted(progress, sum(sizes))
-        for file in files:
-            pieces = load_file(file, places, to, param, builder, nonfinite)
-            with contextlib.closing(pieces):
-                for nbytes in pieces:
-                    advance(nbytes)
-        store = builder.finish()
-    warn_nonfinite(source, nonfinite)
-    marks.append(time.perf_counter())
-    leaves, tree = jax.tree.flatten(params)
-    params.clear()  # each host array goes as soon as it has been copied
-    for index, leaf in enumerate(leaves):
-        leaves[index] = jax.block_until_ready(jax.device_put(leaf, device))
-    marks.append(time.perf_counter())
-    seconds: dict[str, float] = dict(zip(_PHASES, np.diff(marks).tolist(), strict=True))
-    return LoadedModel(config, to_name, jax.tree.unflatten(tree, leaves), store, layout, seconds)
-
-
-def plan_tensors(
-    config: ModelConfig, files: Sequence[TensorFile], dtype: str, source: str
-) -> tuple[ModelConfig, str, dict[str, Place]]:
-    """(the config with its dtype decided, the run's dtype, where each tensor goes).
-
-    Reads no weights, but for an lm_head beside tied embeddings. dtype, source and what is raised as
-    in load_tensors.
-    """
-    owner = {name: file for file in files for name in file.tensors}
-    check_experts(config, source)
-    places = expected_tensors(config, owner)
-    for name, file in owner.items():
-        shape = file.tensors[name].shape
-        if is_ignored(config, name) or (name == _HEAD and config.tie_word_embeddings):
-            continue
-        if name not in places:
-            raise UserError(
-                f"{file.path}: unknown tensor {name}: {config.architecture} with "
-                "this config.json has none of that name"
-            )
-        if shape != places[name].shape:
-            raise UserError(
-                f"{file.path}: tensor {name} has shape {list(shape)}, but "
-                f"config.json asks for {list(places[name].shape)}"
-            )
-    missing = [name for name in places if name not in owner]
-    if missing:
-        others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
-        raise UserError(f"{source}: tensor {missing[0]} is missing{others}")
-    if config.tie_word_embeddings and _HEAD in owner:
-        _check_tied(owner[_HEAD], owner[_EMBED])
-    if config.dtype is None:
-        config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
-    return config, run_dtype(dtype, str(config.dtype)), places
-
-
-def _check_tied(head: TensorFile, embed: TensorFile) -> None:
-    """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
-    contrary to its config."""
-    same = head.tensors[_HEAD].shape == embed.tensors[_EMBED].shape
-    if same:
-        with head.open() as head_file, embed.open() as embed_file:
-            rows = head.tensors[_HEAD].shape[0]
-            pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
-            same = all(
-                np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
-                for at in pieces
-            )
-    if not same:
-        raise UserError(
-            f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "
-            "config.json ties them; set tie_word_embeddings to false to use it"
+            "and then DST, or read safetensors files as they are through a cache in pinned host "
+            "memory: driver='host', transfers='queue', ops='move=xla' on a CPU"
         )

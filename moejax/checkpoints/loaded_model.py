@@ -80,23 +80,22 @@ def require_host_memory(nbytes: int, source: str) -> None:
 
 @contextlib.contextmanager
 def new_store(
-    config: ModelConfig,
     layout: RecordFormat,
+    layers: int,
+    experts: int,
     device: jax.Device,
     source: str,
-    layers: int | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: SharedMemory | None = None,
 ) -> Iterator[StoreBuilder]:
-    """An empty store for all experts, or for those of so many layers, to be filled and finished
-    inside of the `with`. Raises UserError where the device's pinned memory is too small for it.
+    """An empty store for the experts of so many layers, to be filled and finished inside of the
+    `with`. Raises UserError where the device's pinned memory is too small for it.
     source: the checkpoint's path, for messages. new_builder: StoreBuilder, or another one with its
     arguments, such as of PinnedRecords. shared: where it lies; it may be full already."""
-    layers = sum(config.moe_layers) if layers is None else layers
-    require_pinned_memory(device, layers * config.num_experts * layout.nbytes)
+    require_pinned_memory(device, layers * experts * layout.nbytes)
     with user_errors(MemoryError, where=f"{source}: "):
         lies = {} if shared is None else {"memory": shared.array, "filled": shared.filled}
-        builder = new_builder(layout, layers, config.num_experts, device, **lies)
+        builder = new_builder(layout, layers, experts, device, **lies)
     with contextlib.closing(builder):  # a traceback that is kept must not keep the store
         yield builder
 

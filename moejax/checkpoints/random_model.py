@@ -100,7 +100,8 @@ def random_model(
     block = (generator.standard_normal(_BLOCK, np.float32) * SPREAD).astype(NUMPY_DTYPES[to_name])
     layout = expert_layout(config, dtype)
     bits = block.view(np.uint16)
-    with new_store(config, layout, device, "random weights", new_builder=new_builder) as builder:
+    sizes = layout, sum(config.moe_layers), config.num_experts
+    with new_store(*sizes, device, "random weights", new_builder) as builder:
         for layer, expert in np.ndindex(sum(config.moe_layers), config.num_experts):
             # A float32 is two uint16: an odd start would mix the halves of two values.
             start = int(generator.integers(bits.size // 2)) * 2

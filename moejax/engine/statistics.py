@@ -129,9 +129,9 @@ class StartTimes:
     """Seconds by phase, for phases that follow one another.
 
     seconds: "backend" (options, jax's backend), "headers" (config and headers of the weights),
-    "allocate" (memory for them), "read" (from the files to their places, conversion included),
-    "transfer" (the dense part to the device), "load" (what else loading took), "engine" (arena and
-    executables), "tokenizer" (waiting for it; it is read meanwhile).
+    "allocate" (memory for them), "read" (from the files to their places, conversion and copies to
+    the device included), "load" (what else loading took), "engine" (arena and executables),
+    "tokenizer" (waiting for it; it is read meanwhile).
     """
 
     def __init__(self):

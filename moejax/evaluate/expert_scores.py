@@ -10,13 +10,14 @@ import numpy as np
 
 from host_offload.control.interface import routed_counts
 from host_offload.control.rules import parse_interval
+from host_offload.memory.record_source import read_records
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import top_map
 from host_offload.policies.precision.names import precision_of
 from host_offload.traces.reader import Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32
-from host_offload.versions.store_versions import as_weights, read_records
+from host_offload.versions.store_versions import as_weights
 from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
@@ -24,7 +25,7 @@ from moejax.checkpoints.versions import with_versions
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.quantization import inside, layer_inputs
 from moejax.models.directory import checkpoint_directory
-from pallas_kernels.records.format import BITS
+from pallas_kernels.records.format import LOSSY
 
 TOKENS = 48
 """The most tokens whose outputs an expert's error is measured with."""
@@ -108,12 +109,12 @@ def error_weights(
     """
     with user_errors():
         precision_of("dynaexq", hi=hi, lo=lo)
-    if lo not in BITS:
+    if lo not in LOSSY:
         raise UserError(f"{lo} has the bits of dense, so it makes no errors; leave --model out")
     if not trace.header.gate_input:
         return ErrorWeights(_of_weights(checkpoint_directory(model), hi, lo), "weights")
     dtype = trace.header.spec.get("dtype", "auto")
-    versions = ("dense", *(version for version in (hi, lo) if version in BITS))
+    versions = ("dense", *(version for version in (hi, lo) if version in LOSSY))
     loaded = load_checkpoint(model, dtype, step=step, name_map=name_map, versions=versions)
     loaded = with_versions(loaded, versions, quantizer=quantizer)
     errors = _of_outputs(loaded, trace)
@@ -123,7 +124,7 @@ def error_weights(
 def _of_weights(directory: pathlib.Path, hi: str, lo: str) -> np.ndarray:
     ours = checkpoint_format(directory) == "moejax-orbax"
     errors = read_manifest(directory / MANIFEST).errors if ours else {}
-    if missing := [v for v in (lo, hi) if v in BITS and v not in errors]:
+    if missing := [v for v in (lo, hi) if v in LOSSY and v not in errors]:
         raise UserError(
             f"{directory} does not say the errors of {missing[0]}, and the trace has no gate_input "
             "to measure them with: record one with --trace-arrays gate_input, or give --model a "
@@ -132,7 +133,7 @@ def _of_weights(directory: pathlib.Path, hi: str, lo: str) -> np.ndarray:
     squares = {
         version: np.square([layers[layer] for layer in sorted(layers)])
         for version, layers in errors.items()
-        if version in BITS
+        if version in LOSSY
     }
     return np.maximum(squares[lo] - squares.get(hi, 0.0), 0.0)
 
@@ -141,7 +142,7 @@ def _of_outputs(loaded: LoadedModel, trace: Trace) -> dict[str, np.ndarray]:
     """Lossy version → float64[L, E]."""
     store, config = loaded.store, loaded.config
     count, experts = store.arrays["dense"].shape[:2]
-    formats = {v: store.layouts[v] for v in store.arrays if v in BITS}
+    formats = {v: store.layouts[v] for v in store.arrays if v in LOSSY}
     errors = {version: np.full((count, experts), np.nan) for version in formats}
     for layer in range(count):
         inputs, ids, shares = layer_inputs(trace, layer, "record a trace without gate_input")

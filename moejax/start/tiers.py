@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.arena import own_arena
+from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
-from host_offload.queue.sources import memory_sources
 from host_offload.sizing.tiers import INTERVAL
 from moejax.errors import UserError, user_errors
 from pallas_kernels.cpu.arena import drain
@@ -122,7 +122,8 @@ def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
     with NativeQueue(threads=wanted.threads, chunk_bytes=wanted.chunk_bytes) as queue:
         queue.keep_settled(False)
         ahead = queue.cause_number("prefetch")
-        sources = memory_sources(stores, (dense, packed), 1, formats)
+        held = [*map(StackedRecords, (dense, packed), stores)]
+        sources = locate_records(held, (None, None), 1, queue.file_number)
         memory.attach(queue.handle, sources, ahead=ahead, buffers=1)
         expert, none = jnp.arange(count), jnp.zeros(count, jnp.int32)
         row = expert * dense.rows

@@ -13,8 +13,6 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.memory.arena import allocate_arena, own_arena
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.tables import Tables, empty_tables
-from host_offload.queue.cached import CachedRecords
-from host_offload.queue.pinned import PinnedRecords
 from host_offload.versions.layer_versions import layer_versions
 from moejax.step.compiler import Compiler
 from moejax.step.parts import StepSpec
@@ -37,14 +35,10 @@ class Buffers:
         self.store, self.device = store, device
         self.sharding = SingleDeviceSharding(device)
         layout, formats, config = steps.layout, steps.formats, steps.config
-        stored = [record.version for record in layout.records]
-        if formats is not None:
-            stored = [version.store.version for version in formats]
-        arrays = (store.arrays[version] for version in stored)
-        self.stores: tuple[Any, ...] = tuple(
-            array.absent if isinstance(array, PinnedRecords | CachedRecords) else array
-            for array in arrays
-        )
+        records = layout.records if formats is None else [version.store for version in formats]
+        self.stored = [record.version for record in records]
+        """By version number, the store's name of it."""
+        self.stores: tuple[Any, ...] = tuple(store.versions[name].operand for name in self.stored)
         """By version number, as programs get them."""
         self._most = max(config.num_hidden_layers, steps.shapes.waves)
         rows = slots * layout.slot_rows

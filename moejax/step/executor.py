@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.window import WindowSpec
-from host_offload.memory.integrity import damaged, describe_faults
+from host_offload.memory.integrity import count_damaged, describe_faults
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
@@ -472,9 +472,8 @@ class Executor:
         if memory is not None and self.store.files:
             tables, arena = jax.tree.map(np.asarray, self.tables), memory.view()
             counts = counts.copy()
-            for number, files in enumerate(self.store.files.values()):
-                rows = self.layout.records[number].rows
-                counts[-1] += damaged(arena, tables, number, files, rows)
+            for number, source in enumerate(self.store.files.values()):
+                counts[-1] += count_damaged(arena, tables, number, source)
         return describe_faults(counts) + self.transport.faults()
 
     def delete(self, *, given: bool = True) -> None:

@@ -430,16 +430,16 @@ def compute_materialized(
     """Every expert of a layer in the window on its tokens; arguments and results as of
     page_and_compute. All experts are listed as active, so all are there afterwards, used or not,
     and none is on its way when the layer's cells go on. An active expert is a hit where it has a
-    cell; one whose bytes did not come in an earlier step has none, and is read through. Where no
-    store can be read (AbsentRecords) nothing flies into cells: those are listed that are used and
-    there, and the rows of the others are zeros."""
+    cell; one whose bytes did not come in an earlier step has none, and is read through. Where
+    records come in pieces (AbsentRecords) nothing flies into cells: those are listed that are used
+    and there, and the rows of the others are zeros."""
     ops = context.ops
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
     active = active_experts(ids, jnp.ones(experts, bool))
     absent = active & (tables.address[layer] < 0)
     listed, count = expert, jnp.int32(experts)
-    if isinstance(context.stores[0], AbsentRecords):
+    if isinstance(context.stores[0], AbsentRecords) and context.stores[0].pieces:
         due = active & ~absent
         listed = jnp.argsort(~due, stable=True).astype(jnp.int32)
         count = jnp.sum(due, dtype=jnp.int32)

@@ -20,15 +20,14 @@ MEMORY, NOWHERE = -1, -2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sources:
-    """The records of all versions. Raises ValueError for tables that do not fit together."""
+    """The records of all versions, whose memory and files must stay as long as they are read.
+    Raises ValueError for tables that do not fit together."""
 
     records: np.ndarray
     """SOURCE[V, L, E], L counted over MoE layers."""
     parts: tuple[tuple[int, ...], ...]
     """The bytes of a record's parts in order, by version: gate, up and down of a dense one, of
     others all at once."""
-    kept: tuple[object, ...] = ()
-    """What must stay as long as addresses are read."""
 
     def __post_init__(self):
         if self.records.dtype != SOURCE or self.records.ndim != 3:

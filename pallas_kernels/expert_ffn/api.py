@@ -11,7 +11,7 @@ from pallas_kernels.expert_ffn import many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.epilogue import Epilogue, check_epilogue, combine_behind
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.records.absent import AbsentRecords
+from pallas_kernels.records.absent import stood_in
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
 
@@ -65,10 +65,7 @@ def expert_ffn(
         check_epilogue(y, ids, epilogue)
     fn = pick("expert_ffn", IMPLEMENTATIONS, implementation, shared_kib)
     formats = formats_of(formats, stores, address.shape[0], x.dtype)
-    stores = tuple(
-        store.stand_in(arena, implementation) if isinstance(store, AbsentRecords) else store
-        for store in stores
-    )
+    stores = stood_in(stores, arena, implementation)
     part: dict[str, Any] = {"threads": threads} if implementation == "cpu" else {}
     if pairs is not None:
         part["pairs"] = pairs

@@ -1,6 +1,7 @@
 import numpy as np
 
 from pallas_kernels.cpu.library import call, int32
+from pallas_kernels.records.absent import stood_in
 from pallas_kernels.records.cpu import versions
 
 
@@ -10,4 +11,4 @@ def fill(arena, stores, layer, expert, row, version, count, *, formats, ahead=Fa
     brings what is not decoded. ahead: of need, so that demands go first."""
     operands = arena, int32(layer), expert, row, version, int32(count)
     said = versions(formats, stores) | {"ahead": np.int64(ahead)}
-    return call("fill", arena, *operands, *stores, aliases={0: 0}, **said)
+    return call("fill", arena, *operands, *stood_in(stores, arena, "cpu"), aliases={0: 0}, **said)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.records.format import MATRICES, VERSIONS, RecordFormat
+from pallas_kernels.records.format import MATRICES, RecordFormat
 from pallas_kernels.records.versions import Formats
 
 _FIELDS = 13
@@ -46,9 +46,9 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
     def first(matrix, *names):
         return next((fmt.parts[p][0] for n in names if (p := matrix + n) in fmt.parts), 0)
 
-    lossless = fmt.version == "lossless12"
+    lossless = "bytes" in fmt.encoding.fields
     return [
-        VERSIONS.index(fmt.version),
+        fmt.encoding.native,
         fmt.rows,
         fmt.group_in,
         fmt.group_out,

@@ -37,18 +37,49 @@ import functools
 import types
 from collections.abc import Mapping
 
-BITS = {"int8": 8, "int4": 4, "int2": 2}
-"""Lossy versions → bits of a code."""
 
-ZEROS = {8: 128.0, 4: 8.0, 2: 1.5}
-"""Bits of a code → the code, not always a whole one, that means 0."""
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How a version holds the weights of a matrix, as data from which a record's parts follow."""
 
-VERSIONS = ("dense", *BITS, "lossless12")
+    native: int
+    """Its number in native CPU ops (`Version` of kernels.h)."""
+    fields: tuple[str, ...] = ("weights",)
+    """What a record has of each matrix, one after the other: all gate, up and down of the first,
+    then of the second. "tables" are there once, of all."""
+    bits: int = 0
+    """Of a code; 0: none, weights are there as they are."""
+    zero: float = 0.0
+    """The code, not always a whole one, that means 0, where codes have scales."""
+    groups: tuple[int, ...] = ()
+    """Weights along the reduced axis that share a scale: the first of these that divides it, else
+    the last, with a short last group."""
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    """Of runs that can have it."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether decoded weights may differ from the encoded ones."""
+        return "scales" in self.fields
+
+
+_SCALED, _GROUPS = ("codes", "scales"), (128, 64, 32)
+
+VERSIONS = {
+    "dense": Encoding(0),
+    "lossless12": Encoding(4, ("bytes", "codes", "tables"), 4, dtypes=("bfloat16",)),
+    "int8": Encoding(1, _SCALED, 8, 128.0, _GROUPS),
+    "int4": Encoding(2, _SCALED, 4, 8.0, _GROUPS),
+    "int2": Encoding(3, _SCALED, 2, 1.5, _GROUPS),
+}
+"""Version → how it holds weights, from the most bytes to the fewest."""
+
+LOSSY = tuple(version for version, encoding in VERSIONS.items() if encoding.lossy)
+
+ZEROS = {encoding.bits: encoding.zero for encoding in VERSIONS.values() if encoding.lossy}
+"""Bits of a lossy version's code → the code that means 0."""
 
 MATRICES = ("gate", "up", "down")
-
-GROUPS = (128, 64, 32)
-"""Weights that share a scale: the first of these that divides the reduced axis."""
 
 BLOCK = 32
 """Rows that share a base exponent and a table in lossless12."""
@@ -84,10 +115,10 @@ class RecordFormat:
             raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZES)}, not {self.dtype!r}")
         if self.hidden < 1 or self.width < 1:
             raise ValueError(f"an expert needs D and I ≥ 1, not {self.hidden} and {self.width}")
-        if self.version == "lossless12" and self.dtype != "bfloat16":
+        if self.dtype not in (dtypes := self.encoding.dtypes):
             raise ValueError(
-                f"lossless12 holds bfloat16 weights, not {self.dtype}; run in bfloat16, or use "
-                "another version"
+                f"{self.version} holds {dtypes[0]} weights, not {self.dtype}; run in {dtypes[0]}, "
+                "or use another version"
             )
         if self.hidden % self.planes:
             raise ValueError(
@@ -101,19 +132,24 @@ class RecordFormat:
         return _ITEMSIZES[self.dtype]
 
     @property
+    def encoding(self) -> Encoding:
+        """What its version does to weights."""
+        return VERSIONS[self.version]
+
+    @property
     def lossy(self) -> bool:
         """Whether decoded weights may differ from the encoded ones."""
-        return self.version in BITS
+        return self.encoding.lossy
 
     @property
     def bits(self) -> int:
-        """N, of the codes of an int version and of lossless12's; 0: none."""
-        return 4 if self.version == "lossless12" else BITS.get(self.version, 0)
+        """N, of a code; 0: none."""
+        return self.encoding.bits
 
     @property
     def zero(self) -> float:
-        """An int version's weight is (code − zero)·scale."""
-        return ZEROS[self.bits]
+        """A lossy version's weight is (code − zero)·scale."""
+        return self.encoding.zero
 
     @property
     def planes(self) -> int:
@@ -123,12 +159,12 @@ class RecordFormat:
     @property
     def group_in(self) -> int:
         """Consecutive weights along D that share a scale, of gate and up."""
-        return _group(self.hidden)
+        return self._group(self.hidden)
 
     @property
     def group_out(self) -> int:
         """Consecutive weights along I that share a scale, of down."""
-        return _group(self.width)
+        return self._group(self.width)
 
     @property
     def groups_in(self) -> int:
@@ -139,6 +175,10 @@ class RecordFormat:
     def groups_out(self) -> int:
         """⌈I / group_out⌉."""
         return -(-self.width // self.group_out)
+
+    def _group(self, axis: int) -> int:
+        groups = self.encoding.groups or _GROUPS
+        return next((group for group in groups if axis % group == 0), groups[-1])
 
     @property
     def blocks(self) -> int:
@@ -167,27 +207,38 @@ class RecordFormat:
     def nbytes(self) -> int:
         return self.rows * self.hidden * 2
 
-
-def _group(axis: int) -> int:
-    """Where none of GROUPS divides the axis, the last and shortest, with a short last group."""
-    return next((group for group in GROUPS if axis % group == 0), GROUPS[-1])
+    @property
+    def waited(self) -> tuple[int, ...]:
+        """The bytes that are waited for one by one: the matrices of a dense record; the others have
+        what belongs together in several places."""
+        if self.version != "dense":
+            return (self.nbytes,)
+        return tuple(self.parts[matrix][1] * self.hidden * 2 for matrix in MATRICES)
 
 
 @functools.cache
 def _parts(fmt: RecordFormat) -> Mapping[str, tuple[int, int]]:
-    """Codes take ⌈I/P⌉ rows a matrix: P rows of gate and up fill one, as P planes of down do."""
-    if fmt.version == "dense":
-        sizes = dict.fromkeys(MATRICES, fmt.width * fmt.itemsize // 2)
-    elif fmt.version == "lossless12":
-        sizes = {f"{matrix}_bytes": -(-fmt.width // 2) for matrix in MATRICES}
-        sizes |= {f"{matrix}_codes": -(-fmt.width // 4) for matrix in MATRICES}
-        sizes["tables"] = -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)
-    else:
-        sizes = {f"{matrix}_codes": -(-fmt.width // fmt.planes) for matrix in MATRICES}
-        scales = -(-fmt.width * fmt.groups_in // fmt.hidden)
-        sizes |= {"gate_scales": scales, "up_scales": scales, "down_scales": fmt.groups_out}
     first, parts = 0, {}
-    for name, rows in sizes.items():
-        parts[name] = (first, rows)
-        first += rows
+    for field in fmt.encoding.fields:
+        for matrix in MATRICES if field != "tables" else ("",):
+            name = "_".join(filter(None, (matrix, field.removeprefix("weights"))))
+            parts[name] = (first, _rows(fmt, field, matrix))
+            first += parts[name][1]
     return types.MappingProxyType(parts)
+
+
+def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
+    """Arena rows of a field: P rows of gate's and up's codes fill one, as P planes of down's do."""
+    match field:
+        case "weights":
+            return fmt.width * fmt.itemsize // 2
+        case "bytes":
+            return -(-fmt.width // 2)
+        case "codes":
+            return -(-fmt.width // fmt.planes)
+        case "scales":
+            across = -(-fmt.width * fmt.groups_in // fmt.hidden)
+            return fmt.groups_out if matrix == "down" else across
+        case "tables":
+            return -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)
+    raise ValueError(f"no record has a field {field!r}")

@@ -254,9 +254,10 @@ def test_refusals(experts, make, match):
 
 
 def _store(experts):
-    from host_offload.memory.store import ExpertStore
+    from host_offload.memory.store import ExpertStore, StoredVersion
 
-    return ExpertStore({"dense": experts.layout}, {"dense": experts.records.get_value()})
+    held = StoredVersion(experts.layout, experts.records.get_value())
+    return ExpertStore({"dense": held})
 
 
 def test_kernels_have_row_tiles_that_were_checked():

@@ -26,7 +26,7 @@ def test_bytes_at_the_size_of_a_large_model():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (("int3", 64, 8, "bfloat16"), "unknown expert version 'int3'; known: dense, int8"),
+        (("int3", 64, 8, "bfloat16"), "unknown expert version 'int3'; known: dense, lossless12"),
         (("int4", 64, 8, "float64"), "dtype must be one of"),
         (("int4", 64, 0, "bfloat16"), "needs D and I ≥ 1, not 64 and 0"),
         (("lossless12", 64, 8, "float16"), "lossless12 holds bfloat16 weights, not float16; run"),

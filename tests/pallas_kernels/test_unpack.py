@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from host_offload.memory.arena import own_arena
+from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
-from host_offload.queue.sources import memory_sources
 from host_offload.versions.encoders import encode
 from pallas_kernels.cpu.arena import drain
 from pallas_kernels.fill.unpack import unpack
@@ -52,9 +52,9 @@ def unpacked(values: np.ndarray, source: int, row: int, *, chunk_bytes: int) -> 
         for fmt in (DENSE, PACKED)
     )
     with NativeQueue(chunk_bytes=chunk_bytes) as queue:
-        memory.attach(
-            queue.handle, memory_sources(stores, (DENSE, PACKED), 1, FORMATS), ahead=1, buffers=1
-        )
+        held = [*map(StackedRecords, (DENSE, PACKED), stores)]
+        sources = locate_records(held, (None, None), 1, queue.file_number)
+        memory.attach(queue.handle, sources, ahead=1, buffers=1)
         cells = jnp.array([row], jnp.int32)
 
         def run(arena):

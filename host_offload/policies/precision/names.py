@@ -18,10 +18,7 @@ from host_offload.policies.precision.maps import (
     top_map,
 )
 from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
-from pallas_kernels.records.format import BITS
-
-VERSIONS = ("dense", "lossless12", "int8", "int4", "int2")
-"""Versions, from the most bytes to the fewest."""
+from pallas_kernels.records.format import LOSSY, VERSIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Precision:
     @property
     def lossy(self) -> bool:
         """Whether the output's bits are others than with dense experts."""
-        return not BITS.keys().isdisjoint(self.versions)
+        return not {*LOSSY}.isdisjoint(self.versions)
 
     @property
     def mixed(self) -> bool:
@@ -181,7 +178,7 @@ def _pair(hi: str | None, lo: str | None) -> tuple[str, str]:
     for option, version in zip(("hi", "lo"), pair, strict=True):
         if version not in VERSIONS:
             raise ValueError(f"unknown version {option}={version}; known: {', '.join(VERSIONS)}")
-    if VERSIONS.index(pair[0]) >= VERSIONS.index(pair[1]):
+    if (order := [*VERSIONS]).index(pair[0]) >= order.index(pair[1]):
         raise ValueError(
             f"hi={pair[0]} must have more bytes than lo={pair[1]}; from the most to the fewest: "
             f"{', '.join(VERSIONS)}"

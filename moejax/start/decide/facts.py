@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from host_offload.memory.device_memory import FreeMemory, free_memory
-from host_offload.memory.store import ExpertStore
+from host_offload.memory.store import ExpertStore, StoredVersion
 from moejax.checkpoints.load import LoadedModel
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
@@ -30,13 +30,18 @@ class ModelFacts:
     """Bytes of all parameters beside experts."""
     file_bytes: int = 0
     """Bytes of experts that stay in files."""
+    verified: bool = False
+    """What is read of those is compared with checksums."""
 
 
 def facts_of(loaded: LoadedModel) -> ModelFacts:
     """The facts of a loaded model; no array is read."""
-    store = ExpertStore(loaded.store.layouts, {}, loaded.store.layers)
-    read, held = read_bytes(loaded.params), nbytes(loaded.params)
-    return ModelFacts(loaded.config, loaded.dtype, store, read, held, loaded.store.file_bytes)
+    held = loaded.store.versions.items()
+    store = ExpertStore({v: StoredVersion(each.layout, layers=each.layers) for v, each in held})
+    params = read_bytes(loaded.params), nbytes(loaded.params)
+    verified = all(source.verify for source in loaded.store.files.values())
+    in_files = loaded.store.file_bytes, verified
+    return ModelFacts(loaded.config, loaded.dtype, store, *params, *in_files)
 
 
 def nbytes(params: dict) -> int:

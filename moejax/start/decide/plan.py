@@ -306,7 +306,7 @@ def _file_note(
 ) -> str:
     """Where experts in files are, and what that takes of host memory."""
     arena = budget.slots * steps.layout.slot_bytes
-    checked = "checksums verified" if settings.options.verify_reads else "checksums NOT verified"
+    checked = "checksums verified" if model.verified else "checksums NOT verified"
     stay = f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked})"
     if (cache := cache_of(settings, platform)) is not None:
         records = cache.bytes // steps.layout.records[0].nbytes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from host_offload.control.rules import gives_away
 from host_offload.memory.budget import format_bytes
-from host_offload.memory.store import StoreBuilder
+from host_offload.memory.store import ExpertStore, StoreBuilder, StoredVersion
 from host_offload.queue.cached import CacheSpec, least_records
 from host_offload.queue.pinned import PinnedBuilder
 from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
@@ -187,14 +187,8 @@ def with_packed(loaded: LoadedModel, settings: Settings, platform: str) -> Loade
         packed = dataclasses.replace(loaded.layout, version=PACKED_AS)
     (records,) = store.arrays.values()
     shape = (*records.shape[:2], packed.rows, packed.hidden)
-    return dataclasses.replace(
-        loaded,
-        store=dataclasses.replace(
-            store,
-            layouts={**store.layouts, PACKED_AS: packed},
-            arrays={**store.arrays, PACKED_AS: AbsentRecords(shape)},
-        ),
-    )
+    versions = store.versions | {PACKED_AS: StoredVersion(packed, AbsentRecords(shape))}
+    return dataclasses.replace(loaded, store=ExpertStore(versions))
 
 
 def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from host_offload.memory.device_memory import FreeMemory
-from host_offload.memory.store import ExpertStore
+from host_offload.memory.store import ExpertStore, StoredVersion
 from moejax.checkpoints.load import require_converted, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
@@ -15,7 +15,7 @@ from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_byt
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.residency import check_store
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import automatic, new_builder
+from moejax.start.decide.transfers import automatic, cache_of, new_builder
 from moejax.start.options import Options
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -27,8 +27,6 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     ArenaTooSmall as that would, but for what is found in the weights alone."""
     settings = settings_of(options)
     config, weights = read_headers(options.model, options.step, options.name_map)
-    if options.store == "file" and weights is not None:
-        require_converted(options.model, weights.format)
     dense_layers = {} if weights is None else weights.dense_layers
     model = facts_without_weights(
         config,
@@ -43,6 +41,11 @@ def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
     chosen = select_device(options.device, options.threads)
     check_store(settings, chosen.platform)
     new_builder(settings, chosen.platform)
+    kind = "moejax-orbax" if weights is None else weights.format
+    if options.store == "file" and cache_of(settings, chosen.platform) is None:
+        require_converted(options.model, kind)
+    verified = options.verify_reads and kind == "moejax-orbax"
+    model = dataclasses.replace(model, verified=verified)
     of_memory = automatic(settings, chosen.platform)
     device = device_facts(chosen, automatic=of_memory)
     if device.memory is not None:
@@ -79,15 +82,19 @@ def facts_without_weights(
         kept.insert(kept.index("lossless12") + 1, "dense")
         held = (i for i in range(sum(config.moe_layers)) if i not in dense_layers)
         layers = {"lossless12": tuple(held), "dense": tuple(dense_layers)}
-    layouts = {
-        version: dense
-        if version == "dense"
-        else dataclasses.replace(dense, version=version, dtype=named)
-        for version in kept
-    }
-    store = ExpertStore(layouts, {}, layers)
+    store = ExpertStore(
+        {
+            version: StoredVersion(
+                dense
+                if version == "dense"
+                else dataclasses.replace(dense, version=version, dtype=named),
+                layers=layers.get(version, ()),
+            )
+            for version in kept
+        }
+    )
     params, file_bytes = abstract_params(config, dtype), 0
     if in_files:
         count = sum(config.moe_layers) * config.num_experts
-        file_bytes = sum(count * layout.nbytes for layout in layouts.values())
+        file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
     return ModelFacts(config, named, store, read_bytes(params), nbytes(params), file_bytes)

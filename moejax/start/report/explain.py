@@ -126,16 +126,16 @@ def store_stats(engine: Engine, options: Options) -> dict[str, Any]:
     }
     for records in store.arrays.values():
         if isinstance(records, CachedRecords):
-            found["verify_reads"] = records.files.verify
+            found["verify_reads"] = records.source.verify
             found["past_the_page_cache"] = False
             found["cache"] = {
                 "bytes": records.spec.bytes,
                 **dataclasses.asdict(records.totals()),
             }
-    queue, files = engine.runner.transport.queue, next(iter(store.files.values()), None)
-    if files is not None and queue is not None:
-        found["verify_reads"] = files.verify
-        found["past_the_page_cache"] = queue.reads_past_the_cache(files.paths[0][0])
+    queue, source = engine.runner.transport.queue, next(iter(store.files.values()), None)
+    if source is not None and queue is not None:
+        found["verify_reads"] = source.verify
+        found["past_the_page_cache"] = queue.reads_past_the_cache(source.first_file)
     return found
 
 

@@ -19,11 +19,10 @@ from host_offload.memory.device_memory import SHARE
 from moejax.checkpoints.load import (
     check_orbax_options,
     checkpoint_format,
-    open_tensors,
-    plan_tensors,
 )
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.random_model import abstract_params, expert_layout
+from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
 from moejax.models.directory import checkpoint_directory, model_directory, read_json
@@ -156,9 +155,9 @@ def read_headers(
         config = dataclasses.replace(load_config(directory), dtype=manifest.dtype)
         paths, made = directory.rglob("*"), (manifest.quantizers, manifest.dense_layers)
     else:
-        config, files = open_tensors(directory, kind, step, name_map)
+        opened = open_tensors(directory, kind, step, name_map)
+        config, files = opened.config, opened.files
         paths = files[0].path.rglob("*") if kind == "orbax" else (file.path for file in files)
-        config, _, _ = plan_tensors(config, files, "auto", str(directory))
         made = {}, {}
     sizes = [path.stat().st_size for path in paths if path.is_file()]
     return config, Weights(kind, len(sizes), sum(sizes), *made)

@@ -110,7 +110,7 @@ def open_reader(steps: StepSpec, buffers: Buffers) -> Reader | None:
     # It reads beside the link, whose rate is of what comes into cells.
     wanted = dataclasses.replace(steps.queue, rate=0.0, latency=0.0)
     memory = own_arena(1, steps.layout.hidden)
-    queue = join_queue(memory, wanted, steps, buffers.store, buffers.stores)
+    queue = join_queue(memory, wanted, buffers)
     return Reader(memory, queue, memory.on(buffers.device), [])
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from host_offload.memory.integrity import file_checksum_of
 from host_offload.queue.cached import CachedRecords
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
@@ -206,13 +205,11 @@ class CopyTransport:
         return found
 
     def is_intact(self, layer: int, expert: int, row: int) -> bool:
-        """Whether the arena has an expert's record from a row on; of one in a file by its
-        checksum."""
+        """Whether the arena has an expert's record from a row on."""
         arena = self._buffers.arena
         if isinstance(self.records, CachedRecords):
             rows = jax.lax.dynamic_slice(arena, (row, 0), self.records.shape[2:])
-            wanted = self.records.files.checksums[layer, expert]
-            return file_checksum_of(np.asarray(rows)) == wanted
+            return self.records.source.holds(layer, expert, np.asarray(rows))
         record = self.records.of(layer, expert)
         pieces = tuple(jax.device_put(record, self._buffers.sharding))
         return bool(self._compiler.call(ProgramKey("compare"), arena, np.int32(row), pieces))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from host_offload.memory.store import ExpertStore
-from host_offload.queue.file_sources import file_sources
+from host_offload.memory.record_source import locate_records
 from host_offload.queue.native import NativeQueue, Totals
-from host_offload.queue.sources import memory_sources
 from host_offload.queue.transfer import Progress, QueueSpec
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
@@ -33,7 +31,7 @@ class NativeTransport:
         if steps.formats is not None and any(version.in_transit for version in steps.formats):
             raise ValueError("a queue of transfers does not decode on the way")
         self.spec, self._buffers, self._memory = spec, buffers, buffers.memory
-        self.queue = join_queue(self._memory, spec, steps, buffers.store, buffers.stores)
+        self.queue = join_queue(self._memory, spec, buffers)
         self._compiler = compiler
         compiler.need(ProgramKey("drain"))
 
@@ -70,22 +68,23 @@ class NativeTransport:
         self.queue.close()
 
 
-def join_queue(
-    memory: ArenaMemory, spec: QueueSpec, steps: StepSpec, store: ExpertStore, stores: tuple
-) -> NativeQueue:
+def join_queue(memory: ArenaMemory, spec: QueueSpec, buffers: Buffers) -> NativeQueue:
     """A queue from the store into an owned arena.
 
-    - `stores`: of the Buffers.
+    - `memory`: of the arena, the steps' or another one.
+    - `buffers`: whose store it is.
     """
-    formats = steps.formats
+    store, stored = buffers.store, buffers.stored
     queue = NativeQueue(
         threads=spec.threads, chunk_bytes=spec.chunk_bytes, rate=spec.rate, latency=spec.latency
     )
     queue.keep_settled(False)
-    records = steps.layout.records if formats is None else [v.store for v in formats]
-    if store.files:
-        sources = file_sources([*store.files.values()], records, queue)
-    else:
-        sources = memory_sources(stores, records, sum(steps.config.moe_layers), formats)
-    memory.attach(queue.handle, sources, ahead=queue.cause_number("prefetch"), buffers=spec.buffers)
+    sources = locate_records(
+        [store.versions[version].source for version in stored],
+        [*map(store.places, stored)],
+        buffers.tables.address.shape[0],
+        queue.file_number,
+    )
+    ahead = queue.cause_number("prefetch")
+    memory.attach(queue.handle, sources, ahead=ahead, buffers=spec.buffers)
     return queue

@@ -9,8 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from host_offload.queue.native import NativeQueue, checksum
+from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import DEMAND, Load, QueueError, Source, Transfer
+from pallas_kernels.cpu.checksums import checksum
 from pallas_kernels.cpu.library import why_not_cpu
 from tests.faults import Faults, inject
 

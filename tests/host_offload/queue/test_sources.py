@@ -1,41 +1,41 @@
 """Where records are, what an arena is told of it, and what is refused."""
 
 import dataclasses
-import hashlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.memory.store import RecordFiles
-from host_offload.queue.file_sources import file_sources
+from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
-from host_offload.queue.sources import memory_sources, record_parts
 from host_offload.queue.transfer import QueueError
 from pallas_kernels.cpu.arena import ArenaMemory
 from pallas_kernels.cpu.sources import MEMORY, NOWHERE
 from pallas_kernels.records.format import RecordFormat
-from pallas_kernels.records.versions import VersionFormats
+from tests.host_offload.queue.test_cached import files_in
 from tests.pallas_kernels.contract import NATIVE, pinned
 
 DENSE = RecordFormat("dense", 32, 4, "bfloat16")
 INT4 = RecordFormat("int4", 32, 4, "bfloat16")
+NO_FILES = {}.__getitem__
 
 
 def stores():
-    return tuple(pinned(jnp.zeros((2, 3, fmt.rows, 32), jnp.uint16)) for fmt in (DENSE, INT4))
+    return [
+        StackedRecords(fmt, pinned(jnp.zeros((2, 3, fmt.rows, 32), jnp.uint16)))
+        for fmt in (DENSE, INT4)
+    ]
 
 
 def test_a_dense_record_comes_in_three_parts_and_others_in_one():
-    assert record_parts(DENSE) == (4 * 64,) * 3
-    assert record_parts(INT4) == (INT4.nbytes,)
+    assert DENSE.waited == (4 * 64,) * 3
+    assert INT4.waited == (INT4.nbytes,)
 
 
 def test_records_lie_where_their_stores_have_them():
-    arrays = stores()
-    formats = VersionFormats(DENSE, DENSE), VersionFormats(INT4, INT4, (1, -1))
-    found = memory_sources(arrays, (DENSE, INT4), 2, formats)
-    first = [array.unsafe_buffer_pointer() for array in arrays]
+    held = stores()
+    found = locate_records(held, (None, (1, -1)), 2, NO_FILES)
+    first = [source.array.unsafe_buffer_pointer() for source in held]
     assert found.records["place"][0, 1, 2] == first[0] + 5 * DENSE.nbytes
     assert found.records["place"][1, 0, 1] == first[1] + 4 * INT4.nbytes
     assert (found.records["file"][:, :, 0] == [[MEMORY, MEMORY], [MEMORY, NOWHERE]]).all()
@@ -43,7 +43,8 @@ def test_records_lie_where_their_stores_have_them():
 
 @NATIVE
 def test_an_arena_is_attached_to_an_open_queue():
-    sources = memory_sources(stores(), (DENSE, INT4), 2, None)
+    held = stores()
+    sources = locate_records(held, (None, None), 2, NO_FILES)
     memory = ArenaMemory(64, 32)
     queue = NativeQueue(threads=1)
     memory.attach(queue.handle, sources, ahead=queue.cause_number("prefetch"))
@@ -59,38 +60,26 @@ def test_an_arena_is_attached_to_an_open_queue():
 # ---- records in files
 
 
-def written(folder, layers=2, experts=3) -> RecordFiles:
-    """Files of random records."""
-    rng, paths, sums = np.random.default_rng(0), [], np.zeros((layers, experts), np.uint64)
-    for layer, expert in np.ndindex(layers, experts):
-        path, record = folder / f"{layer}.{expert}", rng.bytes(DENSE.nbytes)
-        path.write_bytes(record)
-        sums[layer, expert] = int(hashlib.sha256(record).hexdigest()[:16], 16)
-        paths.append(str(path))
-    return RecordFiles(tuple(tuple(paths[i * experts :][:experts]) for i in range(layers)), sums)
-
-
 @NATIVE
 def test_each_record_is_a_file_with_its_checksum(tmp_path):
-    files = written(tmp_path)
+    files = files_in(tmp_path)
     with NativeQueue(threads=1) as queue:
-        found = file_sources((files,), (DENSE,), queue)
-        assert found.parts == ((4 * 64,) * 3,)
-        assert found.records["file"][0, 1, 2] == queue.file_number(files.paths[1][2])
-        assert len(set(found.records["file"].ravel().tolist())) == 6
-        assert (found.records["checksum"][0] == files.checksums).all()
-        assert (found.records["check"] == 1).all() and not found.records["place"].any()
-        crcs = np.arange(6, dtype=np.uint64).reshape(2, 3)
+        found = files.locate(queue.file_number)
+        assert found["file"][1, 2] == queue.file_number(files.paths[1][2])
+        assert len(set(found["file"].ravel().tolist())) == 8
+        assert (found["checksum"] == files.checksums).all()
+        assert (found["check"] == 1).all() and not found["place"].any()
+        crcs = np.arange(8, dtype=np.uint64).reshape(2, 4)
         cheaper = dataclasses.replace(files, crcs=crcs)
-        found = file_sources((cheaper,), (DENSE,), queue)
-        assert (found.records["checksum"][0] == crcs).all() and (found.records["check"] == 2).all()
+        found = cheaper.locate(queue.file_number)
+        assert (found["checksum"] == crcs).all() and (found["check"] == 2).all()
         unchecked = dataclasses.replace(cheaper, verify=False)
-        assert not file_sources((unchecked,), (DENSE,), queue).records["check"].any()
+        assert not unchecked.locate(queue.file_number)["check"].any()
 
 
 @NATIVE
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    files = written(tmp_path)
+    files = files_in(tmp_path)
     (tmp_path / "1.1").unlink()
     with NativeQueue(threads=1) as queue, pytest.raises(QueueError, match=r"1\.1: No such file"):
-        file_sources((files,), (DENSE,), queue)
+        files.locate(queue.file_number)

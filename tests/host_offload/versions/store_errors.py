@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from host_offload.memory.record_source import read_records
 from host_offload.memory.store import ExpertStore
 from host_offload.versions.encoders import decode
-from host_offload.versions.store_versions import dense_weights, read_records, relative_error
+from host_offload.versions.store_versions import dense_weights, relative_error
 
 
 def relative_errors(store: ExpertStore, version: str, dtype: str) -> np.ndarray:

@@ -26,10 +26,9 @@ from host_offload.versions.quantizers import (
 )
 from pallas_kernels import records
 from pallas_kernels.records import VERSIONS, RecordFormat
-from pallas_kernels.records.format import BITS, ESCAPE, MATRICES
+from pallas_kernels.records.format import ESCAPE, LOSSY, MATRICES
 from tests.host_offload.versions.numpy_decoder import decode, dequantize, unpack
 
-LOSSY = tuple(BITS)
 SHAPES = ((40, 10), (64, 33), (96, 70), (128, 64))
 """(D, I)"""
 

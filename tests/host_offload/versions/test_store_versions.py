@@ -5,7 +5,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from host_offload.memory import record_source
 from host_offload.memory import store as store_module
+from host_offload.memory.record_source import read_records
 from host_offload.memory.store import StoreBuilder
 from host_offload.versions import store_versions
 from host_offload.versions.encoders import encode
@@ -14,7 +16,6 @@ from host_offload.versions.store_versions import (
     VersionError,
     add_version,
     dense_weights,
-    read_records,
     relative_error,
 )
 from pallas_kernels.records import RecordFormat
@@ -28,7 +29,7 @@ LAYERS, EXPERTS = 2, 5
 def platform(request, monkeypatch):
     """The CPU's own way, and the way of devices whose pinned memory only jax can touch."""
     if request.param == "through the device":
-        for module in (store_module, store_versions):
+        for module in (store_module, record_source):
             monkeypatch.setattr(module, "shares_memory", lambda device: False)
 
 

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 import pytest
 
-from host_offload.queue.native import checksum as crc
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.destination import LOCK
@@ -31,6 +30,7 @@ from moejax.commands.main import main
 from moejax.errors import UserError
 from moejax.models.config import load_config
 from moejax.models.families import FAMILIES
+from pallas_kernels.cpu.checksums import checksum as crc
 from tests.moejax.checkpoints.conversions import (
     assert_same_model,
     contents,

@@ -21,9 +21,10 @@ from safetensors.numpy import load_file, save, save_file
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.placement import count_nonfinite
 from moejax.checkpoints.safetensors.headers import MOST_HEADER, read_header
 from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
+from moejax.checkpoints.tensor_checkpoint import open_tensors
+from moejax.checkpoints.tensor_tasks import count_nonfinite
 from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.models.directory import FOLLOW_LINKS, open_regular, read_bounded
@@ -76,12 +77,17 @@ def test_checkpoints_of_every_kind_arrive(tmp_path, config, tensors, held, dtype
     loaded = load_checkpoint(write(tmp_path, held or tensors, config, shards=2))
     assert loaded.dtype == dtype and loaded.config == parse_config(config | {"dtype": dtype})
     assert_loaded(loaded, tensors, config)
+    opened, array = open_tensors(tmp_path, "safetensors"), loaded.store.arrays["dense"]
+    source = opened.record_files(dtype, ["dense"], opened.hold(dtype, ["dense"]), True)["dense"]
+    for key in np.ndindex(source.shape):  # and alone, as they are paged
+        record = np.asarray(array[key])
+        assert source.holds(*key, record) and not source.holds(*key, record + 1)
 
 
 def test_tensors_larger_than_what_is_read_at_once(tmp_path, monkeypatch):
     """Chunks of 16 rows, pieces of 5: every boundary is somewhere."""
-    monkeypatch.setattr("moejax.checkpoints.placement._CHUNK", 300)
-    monkeypatch.setattr("moejax.checkpoints.placement._PIECE", 5 * 16 * 2)
+    monkeypatch.setattr("moejax.checkpoints.tensor_tasks._CHUNK", 300)
+    monkeypatch.setattr("moejax.checkpoints.tensor_tasks._PIECE", 5 * 16 * 2)
     config = {**CONFIG, "hidden_size": 40, "moe_intermediate_size": 7}
     tensors = random_tensors(config)
     assert_loaded(load_checkpoint(write(tmp_path, tensors, config)), tensors, config)

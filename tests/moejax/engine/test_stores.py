@@ -254,6 +254,20 @@ def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_
             assert not llm.engine.runner.faults()
 
 
+@pytest.mark.slow
+def test_experts_are_paged_from_the_files_that_people_download(demo_dir, tmp_path):
+    """Without a conversion, to the same bits, until somebody writes into them."""
+    original, tokens = copied(demo_dir, tmp_path / "original"), range(300, 306)
+    with open_llm(demo_dir) as llm:
+        wanted = answered(llm, tokens)
+    with open_llm(original, **CACHED, expert_budget="25%") as llm:
+        assert answered(llm, tokens) == wanted and not llm.engine.runner.faults()
+        assert llm.stats()["store"]["verify_reads"] is False
+        os.utime(path := original / "model.safetensors", ns=(1, 1))
+        errors = [error for _, error in answered(llm, range(306, 318)) if error]
+        assert errors and all(f"{path}: was written to" in error for error in errors)
+
+
 def without_crcs(content: dict) -> None:
     """As conversions before these wrote it, or without the native library."""
     del content["crcs"]

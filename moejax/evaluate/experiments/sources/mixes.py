@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import routed_counts
-from host_offload.policies.precision.names import VERSIONS, Precision, precision_of
+from host_offload.policies.precision.names import Precision, precision_of
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.sources.named import named
 from moejax.evaluate.expert_scores import error_weights
+from pallas_kernels.records.format import VERSIONS
 
 TRAIN = "train"
 

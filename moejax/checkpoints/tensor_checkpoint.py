@@ -1,0 +1,192 @@
+"""A checkpoint of tensors under the names of transformers' checkpoints: safetensors files, or
+another program's tree by a name map."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from host_offload.memory.record_source import RecordSource
+from host_offload.versions.encoders import NUMPY_DTYPES
+from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
+from moejax.checkpoints.foreign.checkpoint import open_mapped
+from moejax.checkpoints.orbax.layout import DENSE
+from moejax.checkpoints.safetensors.shards import Shard, TensorFile, TensorReader, find_shards
+from moejax.checkpoints.shard_records import ShardRecords
+from moejax.checkpoints.tensor_tasks import OpenTensor
+from moejax.checkpoints.tensors import (
+    ExpertPlace,
+    ParamPlace,
+    Place,
+    check_experts,
+    expected_tensors,
+    is_ignored,
+)
+from moejax.errors import UserError
+from moejax.models.config import ModelConfig, load_config
+
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCheckpoint(Checkpoint):
+    """files: whose tensors all have a place, or are ignored. places: by name."""
+
+    files: Sequence[TensorFile]
+    places: Mapping[str, Place]
+
+    def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
+        return {DENSE: range(sum(self.config.moe_layers))}
+
+    def record_files(
+        self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
+    ) -> dict[str, RecordSource]:
+        if {*versions} != {DENSE} or not all(isinstance(file, Shard) for file in self.files):
+            raise UserError(
+                f"{self.directory}: store='file' reads dense experts of safetensors files as they "
+                "lie, and others from what `moejax quantize` wrote; convert or quantize it first"
+            )
+        experts = self.config.num_experts
+        tensors: dict[tuple[int, int], list[tuple[Shard, str, ExpertPlace]]] = {}
+        for file, name in self.expert_tensors:
+            place = self.places[name]
+            assert isinstance(place, ExpertPlace) and isinstance(file, Shard)
+            for expert in range(experts) if place.expert is None else (place.expert,):
+                tensors.setdefault((place.layer, expert), []).append((file, name, place))
+        layout = self.config.expert_layout(NUMPY_DTYPES[dtype].itemsize)
+        shape = sum(self.config.moe_layers), experts
+        return {DENSE: ShardRecords(layout, shape, tensors, dtype)}
+
+    def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
+        tensors = [*self.expert_tensors] if held else []
+        tensors += [each for chunk in self.param_tensors.values() for each in chunk]
+        headers = (file.tensors[name] for file, name in tensors)
+        return sum(math.prod(h.shape) * NUMPY_DTYPES[h.dtype].itemsize for h in headers)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[TensorCheckpointReader]:
+        with contextlib.ExitStack() as stack:
+            yield TensorCheckpointReader(self, stack)
+
+    @functools.cached_property
+    def expert_tensors(self) -> list[tuple[TensorFile, str]]:
+        """The tensors of experts, in the files' order."""
+        owned = ((file, name) for file in self.files for name in file.tensors)
+        return [(f, name) for f, name in owned if isinstance(self.places.get(name), ExpertPlace)]
+
+    @functools.cached_property
+    def param_tensors(self) -> dict[tuple[str, int], list[tuple[TensorFile, str]]]:
+        """Key and chunk of a parameter → its tensors, in the files' order."""
+        found: dict[tuple[str, int], list[tuple[TensorFile, str]]] = {}
+        for file in self.files:
+            for name in file.tensors:
+                place = self.places.get(name)
+                if isinstance(place, ParamPlace):
+                    run = "" if place.run is None else f"runs.{place.run}."
+                    found.setdefault((run + place.key, place.layer), []).append((file, name))
+        return found
+
+
+class TensorCheckpointReader:
+    """A CheckpointReader. Files are opened when they are first read, by the thread that asks for
+    tasks, and stay open until the stack is left."""
+
+    def __init__(self, checkpoint: TensorCheckpoint, stack: contextlib.ExitStack):
+        self._checkpoint, self._stack = checkpoint, stack
+        self._readers: dict[Path, TensorReader] = {}
+
+    def read_param(self, key: str, chunk: int, out: np.ndarray) -> Iterator[Task]:
+        for file, name in self._checkpoint.param_tensors[key, chunk]:
+            place = self._checkpoint.places[name]
+            assert isinstance(place, ParamPlace)
+            yield from self._opened(file, name).read_param(place, out)
+
+    def read_experts(
+        self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
+    ) -> Iterator[Task]:
+        for file, name in self._checkpoint.expert_tensors:
+            place = self._checkpoint.places[name]
+            assert isinstance(place, ExpertPlace)
+            if place.layer in layers:
+                tensor, layer = self._opened(file, name), layers.index(place.layer)
+                yield from tensor.read_experts(place, layer, sink, dtype)
+
+    def _opened(self, file: TensorFile, name: str) -> OpenTensor:
+        if file.path not in self._readers:
+            self._readers[file.path] = self._stack.enter_context(file.open())
+        return OpenTensor(file, self._readers[file.path], name, self._checkpoint.nonfinite)
+
+
+def open_tensors(
+    directory: Path,
+    kind: str,
+    step: int | str | None = None,
+    name_map: str | os.PathLike | None = None,
+) -> TensorCheckpoint:
+    """kind: of checkpoint_format, "safetensors" or "orbax". step, name_map: as in load_checkpoint.
+    Reads headers, and of weights an lm_head beside tied embeddings. Raises UserError for names,
+    shapes and dtypes that are not those of config.json."""
+    if kind == "orbax":
+        config, mapped = open_mapped(directory, step, name_map)
+        files: Sequence[TensorFile] = (mapped,)
+        directory = mapped.path
+    else:
+        config, files = load_config(directory), find_shards(directory)
+    owner = {name: file for file in files for name in file.tensors}
+    check_experts(config, str(directory))
+    places = expected_tensors(config, owner)
+    _check_names(config, owner, places, str(directory))
+    if config.dtype is None:
+        config = dataclasses.replace(config, dtype=owner[_EMBED].tensors[_EMBED].dtype)
+    return TensorCheckpoint(directory, config, str(config.dtype), files, places)
+
+
+def _check_names(
+    config: ModelConfig, owner: Mapping[str, TensorFile], places: Mapping[str, Place], source: str
+) -> None:
+    for name, file in owner.items():
+        shape = file.tensors[name].shape
+        if is_ignored(config, name) or (name == _HEAD and config.tie_word_embeddings):
+            continue
+        if name not in places:
+            raise UserError(
+                f"{file.path}: unknown tensor {name}: {config.architecture} with "
+                "this config.json has none of that name"
+            )
+        if shape != places[name].shape:
+            raise UserError(
+                f"{file.path}: tensor {name} has shape {list(shape)}, but "
+                f"config.json asks for {list(places[name].shape)}"
+            )
+    missing = [name for name in places if name not in owner]
+    if missing:
+        others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise UserError(f"{source}: tensor {missing[0]} is missing{others}")
+    if config.tie_word_embeddings and _HEAD in owner:
+        _check_tied(owner[_HEAD], owner[_EMBED])
+
+
+def _check_tied(head: TensorFile, embed: TensorFile) -> None:
+    """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
+    contrary to its config."""
+    same = head.tensors[_HEAD].shape == embed.tensors[_EMBED].shape
+    if same:
+        with head.open() as head_file, embed.open() as embed_file:
+            rows = head.tensors[_HEAD].shape[0]
+            pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
+            same = all(
+                np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
+                for at in pieces
+            )
+    if not same:
+        raise UserError(
+            f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "
+            "config.json ties them; set tie_word_embeddings to false to use it"
+        )

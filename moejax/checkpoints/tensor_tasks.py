@@ -1,0 +1,197 @@
+"""Tensors read to their places, checked, converted and transposed by several threads.
+
+A tensor's bytes go from the file straight into parameter or store where dtype and order are the
+same; otherwise they pass through a buffer that stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from host_offload.memory.store import copy_transposed
+from host_offload.versions.encoders import NUMPY_DTYPES
+from host_offload.versions.store_versions import as_bits
+from moejax.checkpoints.checkpoint import RecordSink, Task
+from moejax.checkpoints.safetensors.shards import ShardReader, TensorFile, TensorReader
+from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
+from moejax.errors import UserError
+
+_CHUNK = 1 << 20
+"""Bytes read at once: enough for the disk, and still in the cache when they are checked."""
+
+_PIECE = 64 << 20
+"""Bytes of a large parameter that one thread reads."""
+
+_scratch = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows first … first + count − 1 of a tensor, counted over all axes but the last."""
+
+    first: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenTensor:
+    """A tensor of an open file. nonfinite: counts its values that are NaN or infinite."""
+
+    file: TensorFile
+    reader: TensorReader
+    name: str
+    nonfinite: Counter[str]
+
+    def read_param(self, place: ParamPlace, out: np.ndarray) -> Iterator[Task]:
+        """Fills its rows of a parameter of one layer, of whatever dtype."""
+        matrix = out[place.row : place.row + place.shape[0]].reshape(-1, place.shape[-1])
+        step = len(matrix)
+        if isinstance(self.reader, ShardReader):  # others read a tensor as a whole
+            step = max(1, _PIECE // (matrix.shape[1] * self._stored.itemsize))
+        for first in range(0, len(matrix), max(step, 1)):
+            rows = _Rows(first, min(step, len(matrix) - first))
+            part = matrix[first : first + rows.count]
+            yield lambda rows=rows, part=part: self._read(part, rows, None)
+
+    def read_experts(
+        self, place: ExpertPlace, layer: int, sink: RecordSink, dtype: np.dtype
+    ) -> Iterator[Task]:
+        """Fills its part of a record, or of all records of a layer. layer: the sink's. dtype: of
+        the weights there."""
+        for expert in range(place.shape[0]) if place.expert is None else (place.expert,):
+            at = layer, expert
+            yield lambda at=at: self.read_record(place, at[1], at, sink, dtype)
+
+    def read_record(
+        self,
+        place: ExpertPlace,
+        expert: int,
+        at: tuple[int, int],
+        sink: RecordSink,
+        dtype: np.dtype,
+    ) -> int:
+        """Fills its part of one expert's record; returns the bytes read. at: layer and expert of
+        the sink."""
+        matrices = ("gate", "up") if place.matrix == "gate_up" else (place.matrix,)
+        parts = [sink.layout.parts[matrix] for matrix in matrices]
+        stacked, rows = place.expert is None, place.shape[-2]
+        with sink.piece(*at, 1, parts[0][0], sum(count for _, count in parts)) as records:
+            # An arena row of 16-bit values is a weight row; a float32 row takes two.
+            weights = records.reshape(-1).view(dtype).reshape(-1, sink.layout.hidden)
+            out = weights.T if place.matrix == "down" else weights
+            lies = _Rows(expert * rows if stacked else 0, rows)
+            return self._read(out, lies, expert if stacked else None)
+
+    @property
+    def _stored(self) -> np.dtype:
+        return NUMPY_DTYPES[self.file.tensors[self.name].dtype]
+
+    def _read(self, out: np.ndarray, rows: _Rows, index: int | None) -> int:
+        """Fills `out`, [rows, width] in the file's order. index: of the first axis, of which the
+        rows are all."""
+        source = self._source(rows, index)
+        bad = _fill(out, source, self._stored, f"{self.file.path}: tensor {self.name}")
+        if bad:
+            with _COUNTING:
+                self.nonfinite[self.name] += bad
+        return out.size * self._stored.itemsize
+
+    def _source(self, rows: _Rows, index: int | None) -> Callable[[int, np.ndarray], None]:
+        """read(first, out[n, width]): the rows from `first` on."""
+        width, reader = self.file.tensors[self.name].shape[-1], self.reader
+        if isinstance(reader, ShardReader):
+
+            def read_into(first: int, out: np.ndarray) -> None:
+                reader.read_into(self.name, (rows.first + first) * width, out)
+
+            return read_into
+        whole = reader.get_tensor(self.name) if index is None else reader.get_rows(self.name, index)
+        matrix = whole.reshape(-1, width)
+
+        def copy_into(first: int, out: np.ndarray) -> None:
+            out[:] = matrix[first : first + len(out)]
+
+        return copy_into
+
+
+_COUNTING = threading.Lock()
+
+
+def _fill(
+    out: np.ndarray,
+    read: Callable[[int, np.ndarray], None],
+    stored: np.dtype,
+    named: str,
+) -> int:
+    """Reads all of out, [rows, width] in the file's order, contiguous or the transpose of
+    contiguous memory; returns how many values are not finite.
+
+    stored: the file's dtype. named: the tensor, for messages.
+    """
+    rows, width = out.shape
+    transposed = not out.flags.c_contiguous
+    step, bad = max(1, _CHUNK // (width * stored.itemsize)), 0
+    if transposed:
+        step = max(16, step - step % 16)  # whole tiles of copy_transposed
+    for first in range(0, rows, step):
+        into = out[first : first + step]
+        straight = stored == out.dtype and not transposed
+        values = into if straight else _buffer("values", stored, into.shape)
+        read(first, values)
+        found = count_nonfinite(values)
+        bad += found
+        if straight:
+            continue
+        if stored != out.dtype:
+            converted = _buffer("converted", out.dtype, into.shape) if transposed else into
+            cast(values, converted, found, named)
+            values = converted
+        if transposed:
+            copy_transposed(as_bits(into.T), as_bits(values))
+    return bad
+
+
+def cast(values: np.ndarray, into: np.ndarray, nonfinite: int, named: str) -> None:
+    """Fills an array of another dtype; UserError if a finite value becomes infinite. nonfinite: how
+    many of the values are not finite. named: where they are from, for messages."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(into, values, casting="unsafe")
+    if count_nonfinite(into) > nonfinite:
+        raise UserError(
+            f"{named} has values that {into.dtype.name} cannot hold; "
+            "run with dtype float32 or the checkpoint's own"
+        )
+
+
+def _buffer(key: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Uninitialized memory of this thread, the same for every chunk."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = getattr(_scratch, key, None)
+    if memory is None or memory.nbytes < nbytes:
+        memory = np.empty(nbytes, np.uint8)
+        setattr(_scratch, key, memory)
+    return memory[:nbytes].view(dtype).reshape(shape)
+
+
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""The bits that are all set in NaN and infinity, and in nothing else."""
+
+
+def count_nonfinite(values: np.ndarray) -> int:
+    """How many values are NaN or infinite; values: contiguous, of a dtype of NUMPY_DTYPES.
+
+    As integers, with and without sign, they are the largest: two maxima, at the memory's speed,
+    tell that there are none.
+    """
+    mask, bits = _EXPONENTS[values.dtype.name], as_bits(values)
+    sign = 1 << (8 * values.itemsize - 1)
+    signed = bits.view(np.dtype(f"int{8 * values.itemsize}"))
+    if not values.size or (signed.max() < mask and bits.max() < (sign | mask)):
+        return 0
+    return int(np.count_nonzero((bits & bits.dtype.type(mask)) == mask))

@@ -1,0 +1,22 @@
+"""Checksums of bytes in memory, by the native library."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from pallas_kernels.cpu.library import library
+
+KINDS = {"sha256": 1, "crc32c": 2}
+"""As the library numbers them (`Check` of checksums.h)."""
+
+
+def checksum(kind: str, data: bytes | memoryview) -> str:
+    """The first 64 bits of SHA-256 as 16 hex digits, or CRC-32C as 8. kind: one of KINDS. Raises
+    ValueError where the library cannot run here."""
+    function, held = library().moejax_checksum, np.frombuffer(data, np.uint8)
+    function.restype = ctypes.c_uint64
+    function.argtypes = ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64
+    value = function(KINDS[kind], held.ctypes.data, held.size)
+    return f"{value:0{16 if kind == 'sha256' else 8}x}"
