@@ -17,14 +17,14 @@ from moejax.commands.model import (
     CLUSTER,
     add_described,
     add_model_options,
-    add_options,
     asked,
     engine_options,
     started,
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from moejax.start.options import Description, of_fields, refuse_cache_aware
+from moejax.start.fields import Description, of_fields
+from moejax.start.options import refuse_cache_aware
 
 if TYPE_CHECKING:
     from moejax.serve.batch.job import OpenJob
@@ -151,7 +151,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="no progress, and the statistics as one JSON object on stderr, not the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
-    add_options(output, "trace")
     add_described(output, _TIMELINE)
 
 

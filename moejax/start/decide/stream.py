@@ -20,8 +20,9 @@ from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
 from moejax.start.decide.residency import about_cells
 from moejax.start.decide.transfers import jax_copies
+from moejax.start.option_values import Tiers
 from moejax.start.settings import Settings
-from moejax.start.tiers import TierRates, Tiers
+from moejax.start.tiers import TierRates
 from moejax.step.parts import StepSpec
 
 
@@ -44,8 +45,7 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
         )
     asked = {
         **about_cells(options),
-        "prefill_waves": (options.prefill_waves or 1) > 1,
-        "trace": options.trace is not None,
+        "trace": options.runtime.trace is not None,
     }
     for name, wanted in asked.items():
         if wanted:
@@ -72,7 +72,7 @@ def window_of(
     if not steps.window:
         return None
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
-    budget, size = settings.options.expert_budget, steps.layout.slot_bytes
+    budget, size = settings.options.memory.expert_budget, steps.layout.slot_bytes
     halves = halves_of(steps)
     given = None
     if budget is not None:
