@@ -91,7 +91,7 @@ def add_described(group: argparse._ActionsContainer, described: Mapping[str, Des
             action = group.add_argument(
                 flag,
                 default=said.default,
-                metavar=said.metavar or ("N" if said.type is int else None),
+                metavar=said.metavar or _metavar(said),
                 type=said.type or str,
                 choices=said.choices,
                 help=help,
@@ -101,6 +101,13 @@ def add_described(group: argparse._ActionsContainer, described: Mapping[str, Des
             _FULL[action] = help + settings
             if not said.common:
                 action.help = argparse.SUPPRESS
+
+
+def _metavar(said: Description) -> str | None:
+    """How a value is written that says nothing of it; None: as argparse does."""
+    if isinstance(said, Option) and said.settings:
+        return "NAME[,KEY=VALUE…]"
+    return "N" if said.type is int else None
 
 
 def asked(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

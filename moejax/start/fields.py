@@ -1,7 +1,8 @@
 """What an option is: a field of a frozen dataclass that says everything about itself.
 
-`option` declares one. The keywords of `moejax.LLM`, the flags of the command line, the keys of
-`--config FILE.yaml` and the help texts are made from these fields.
+`same_bits` and `changes_bits` declare one, so that none forgets to say which it is. The keywords of
+`moejax.LLM`, the flags of the command line, the keys of `--config FILE.yaml` and the help texts are
+made from these fields.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Option(Description):
     """--help shows it; else --help-all does."""
     settings: str = ""
     """What its KEY=VALUE say, which --help leaves out."""
-    flag: bool = True
-    """The command line has it."""
     in_file: bool = True
     """`--config FILE` may have it."""
+    flag: bool = True
+    """So has the command line, then."""
 
     def read(self, name: str, value: Any) -> Any:
         """The field's value. Raises UserError for one that can never be."""
@@ -71,37 +72,31 @@ class Option(Description):
         return value
 
 
-def option(
+def same_bits(
     help: str,
     *,
     default: Any = dataclasses.MISSING,
-    changes_bits: bool,
     converter: Callable[[Any], Any] | None = None,
-    common: bool = False,
-    metavar: str | None = None,
-    settings: str = "",
-    type: Callable[[str], Any] | None = None,
-    flag: bool = True,
-    in_file: bool = True,
     kw_only: bool = True,
+    **said: Any,
 ) -> Any:
-    """A field with its Option; without a default it has to be given."""
-    found = Option(
-        help,
-        metavar,
-        type or (None if converter is None else str),
-        converter=converter,
-        changes_bits=changes_bits,
-        common=common,
-        settings=settings,
-        flag=flag and in_file,
-        in_file=in_file,
-    )
+    """A field with its Option, on which no bit of an output depends, everything else being equal.
+    Without a default it has to be given. said: more of Option."""
+    if converter is not None:
+        said = {"type": str, **said}
+    flag = said.pop("flag", True) and said.get("in_file", True)
+    found = Option(help, converter=converter, flag=flag, **said)
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"option": found})
 
 
+def changes_bits(help: str, **said: Any) -> Any:
+    """The same of an option with another value of which outputs may have other bits. said: as of
+    same_bits."""
+    return same_bits(help, changes_bits=True, **said)
+
+
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(option, dataclasses.field)
+    frozen_default=True, kw_only_default=True, field_specifiers=(same_bits, changes_bits)
 )
 def group(cls: type[T]) -> type[T]:
     """Makes a class of options a frozen dataclass whose fields hold what `Option.read` returns.
@@ -154,9 +149,11 @@ def with_keywords_of(
         def wrapper(self: Any, *args: P.args, **given: P.kwargs) -> None:
             function(self, make(*args, **given))
 
-        known = inspect.signature(keywords).parameters.values()
+        # Without annotations: those of the fields are of what was read, not of what may be given.
+        empty, known = inspect.Parameter.empty, inspect.signature(keywords).parameters.values()
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        wrapper.__signature__ = inspect.Signature([self, *known])  # type: ignore[attr-defined]
+        parameters = [self, *(each.replace(annotation=empty) for each in known)]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return wrapper
 
     return decorate

@@ -1,10 +1,11 @@
-"""Options that have settings of their own: ``NAME,KEY=VALUE…`` as an object."""
+"""Options that have settings of their own: ``NAME,KEY=VALUE…`` as an object, whose fields say what
+each setting is and how its text is read."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from moejax.sizes import rate, size
 from pallas_kernels.option_text import (
@@ -21,42 +22,82 @@ from pallas_kernels.option_text import (
 )
 
 
+class Setting(NamedTuple):
+    """A field that is written KEY=VALUE."""
+
+    help: str
+    read: Reader
+
+
+def setting(help: str, read: Reader, *, default: Any = None) -> Any:
+    """A field with its Setting."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, read)})
+
+
+def settings_of(kind: type, *names: str) -> dict[str, Setting]:
+    """Those of a class; names: of these fields alone."""
+    found = {f.name: f.metadata["setting"] for f in dataclasses.fields(kind) if f.metadata}
+    return {name: found[name] for name in names or found}
+
+
+def _readers(kind: type, *names: str) -> dict[str, Reader]:
+    return {name: one.read for name, one in settings_of(kind, *names).items()}
+
+
+def settings_help(kind: type) -> str:
+    """What --help-all says of an option with settings."""
+    return "; ".join(f"{name}: {one.help}" for name, one in settings_of(kind).items())
+
+
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Where experts are that have no cell."""
+    """Where experts are that have no cell: `memory`, `shared` or `file`."""
 
     name: str
-    """`memory`, all of them in host memory; `shared`, the same in memory that processes share;
-    `file`, in the files of a converted checkpoint."""
-    host_memory: int | None = None
-    """Bytes that parameters and arena take together; on a GPU, or with ops that are not native,
-    bytes of the cache of experts."""
-    verify: bool = True
-    """Each expert's checksum is verified as it is read."""
+    host_memory: int | None = setting(
+        "of file, what parameters and arena take together, in place of memory; on a GPU, or with "
+        "ops that are not native, with driver host or stream and transfers queue, the size of a "
+        "cache of experts in pinned host memory",
+        size,
+    )
+    verify: bool = setting(
+        "of file, each expert's checksum is verified as it is read; without, only that its file is "
+        "the same: device, inode, size, time (default: true)",
+        yes,
+        default=True,
+    )
 
     def __str__(self) -> str:
         return self.name
 
 
-read_store = reads(
-    "store", Store, {"memory": {}, "shared": {}, "file": {"host_memory": size, "verify": yes}}
-)
+read_store = reads("store", Store, {"memory": {}, "shared": {}, "file": _readers(Store)})
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """How experts get to the device."""
+    """How experts get to the device: by the step's own `ops`, or a `queue`."""
 
     name: str | None = None
-    """`ops`, by the step's own ops in their place; `queue`, beside compute; None: `queue` where
-    experts are in files or stream, else `ops`."""
-    chunk_bytes: int | None = None
-    """What is moved at once: a transfer that is needed now waits for so much."""
-    threads: int | None = None
-    rate: float | None = None
-    """Bytes a second that the link is limited to; None: it is as fast as it is."""
-    latency: float | None = None
-    """Seconds that each chunk takes beside that."""
+    """None: `queue` where experts are in files or stream, else `ops`."""
+    chunk_bytes: int | None = setting(
+        "of queue, what is moved at once: a transfer that is needed now waits for so much "
+        "(default: 1MiB; a matrix of an expert on a GPU and with XLA ops)",
+        size,
+    )
+    threads: int | None = setting(
+        "of queue; on a GPU and with XLA ops how many pieces ahead of need are on their way at "
+        "once (default: 2, or 4 that read files)",
+        whole(1),
+    )
+    rate: float | None = setting(
+        "of queue, on a CPU with native ops: most bytes a second of the link, such as 2GB/s, for "
+        "experiments with the ratio of compute to transfers",
+        rate,
+    )
+    latency: float | None = setting(
+        "what a chunk takes beside that, such as 20us (default: 0)", seconds
+    )
 
     @property
     def stated(self) -> bool:
@@ -64,14 +105,7 @@ class Transfers:
         return self.rate is not None or self.latency is not None
 
 
-_QUEUE: dict[str, Reader] = {
-    "chunk_bytes": size,
-    "threads": whole(1),
-    "rate": rate,
-    "latency": seconds,
-}
-
-_read_transfers = reads("transfers", Transfers, {"ops": {}, "queue": _QUEUE})
+_read_transfers = reads("transfers", Transfers, {"ops": {}, "queue": _readers(Transfers)})
 
 
 def read_transfers(given: str | Transfers | None) -> Transfers:
@@ -80,45 +114,72 @@ def read_transfers(given: str | Transfers | None) -> Transfers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiers:
-    """Where residents of the stream driver are. Shares are of each layer's experts, or with
-    by="layers" of the layers, the first of which are in a tier whole."""
+class Driver:
+    """Who walks through the layers of a step: `device`, one executable; `host`, Python with hooks
+    in between; `stream`, one executable through which all experts of each layer stream."""
 
     name: str
-    """`flux`: packed residents are decoded into the window; `flux-direct`: computed as they are."""
-    dense: float = 0.0
-    packed: float | None = None
-    """None: as many as are decoded in the time in which the others come over the link."""
-    by: str = "experts"
-    planner: str = "live"
-    """Who moves experts while requests run: FluxMoE's planner, one expert of every layer at a time
-    ("live") or as many of one layer ("one-layer"); or nobody ("none")."""
-    interval: int = 300
-    """Steps between two of its moves; 300: those of the paper's Exp#3."""
+    waves: int | None = setting(
+        "of device and host, passes over a layer's experts in a prefill step (default: 1 with XLA "
+        "ops, 8 with kernels)",
+        whole(1),
+    )
+    threads: tuple[int, int] | None = setting(
+        "of host with a placement on a CPU alone: A+B, threads of the steps' and of the second "
+        "processor's experts (default: what there are)",
+        threads_of_two,
+    )
+    accelerator: float | None = setting(
+        "the time that an expert of the steps' takes there at least", seconds
+    )
+    startup: float | None = setting("an expert of the second processor, at least", seconds)
+    per_token: float | None = setting("one of its rows, at least", seconds)
+    attention: float | None = setting(
+        "from the end of a layer's experts to the next layer's routing, at least", seconds
+    )
+    tiers: str | None = setting(
+        "of stream: flux, some residents of each layer are packed as lossless12 and decoded into "
+        "the window; flux-direct, computed as they are packed (default: none are packed)",
+        one_of("flux", "flux-direct"),
+    )
+    dense: float = setting("of tiers, share of each layer that is dense there", share, default=0.0)
+    packed: float | None = setting(
+        "and packed (default: so that link and decoding end together)", share
+    )
+    by: str = setting(
+        "layers: shares are of the layers, the first of which are in a tier whole (default: "
+        "experts)",
+        one_of("experts", "layers"),
+        default="experts",
+    )
+    planner: str | None = setting(
+        "who moves experts while requests run: FluxMoE's planner, one expert of every layer at a "
+        "time (live) or as many of one layer (one-layer), or nobody (none) (default: live)",
+        one_of("live", "one-layer", "none"),
+    )
+    interval: int = setting(
+        "steps between two of its moves (default: 300, as in the paper's Exp#3)",
+        whole(1),
+        default=300,
+    )
+
+    def __post_init__(self):
+        if self.tiers is None:
+            for name in ("dense", "packed", "by", "planner", "interval"):
+                if getattr(self, name) != getattr(Driver, name):
+                    raise ValueError(f"driver {self.name!r}: {name} is of tiers; add tiers=flux")
+        if self.by == "layers" and self.planner not in (None, "none"):
+            raise ValueError("tiers with by=layers stay as they begin; use planner=none")
+        if self.planner is None and self.tiers is not None:
+            object.__setattr__(self, "planner", "none" if self.by == "layers" else "live")
+        if self.dense + (self.packed or 0.0) > 1:
+            raise ValueError(f"dense={self.dense:g} and packed={self.packed:g} are more than all")
 
     @property
-    def direct(self) -> bool:
-        """Packed residents are computed as they are."""
-        return self.name == "flux-direct"
-
-
-@dataclasses.dataclass(frozen=True)
-class Driver:
-    """Who walks through the layers of a step."""
-
-    name: str
-    """`device`, one executable; `host`, Python with hooks in between; `stream`, one executable
-    through which all experts of each layer stream (docs/stream.md)."""
-    waves: int | None = None
-    """Passes over a layer's experts in a prefill step; None: 1 with XLA ops, 8 with kernels."""
-    threads: tuple[int, int] | None = None
-    """Of a placement on a CPU alone: threads of the steps' and of the second processor's experts;
-    None: what there are."""
-    times: tuple[tuple[str, float], ...] = ()
-    """Of such a placement: names of moejax.step.parts.StatedTimes and seconds that they take at
-    least."""
-    tiers: Tiers | None = None
-    """Of `stream`; None: no resident is packed."""
+    def times(self) -> dict[str, float]:
+        """Of moejax.step.parts.StatedTimes, those that are stated."""
+        found = {name: getattr(self, name) for name in _TIMES}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     @property
     def tests_placement(self) -> bool:
@@ -131,41 +192,15 @@ class Driver:
 
 _TIMES = ("accelerator", "startup", "per_token", "attention")
 
-_WAVES: dict[str, Reader] = {"waves": whole(1)}
-
-_DRIVERS: dict[str, dict[str, Reader]] = {
-    "device": _WAVES,
-    "host": {**_WAVES, "threads": threads_of_two, **dict.fromkeys(_TIMES, seconds)},
-    "stream": {
-        "tiers": one_of("flux", "flux-direct"),
-        "dense": share,
-        "packed": share,
-        "by": one_of("experts", "layers"),
-        "planner": one_of("live", "one-layer", "none"),
-        "interval": whole(1),
+read_driver = reads(
+    "driver",
+    Driver,
+    {
+        "device": _readers(Driver, "waves"),
+        "host": _readers(Driver, "waves", "threads", *_TIMES),
+        "stream": _readers(Driver, "tiers", "dense", "packed", "by", "planner", "interval"),
     },
-}
-
-DRIVERS = tuple(_DRIVERS)
-
-
-def _driver(name: str, **settings: Any) -> Driver:
-    if name != "stream":
-        times = tuple((key, settings.pop(key)) for key in _TIMES if key in settings)
-        return Driver(name, times=times, **settings)
-    if "tiers" not in settings:
-        if settings:
-            raise ValueError(f"driver 'stream': {next(iter(settings))} is of tiers; add tiers=flux")
-        return Driver(name)
-    if settings.get("by") == "layers" and settings.setdefault("planner", "none") != "none":
-        raise ValueError("driver 'stream': by=layers stay as they begin; use planner=none")
-    tiers = Tiers(settings.pop("tiers"), **settings)
-    if tiers.dense + (tiers.packed or 0.0) > 1:
-        raise ValueError(f"dense={tiers.dense:g} and packed={tiers.packed:g} are more than all")
-    return Driver(name, tiers=tiers)
-
-
-read_driver = reads("driver", Driver, _DRIVERS, _driver)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +208,12 @@ class Recording:
     """A trace to write."""
 
     directory: str | os.PathLike[str]
-    arrays: tuple[str, ...] = ()
-    """What it has beside the rest, of moejax.step.parts.TraceArrays."""
+    arrays: tuple[str, ...] = setting(
+        "NAME+NAME of probs, gate_input, embedding: the router's scores of all experts, what it "
+        "saw, the token's embedding; of every token, so they are large",
+        words,
+        default=(),
+    )
 
 
 def read_recording(given: str | os.PathLike[str] | Recording) -> Recording:
@@ -184,9 +223,4 @@ def read_recording(given: str | os.PathLike[str] | Recording) -> Recording:
     directory, found, arrays = os.fspath(given).rpartition(",arrays=")
     if not found:
         return Recording(given)
-    return Recording(directory, **parse_pairs("trace", f"arrays={arrays}", {"arrays": words}))
-
-
-BOTH_MEMORIES = (
-    "host_memory of store='file' is memory and the parameters together; give one of them"
-)
+    return Recording(directory, **parse_pairs("trace", f"arrays={arrays}", _readers(Recording)))

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
 from moejax.sizes import Share, parse_expert_budget, parse_size
-from moejax.start.fields import Option, group, option, optional, options_of
+from moejax.start.fields import Option, changes_bits, group, optional, options_of, same_bits
 from moejax.start.option_values import (
-    BOTH_MEMORIES,
     Driver,
     Recording,
     Store,
@@ -23,6 +22,7 @@ from moejax.start.option_values import (
     read_recording,
     read_store,
     read_transfers,
+    settings_help,
 )
 from pallas_kernels.option_text import unknown
 
@@ -58,46 +58,40 @@ def _overflow(value: str) -> str:
 class ModelOptions:
     """Which model, and how it is read."""
 
-    model: str | os.PathLike[str] = option(
+    model: str | os.PathLike[str] = changes_bits(
         'a Hugging Face or Orbax checkpoint directory, or "demo" for the model in the package '
         '("./demo" is a directory)',
         converter=_model,
-        changes_bits=True,
         common=True,
         in_file=False,  # a command names it
         kw_only=False,
     )
-    step: int | str | None = option(
+    step: int | str | None = changes_bits(
         "of an Orbax checkpoint with steps: latest, best, best:METRIC:min or a number (default: "
         "latest)",
         default=None,
-        changes_bits=True,
         type=_step,
     )
-    name_map: str | os.PathLike[str] | None = option(
+    name_map: str | os.PathLike[str] | None = changes_bits(
         "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name of "
         "a shipped map (docs/checkpoints.md)",
         default=None,
-        changes_bits=True,
         metavar="MAP",
     )
-    dtype: str = option(
+    dtype: str = changes_bits(
         "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
         default="auto",
-        changes_bits=True,
         common=True,
     )
-    tokenizer: str | os.PathLike[str] | None = option(
+    tokenizer: str | os.PathLike[str] | None = changes_bits(
         "a directory with tokenizer.json, in place of the model's own",
         default=None,
-        changes_bits=True,
         common=True,
         metavar="DIR",
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = changes_bits(  # of models with longrope
         "most tokens of prompt and text together (default: the model's)",
         default=None,
-        changes_bits=True,  # of models with longrope
         common=True,
     )
 
@@ -106,65 +100,54 @@ class ModelOptions:
 class MemoryOptions:
     """What is held where, and how much of it."""
 
-    memory: int | None = option(
+    memory: int | None = same_bits(
         "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
         "numbers everything is held, cut to what fits",
         default=None,
         converter=optional(parse_size),
-        changes_bits=False,
         common=True,
         metavar="SIZE",
     )
-    expert_budget: int | Share | None = option(
+    expert_budget: int | Share | None = same_bits(
         "what experts get: bytes such as 6GiB, or a share of them such as 25%; 0 is legal; it "
         "decides speed only, the output has the same bits",
         default=None,
         converter=optional(parse_expert_budget),
-        changes_bits=False,
         common=True,
         metavar="SIZE|SHARE",
     )
-    kv_budget: int | None = option(
+    kv_budget: int | None = same_bits(
         "bytes that KV gets, such as 2GiB",
         default=None,
         converter=optional(parse_size),
-        changes_bits=False,
         common=True,
         metavar="SIZE",
     )
-    store: Store = option(
+    store: Store = same_bits(
         "where experts are beside the arena: memory, all of them; shared, the same in memory that "
         "other processes of this machine share (CPU only); or file, in the files that `moejax "
         "convert` wrote, read as they are computed (default: memory)",
-        settings="file,host_memory=SIZE is what parameters and arena take together, in place of "
-        "--memory; with ops that are not native, or on a GPU, with driver host or stream and "
-        "transfers queue, it is the size of a cache of experts in pinned host memory. "
-        "file,verify=false leaves out the checksums of what is read",
+        settings=settings_help(Store),
         default="memory",
         converter=read_store,
-        changes_bits=False,
         common=True,
-        metavar="NAME[,KEY=VALUE…]",
     )
-    swap_space: int = option(
+    swap_space: int = same_bits(
         "host memory for KV that makes room (default: 4GiB)",
         default="4GiB",
         converter=parse_size,
-        changes_bits=False,
         metavar="SIZE",
     )
-    kv_overflow: str = option(
+    kv_overflow: str = changes_bits(
         "KV that makes room is swapped to host memory, or dropped and computed again, which "
         "changes bits: swap, recompute (default: swap)",
         default="swap",
         converter=_overflow,
-        changes_bits=True,
         metavar="NAME",
     )
-    enable_prefix_caching: bool = option(
+    enable_prefix_caching: bool = same_bits(
         "prompts with equal beginnings share KV (default: they do)",
         default=True,
-        changes_bits=False,
     )
 
 
@@ -172,27 +155,25 @@ class MemoryOptions:
 class PolicyOptions:
     """Who decides which experts are resident, in which version, and who computes them."""
 
-    eviction: str | None = option(
+    eviction: str | None = same_bits(
         "which expert makes room: the least recently used (lru), the least frequently used (lfu), "
         "the smallest frequency over age (lfru), the same ranked over all layers (global-lru, "
         "global-lfu, global-lfru), the one that came first (fifo), none of a hot set (static; "
         "hot-table over all layers) (default: lru)",
         default=None,
-        changes_bits=False,
         metavar="NAME",
     )
-    prefetch: str | None = option(
+    prefetch: str | None = same_bits(
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
         "expert_map_in_step[=FILE], chosen inside the compiled step, with --driver device; "
         "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
         "learned_online=FILE, expertflow=FILE, coactivation, layer-streaming with --driver host; "
         "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
         default=None,
-        changes_bits=False,
         common=True,
         metavar="NAME[=PATH]",
     )
-    placement: str | None = option(
+    placement: str | None = changes_bits(  # where the second processor has another implementation
         "who computes missed experts, with --driver host: prescope (or cross_layer), greedy, "
         "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction, "
         "or recorded=TRACE, as in that run; a second processor, from the store in place, beside "
@@ -201,26 +182,22 @@ class PolicyOptions:
         "--prefetch learned=FILE, brings experts ahead (docs/prescope.md; default: all are "
         "computed by the steps)",
         default=None,
-        changes_bits=True,  # where the second processor has another implementation
-        metavar="NAME[,KEY=VALUE…]",
     )
-    cache_aware_routing: float | None = option(
+    cache_aware_routing: float | None = changes_bits(
         "routers favour experts that are resident: a missing one loses DELTA of its score (0 to 1 "
         "where scores are a softmax or sigmoid) when a layer chooses, not in the weights; fewer "
         "misses, and OTHER OUTPUTS, which depend on budget, policies and what else runs "
         "(docs/prescope.md; default: outputs are those of full residency)",
         default=None,
-        changes_bits=True,
         metavar="DELTA",
     )
-    policies: Sequence[Policy] = option(
+    policies: Sequence[Policy] = changes_bits(
         "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
         "the place of eviction",
         default=(),
-        changes_bits=True,
         in_file=False,
     )
-    precision: str | Precision | None = option(
+    precision: str | Precision | None = changes_bits(
         "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
         "bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md (default: "
         "dense)",
@@ -229,25 +206,21 @@ class PolicyOptions:
         "hi_share=SHARE that are high (as many as fit); dynaexq decides every interval=N UNIT of "
         "tokens, steps or seconds (4096 tokens)",
         default=None,
-        changes_bits=True,
         common=True,
-        metavar="NAME[,KEY=VALUE…]",
     )
-    cells: str | Sequence[int] = option(
+    cells: str | Sequence[int] = same_bits(
         "what each layer gets of the experts' share: uniform, marginal or optimal, by the miss "
         "curves of a trace or, without one, live; split=TRACE puts the line between experts and KV "
         "where it costs least on that trace's requests; or a number a layer such as 9,8,8,7; see "
         "docs/memory.md (default: uniform)",
         default="uniform",
-        changes_bits=False,
         metavar="NAME[=TRACE][,split=TRACE]",
     )
-    resize: str = option(
+    resize: str = same_bits(
         "whether the line moves while requests run: none, peak_headroom (KV gets its peak and some "
         "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
         "once, for the most tokens a second) (default: none)",
         default="none",
-        changes_bits=False,
         metavar="NAME",
     )
 
@@ -256,38 +229,23 @@ class PolicyOptions:
 class TransferOptions:
     """Who walks through the layers, and how experts get to the device meanwhile."""
 
-    driver: Driver = option(
+    driver: Driver = same_bits(
         "who walks through the layers: device runs a step as one executable, host calls them from "
         "Python, slower, for policies that look in between, stream brings all experts of each "
         "layer before it runs, in the memory of two layers, for wide batches with long contexts "
         "(docs/stream.md); no bit depends on it (default: device)",
-        settings="device and host: waves=N passes over a layer's experts in a prefill step "
-        "(default: 1 with XLA ops, 8 with kernels). host, with a placement on a CPU alone: "
-        "threads=A+B of the two processors, and accelerator, startup, per_token, attention=TIME "
-        "that they take at least. "
-        "stream: tiers=flux, some residents of each layer packed as lossless12 and decoded into "
-        "the window, or flux-direct, computed as they are packed; with dense=SHARE, packed=SHARE "
-        "(default: so that link and decoding end together), by=layers, planner=live, one-layer or "
-        "none, interval=STEPS",
+        settings=settings_help(Driver),
         default="device",
         converter=read_driver,
-        changes_bits=False,
         common=True,
-        metavar="NAME[,KEY=VALUE…]",
     )
-    transfers: Transfers = option(
+    transfers: Transfers = same_bits(
         "who brings experts: ops, the step's own, in their place, or queue, beside compute; on a "
         "GPU and with XLA ops that takes driver host (docs/transfers.md; default: queue with store "
         "file and driver stream, else ops)",
-        settings="queue,chunk_bytes=SIZE are moved at once, what one that is needed now waits for "
-        "(default: 1MiB; a matrix of an expert on a GPU and with XLA ops); threads=N, on a GPU and "
-        "with XLA ops how many pieces ahead of need are on their way at once (default: 2, or 4 "
-        "that read files); on a CPU with native ops rate=2GB/s and latency=20us limit the link, "
-        "for experiments with the ratio of compute to transfers",
+        settings=settings_help(Transfers),
         default=None,
         converter=read_transfers,
-        changes_bits=False,
-        metavar="NAME[,KEY=VALUE…]",
     )
 
 
@@ -295,76 +253,64 @@ class TransferOptions:
 class RuntimeOptions:
     """Where and by what it runs, what at once, and what is recorded."""
 
-    device: str | jax.Device | None = option(
+    device: str | jax.Device | None = changes_bits(
         "where to run: cpu, gpu (default: a GPU if there is one)",
         default=None,
-        changes_bits=True,
         common=True,
         metavar="NAME",
     )
-    threads: int | None = option(
+    threads: int | None = same_bits(
         "CPU threads of XLA and the native ops, fixed when jax starts (default: one for each CPU "
         "that the process may use)",
         default=None,
-        changes_bits=False,
         common=True,
     )
-    ops: str | Mapping[str, str] = option(
+    ops: str | Mapping[str, str] = changes_bits(
         "implementation of the ops: auto (Pallas kernels on a GPU, native ops on a CPU that has "
         "them, else XLA), xla, pallas, cpu, or pairs such as plan=xla,route=pallas (default: auto)",
         default="auto",
-        changes_bits=True,
     )
-    max_num_seqs: int | None = option(
+    max_num_seqs: int | None = same_bits(
         "sequences that run at once (default: 16 on CPU, 64 on GPU)",
         default=None,
-        changes_bits=False,
         common=True,
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: int | None = same_bits(
         "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on GPU)",
         default=None,
-        changes_bits=False,
         common=True,
     )
-    long_prefill_token_threshold: int | None = option(
+    long_prefill_token_threshold: int | None = same_bits(
         "most tokens of one prompt in a prefill step that others wait for (default: a quarter of "
         "it)",
         default=None,
-        changes_bits=False,
     )
-    seed: int = option(
+    seed: int = changes_bits(
         "of requests that bring none",
         default=0,
-        changes_bits=True,
         flag=False,  # the sampling option of `moejax generate`
     )
-    trace: Recording | None = option(
+    trace: Recording | None = same_bits(
         "write what each step routed, missed and moved into this new directory, for "
-        "moejax.traces.read_trace (docs/trace_format.md); arrays=probs+gate_input+embedding are "
-        "what it has beside of every token: the router's scores of all experts, what it saw, the "
-        "token's embedding; large",
+        "moejax.traces.read_trace (docs/trace_format.md)",
+        settings=settings_help(Recording),
         default=None,
         converter=optional(read_recording),
-        changes_bits=False,
         metavar="DIR[,arrays=NAME+NAME]",
     )
-    progress: bool = option(
+    progress: bool = same_bits(
         "bars on stderr while loading and generating",
         default=True,
-        changes_bits=False,
         in_file=False,
     )
-    listener: Listener | None = option(
+    listener: Listener | None = same_bits(
         "called with each step after its dispatch, see Engine",
         default=None,
-        changes_bits=False,
         in_file=False,
     )
-    hooks: Hooks | None = option(
+    hooks: Hooks | None = same_bits(
         "called between the parts of every layer (moejax.step.hooks), with driver=host",
         default=None,
-        changes_bits=False,
         in_file=False,
     )
 
@@ -406,6 +352,9 @@ MOVED = {
     "cache_dir": "JAX_COMPILATION_CACHE_DIR=DIR of the environment",
 }
 """Option that was one → how the same is written now."""
+
+
+BOTH_MEMORIES = "host_memory of a store is memory and the parameters together; give one of them"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _stated(driver: Driver) -> SecondProcessor:
     """The processor that a driver states; both run on what threads there are, as fast as they go,
     where it says nothing."""
-    times = StatedTimes(**dict(driver.times)) if driver.times else None
+    times = StatedTimes(**driver.times) if driver.times else None
     return SecondProcessor(driver.threads or (0, 0), times)
 
 
@@ -40,7 +40,7 @@ def placement_of(options: Config) -> str | None:
     given = dict(policy.stated)
     more = [
         f"{name}={value!r}"
-        for name, value in options.transfer.driver.times
+        for name, value in options.transfer.driver.times.items()
         if value and name not in given
     ]
     if options.transfer.transfers.rate and "load" not in given and not policy.load_of_link:

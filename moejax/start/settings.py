@@ -19,7 +19,7 @@ from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors
-from moejax.start.option_values import Tiers
+from moejax.start.option_values import Driver
 from moejax.start.options import Config
 from moejax.start.routing import check_routing
 from moejax.start.second import check_places, placement_of
@@ -108,7 +108,7 @@ class Settings:
     ops: Mapping[str, str]
     trace_arrays: frozenset[str]
     """What the trace has beside the rest."""
-    tiers: Tiers | None = None
+    tiers: Driver | None = None
     """Where residents are, with driver="stream"; None: none is packed."""
 
     placement: str | None = None

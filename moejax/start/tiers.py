@@ -23,7 +23,7 @@ from pallas_kernels.records import decode
 
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
-    from moejax.start.option_values import Tiers
+    from moejax.start.option_values import Driver
     from moejax.start.options import Config
     from moejax.step.parts import StepSpec
 
@@ -42,19 +42,20 @@ class TierRates(NamedTuple):
     """Decoded into the window."""
 
 
-def tiers_of_options(options: Config, precision: Precision) -> Tiers | None:
+def tiers_of_options(options: Config, precision: Precision) -> Driver | None:
     """Raises UserError for what does not go with tiers."""
-    if (tiers := options.transfer.driver.tiers) is None:
+    driver = options.transfer.driver
+    if driver.tiers is None:
         return None
     store = options.memory.store.name
     if precision.versions != ("dense",) or store != "memory":
         raise UserError(
-            f"tiers={tiers.name} packs dense experts of a store in memory, not precision "
+            f"tiers={driver.tiers} packs dense experts of a store in memory, not precision "
             f"{precision.name} of store={store!r}; leave those out, or tiers"
         )
     if (options.transfer.transfers.chunk_bytes or 0) % 2:
-        raise UserError(f"tiers={tiers.name} decodes whole values; use an even chunk_bytes")
-    return tiers
+        raise UserError(f"tiers={driver.tiers} decodes whole values; use an even chunk_bytes")
+    return driver
 
 
 def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:

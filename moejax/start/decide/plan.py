@@ -170,7 +170,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             kernels="pallas" in ops.chosen().values(),
         ),
         formats=formats,
-        tiers="" if settings.tiers is None else settings.tiers.name,
+        tiers=options.transfer.driver.tiers or "",
         store="file" if options.memory.store.name == "file" else "memory",
         queue=queue_of(settings),
         second=second_of(options, settings.policies, ops, model.dtype, device.platform),

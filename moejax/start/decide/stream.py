@@ -20,7 +20,7 @@ from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
 from moejax.start.decide.residency import about_cells
 from moejax.start.decide.transfers import jax_copies
-from moejax.start.option_values import Tiers
+from moejax.start.option_values import Driver
 from moejax.start.settings import Settings
 from moejax.start.tiers import TierRates
 from moejax.step.parts import StepSpec
@@ -127,7 +127,7 @@ def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
 
 
 def start_placement(
-    tiers: Tiers,
+    tiers: Driver,
     model: StorageModel,
     budget: int | None,
     kv_leaves: int | None,
@@ -159,7 +159,7 @@ def start_placement(
         placement = uniform_placement(model, dense, min(packed, model.experts - dense))
     if budget is not None and (taken := model.experts_bytes(placement, halves)) > budget:
         raise UserError(
-            f"tiers {tiers.name} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
+            f"tiers {tiers.tiers} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
             f"{format_bytes(taken)} ({taken} bytes), and expert_budget is {format_bytes(budget)}; "
             "lower them, or raise it"
         )

@@ -14,7 +14,8 @@ from host_offload.queue.pinned import PinnedBuilder
 from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.errors import UserError, user_errors
-from moejax.start.option_values import BOTH_MEMORIES, Tiers
+from moejax.start.option_values import Driver
+from moejax.start.options import BOTH_MEMORIES
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS
 from moejax.step.drivers.queued import DEMANDS
@@ -151,13 +152,13 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     return functools.partial(PinnedBuilder, chunk_bytes=transfers.chunk_bytes, whole=whole)
 
 
-def _check_tiers(tiers: Tiers, where: str) -> None:
+def _check_tiers(tiers: Driver, where: str) -> None:
     """Raises UserError for tiers that only native ops serve."""
     if tiers.planner != "none":
         raise UserError(
-            f"tiers={tiers.name} with planner={tiers.planner} moves residents of an arena that the "
-            f"native library owns, not that of driver='stream' {where}: add planner=none, which "
-            "keeps them where they begin"
+            f"tiers={tiers.tiers} with planner={tiers.planner} moves residents of an arena that "
+            f"the native library owns, not that of driver='stream' {where}: add planner=none, "
+            "which keeps them where they begin"
         )
 
 
