@@ -50,7 +50,7 @@ def _step(text: str) -> int | str:
 
 def _overflow(value: str) -> str:
     if value not in ("swap", "recompute"):
-        raise UserError(f"kv_overflow is one of swap, recompute, not {value!r}")
+        raise UserError(unknown("kv_overflow", value, ("swap", "recompute")))
     return value
 
 

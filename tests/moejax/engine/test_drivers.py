@@ -45,6 +45,9 @@ ALL_RESIDENT = "dynaexq,margin=0"
 a promotion of the step before is still in flight is chance."""
 CACHED = {**QUEUE, "store": f"file,host_memory={12 * RECORD}"}
 STREAM = {"driver": "stream", "transfers": "queue,chunk_bytes=64KiB"}
+LATE = {"transfers": "queue,latency=50us,chunk_bytes=16KiB"}
+WAVES = {"driver": "device,waves=3"}
+ONE_THREAD = {"transfers": "queue,threads=1"}
 TWO_LAYERS = (2 * EXPERTS + 3) * RECORD
 """Three slots of KV for four sequences: pages go out and back."""
 
@@ -62,10 +65,6 @@ class Subject:
         return self.options.get("driver", "").startswith("stream")
 
     @property
-    def in_files(self) -> bool:
-        return self.options.get("store", "").startswith("file")
-
-    @property
     def pairs(self) -> bool:
         """Experts have two versions, and which one is a policy's."""
         return "dynaexq" in self.options.get("precision", "")
@@ -73,7 +72,8 @@ class Subject:
     @property
     def can_fail(self) -> bool:
         """Experts come by a queue of transfers, and some are not there."""
-        brings = "transfers" in self.options or self.streams or self.in_files
+        in_files = "file" in self.options.get("store", "")
+        brings = "transfers" in self.options or self.streams or in_files
         return brings and not self.pairs and self.dense + self.packed < EXPERTS
 
 
@@ -97,14 +97,7 @@ SUBJECTS = {
             "expert_budget": "60%",
         }
     ),
-    "link, waves": Subject(
-        {
-            "transfers": "queue,latency=50us,chunk_bytes=16KiB",
-            "driver": "device,waves=3",
-            "eviction": "lfu",
-            "expert_budget": "40%",
-        }
-    ),
+    "link, waves": Subject({**LATE, **WAVES, "eviction": "lfu", "expert_budget": "40%"}),
     "link, int8": Subject({**LINK, "precision": "int8", "expert_budget": "40%"}),
     "link, paged": Subject({**LINK, "precision": "dynaexq,paged=true", "memory": 4 << 20}),
     "link, resident": Subject({**LINK, "precision": ALL_RESIDENT, "memory": 4 << 20}),
@@ -126,9 +119,7 @@ SUBJECTS = {
     "stream": Subject({**STREAM, **LINK}, slow=False),
     "stream, residents": Subject({**STREAM, "expert_budget": "80%"}, dense=9),
     "stream, all": Subject({**STREAM, "expert_budget": "100%"}, dense=EXPERTS),
-    "stream, little KV": Subject(
-        {"driver": "stream", "memory": TWO_LAYERS, "transfers": "queue,threads=1,chunk_bytes=64KiB"}
-    ),
+    "stream, little KV": Subject({**STREAM, **ONE_THREAD, "memory": TWO_LAYERS}),
     "stream, int8": Subject({**STREAM, "precision": "int8", **LINK}),
     "stream, packed": flux("flux,dense=25%,packed=50%", 4, 8, **STREAM),
     "stream, all packed": flux("flux,packed=100%", 0, EXPERTS, **STREAM),
@@ -150,12 +141,7 @@ SUBJECTS = {
         {"store": "file,verify=false", "driver": "host", "expert_budget": 0}
     ),
     "file, ahead": Subject(
-        {
-            "store": "file",
-            "driver": "device,waves=3",
-            "prefetch": "random",
-            "expert_budget": "40%",
-        }
+        {"store": "file", **WAVES, "prefetch": "random", "expert_budget": "40%"}
     ),
     "file, int8": Subject({"store": "file", "precision": "int8", "expert_budget": "25%"}),
     "file, stream": Subject({"store": "file", **STREAM}),
@@ -171,8 +157,8 @@ SUBJECTS = {
         {
             "store": f"file,host_memory={9 * RECORD},verify=false",
             **STREAM_QUEUE,
+            **ONE_THREAD,
             "memory": TWO_LAYERS,
-            "transfers": "queue,threads=1",
         }
     ),
     "shared memory": Subject({"store": "shared", "expert_budget": "40%"}),
@@ -222,7 +208,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(request, in_files) -> Iterator[Running]:
     subject = SUBJECTS[request.param]
-    model = in_files if subject.in_files else "demo"
+    model = in_files if "file" in subject.options.get("store", "") else "demo"
     with open_llm(model, enable_prefix_caching=False, **subject.options) as llm:
         yield Running(llm, subject, request.param)
 
@@ -257,7 +243,7 @@ def test_the_bits_are_those_of_experts_that_are_there(running):
         check_transfers(running, stats)
     if running.subject.streams and "whole layers" not in running.name:
         check_window(running, stats)
-    if running.subject.in_files:
+    if "file" in running.options.get("store", ""):
         check_files(running, stats)
     row = int(np.asarray(runner.tables.address).max())
     if runner.memory is not None and row >= 0:

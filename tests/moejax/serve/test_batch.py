@@ -533,7 +533,7 @@ BAD = [
     ({"prompt": "x", "messages": []}, "found prompt and messages"),
     ({"prompt": ["x", "y"]}, "several prompts need a line each"),
     ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be token ids"),
-    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported; did you mean 'max_tokens'"),
+    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported, did you mean 'max_tokens'"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids are integers, got the keys"),
     ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
