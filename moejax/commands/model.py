@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +28,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """--config, and the options of a command that runs a model in their groups; --help shows those
     that people use, --help-all all of them. without: those that this command has not."""
-    parser.add_argument(
+    every = parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="show this help with every option, and exit"
     )
+    assert isinstance(every, _HelpAll)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -42,24 +41,30 @@ def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] 
     )
     for title, kind in GROUPS.items():
         flags = {n: one for n, one in options_of(kind).items() if one.flag and n not in without}
-        add_described(parser.add_argument_group(title), flags)
+        actions = add_described(parser.add_argument_group(title), flags)
+        for action, one in zip(actions, flags.values(), strict=True):
+            settings = f". {one.settings}".replace("%", "%%") if one.settings else ""
+            every.helps[action] = f"{action.help}{settings}"
+            if not one.common:
+                action.help = argparse.SUPPRESS
 
 
 class _HelpAll(argparse.Action):
     """Prints the help with what --help leaves out."""
 
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
+        self.helps: dict[argparse.Action, str] = {}
+        """Flag → what it says of it."""
+
     def __call__(self, parser, namespace, values, option_string=None):
-        for action in parser._actions:
-            action.help = _FULL.get(action, action.help)
+        for action, help in self.helps.items():
+            action.help = help
         parser.print_help()
         parser.exit()
 
 
-_FULL: weakref.WeakKeyDictionary[argparse.Action, str] = weakref.WeakKeyDictionary()
-"""Flag → what --help-all says of it."""
-
-
-CHECKPOINT = {n: dataclasses.replace(OPTIONS[n], common=True) for n in ("step", "name_map")}
+CHECKPOINT = {name: OPTIONS[name] for name in ("step", "name_map")}
 """Options of commands that read a checkpoint and run no model."""
 
 CLUSTER = {
@@ -78,8 +83,11 @@ CLUSTER = {
 """Options of commands that run on several machines."""
 
 
-def add_described(group: argparse._ActionsContainer, described: Mapping[str, Description]) -> None:
+def add_described(
+    group: argparse._ActionsContainer, described: Mapping[str, Description]
+) -> list[argparse.Action]:
     """An option for each name."""
+    actions = []
     for name, said in described.items():
         flag = "--" + name.replace("_", "-")
         # argparse formats it with %.
@@ -96,11 +104,8 @@ def add_described(group: argparse._ActionsContainer, described: Mapping[str, Des
                 choices=said.choices,
                 help=help,
             )
-        if isinstance(said, Option):
-            settings = f". {said.settings}".replace("%", "%%") if said.settings else ""
-            _FULL[action] = help + settings
-            if not said.common:
-                action.help = argparse.SUPPRESS
+        actions.append(action)
+    return actions
 
 
 def _metavar(said: Description) -> str | None:

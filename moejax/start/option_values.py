@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from moejax.sizes import rate, size
 from pallas_kernels.option_text import (
@@ -22,31 +22,21 @@ from pallas_kernels.option_text import (
 )
 
 
-class Setting(NamedTuple):
-    """A field that is written KEY=VALUE."""
-
-    help: str
-    read: Reader
-
-
 def setting(help: str, read: Reader, *, default: Any = None) -> Any:
-    """A field with its Setting."""
-    return dataclasses.field(default=default, metadata={"setting": Setting(help, read)})
-
-
-def settings_of(kind: type, *names: str) -> dict[str, Setting]:
-    """Those of a class; names: of these fields alone."""
-    found = {f.name: f.metadata["setting"] for f in dataclasses.fields(kind) if f.metadata}
-    return {name: found[name] for name in names or found}
+    """A field that is written KEY=VALUE."""
+    return dataclasses.field(default=default, metadata={"help": help, "read": read})
 
 
 def _readers(kind: type, *names: str) -> dict[str, Reader]:
-    return {name: one.read for name, one in settings_of(kind, *names).items()}
+    """Those of a class's settings; names: of these alone."""
+    found = {f.name: f.metadata["read"] for f in dataclasses.fields(kind) if f.metadata}
+    return {name: found[name] for name in names or found}
 
 
 def settings_help(kind: type) -> str:
     """What --help-all says of an option with settings."""
-    return "; ".join(f"{name}: {one.help}" for name, one in settings_of(kind).items())
+    settings = (field for field in dataclasses.fields(kind) if field.metadata)
+    return "; ".join(f"{field.name}: {field.metadata['help']}" for field in settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +56,6 @@ class Store:
         yes,
         default=True,
     )
-
-    def __str__(self) -> str:
-        return self.name
 
 
 read_store = reads("store", Store, {"memory": {}, "shared": {}, "file": _readers(Store)})
@@ -185,9 +172,6 @@ class Driver:
     def tests_placement(self) -> bool:
         """It says how fast two processors are."""
         return self.threads is not None or bool(self.times)
-
-    def __str__(self) -> str:
-        return self.name
 
 
 _TIMES = ("accelerator", "startup", "per_token", "attention")

@@ -259,7 +259,7 @@ class RuntimeOptions:
         common=True,
         metavar="NAME",
     )
-    threads: int | None = same_bits(
+    threads: int | None = changes_bits(  # XLA compiles for them
         "CPU threads of XLA and the native ops, fixed when jax starts (default: one for each CPU "
         "that the process may use)",
         default=None,
@@ -270,12 +270,12 @@ class RuntimeOptions:
         "them, else XLA), xla, pallas, cpu, or pairs such as plan=xla,route=pallas (default: auto)",
         default="auto",
     )
-    max_num_seqs: int | None = same_bits(
+    max_num_seqs: int | None = changes_bits(  # a shape that XLA compiles for
         "sequences that run at once (default: 16 on CPU, 64 on GPU)",
         default=None,
         common=True,
     )
-    max_num_batched_tokens: int | None = same_bits(
+    max_num_batched_tokens: int | None = changes_bits(  # as max_num_seqs
         "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on GPU)",
         default=None,
         common=True,
