@@ -88,18 +88,19 @@ def read_value(whose: str, text: str, reader: Reader) -> Any:
 
 
 def reads(
-    option: str, kind: Callable[..., T], settings: Mapping[str, Mapping[str, Reader]]
+    option: str, kind: type[T], settings: Mapping[str, Mapping[str, Reader]]
 ) -> Callable[[str | T], T]:
     """What reads the texts of an option as objects of a class: ``NAME,KEY=VALUE…`` is kind(NAME,
     KEY=VALUE…). An object is taken as it is. Raises ValueError as parse_option and the class do."""
+    made: Any = kind
 
     def read(given: str | T) -> T:
-        if isinstance(kind, type) and isinstance(given, kind):
-            return given
-        if not isinstance(given, str):
+        if isinstance(given, str):
+            name, _, found = parse_option(option, given, settings)
+            return made(name, **found)
+        if not isinstance(given, kind):
             raise ValueError(f"{option} is a name, such as {next(iter(settings))}, not {given!r}")
-        name, _, found = parse_option(option, given, settings)
-        return kind(name, **found)
+        return given
 
     return read
 

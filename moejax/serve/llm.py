@@ -50,9 +50,9 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.start.build import start_engine
-from moejax.start.decide.residency import check_store
+from moejax.start.decide.residency import store_builder
 from moejax.start.decide.shapes import ops_in_use
-from moejax.start.decide.transfers import cache_of, new_builder, stored_versions
+from moejax.start.decide.transfers import cache_of, stored_versions
 from moejax.start.fields import with_keywords_of
 from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
@@ -96,8 +96,7 @@ class LLM:
         use_compilation_cache()
         self.options, self.model = options, str(options.model.model)
         self.device = select_device(options.runtime.device, options.runtime.threads)
-        check_store(settings, self.device.platform)
-        builder = new_builder(settings, self.device.platform)
+        builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:

@@ -3,10 +3,11 @@ read them where they lie in the store, and whose memory the arena is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from host_offload.memory.store import StoreBuilder
 from moejax.errors import UserError
-from moejax.start.decide.transfers import cache_of, jax_copies
+from moejax.start.decide.transfers import cache_of, jax_copies, new_builder
 from moejax.start.options import Config
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
@@ -62,9 +63,14 @@ def why_donated(steps: StepSpec) -> str | None:
     return ", ".join(others) if 0 < len(others) < len(every) else None
 
 
-def check_store(settings: Settings, platform: str) -> None:
-    """Raises UserError for a store that this platform, these ops or what else was asked for cannot
-    have, whatever the model is."""
+def store_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder]:
+    """What makes the store of these settings. Raises UserError for a store, or transfers out of it,
+    that this platform, these ops or what else was asked for cannot have, whatever the model is."""
+    _check_store(settings, platform)
+    return new_builder(settings, platform)
+
+
+def _check_store(settings: Settings, platform: str) -> None:
     options, precision = settings.options, settings.precision
     if options.memory.store.name == "shared":
         if platform != "cpu":

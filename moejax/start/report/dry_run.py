@@ -13,9 +13,9 @@ from moejax.device import select_device
 from moejax.models.config import ModelConfig
 from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_bytes
 from moejax.start.decide.plan import Plan, decide, step_spec
-from moejax.start.decide.residency import check_store
+from moejax.start.decide.residency import store_builder
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import automatic, new_builder
+from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -41,8 +41,7 @@ def dry_run(options: Config) -> tuple[Plan, tuple[str, ...]]:
     if "lossless12" in settings.versions and "lossless12" not in dense_layers:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
     chosen = select_device(options.runtime.device, options.runtime.threads)
-    check_store(settings, chosen.platform)
-    new_builder(settings, chosen.platform)
+    store_builder(settings, chosen.platform)  # which refuses what cannot be
     of_memory = automatic(settings, chosen.platform)
     device = device_facts(chosen, automatic=of_memory)
     if device.memory is not None:

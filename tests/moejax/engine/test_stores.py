@@ -14,11 +14,11 @@ from host_offload.queue.cached import CachedRecords
 from moejax import LLM, UserError
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.start.decide.residency import check_store
-from moejax.start.decide.transfers import automatic, new_builder
+from moejax.start.decide.residency import store_builder
+from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run
-from moejax.start.settings import Settings, settings_of
+from moejax.start.settings import settings_of
 from tests.moejax.checkpoints.conversions import copied, flip, rewrite_manifest
 from tests.moejax.engine.scenes import GREEDY, LIMITS, QUEUE, RECORD, STREAM_QUEUE, open_llm
 from tests.pallas_kernels.contract import NATIVE
@@ -130,12 +130,7 @@ def test_options_that_go_with_files(options, message):
 def test_what_does_not_read_files(options, platform, message):
     settings = settings_of(Config.of("demo", **{"store": "file", **options}))
     with pytest.raises(UserError, match=message):
-        check_start(settings, platform)
-
-
-def check_start(settings: Settings, platform: str) -> None:
-    check_store(settings, platform)
-    new_builder(settings, platform)
+        store_builder(settings, platform)
 
 
 @NATIVE
