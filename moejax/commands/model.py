@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, user_errors
 from moejax.models.json_values import MOST_YAML, parse_yaml
-from moejax.start.fields import Description, Option, options_of
+from moejax.start.fields import Description, options_of
 from moejax.start.options import GROUPS, OPTIONS, Config, unknown_option
 
 if TYPE_CHECKING:
@@ -99,20 +99,13 @@ def add_described(
             action = group.add_argument(
                 flag,
                 default=said.default,
-                metavar=said.metavar or _metavar(said),
+                metavar=said.metavar or ("N" if said.type is int else None),
                 type=said.type or str,
                 choices=said.choices,
                 help=help,
             )
         actions.append(action)
     return actions
-
-
-def _metavar(said: Description) -> str | None:
-    """How a value is written that says nothing of it; None: as argparse does."""
-    if isinstance(said, Option) and said.settings:
-        return "NAME[,KEY=VALUE…]"
-    return "N" if said.type is int else None
 
 
 def asked(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

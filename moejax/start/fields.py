@@ -84,6 +84,8 @@ def same_bits(
     Without a default it has to be given. said: more of Option."""
     if converter is not None:
         said = {"type": str, **said}
+    if "settings" in said:
+        said = {"metavar": "NAME[,KEY=VALUE…]", **said}
     flag = said.pop("flag", True) and said.get("in_file", True)
     found = Option(help, converter=converter, flag=flag, **said)
     return dataclasses.field(default=default, kw_only=kw_only, metadata={"option": found})

@@ -143,7 +143,6 @@ class MemoryOptions:
         "changes bits: swap, recompute (default: swap)",
         default="swap",
         converter=_overflow,
-        metavar="NAME",
     )
     enable_prefix_caching: bool = same_bits(
         "prompts with equal beginnings share KV (default: they do)",
@@ -161,7 +160,6 @@ class PolicyOptions:
         "global-lfu, global-lfru), the one that came first (fifo), none of a hot set (static; "
         "hot-table over all layers) (default: lru)",
         default=None,
-        metavar="NAME",
     )
     prefetch: str | None = same_bits(
         "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
@@ -221,7 +219,6 @@ class PolicyOptions:
         "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
         "once, for the most tokens a second) (default: none)",
         default="none",
-        metavar="NAME",
     )
 
 
@@ -257,7 +254,6 @@ class RuntimeOptions:
         "where to run: cpu, gpu (default: a GPU if there is one)",
         default=None,
         common=True,
-        metavar="NAME",
     )
     threads: int | None = changes_bits(  # XLA compiles for them
         "CPU threads of XLA and the native ops, fixed when jax starts (default: one for each CPU "
