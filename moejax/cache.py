@@ -31,12 +31,11 @@ def write_whole(path: Path, text: str) -> None:
             partial.unlink(missing_ok=True)
 
 
-def use_compilation_cache(cache_dir: str | os.PathLike[str] | None) -> None:
-    """Keeps compiled executables on disk, so that the second start is quick."""
-    if cache_dir is None:
-        if jax.config.values["jax_compilation_cache_dir"] is not None:
-            return
-        cache_dir = cache_root() / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir) or None)
+def use_compilation_cache() -> None:
+    """Keeps compiled executables on disk, so that the second start is quick: where jax's own
+    setting says (JAX_COMPILATION_CACHE_DIR), else in the cache directory."""
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -32,6 +32,7 @@ from moejax.serve.cluster.parts import columns, result_schema
 from moejax.serve.cluster.ray_cluster import connected, require_ray
 from moejax.serve.cluster.worker import Generator
 from moejax.serve.llm import LLM
+from moejax.start.provenance import decided_by
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -88,6 +89,7 @@ def generate(
         "rows",
         model=asked.model,
         dtype=str(asked.options.get("dtype", "auto")),
+        decided_by=decided_by(asked.model, asked.options),
         sampling=plain,
         seed=given.seed or seed,
     )

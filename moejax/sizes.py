@@ -11,8 +11,6 @@ from moejax.errors import UserError
 
 _PREFIXES = "kmgt"
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt])(i?b)?|b)?", re.IGNORECASE | re.ASCII)
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)", re.ASCII)
-_PARTS = {"us": 10**6, "ms": 1000, "s": 1}
 _PERCENT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%", re.ASCII)
 
 
@@ -56,27 +54,23 @@ def parse_rate(value: int | float | str) -> float:
     raise UserError(f'{value!r} is not a rate; write bytes per second, such as "25GB/s"')
 
 
-def parse_duration(value: int | float | str) -> float:
-    """Seconds from "20us", "1.5ms" or "2s", or a number of them. Raises UserError for anything
-    else."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value < float("inf"):
-            return float(value)
-    elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
-        return float(Fraction(match[1]) / _PARTS[match[2]])
-    raise UserError(f'{value!r} is not a time; write it with a unit, such as "20us", "1ms" or "2s"')
-
-
-def parse_share(value: str) -> float:
-    """A part from 0 to 1, from "1%" or "0.01". Raises UserError for anything else."""
-    match = _PERCENT.fullmatch(value.strip())
+def size(text: str) -> int:
+    """parse_size of a setting's text (pallas_kernels.option_text): one byte at least."""
     try:
-        part = float(Fraction(match[1]) / 100) if match else float(value)
-    except ValueError:
-        part = -1.0
-    if not 0 <= part <= 1:
-        raise UserError(f'{value!r} is not a share from 0 to 1; write it as "1%" or "0.01"')
-    return part
+        found = parse_size(text)
+    except UserError:
+        found = 0
+    if not found:
+        raise ValueError("a size; write 512KiB, 16GiB or another number of bytes from 1 on")
+    return found
+
+
+def rate(text: str) -> float:
+    """parse_rate of a setting's text (pallas_kernels.option_text)."""
+    try:
+        return parse_rate(text)
+    except UserError:
+        raise ValueError('a rate; write bytes per second, such as "25GB/s"') from None
 
 
 def parse_expert_budget(value: int | str | Share) -> int | Share:

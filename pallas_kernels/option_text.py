@@ -2,7 +2,8 @@
 
 ``placement=prescope,per_token=20us``, ``precision=dynaexq,alpha=0.9``, ``prefetch=learned=FILE``
 and ``ops=plan=xla,route=pallas`` are read by `parse_option` and `parse_pairs`, so that every
-mistake in them is answered in one form, with the nearest word that exists.
+mistake in them is answered in one form, with the nearest word that exists. `reads` makes an object
+of what such a text says.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 Reader = Callable[[str], Any]
 """Reads a value. Raises ValueError whose text ends the sentence "KEY='text' is not …"."""
@@ -71,11 +74,35 @@ def parse_pairs(whose: str, text: str, readers: Mapping[str, Reader]) -> dict[st
             )
         if key in found:
             raise ValueError(f"{whose}: {key} is given twice; leave one of them out")
-        try:
-            found[key] = readers[key](value)
-        except ValueError as error:
-            raise ValueError(f"{whose}: {key}={value!r} is not {error}") from None
+        found[key] = read_value(f"{whose}: {key}=", value, readers[key])
     return found
+
+
+def read_value(whose: str, text: str, reader: Reader) -> Any:
+    """Reads one value. whose: what messages say before it, such as ``--epsilon ``. Raises
+    ValueError for a text that the reader refuses."""
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ValueError(f"{whose}{text!r} is not {error}") from None
+
+
+def reads(
+    option: str, kind: type[T], settings: Mapping[str, Mapping[str, Reader]]
+) -> Callable[[str | T], T]:
+    """What reads the texts of an option as objects of a class: ``NAME,KEY=VALUE…`` is kind(NAME,
+    KEY=VALUE…). An object is taken as it is. Raises ValueError as parse_option and the class do."""
+    made: Any = kind
+
+    def read(given: str | T) -> T:
+        if isinstance(given, str):
+            name, _, found = parse_option(option, given, settings)
+            return made(name, **found)
+        if not isinstance(given, kind):
+            raise ValueError(f"{option} is a name, such as {next(iter(settings))}, not {given!r}")
+        return given
+
+    return read
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -88,7 +115,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """What a message adds about a word that does not exist: ``, did you mean 'WORD'?`` with the
     nearest known word, or nothing where none is near."""
-    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    close = difflib.get_close_matches(word[:100], list(known), 1, 0.7)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
@@ -137,6 +164,23 @@ def share(text: str) -> float:
     return found
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Reads several words: probs+gate_input."""
+    if not all(found := tuple(word.strip() for word in text.split("+"))):
+        raise ValueError("words with + between them")
+    return found
+
+
+def threads_of_two(text: str) -> tuple[int, int]:
+    """Reads two numbers of threads: 1+3."""
+    first, plus, second = text.partition("+")
+    if not (plus and first.isdecimal() and second.isdecimal() and int(first) and int(second)):
+        raise ValueError(
+            "A+B, threads of the accelerator's and the second processor's experts, such as 1+1"
+        )
+    return int(first), int(second)
+
+
 def yes(text: str) -> bool:
     """Reads true or false."""
     if text not in ("true", "false"):
@@ -144,8 +188,8 @@ def yes(text: str) -> bool:
     return text == "true"
 
 
-_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "": 1.0}
-_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns|)")
+_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9, "": 1.0}
+_TIME = re.compile(r"([0-9.]+(?:e-?[0-9]+)?) *(s|ms|us|µs|ns|)", re.ASCII)
 
 
 def seconds(text: str) -> float:

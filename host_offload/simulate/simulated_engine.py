@@ -515,5 +515,6 @@ def _check_array(header: TraceHeader, name: str, who: str, field: str | None = N
     field = field or SEEN[name]
     if COLUMNS[field].optional and not getattr(header, field):
         raise TraceError(
-            f"{who} {name!r}, which this trace does not have; record one with --trace-arrays {name}"
+            f"{who} {name!r}, which this trace does not have; record one with --trace "
+            f"DIR,arrays={name}"
         )

@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     calibrate.add_argument(
         "--force", action="store_true", help="measure again, whatever was measured before"
     )
-    add_model_options(calibrate)
+    add_model_options(calibrate, without=("trace",))
     output = calibrate.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="the file's content, and no table")
     output.add_argument("--quiet", action="store_true", help="no progress")

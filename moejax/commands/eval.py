@@ -25,14 +25,14 @@ from moejax.commands.model import (
     CLUSTER,
     add_described,
     add_model_options,
-    add_options,
     asked,
     engine_options,
     started,
 )
 from moejax.errors import UserError
 from moejax.interrupt import ending_after_interrupt
-from moejax.start.options import Description, descriptions
+from moejax.start.fields import Description
+from moejax.start.options import OPTIONS
 
 if TYPE_CHECKING:
     from moejax.evaluate.results_file import ResultLines
@@ -140,7 +140,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="also write a JSON line a run, or a step, for --compare; steps that it has are not "
         "computed again",
     )
-    add_options(output, "trace")
 
 
 def _task(text: str) -> str:
@@ -194,11 +193,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         _refuse_given(args, _STEPS, "of --every-step; add that")
     options = engine_options(args)
     job = _perplexity(args) if args.task == "perplexity" else _tasks(args)
-    # What is about memory changes no figure, so a run may go on with another budget; but where
-    # routers favour residents.
-    free = ("memory", "trace") if options.get("cache_aware_routing") is None else ("trace",)
-    memory = {name for name, said in descriptions().items() if said.group in free}
-    kept = {name: str(value) for name, value in options.items() if name not in memory}
+    # A run may go on with another budget, which changes no figure; but where routers favour
+    # residents.
+    free = options.get("cache_aware_routing") is None
+    kept = {n: str(v) for n, v in options.items() if not free or OPTIONS[n].changes_bits}
     job = dataclasses.replace(job, asked={**job.asked, "options": kept})
     if args.every_step:
         return _every_step(args, options, job)

@@ -17,14 +17,14 @@ from moejax.commands.model import (
     CLUSTER,
     add_described,
     add_model_options,
-    add_options,
     asked,
     engine_options,
     started,
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from moejax.start.options import Description, of_fields, refuse_cache_aware
+from moejax.start.fields import Description, of_fields
+from moejax.start.options import refuse_cache_aware
 
 if TYPE_CHECKING:
     from moejax.serve.batch.job import OpenJob
@@ -151,7 +151,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="no progress, and the statistics as one JSON object on stderr, not the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
-    add_options(output, "trace")
     add_described(output, _TIMELINE)
 
 
@@ -230,6 +229,7 @@ def _stream_recorded(path: str, llm: Any, prompt: str, params: SamplingParams) -
 def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
     """The job of --input. params: of lines that do not say otherwise; its seed is the job's."""
     from moejax.serve.batch.job import Job, open_job
+    from moejax.start.provenance import decided_by
 
     if args.kv_overflow == "recompute":
         raise UserError(
@@ -242,6 +242,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         output=args.output,
         model=args.model,
         dtype=args.dtype or "auto",
+        decided_by=decided_by(args.model, options),
         sampling=_not_default(params),
         seed=params.seed or 0,
         on_error=args.on_error or "fail",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import SECTION, add_command, print_table
-from moejax.commands.model import add_described, add_options, asked
+from moejax.commands.model import CHECKPOINT, add_described, asked
 from moejax.sizes import parse_rate, parse_size
-from moejax.start.options import Description
+from moejax.start.fields import Description
 
 if TYPE_CHECKING:
     from moejax.start.report.info import Fit, ModelInfo, Weights
@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="a Hugging Face or Orbax directory, a config.json alone, or demo",
     )
     add_described(info, _OF_A_RUN)
-    add_options(info, "checkpoint")
+    add_described(info, CHECKPOINT)
     info.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
 
 

@@ -7,9 +7,9 @@ answer at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -31,6 +31,8 @@ from moejax.commands import (
 from moejax.commands.gpu import check_gpu, doctor
 from moejax.commands.grids import ablate, report
 from moejax.errors import UserError
+from moejax.start.options import MOVED, OPTIONS, moved_flag
+from pallas_kernels.option_text import nearest
 
 COMMANDS = (
     *(generate, eval, ablate, report, info, convert, quantize, trace, calibrate, plan),
@@ -85,12 +87,15 @@ class _Version(argparse.Action):
 
 
 def _unrecognized(unknown: Sequence[str], args: argparse.Namespace) -> str:
-    """What to say of arguments that the command has not, with the option that each may mean."""
+    """What to say of arguments that the command has not: where each has moved to, or the option
+    that it may mean."""
     said = f"unrecognized arguments: {' '.join(unknown)}"
     known = [name for action in args.parser._actions for name in action.option_strings]
-    for word in unknown:
-        if close := difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75):
-            said += f"; did you mean {close[0]}?"
+    for word in (word.partition("=")[0] for word in unknown if word.startswith("--")):
+        if (name := word[2:].replace("-", "_")) in MOVED:
+            said += f"; {word} is no option any more, write {moved_flag(name)}"
+        else:
+            said += nearest(word, known)
     return said
 
 
@@ -104,11 +109,22 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+def _epilog() -> str:
+    """The options that people use, a line each."""
+    lines = ["options of commands that run a model (moejax COMMAND --help-all has all of them):"]
+    for name, one in OPTIONS.items():
+        if one.common:
+            flag = "--" + name.replace("_", "-")
+            lines.append(f"  {flag:<26}{textwrap.shorten(one.help, 72, placeholder=' …')}")
+    return "\n".join([*lines, "", "moejax COMMAND --help has examples of a command."])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="moejax",
         description="Run Mixture-of-Experts language models that do not fit in device memory.",
-        epilog="moejax COMMAND --help has the options and examples of a command.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

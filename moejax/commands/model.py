@@ -6,14 +6,15 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, user_errors
 from moejax.models.json_values import MOST_YAML, parse_yaml
-from moejax.start.options import WITHOUT_A_GPU, Description, Options, descriptions
+from moejax.start.fields import Description, options_of
+from moejax.start.options import GROUPS, OPTIONS, Config, unknown_option
 
 if TYPE_CHECKING:
     from moejax.serve.llm import LLM
@@ -24,22 +25,47 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face or Orbax directory, or demo")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The groups of options of a command that runs a model, with --config."""
-    memory = parser.add_argument_group("memory")
-    memory.add_argument(
+def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """--config, and the options of a command that runs a model in their groups; --help shows those
+    that people use, --help-all all of them. without: those that this command has not."""
+    every = parser.add_argument(
+        "--help-all", action=_HelpAll, nargs=0, help="show this help with every option, and exit"
+    )
+    assert isinstance(every, _HelpAll)
+    parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a YAML file of options by name (max_num_seqs: 4), or what `moejax plan --output "
-        "FILE` wrote; those that are given here go before it",
+        help="a YAML file of options by name (max_num_seqs: 4), flat or in their groups "
+        "(runtime: {max_num_seqs: 4}), or what `moejax plan --output FILE` wrote; those that are "
+        "given here go before it",
     )
-    add_options(memory, "memory")
-    add_options(parser.add_argument_group("precision"), "precision")
-    engine = parser.add_argument_group("engine")
-    add_options(engine, "checkpoint")
-    add_options(engine, "engine")
-    add_options(parser.add_argument_group(WITHOUT_A_GPU), WITHOUT_A_GPU)
+    for title, kind in GROUPS.items():
+        flags = {n: one for n, one in options_of(kind).items() if one.flag and n not in without}
+        actions = add_described(parser.add_argument_group(title), flags)
+        for action, one in zip(actions, flags.values(), strict=True):
+            settings = f". {one.settings}".replace("%", "%%") if one.settings else ""
+            every.helps[action] = f"{action.help}{settings}"
+            if not one.common:
+                action.help = argparse.SUPPRESS
 
+
+class _HelpAll(argparse.Action):
+    """Prints the help with what --help leaves out."""
+
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
+        self.helps: dict[argparse.Action, str] = {}
+        """Flag → what it says of it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for action, help in self.helps.items():
+            action.help = help
+        parser.print_help()
+        parser.exit()
+
+
+CHECKPOINT = {name: OPTIONS[name] for name in ("step", "name_map")}
+"""Options of commands that read a checkpoint and run no model."""
 
 CLUSTER = {
     "ray": Description(
@@ -57,30 +83,29 @@ CLUSTER = {
 """Options of commands that run on several machines."""
 
 
-def add_options(group: argparse._ActionsContainer, name: str) -> None:
-    """The options of one of Description.group's groups."""
-    of_group = {key: said for key, said in descriptions().items() if said.group == name}
-    add_described(group, of_group)
-
-
-def add_described(group: argparse._ActionsContainer, described: Mapping[str, Description]) -> None:
+def add_described(
+    group: argparse._ActionsContainer, described: Mapping[str, Description]
+) -> list[argparse.Action]:
     """An option for each name."""
+    actions = []
     for name, said in described.items():
         flag = "--" + name.replace("_", "-")
         # argparse formats it with %.
         help = said.help.replace("%", "%%")
         if said.type is bool:
-            action = argparse.BooleanOptionalAction if said.default is None else "store_true"
-            group.add_argument(flag, action=action, default=said.default, help=help)
-            continue
-        group.add_argument(
-            flag,
-            default=said.default,
-            metavar=said.metavar or ("N" if said.type is int else None),
-            type=said.type or str,
-            choices=said.choices,
-            help=help,
-        )
+            kind = argparse.BooleanOptionalAction if said.default is None else "store_true"
+            action = group.add_argument(flag, action=kind, default=said.default, help=help)
+        else:
+            action = group.add_argument(
+                flag,
+                default=said.default,
+                metavar=said.metavar or ("N" if said.type is int else None),
+                type=said.type or str,
+                choices=said.choices,
+                help=help,
+            )
+        actions.append(action)
+    return actions
 
 
 def asked(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -94,32 +119,40 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if args.config is not None:
         given = read_options(args.config)
-    for name, description in descriptions().items():
+    for name, option in OPTIONS.items():
         # What was not given keeps the file's value or the library's default.
-        value = None if description.group is None else getattr(args, name, None)
+        value = getattr(args, name, None) if option.flag else None
         if value is not None:
             given[name] = value
-    Options("", **given)
+    Config.of("", **given)
     return given
 
 
 def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Keyword arguments of Options from a YAML or JSON file. Raises UserError for a file that
-    cannot be read, is no mapping, has an unknown key, or a value that can never be."""
+    """Keyword arguments of LLM from a YAML or JSON file of options, flat or in their groups. Raises
+    UserError for a file that cannot be read, is no mapping, has an unknown key, or a value that can
+    never be."""
     try:
         with open(path, "rb") as file:  # which may be a pipe
-            options = parse_yaml(file.read(MOST_YAML + 1).decode())
+            found = parse_yaml(file.read(MOST_YAML + 1).decode())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{path} is no YAML: {error}") from error
-    if not isinstance(options, dict):
-        raise UserError(f"{path} must be a mapping of options, not {type(options).__name__}")
-    known = [name for name, option in descriptions().items() if option.in_file]
-    if unknown := sorted(map(str, options.keys() - set(known))):
-        raise UserError(f"{path} has the unknown option {unknown[0]!r}; known: {', '.join(known)}")
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be a mapping of options, not {type(found).__name__}")
+    options: dict[str, Any] = {}
+    for key, value in found.items():
+        grouped = key in GROUPS and isinstance(value, dict)
+        for name, one in (value if grouped else {key: value}).items():
+            known = options_of(GROUPS[key]) if grouped else OPTIONS
+            if name not in known or not known[name].in_file:
+                raise UserError(f"{path}: {unknown_option(str(name), known)}")
+            if name in options:
+                raise UserError(f"{path} has {name} twice; leave one of them out")
+            options[name] = one
     with user_errors(where=f"{path}: "):
-        Options("", **options)
+        Config.of("", **options)
     return options
 
 

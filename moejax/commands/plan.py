@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, add_model_options, engine_options, write_options
-from moejax.errors import UserError
-from moejax.sizes import parse_rate, parse_share, parse_size
-from moejax.start.options import Description
+from moejax.errors import UserError, user_errors
+from moejax.sizes import parse_rate, parse_size
+from moejax.start.fields import Description
+from moejax.start.option_values import read_transfers
+from pallas_kernels.option_text import read_value, seconds, share
 
 if TYPE_CHECKING:
     from host_offload.simulate.timeline import Link
@@ -98,7 +100,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_described(plan, _OF_A_TRACE)
     plan.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
-    add_model_options(plan)
+    add_model_options(plan, without=("trace",))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -125,13 +127,16 @@ def _run(args: argparse.Namespace) -> int:
                 "as many cells and all KV of the users fits"
             )
 
-    from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace, parse_time
+    from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace
     from moejax.traces.timeline import check_timeline, write_timeline
 
     if args.timeline:
         check_timeline(args.timeline)
-    tpot_s = None if args.tpot is None else parse_time(args.tpot)
-    epsilon = EPSILON if args.epsilon is None else parse_share(args.epsilon)
+    with user_errors():
+        tpot_s = None if args.tpot is None else read_value("--tpot ", args.tpot, seconds)
+        epsilon = EPSILON if args.epsilon is None else read_value("--epsilon ", args.epsilon, share)
+    if tpot_s == 0:
+        raise UserError("--tpot is the time that a token takes; write more than 0")
     trace = open_trace(args.workload)
     link = None if args.link is None else parse_rate(args.link)
     queue = _queue_of(args, tpot_s)
@@ -163,7 +168,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-_SPLIT = {"memory", "cells", "kv_overflow", "link_rate", "link_latency"}
+_SPLIT = {"memory", "cells", "kv_overflow", "transfers"}
 """Options of a start that a plan from a trace has too."""
 
 
@@ -189,10 +194,10 @@ def _dry_run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise UserError("--dry-run needs a model: moejax plan --dry-run MODEL")
 
-    from moejax.start.options import Options
+    from moejax.start.options import Config
     from moejax.start.report.dry_run import dry_run
 
-    plan, assumed = dry_run(Options(args.model, **engine_options(args)))
+    plan, assumed = dry_run(Config.of(args.model, **engine_options(args)))
     if args.json:
         notes = {"notes": list(plan.budget.notes), "assumed": list(assumed)}
         print(json.dumps({**plan.describe(), **notes}, indent=2))
@@ -220,16 +225,15 @@ def _remember(args: argparse.Namespace) -> int:
 def _queue_of(args: argparse.Namespace, tpot_s: float | None) -> Link | None:
     """What transfers pass beside the steps of a split. Raises UserError where nothing does."""
     from host_offload.simulate.timeline import Link
-    from moejax.sizes import parse_duration
 
-    if args.link_rate is None:
-        if args.link_latency is not None:
-            raise UserError("--link-latency is of a link; give its --link-rate")
+    wanted = read_transfers(args.transfers)
+    if wanted.rate is None:
+        if wanted.stated:
+            raise UserError("latency of --transfers is of a link; give its rate too")
         return None
     if args.link is not None or tpot_s is not None:
-        raise UserError("--link-rate is of the steps of a split, which --costs price")
-    latency = 0.0 if args.link_latency is None else parse_duration(args.link_latency)
-    return Link(parse_rate(args.link_rate), latency)
+        raise UserError("rate of --transfers is of the steps of a split, which --costs price")
+    return Link(wanted.rate, wanted.latency or 0.0)
 
 
 def _print_plan(plan: Split, output: str | None) -> None:

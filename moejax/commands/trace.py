@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moejax.commands import add_command, print_table
-from moejax.commands.model import add_described, add_options, asked
+from moejax.commands.model import CHECKPOINT, add_described, asked
 from moejax.errors import UserError, user_errors
-from moejax.start.options import Description
+from moejax.start.fields import Description
 
 if TYPE_CHECKING:
     from host_offload.traces.reader import Trace
@@ -38,8 +38,8 @@ and with --model, which has to be the trace's:
                     dynaexq,scope=error-weighted,weights=DIR/weights.npy
   DIR/weighted-map.npy
                     like map.npy, by selections times error, over all layers
-Errors are of the experts' outputs if the trace has their inputs (--trace-arrays gate_input), else
-of their weights, which moejax quantize wrote down.
+Errors are of the experts' outputs if the trace has their inputs (--trace DIR,arrays=gate_input),
+else of their weights, which moejax quantize wrote down.
 
 examples:
   moejax trace scores run1 hot --hi-share 0.25
@@ -164,7 +164,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--model", metavar="PATH", help=f"{text}: a checkpoint or a config.json")
-    add_options(parser, "checkpoint")
+    add_described(parser, CHECKPOINT)
 
 
 def _model_config(args: argparse.Namespace) -> ModelConfig | None:

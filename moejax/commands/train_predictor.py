@@ -11,7 +11,7 @@ from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, asked
 from moejax.errors import UserError, user_errors
 from moejax.progress import training_progress
-from moejax.start.options import Description
+from moejax.start.fields import Description
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from host_offload.traces.reader import Trace
 
 _EPILOG = """\
-TRACE needs the routers' inputs: --trace DIR --trace-arrays gate_input of generate. Without --test
+TRACE needs the routers' inputs: --trace DIR,arrays=gate_input of generate. Without --test
 its first 60% of requests are learned from, the next 20% say when to stop, the last 20% are what the
 table is of. What the columns mean: docs/prescope.md.
 
 examples:
-  moejax generate --input prompts.jsonl --output out.jsonl --trace run1 --trace-arrays gate_input
+  moejax generate --input prompts.jsonl --output out.jsonl --trace run1,arrays=gate_input
   moejax train-predictor run1 learned.safetensors --model demo
   moejax generate "The old house" --driver host --expert-budget 40% \\
       --prefetch learned=learned.safetensors

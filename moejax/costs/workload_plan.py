@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,18 +37,6 @@ from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
 from moejax.costs.store import load_cost_model
 from moejax.errors import UserError, user_errors
-
-_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|µs|ms|s)")
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-def parse_time(value: str) -> float:
-    """Seconds from "50ms", "0.05s", "500us". Raises UserError for anything else and for 0."""
-    match = _TIME.fullmatch(value.strip())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not seconds:
-        raise UserError(f'{value!r} is not a time; write it with a unit, such as "50ms" or "0.2s"')
-    return seconds
 
 
 @dataclasses.dataclass(frozen=True)

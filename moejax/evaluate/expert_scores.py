@@ -108,7 +108,7 @@ def error_weights(
     one, for a model without what is needed, and as load_checkpoint and with_versions do.
     """
     with user_errors():
-        precision_of("dynaexq", hi=hi, lo=lo)
+        precision_of(f"dynaexq,hi={hi},lo={lo}")
     if lo not in LOSSY:
         raise UserError(f"{lo} has the bits of dense, so it makes no errors; leave --model out")
     if not trace.header.gate_input:
@@ -127,8 +127,8 @@ def _of_weights(directory: pathlib.Path, hi: str, lo: str) -> np.ndarray:
     if missing := [v for v in (lo, hi) if v in LOSSY and v not in errors]:
         raise UserError(
             f"{directory} does not say the errors of {missing[0]}, and the trace has no gate_input "
-            "to measure them with: record one with --trace-arrays gate_input, or give --model a "
-            "checkpoint of moejax quantize"
+            "to measure them with: record one with --trace DIR,arrays=gate_input, or give --model "
+            "a checkpoint of moejax quantize"
         )
     squares = {
         version: np.square([layers[layer] for layer in sorted(layers)])

@@ -26,7 +26,7 @@ from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.build import start_engine
 from moejax.start.kernels import kernel_shapes
-from moejax.start.options import Options
+from moejax.start.options import Config
 from pallas_kernels import resolve_ops
 from pallas_kernels.cards import CLASSES, shared_class
 from pallas_kernels.triton import is_interpreted
@@ -61,7 +61,7 @@ def check_device(
     tests = Path(__file__).parents[2]
     if "bits" in parts and not (tests / TESTS_OF_BITS).exists():
         raise UserError(f"bits runs {TESTS_OF_BITS} of a checkout of moejax; leave it out here")
-    use_compilation_cache(None)
+    use_compilation_cache()
     device = select_device()
     if device.platform != "gpu" and not is_interpreted():
         raise UserError("there is no GPU here; nothing was checked")
@@ -171,7 +171,7 @@ def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) 
     began = time.perf_counter()
     loaded = random_model(config, device=device)
     # Named, so that experts have cells, whose number changes, on a CPU too.
-    options = Options(
+    options = Config.of(
         name, max_model_len=1024, max_num_seqs=64, expert_budget=Share(1.0), eviction="lru"
     )
     try:

@@ -216,7 +216,7 @@ def expert_inputs(
     texts = {str(file): _text(file) for file in files}
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".calibration-") as directory:
         trace = pathlib.Path(directory) / "trace"
-        with LLM(str(model), trace=trace, trace_arrays="gate_input", max_num_seqs=16) as llm:
+        with LLM(str(model), trace=f"{trace},arrays=gate_input", max_num_seqs=16) as llm:
             window = min(512, llm.engine.scheduler.max_model_len)
             result = perplexity(llm, texts, window=window, stride=window, limit=tokens)
             hidden_act = llm.engine.runner.config.hidden_act

@@ -21,7 +21,7 @@ from moejax.requests.request import GenerationRequest, Prompt, require_type
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.engine_thread import EngineThread, Stream
 from moejax.serve.llm import LLM
-from moejax.start.options import Options
+from moejax.start.options import Config
 
 _EXIT_S = 30.0
 """How long the end of the interpreter waits for the step that is running."""
@@ -34,7 +34,7 @@ class AsyncLLM:
             async for output in llm.generate("The old house", SamplingParams(max_tokens=64)):
                 print(output.outputs[0].text)
 
-    model: as of LLM, with its options as keywords, or its Options; then starting blocks like LLM's
+    model: as of LLM, with its options as keywords, or a Config; then starting blocks like LLM's
     own start, and closing frees the model. Or an LLM that was started: until `close` it belongs to
     the AsyncLLM and refuses everybody else.
 
@@ -43,7 +43,7 @@ class AsyncLLM:
     and for an LLM that is closed, runs requests or belongs to another AsyncLLM.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Options | LLM, **options: Any):
+    def __init__(self, model: str | os.PathLike[str] | Config | LLM, **options: Any):
         if isinstance(model, LLM) and options:
             raise UserError(
                 f"{', '.join(options)}: this LLM was already started with its own options; "
@@ -51,8 +51,8 @@ class AsyncLLM:
             )
         self._owns = not isinstance(model, LLM)
         if not isinstance(model, LLM):
-            given = model if isinstance(model, Options) else Options(model, **options)
-            model = LLM.from_options(given)
+            config = model if isinstance(model, Config) else Config.of(model, **options)
+            model = LLM.from_config(config)
         self._llm = model
         self._shutting, self._closing, self._shut = threading.Lock(), False, False
         # One thread each, so that prompts reach the engine in order; what may take long (messages,

@@ -15,17 +15,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from host_offload.control.interface import Policy
-from host_offload.memory.budget import Share
 from host_offload.memory.device_memory import page_note
 from host_offload.memory.store import StoreBuilder
-from host_offload.policies.precision.names import Precision
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
-from moejax.engine.loop import Engine, Listener
+from moejax.engine.loop import Engine
 from moejax.engine.statistics import (
     StartTimes,
     arena_stats,
@@ -53,14 +50,14 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.start.build import start_engine
-from moejax.start.decide.residency import check_store
+from moejax.start.decide.residency import store_builder
 from moejax.start.decide.shapes import ops_in_use
-from moejax.start.decide.transfers import cache_of, new_builder, stored_versions
-from moejax.start.options import Options
+from moejax.start.decide.transfers import cache_of, stored_versions
+from moejax.start.fields import with_keywords_of
+from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
 from moejax.start.settings import Settings, settings_of
-from moejax.step.hooks import Hooks
 
 log = logging.getLogger("moejax")
 
@@ -70,7 +67,7 @@ T = TypeVar("T")
 class LLM:
     """A Mixture-of-Experts model that runs from a fixed arena of expert slots and KV pages.
 
-    The keywords are those of moejax.start.options.Options, where each is described. model: a
+    The keywords are the fields of moejax.start.options, where each is described. model: a
     checkpoint directory, or "demo" for the model in the package. Sizes are bytes or text ("6GiB",
     of experts also "25%"); any two of memory, expert_budget and kv_budget fix the third. No bit of
     the output depends on budgets, policies or driver; on lossy versions (precision), ops and dtype
@@ -80,84 +77,30 @@ class LLM:
     or ArenaTooSmall for what the caller can mend.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        step: int | str | None = None,
-        name_map: str | os.PathLike[str] | None = None,
-        dtype: str = "auto",
-        tokenizer: str | os.PathLike[str] | None = None,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        memory: int | str | None = None,
-        expert_budget: int | str | Share | None = None,
-        kv_budget: int | str | None = None,
-        store: str = "memory",
-        host_memory: int | str | None = None,
-        verify_reads: bool = True,
-        budget: str = "fixed",
-        resize: str = "none",
-        cells: str | Sequence[int] = "uniform",
-        eviction: str | None = None,
-        prefetch: str | None = None,
-        placement: str | None = None,
-        cache_aware_routing: float | None = None,
-        policies: Sequence[Policy] = (),
-        precision: str | Precision | None = None,
-        hi: str | None = None,
-        lo: str | None = None,
-        interval: str | None = None,
-        hi_share: float | None = None,
-        quantizer: str = "rtn",
-        transfers: str | None = None,
-        chunk_bytes: int | str | None = None,
-        transfer_threads: int | None = None,
-        link_rate: float | str | None = None,
-        link_latency: float | str | None = None,
-        placement_test: str | None = None,
-        driver: str = "device",
-        tiers: str | None = None,
-        ops: str | Mapping[str, str] = "auto",
-        device: str | jax.Device | None = None,
-        threads: int | None = None,
-        progress: bool = True,
-        cache_dir: str | os.PathLike[str] | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        trace_arrays: str | Sequence[str] = (),
-        prefill_waves: int | None = None,
-        swap_space: int | str = "4GiB",
-        kv_overflow: str = "swap",
-        enable_prefix_caching: bool = True,
-        long_prefill_token_threshold: int | None = None,
-        listener: Listener | None = None,
-        hooks: Hooks | None = None,
-    ):
-        self._begin(Options(**{name: value for name, value in locals().items() if name != "self"}))
+    @with_keywords_of(Keywords, Config.of)
+    def __init__(self, config: Config) -> None:
+        self._begin(config)
 
     @classmethod
-    def from_options(cls, options: Options) -> LLM:
-        """LLM(**options)."""
+    def from_config(cls, config: Config) -> LLM:
+        """LLM(MODEL, KEYWORD=…), of options that are one object."""
         llm = cls.__new__(cls)
-        llm._begin(options)
+        llm._begin(config)
         return llm
 
-    def _begin(self, options: Options) -> None:
+    def _begin(self, options: Config) -> None:
         self._start = StartTimes()
         # Everything that can be wrong without reading the weights is found before reading them.
         settings = settings_of(options)
-        use_compilation_cache(options.cache_dir)
-        self.options, self.model = options, str(options.model)
-        self.device = select_device(options.device, options.threads)
-        check_store(settings, self.device.platform)
-        builder = new_builder(settings, self.device.platform)
-        directory = model_directory(options.model)
+        use_compilation_cache()
+        self.options, self.model = options, str(options.model.model)
+        self.device = select_device(options.runtime.device, options.runtime.threads)
+        builder = store_builder(settings, self.device.platform)
+        directory = model_directory(options.model.model)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
-            words = directory if options.tokenizer is None else options.tokenizer
-            tokenizer = pool.submit(load_tokenizer, words, options.tokenizer is not None)
+            words = directory if options.model.tokenizer is None else options.model.tokenizer
+            tokenizer = pool.submit(load_tokenizer, words, options.model.tokenizer is not None)
             loaded = self._load(settings, directory, builder)
             self._start.end("load", loaded.seconds)
             try:
@@ -192,23 +135,25 @@ class LLM:
         """The checkpoint's weights, in the versions of the precision."""
         options = settings.options
         versions = stored_versions(settings, self.device.platform)
-        with loading_progress(self.model, options.progress) as report:
+        with loading_progress(self.model, options.runtime.progress) as report:
             loaded = load_checkpoint(
                 directory,
-                options.dtype,
+                options.model.dtype,
                 self.device,
                 report,
-                options.step,
-                options.name_map,
+                options.model.step,
+                options.model.name_map,
                 versions,
-                in_files=options.store == "file",
-                verify_reads=options.verify_reads,
+                in_files=options.memory.store.name == "file",
+                verify_reads=options.memory.store.verify,
                 cache=cache_of(settings, self.device.platform),
                 new_builder=builder,
-                shared=options.store == "shared",
+                shared=options.memory.store.name == "shared",
             )
-        with versions_progress(options.progress) as making:
-            return with_versions(loaded, versions, quantizer=options.quantizer, progress=making)
+        with versions_progress(options.runtime.progress) as making:
+            return with_versions(
+                loaded, versions, quantizer=settings.precision.quantizer, progress=making
+            )
 
     # ---- what users call
 
@@ -246,7 +191,7 @@ class LLM:
         with deferred_interrupt() as interrupted, self._held() as engine:
             asked = asked_for(prompts, sampling_params, session_id, priority)
             statistics, total = engine.statistics, sum(one.sampling_params.n for one in asked)
-            bar = self.options.progress and use_tqdm
+            bar = self.options.runtime.progress and use_tqdm
             with token_progress(
                 "generating", total, 0, lambda: statistics.generated_tokens, bar
             ) as report:

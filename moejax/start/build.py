@@ -33,7 +33,7 @@ from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.plan import Plan, decide, divide, step_spec
 from moejax.start.decide.transfers import automatic, with_packed
 from moejax.start.kernels import checked_later, native_note, verify_kernels
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
@@ -51,7 +51,7 @@ log = logging.getLogger("moejax")
 
 def start_engine(
     loaded: LoadedModel,
-    options: Options | Settings,
+    options: Config | Settings,
     device: jax.Device,
     *,
     tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
@@ -60,7 +60,7 @@ def start_engine(
     (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
     Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
-    check_hooks(settings.options.driver, settings.options.hooks)
+    check_hooks(settings.options.transfer.driver.name, settings.options.runtime.hooks)
     loaded = with_packed(loaded, settings, device.platform)
     plan = probed(loaded, settings, device)
     rope = plan.steps.config.rope
@@ -171,16 +171,16 @@ def _engine(
     arena.grant_kv_slots(plan.budget.kv_slots)
     statistics = Statistics(runner.link_bytes, copy_s_per_byte=_grant(plan, arena, runner))
     cache = KVCache(
-        arena, runner.read_pages, runner.write_pages, runner.move_pages, options.swap_space
+        arena, runner.read_pages, runner.write_pages, runner.move_pages, options.memory.swap_space
     )
     scheduler = Scheduler(
         cache,
         plan.steps.shapes,
         plan.max_num_seqs,
         plan.max_model_len,
-        overflow=options.kv_overflow,
-        prefix_caching=options.enable_prefix_caching,
-        prefill_share=options.long_prefill_token_threshold,
+        overflow=options.memory.kv_overflow,
+        prefix_caching=options.memory.enable_prefix_caching,
+        prefill_share=options.runtime.long_prefill_token_threshold,
         admission=plan.admission,
     )
     tracer: Tracer | None = None
@@ -200,13 +200,13 @@ def _engine(
         scheduler,
         statistics,
         eos_token_ids=plan.steps.config.eos_token_ids,
-        seed=options.seed,
-        listener=options.listener,
+        seed=options.runtime.seed,
+        listener=options.runtime.listener,
         control=control,
         resizer=resizer,
         tracer=tracer,
         tokenizer=tokenizer,
-        hooks=options.hooks,
+        hooks=options.runtime.hooks,
         planner=_planner(plan, runner, scheduler),
     )
 
@@ -279,15 +279,15 @@ def _placement(plan: Plan) -> str | None:
 def _tracer(plan: Plan, runner: Executor) -> Tracer | None:
     """What writes every step into the directory that options name."""
     settings, options = plan.settings, plan.settings.options
-    if options.trace is None:
+    if options.runtime.trace is None:
         return None
     precision = settings.precision.report()
     if plan.spec.resident is not None:
         precision["start"] = plan.spec.resident.start.tolist()
     about = {
-        "model": str(options.model),
+        "model": str(options.model.model),
         "eviction": settings.eviction,
-        "prefetch": options.prefetch,
+        "prefetch": options.policy.prefetch,
         "placement": _placement(plan),
         "placement_same_bits": plan.steps.second is None or plan.steps.second.same_bits,
         "cache_aware_routing": plan.steps.cache_aware,
@@ -295,4 +295,6 @@ def _tracer(plan: Plan, runner: Executor) -> Tracer | None:
         "budgets": settings.budgets.stats(),
     }
     arrays = settings.trace_arrays
-    return start_trace(options.trace, runner, plan.spec, settings=about, arrays=arrays)
+    return start_trace(
+        options.runtime.trace.directory, runner, plan.spec, settings=about, arrays=arrays
+    )

@@ -13,12 +13,12 @@ from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from moejax.start.options import Options
+    from moejax.start.options import Config
 
 
-def check_routing(options: Options, policies: Sequence[Policy]) -> None:
+def check_routing(options: Config, policies: Sequence[Policy]) -> None:
     """Raises UserError for a number that is none, and for what does not go together."""
-    delta = options.cache_aware_routing
+    delta = options.policy.cache_aware_routing
     if delta is None:
         return
     if not 0 <= delta < math.inf:
@@ -26,7 +26,7 @@ def check_routing(options: Options, policies: Sequence[Policy]) -> None:
             "cache_aware_routing is how much of its score a missing expert loses, a number from 0 "
             f"up such as 0.05, not {delta}"
         )
-    if options.driver == "stream":
+    if options.transfer.driver.name == "stream":
         raise UserError(
             "cache_aware_routing favours experts that are there when a layer is routed, and with "
             "driver='stream' all of them are; leave it out, or take driver device or host"

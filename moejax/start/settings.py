@@ -19,16 +19,14 @@ from host_offload.policies.prefetch.names import with_prefetch
 from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors
-from moejax.start.options import Options
+from moejax.start.option_values import Driver
+from moejax.start.options import Config
 from moejax.start.routing import check_routing
 from moejax.start.second import check_places, placement_of
-from moejax.start.tiers import PACKED_AS, Tiers, tiers_of_options
+from moejax.start.tiers import PACKED_AS, tiers_of_options
 from moejax.traces.tracer import check_trace
 from pallas_kernels import parse_ops
 from pallas_kernels.option_text import parse_option, unknown
-
-BUDGET = ("fixed", "mv_wsa")
-"""Names of budget=: as memory, expert_budget and kv_budget say; by WiSP's configurator."""
 
 RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
     "none": lambda budgets: budgets.live_cells(),
@@ -36,7 +34,7 @@ RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
     "mv_wsa": lambda budgets: (
         MvWsa(
             allocation=budgets.cells,
-            kv_miss=budgets.options.kv_overflow,
+            kv_miss=budgets.options.memory.kv_overflow,
             trace=budgets.budget_trace,
         ),
     ),
@@ -47,13 +45,13 @@ RESIZE: dict[str, Callable[[BudgetOptions], tuple[Policy, ...]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class BudgetOptions:
-    """What `budget=`, `resize=` and `cells=` came to."""
+    """What `resize=` and `cells=` came to."""
 
-    options: Options
+    options: Config
     cells: str = "uniform"
     """One of ALLOCATIONS; uniform where numbers are given."""
     budget_trace: str | None = None
-    """By which budget= decides; None: the sizes of the options do."""
+    """By which `split` decides; None: the sizes of the options do."""
     cells_trace: str | None = None
     given_cells: tuple[int, ...] | None = None
     """Cells of each layer, in numbers."""
@@ -61,7 +59,7 @@ class BudgetOptions:
     def policies(self, precision: Precision | None = None) -> tuple[Policy, ...]:
         """The precision's policies and those that move slots. Raises UserError for a resize that
         the precision forbids."""
-        resize = self.options.resize
+        resize = self.options.policy.resize
         if precision is None or not precision.mixed or resize == "none":
             return *(() if precision is None else precision.policies), *RESIZE[resize](self)
         if reason := _why_not(resize, precision):
@@ -77,7 +75,7 @@ class BudgetOptions:
     def stats(self) -> dict[str, Any]:
         """Plain data."""
         budget = "fixed" if self.budget_trace is None else "mv_wsa"
-        return {"budget": budget, "resize": self.options.resize, "cells": self.cells}
+        return {"budget": budget, "resize": self.options.policy.resize, "cells": self.cells}
 
 
 def _why_not(resize: str, precision: Precision) -> str:
@@ -100,7 +98,7 @@ def _why_not(resize: str, precision: Precision) -> str:
 class Settings:
     """Everything that can be known of options without a model."""
 
-    options: Options
+    options: Config
     precision: Precision
     budgets: BudgetOptions
     eviction: str
@@ -110,7 +108,7 @@ class Settings:
     ops: Mapping[str, str]
     trace_arrays: frozenset[str]
     """What the trace has beside the rest."""
-    tiers: Tiers | None = None
+    tiers: Driver | None = None
     """Where residents are, with driver="stream"; None: none is packed."""
 
     placement: str | None = None
@@ -129,98 +127,81 @@ class Settings:
         return asked or self.budgets.budget_trace is not None
 
 
-def settings_of(options: Options) -> Settings:
+def settings_of(options: Config) -> Settings:
     """Raises UserError for unknown names, for what does not go together, and for a trace that could
     not be written."""
     budgets = parse_budget_options(options)
     precision = parse_precision(options)
     others = budgets.policies(precision)
     with user_errors():
-        given = with_prefetch(options.prefetch, options.policies)
+        given = with_prefetch(options.policy.prefetch, options.policy.policies)
         given = with_placement(placement := placement_of(options), given)
-        eviction, policies = with_eviction(options.eviction, given)
+        eviction, policies = with_eviction(options.policy.eviction, given)
         policies = *policies, *others
-        check_policies(policies, options.driver)
-        check_search(policies, options.driver, len(precision.versions))
+        check_policies(policies, options.transfer.driver.name)
+        check_search(policies, options.transfer.driver.name, len(precision.versions))
     check_places(options, policies, precision)
     check_routing(options, policies)
     with user_errors():
-        ops = parse_ops(options.ops)
-    arrays = check_trace(options.trace, options.trace_arrays)
+        ops = parse_ops(options.runtime.ops)
+    trace = options.runtime.trace
+    arrays = frozenset() if trace is None else check_trace(trace.directory, trace.arrays)
     tiers = tiers_of_options(options, precision)
     return Settings(options, precision, budgets, eviction, policies, ops, arrays, tiers, placement)
 
 
-def parse_budget_options(options: Options) -> BudgetOptions:
+def parse_budget_options(options: Config) -> BudgetOptions:
     """Raises UserError for unknown names and what does not go together."""
-    fixed = [n for n in ("expert_budget", "kv_budget") if getattr(options, n) is not None]
-    name, budget_trace = _name_and_path("budget", options.budget, BUDGET)
-    given, resize, cells = None, options.resize, options.cells
-    if not isinstance(cells, str) or cells[:1].isdigit():
-        cells = cells.split(",") if isinstance(cells, str) else cells
-        try:
-            given = tuple(int(n) for n in cells)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"cells are a name or a whole number a layer, not {cells!r}") from error
-        cells = "uniform"
-    rule, cells_trace = _name_and_path("cells", cells, ALLOCATIONS)
+    resize, cells = options.policy.resize, options.policy.cells
     if resize not in RESIZE:
         raise UserError(unknown("resize", resize, RESIZE))
-    if name == "fixed" and budget_trace:
-        raise UserError("budget fixed needs no trace; write budget=mv_wsa=TRACE, or leave it out")
-    if name == "mv_wsa" and not budget_trace:
-        raise UserError(
-            "budget mv_wsa needs a trace of the workload: mv_wsa=TRACE (see `moejax generate "
-            "--trace`); without one, resize=mv_wsa finds the split while requests run"
+    if not isinstance(cells, str) or cells[:1].isdigit():
+        if resize != "none":
+            raise UserError(
+                "cells in numbers stay as they are; leave out resize, or give cells (those in a "
+                "file of options too) a name: cells=uniform"
+            )
+        return BudgetOptions(options, given_cells=_numbers(cells))
+    with user_errors():
+        rule, trace, found = parse_option(
+            "cells", cells, {key: {"split": str} for key in ALLOCATIONS}, paths=ALLOCATIONS
         )
-    if name == "mv_wsa" and fixed:
-        raise UserError(f"budget mv_wsa decides the split; leave out {' and '.join(fixed)}")
-    if name == "mv_wsa" and cells_trace:
-        raise UserError(
-            f"budget mv_wsa shares its cells by its own trace; leave out ={cells_trace} of cells"
-        )
-    if rule == "uniform" and cells_trace:
+    fixed = [n for n in ("expert_budget", "kv_budget") if getattr(options.memory, n) is not None]
+    if found and fixed:
+        raise UserError(f"split of cells decides the split; leave out {' and '.join(fixed)}")
+    if found and trace:
+        raise UserError(f"split shares its cells by its own trace; leave out ={trace} of cells")
+    if rule == "uniform" and trace:
         raise UserError("cells uniform needs no trace; leave it out")
     if resize in ("peak_headroom", "joint") and rule != "uniform":
         raise UserError(
             f"resize {resize} gives every layer as many cells; leave out cells {rule} or take "
             f"resize=mv_wsa"
         )
-    if given is not None and (name == "mv_wsa" or resize != "none"):
-        raise UserError(
-            "cells in numbers stay as they are; leave out budget and resize, or give cells (those "
-            "in a file of options too) a name: cells=uniform"
-        )
-    return BudgetOptions(options, rule, budget_trace, cells_trace, given)
+    return BudgetOptions(options, rule, found.get("split"), trace)
 
 
-def _name_and_path(option: str, value: str, known: Sequence[str]) -> tuple[str, str | None]:
-    with user_errors():
-        name, path, _ = parse_option(option, value, {key: {} for key in known}, paths=known)
-    return name, path
+def _numbers(cells: str | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in (cells.split(",") if isinstance(cells, str) else cells))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"cells are a name or a whole number a layer, not {cells!r}") from error
 
 
-def parse_precision(options: Options) -> Precision:
+def parse_precision(options: Config) -> Precision:
     """precision_of, for users: raises UserError, also for a quantizer that does not exist. A
-    Precision is taken as it is, without hi, lo, interval and hi_share. With two versions layers
-    have no cells of their own that budget and cells could move."""
-    check_quantizer(options.quantizer)
-    parts = {name: getattr(options, name) for name in ("hi", "lo", "interval", "hi_share")}
-    if isinstance(options.precision, Precision):
-        for name, value in parts.items():
-            if value is not None:
-                raise UserError(f"{name} is a part of the Precision that is given; leave it out")
-        found = options.precision
-    else:
+    Precision is taken as it is. With two versions layers have no cells of their own that `cells`
+    could move."""
+    found = options.policy.precision
+    if not isinstance(found, Precision):
         with user_errors():
-            found = precision_of(options.precision, **parts, seed=options.seed)
-    if found.mixed and (options.budget, options.cells) != ("fixed", "uniform"):
+            found = precision_of(found, seed=options.runtime.seed)
+    check_quantizer(found.quantizer)
+    if found.mixed and options.policy.cells != "uniform":
         where = (
             "cuts each layer's cells of both versions once, at the start"
             if found.paged
             else "keeps every expert resident in cells that layers share"
         )
-        raise UserError(
-            f"precision {found.name} {where}, so budget and cells say nothing; leave them out"
-        )
+        raise UserError(f"precision {found.name} {where}, so cells say nothing; leave them out")
     return found

@@ -1,8 +1,8 @@
-"""`--tiers`: where residents of the stream driver are, and how fast they get into the window."""
+"""`driver=stream,tiers=…`: what goes with tiers, and how fast experts get from them into the
+window."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,50 +15,22 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.memory.arena import own_arena
 from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
-from host_offload.sizing.tiers import INTERVAL
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 from pallas_kernels.cpu.arena import drain
 from pallas_kernels.fill import fill
 from pallas_kernels.fill.unpack import unpack
-from pallas_kernels.option_text import Reader, one_of, parse_option, share, whole
 from pallas_kernels.records import decode
 
 if TYPE_CHECKING:
     from host_offload.policies.precision.names import Precision
-    from moejax.start.options import Options
+    from moejax.start.option_values import Driver
+    from moejax.start.options import Config
     from moejax.step.parts import StepSpec
-
-NAMES = ("flux", "flux-direct")
-BY = ("experts", "layers")
-PLANNERS = ("live", "one-layer", "none")
 
 PACKED_AS = "lossless12"
 
 _PROBED = 32 << 20
 """Dense bytes that are moved to measure a rate."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiers:
-    """What `--tiers NAME,KEY=VALUE…` says. Shares are of each layer's experts, or with by="layers"
-    of the layers, the first of which are in a tier whole."""
-
-    name: str
-    """One of NAMES."""
-    dense: float = 0.0
-    packed: float | None = None
-    """None: as many as are decoded in the time in which the others come over the link."""
-    by: str = "experts"
-    planner: str = "live"
-    """Who moves experts while requests run: FluxMoE's planner, one expert of every layer at a time
-    ("live") or as many of one layer ("one-layer"); or nobody."""
-    interval: int = INTERVAL
-    """Steps between two of its moves."""
-
-    @property
-    def direct(self) -> bool:
-        """Packed residents are computed as they are."""
-        return self.name == "flux-direct"
 
 
 class TierRates(NamedTuple):
@@ -70,38 +42,20 @@ class TierRates(NamedTuple):
     """Decoded into the window."""
 
 
-def tiers_of_options(options: Options, precision: Precision) -> Tiers | None:
-    """Raises UserError for what there is not, and for what does not go with tiers."""
-    if options.tiers is None:
+def tiers_of_options(options: Config, precision: Precision) -> Driver | None:
+    """Raises UserError for what does not go with tiers."""
+    driver = options.transfer.driver
+    if driver.tiers is None:
         return None
-    with user_errors():
-        name, _, given = parse_option("tiers", options.tiers, dict.fromkeys(NAMES, _SETTINGS))
-    if options.driver != "stream":
+    store = options.memory.store.name
+    if precision.versions != ("dense",) or store != "memory":
         raise UserError(
-            f"tiers={name} is of experts that stream; use driver='stream', or leave it out"
+            f"tiers={driver.tiers} packs dense experts of a store in memory, not precision "
+            f"{precision.name} of store={store!r}; leave those out, or tiers"
         )
-    if precision.versions != ("dense",) or options.store != "memory":
-        raise UserError(
-            f"tiers={name} packs dense experts of a store in memory, not precision "
-            f"{precision.name} of store={options.store!r}; leave those out, or tiers"
-        )
-    if (options.chunk_bytes or 0) % 2:
-        raise UserError(f"tiers={name} decodes whole values; use an even chunk_bytes")
-    if given.get("by") == "layers" and given.setdefault("planner", "none") != "none":
-        raise UserError("tiers by=layers stay as they begin; use planner=none")
-    found = Tiers(name, **given)
-    if found.dense + (found.packed or 0.0) > 1:
-        raise UserError(f"dense={found.dense:g} and packed={found.packed:g} are more than all")
-    return found
-
-
-_SETTINGS: dict[str, Reader] = {
-    "dense": share,
-    "packed": share,
-    "by": one_of(*BY),
-    "planner": one_of(*PLANNERS),
-    "interval": whole(1),
-}
+    if (options.transfer.transfers.chunk_bytes or 0) % 2:
+        raise UserError(f"tiers={driver.tiers} decodes whole values; use an even chunk_bytes")
+    return driver
 
 
 def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:

@@ -25,6 +25,7 @@ from moejax.step.experts import Paging, missed_bits
 from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
+from pallas_kernels.option_text import unknown
 from pallas_kernels.paged_attention import (
     decode_attention,
     prefill_attention,
@@ -283,14 +284,12 @@ class TraceArrays(NamedTuple):
 TRACE_ARRAYS = frozenset(TraceArrays._fields)
 
 
-def parse_trace_arrays(names: str | Iterable[str]) -> frozenset[str]:
-    """The arrays named, "probs,gate_input" or one by one. Raises UserError for another name."""
-    given = [n.strip() for n in names.split(",")] if isinstance(names, str) else [*names]
-    for name in given:
-        if name not in TRACE_ARRAYS:
-            known = ", ".join(TraceArrays._fields)
-            raise UserError(f"trace_arrays has no array {name!r}; it has {known}")
-    return frozenset(given)
+def check_trace_arrays(names: Iterable[str]) -> frozenset[str]:
+    """The arrays named. Raises UserError for another name."""
+    given = frozenset(names)
+    for name in sorted(given - TRACE_ARRAYS):
+        raise UserError(unknown("array of a trace", name, TraceArrays._fields))
+    return given
 
 
 class StepOutput(NamedTuple):

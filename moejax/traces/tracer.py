@@ -25,7 +25,7 @@ from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
 from moejax.step.executor import Executor
-from moejax.step.parts import parse_trace_arrays
+from moejax.step.parts import check_trace_arrays
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""
@@ -131,19 +131,11 @@ class Tracer:
 
 
 @user_errors(TraceError)
-def check_trace(
-    directory: str | os.PathLike[str] | None, arrays: str | Iterable[str]
-) -> frozenset[str]:
-    """The optional arrays to record, of parse_trace_arrays. Raises UserError unless a trace could
-    be written there; None: no trace, which has no arrays."""
-    wanted = parse_trace_arrays(arrays)
-    if directory is not None:
-        require_new(directory)
-    elif wanted:
-        raise UserError(
-            "trace_arrays (--trace-arrays) are a part of a trace; name its directory with trace "
-            "(--trace DIR)"
-        )
+def check_trace(directory: str | os.PathLike[str], arrays: Iterable[str]) -> frozenset[str]:
+    """The optional arrays to record, of check_trace_arrays. Raises UserError unless a trace could
+    be written there."""
+    wanted = check_trace_arrays(arrays)
+    require_new(directory)
     return wanted
 
 

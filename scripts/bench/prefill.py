@@ -25,7 +25,7 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.requests.sampling_params import SamplingParams
 from moejax.start.decide.shapes import PREFILL_CHUNK
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.step.executor import Executor
 from scripts.parts.bench_engine import (
     add_options,
@@ -175,16 +175,16 @@ def prompt_lengths(tokens: int, longest: int | None, config: ModelConfig) -> lis
 
 def _limits(
     args: argparse.Namespace, config: ModelConfig, lengths: list[int], cells: list[int]
-) -> Options:
+) -> Config:
     """Shapes that hold all prompts in one prefill step."""
-    return Options(
+    return Config.of(
         "",
         enable_prefix_caching=False,
         max_num_seqs=len(lengths),
         max_model_len=max(lengths) + 1,
         max_num_batched_tokens=PREFILL_CHUNK * sum(-(-n // PREFILL_CHUNK) for n in lengths),
         expert_budget=largest(cells, config),
-        prefill_waves=args.waves,
+        driver="device" if args.waves is None else f"device,waves={args.waves}",
     )
 
 

@@ -666,15 +666,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def opened(args: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[LLM]:
     """An engine for each store. stack: of what must stay while they run."""
-    link = {"link_rate": args.link_rate, "link_latency": args.link_latency}
-    queue = {"chunk_bytes": args.chunk_bytes, "transfer_threads": args.transfer_threads}
-    given = {"dtype": args.dtype, **link, **queue, **SMALL}
+    queue = f"queue,chunk_bytes={args.chunk_bytes},threads={args.transfer_threads}"
+    for name, value in (("rate", args.link_rate), ("latency", args.link_latency)):
+        queue += "" if value is None else f",{name}={value}"
+    stated = args.link_rate is not None or args.link_latency is not None
+    given = {"dtype": args.dtype, "transfers": queue if stated else None, **SMALL}
     if args.store in ("memory", "both"):
         yield LLM("demo", **given)
     if args.store in ("file", "both"):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moejax-fuzz-")))
         model = convert(model_directory("demo"), folder / "demo").directory
-        yield LLM(str(model), store="file", **given)
+        yield LLM(str(model), store="file", **{**given, "transfers": queue})
 
 
 def run(llms: Sequence[LLM], args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.start.build import start_engine
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.report.info import model_info
 from moejax.step.executor import Executor
 from pallas_kernels.dispatch import parse_ops
@@ -197,7 +196,7 @@ def weights_of(
 ) -> Iterator[LoadedModel]:
     """The shape's model with random weights, and the embedded one as it is, unless other layers are
     asked for; leaving the context frees them."""
-    use_compilation_cache(None)
+    use_compilation_cache()
     if args.shape == "demo" and args.layers is None:
         loaded = load_checkpoint(DEMO, args.dtype, device)
     else:
@@ -212,12 +211,12 @@ def weights_of(
 
 @contextmanager
 def compiled_engine(
-    args: argparse.Namespace, loaded: LoadedModel, device: jax.Device, limits: Options
+    args: argparse.Namespace, loaded: LoadedModel, device: jax.Device, limits: Config
 ) -> Iterator[Engine]:
     """An engine that needs no more compilation; leaving the context frees its arena, not the
     weights, so that the next engine, of other shapes, can have them."""
     given = {"eviction": args.eviction, "ops": args.ops, "seed": args.seed}
-    engine, _ = start_engine(loaded, dataclasses.replace(limits, **given), device)
+    engine, _ = start_engine(loaded, limits.replaced(**given), device)
     runner = engine.runner
     try:
         runner.wait_compiled(everything=True)
@@ -238,7 +237,7 @@ def decode_engine(
 ) -> Iterator[Engine]:
     """A compiled engine for decode steps of `rows` sequences of up to `longest` tokens, with any of
     these numbers of cells a layer. Raises UserError where that does not fit."""
-    limits = Options(
+    limits = Config.of(
         args.shape,
         enable_prefix_caching=False,
         max_num_seqs=rows,

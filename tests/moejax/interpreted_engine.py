@@ -26,7 +26,9 @@ def interpreted_llm(model: str | os.PathLike, **options: Any) -> Iterator[LLM]:
         patch.setattr(host_offload.memory.store, "shares_memory", lambda device: False)
         with (
             interpreted(),
-            LLM(model, ops="pallas", progress=False, **{"prefill_waves": 2, **options}) as llm,
+            LLM(
+                model, ops="pallas", progress=False, **{"driver": "device,waves=2", **options}
+            ) as llm,
         ):
             yield llm
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from host_offload.memory.budget import Share, format_bytes
 from moejax.errors import UserError
-from moejax.sizes import parse_expert_budget, parse_share, parse_size
+from moejax.sizes import parse_expert_budget, parse_size
 
 
 @pytest.mark.parametrize(
@@ -57,19 +57,6 @@ def test_expert_budgets(value, budget):
 def test_what_is_no_expert_budget_is_refused_with_examples(value):
     with pytest.raises(UserError, match=r'is not an expert budget; .*"25%".*"6GiB"'):
         parse_expert_budget(value)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"), [("1%", 0.01), (" 2.5 %", 0.025), ("0.01", 0.01), ("0", 0.0), ("1", 1.0)]
-)
-def test_shares(text, part):
-    assert parse_share(text) == part
-
-
-@pytest.mark.parametrize("text", ["101%", "1.5", "-1%", "-0.1", "nan", "half", "", "%"])
-def test_what_is_no_share(text):
-    with pytest.raises(UserError, match=r'is not a share from 0 to 1; write it as "1%"'):
-        parse_share(text)
 
 
 def test_a_share_above_all_experts_is_refused():

@@ -16,16 +16,19 @@ from scripts.texts.__main__ import main as texts_main
 ALL = [(group, name) for group, names in COMMANDS.items() for name in names]
 
 
-def usage(main, *arguments: str) -> str:
-    """The usage that --help shows after these arguments. Raises ValueError if it refuses them."""
+def usage(main, *arguments: str, flag: str = "--help") -> str:
+    """The usage that --help, or --help-all, shows after these arguments. Raises ValueError if it
+    refuses them."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main([*arguments, "--help"])
+            main([*arguments, flag])
         except SystemExit as left:
             if left.code:
                 raise ValueError(err.getvalue().splitlines()[-1]) from None
-    return out.getvalue().partition("\n\n")[0]
+    shown = out.getvalue().partition("\n\n")[0]
+    more = "--help-all" in shown and flag == "--help"
+    return usage(main, *arguments, flag="--help-all") if more else shown
 
 
 def script(group: str, name: str):

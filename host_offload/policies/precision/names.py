@@ -17,7 +17,15 @@ from host_offload.policies.precision.maps import (
     read_array,
     top_map,
 )
-from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
+from pallas_kernels.option_text import (
+    Reader,
+    number,
+    one_of,
+    parse_option,
+    share,
+    whole,
+    yes,
+)
 from pallas_kernels.records.format import LOSSY, VERSIONS
 
 
@@ -39,6 +47,8 @@ class Precision:
     """In each layer as many; else of all layers together."""
     seed: int | None = None
     """What a random map is drawn from."""
+    quantizer: str = "rtn"
+    """How versions are made that the checkpoint lacks."""
     hi_share: float | None = None
     """Share of the experts that are high; None: as many as the budget has room for."""
     spares: int = 0
@@ -95,37 +105,21 @@ class Precision:
         }
 
 
-def precision_of(
-    text: str | None,
-    *,
-    hi: str | None = None,
-    lo: str | None = None,
-    interval: str | None = None,
-    hi_share: float | None = None,
-    seed: int = 0,
-) -> Precision:
-    """The precision called NAME[,key=value…] or NAME=PATH[,…]; None: dense.
-
-    hi, lo: versions that dynaexq, map and random mix (dense and int4). interval: dynaexq's. seed:
-    of random, where the text has none. Raises ValueError as parse_option, for what is out of range,
-    for a file that is none, and for an option that means nothing to NAME.
-    """
+def precision_of(text: str | None, *, seed: int = 0) -> Precision:
+    """The precision called NAME[,KEY=VALUE…] or NAME=PATH[,…]; None: dense. dynaexq, map and random
+    mix the versions hi and lo (dense and int4). seed: of random, where the text has none. Raises
+    ValueError as parse_option, for what is out of range and for a file that is none."""
     name, path, keys = parse_option("precision", text or "dense", _SETTINGS, paths=("map",))
     if name in VERSIONS:
-        mixes = {"hi": hi, "lo": lo, "hi_share": hi_share, "interval": interval}
-        for option, value in mixes.items():
-            if value is not None:
-                raise ValueError(
-                    f"{option} means nothing to precision {name!r}, which has one version; use it "
-                    f"with precision dynaexq, map or random"
-                )
         return Precision(name, (name,), **keys)
-    if interval is not None and name != "dynaexq":
-        raise ValueError(f"interval means nothing to precision {name!r}; it is dynaexq's")
-    paged = keys.pop("paged", False)
-    plan = Precision(name, _pair(hi, lo), hi_share=hi_share, paged=paged)
-    if hi_share is not None and not 0 <= hi_share <= 1:
-        raise ValueError(f"hi_share is a share of the experts, from 0 to 1, not {hi_share}")
+    paged, hi_share = keys.pop("paged", False), keys.pop("hi_share", None)
+    plan = Precision(
+        name,
+        _pair(keys.pop("hi", "dense"), keys.pop("lo", "int4")),
+        hi_share=hi_share,
+        paged=paged,
+        quantizer=keys.pop("quantizer", "rtn"),
+    )
     if name == "map":
         if path is None:
             raise ValueError("precision 'map' needs the map: map=FILE (docs/precision.md)")
@@ -144,18 +138,26 @@ def precision_of(
     for key in ("weights", "scores"):
         if key in keys:
             keys[key] = read_array(keys[key], key)
-    if interval is not None:
-        keys["interval"] = interval
     return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), **moves)
 
 
+_MIXED: dict[str, Reader] = {
+    "hi": one_of(*VERSIONS),
+    "lo": one_of(*VERSIONS),
+    "hi_share": share,
+    "quantizer": str,
+    "paged": yes,
+}
+
 _SETTINGS: dict[str, dict[str, Reader]] = {
-    **{version: {} for version in VERSIONS},
+    "dense": {},
     "lossless12": {"in_transit": yes},  # others would not give the dense bits when decoded
-    "random": {"seed": whole(), "paged": yes},
-    "map": {"paged": yes},
+    **{version: {"quantizer": str} for version in LOSSY},
+    "random": {**_MIXED, "seed": whole()},
+    "map": _MIXED,
     "dynaexq": {
-        "paged": yes,
+        **_MIXED,
+        "interval": str,
         "alpha": number,
         "margin": number,
         "slack": whole(),
@@ -173,14 +175,10 @@ PRECISION = tuple(_SETTINGS)
 """What LLM(precision=…) and --precision take: a version for all experts, or who mixes two."""
 
 
-def _pair(hi: str | None, lo: str | None) -> tuple[str, str]:
-    pair = hi or "dense", lo or "int4"
-    for option, version in zip(("hi", "lo"), pair, strict=True):
-        if version not in VERSIONS:
-            raise ValueError(f"unknown version {option}={version}; known: {', '.join(VERSIONS)}")
-    if (order := [*VERSIONS]).index(pair[0]) >= order.index(pair[1]):
+def _pair(hi: str, lo: str) -> tuple[str, str]:
+    if (order := [*VERSIONS]).index(hi) >= order.index(lo):
         raise ValueError(
-            f"hi={pair[0]} must have more bytes than lo={pair[1]}; from the most to the fewest: "
+            f"hi={hi} must have more bytes than lo={lo}; from the most to the fewest: "
             f"{', '.join(VERSIONS)}"
         )
-    return pair
+    return hi, lo

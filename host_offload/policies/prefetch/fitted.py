@@ -132,7 +132,7 @@ def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:
     if not header.gate_input:
         raise TraceError(
             f"{trace.directory} has no gate inputs, which {policy} learns from; record a trace "
-            "with --trace-arrays gate_input"
+            "with --trace DIR,arrays=gate_input"
         )
     if not trace.tokens:
         raise TraceError(f"{trace.directory} has no tokens to learn from")

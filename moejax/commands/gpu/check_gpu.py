@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moejax.commands import add_command
 from moejax.commands.model import add_described
-from moejax.start.options import Description
+from moejax.start.fields import Description
 
 _DESCRIPTION = """\
 Checks on a real GPU. Run it first on a new card, after `moejax doctor`, and after any change of jax

@@ -189,19 +189,19 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[tuple[Loade
     largest = max(experiment.batch)
     options = experiment.engine_options("device", precision, largest, budget=experiment.budgets[0])
     settings = settings_of(options)
-    use_compilation_cache(options.cache_dir)
-    device = select_device(options.device, options.threads)
+    use_compilation_cache()
+    device = select_device(options.runtime.device, options.runtime.threads)
     began = time.perf_counter()
     loaded = load_checkpoint(
-        model_directory(options.model),
-        options.dtype,
+        model_directory(options.model.model),
+        options.model.dtype,
         device,
         None,
-        options.step,
-        options.name_map,
+        options.model.step,
+        options.model.name_map,
         settings.versions,
     )
-    loaded = with_versions(loaded, settings.versions, quantizer=options.quantizer)
+    loaded = with_versions(loaded, settings.versions, quantizer=settings.precision.quantizer)
     try:
         yield loaded, time.perf_counter() - began
     finally:
@@ -217,7 +217,7 @@ def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Itera
     asked = group.driver, group.precision, group.batch, group.link_rate, group.budget
     options = experiment.engine_options(*asked)
     settings = dataclasses.replace(settings_of(options), trace_arrays=group.arrays)
-    device = select_device(options.device, options.threads)
+    device = select_device(options.runtime.device, options.runtime.threads)
     began = time.perf_counter()
     engine, plan = start_engine(loaded, settings, device)
     runner = engine.runner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,10 @@ from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.decide.plan import Plan
-from moejax.start.options import Options, refuse_cache_aware
+from moejax.start.option_values import read_transfers
+from moejax.start.options import Config, refuse_cache_aware
 from moejax.start.report.dry_run import dry_run
+from pallas_kernels.option_text import unknown
 from pallas_kernels.records import RecordFormat
 
 MODES = ("measured", "simulated", "predicted", "priced")
@@ -37,8 +38,8 @@ DRIVERS = ("device", "host")
 """Those that page by policies; the stream driver has none."""
 
 OPTIONS = (
-    *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "quantizer", "tokenizer"),
-    *("step", "name_map", "link_latency", "store", "host_memory", "verify_reads"),
+    *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "tokenizer"),
+    *("step", "name_map", "transfers", "store"),
 )
 """Options of LLM that a definition may give under `options`, for all of its cells."""
 
@@ -194,7 +195,7 @@ class Experiment:
         batch: int,
         link_rate: str = NO_LINK,
         budget: str | None = None,
-    ) -> Options:
+    ) -> Config:
         """Those of the engine of some cells: for prompts of all lengths, with an arena for the
         largest budget; with two versions of experts for that budget."""
         if self.mixed(precision):
@@ -211,19 +212,22 @@ class Experiment:
         )
         return self._options(driver, precision, batch, link_rate, slots * sizes.slot_bytes)
 
-    def shared_options(self, batch: int) -> Options:
+    def shared_options(self, batch: int) -> Config:
         """Those of the engine of conversations: slots can go from experts to KV and back."""
         options = self._options(DRIVERS[0], self.precision[0], batch, self.link_rate[0], 0)
         # Any policy that moves the line; each run brings its own.
         moves = {"expert_budget": None, "memory": self.memory, "resize": "peak_headroom"}
-        return dataclasses.replace(options, **moves)
+        return options.replaced(**moves)
 
     def _options(
         self, driver: str, precision: str, batch: int, link_rate: str, expert_bytes: int
-    ) -> Options:
+    ) -> Config:
         longest = max(self.prompt_tokens) + self.output_tokens
-        rate = {} if link_rate == NO_LINK else {"link_rate": parse_rate(link_rate)}
-        return Options(
+        transfers = read_transfers(self.options.get("transfers"))
+        if link_rate != NO_LINK:
+            rate = parse_rate(link_rate)
+            transfers = dataclasses.replace(transfers, name="queue", rate=rate)
+        return Config.of(
             self.model,
             driver=driver,
             precision=self.mixes[precision].precision,
@@ -233,8 +237,7 @@ class Experiment:
             expert_budget=expert_bytes,
             enable_prefix_caching=False,
             progress=False,
-            **rate,
-            **self.options,
+            **{**self.options, "transfers": transfers},
         )
 
 
@@ -384,11 +387,7 @@ def _experiment(given: Mapping[str, Any], home: Path, where: str) -> Experiment:
     _check_placement(given.pop("placement", None), where)
     for name in given:
         if name not in _DEFAULTS:
-            close = difflib.get_close_matches(str(name), _DEFAULTS, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(
-                f"{where}: unknown key {shown(name)}{meant} The keys are {', '.join(_DEFAULTS)}"
-            )
+            raise UserError(f"{where}: {unknown('key', str(name), _DEFAULTS)}")
     with user_errors(where=f"{where}: "):
         found = _DEFAULTS | dict(given)
         for name, example in (("policies", "[lru, lfu]"), ("budgets", '["25%", "50%"]')):

@@ -20,7 +20,7 @@ from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.generation import run_scores
 from moejax.serve.llm import LLM
-from moejax.start.options import Options
+from moejax.start.options import Config
 
 MAX_GEN_TOKS = 256
 """Most tokens of a text for which neither the task nor the model's arguments name a number, as the
@@ -72,8 +72,8 @@ class MoejaxLM(TemplateLM):
             if device not in (None, *_NOT_CHOSEN):
                 options["device"] = device
             with user_errors(TypeError, "model_args of moejax: "):
-                asked = Options(pretrained, **{"progress": False, **options})
-            self.llm = LLM.from_options(asked)
+                asked = Config.of(pretrained, **{"progress": False, **options})
+            self.llm = LLM.from_config(asked)
         found = self.llm.get_tokenizer()
         if found is None:
             raise UserError(

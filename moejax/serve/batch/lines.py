@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import re
@@ -15,6 +14,7 @@ from moejax.models.json_values import is_integer
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.openai_fields import completion_request
+from pallas_kernels.option_text import nearest
 
 MOST_LINE = 16 * 2**20
 """Bytes of a line: a prompt of millions of tokens, and no more than a few hundred MB of objects
@@ -184,8 +184,7 @@ def _request(
     fields = {name: value for name, value in fields.items() if value is not None}
     for name in fields:
         if name not in LINE_FIELDS:
-            close = difflib.get_close_matches(name[:100], LINE_FIELDS, 1, 0.75)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = nearest(name, LINE_FIELDS)
             raise UserError(f"the field {shown(name)} is not supported{hint}")
     prompts = [name for name in _PROMPT_FIELDS if name in fields]
     if len(prompts) != 1:

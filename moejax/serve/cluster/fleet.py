@@ -13,7 +13,7 @@ from moejax.requests.request import GenerationRequest
 from moejax.serve.cluster.pool import Pool, Task, WorkerOptions
 from moejax.serve.cluster.ray_cluster import LOCAL, Node, nodes, own_cpus
 from moejax.serve.cluster.worker import Generator, Worker
-from moejax.start.options import Options, refuse_cache_aware
+from moejax.start.options import Config, refuse_cache_aware
 
 TOKEN_COST = 8.0
 """What a generated token costs, in prompt tokens: it is a step of its own, shared with the rows
@@ -53,7 +53,7 @@ def worker_options(
     each, or, where there are no GPUs or the device is "cpu", one a node with all its CPUs, which
     are shared where several are asked for. Raises UserError where no node has room for one, and for
     options that can never be."""
-    delta = Options(model, **options).cache_aware_routing
+    delta = Config.of(model, **options).policy.cache_aware_routing
     refuse_cache_aware(delta, "workers that share a job out must give the results of one")
     alive, given = nodes(), dict(options)
     on_gpu = any(node.gpus >= 1 for node in alive) and given.get("device") != "cpu"

@@ -84,7 +84,7 @@ class Plan:
     def describe(self) -> dict[str, str]:
         """What was decided, a line for people under each name."""
         budget, steps, size = self.budget, self.steps, self.steps.layout.slot_bytes
-        options, page = self.settings.options, steps.layout.page
+        held, page = self.settings.options.memory, steps.layout.page
         cells = "none of their own"
         slots = f"{budget.expert_slots} slots"
         if steps.in_place:
@@ -121,7 +121,7 @@ class Plan:
             "experts": f"{slots}, precision {self.settings.precision.name} ({', '.join(versions)})",
             "cells": cells,
             "KV": f"{budget.kv_slots} slots, {budget.pages} pages of {page.block_size} tokens; "
-            f"{options.kv_overflow} beyond, to {format_bytes(options.swap_space)} of host memory",
+            f"{held.kv_overflow} beyond, to {format_bytes(held.swap_space)} of host memory",
             "policies": ", ".join(type(policy).__name__ for policy in self.settings.policies),
         }
 
@@ -145,7 +145,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             settings.ops,
             platform=device.platform,
             dtype=model.dtype,
-            no_kernel=without_kernel(config) | apart(options.driver, formats),
+            no_kernel=without_kernel(config) | apart(options.transfer.driver.name, formats),
             shared_kib=device.shared_kib,
         )
     seqs, tokens, length = limits_of(settings, model, device)
@@ -154,7 +154,7 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
     steps = StepSpec(
         device_kind=device.kind,
         runtime=device.runtime,
-        driver=options.driver,
+        driver=options.transfer.driver.name,
         ops=ops,
         config=config,
         dtype=model.dtype,
@@ -164,17 +164,18 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             rows=seqs,
             max_model_len=length,
             max_num_batched_tokens=tokens,
-            waves=options.prefill_waves or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
+            waves=options.transfer.driver.waves
+            or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
             bucketed=decodes_in_buckets(config, ops),
             kernels="pallas" in ops.chosen().values(),
         ),
         formats=formats,
-        tiers="" if settings.tiers is None else settings.tiers.name,
-        store="file" if options.store == "file" else "memory",
+        tiers=options.transfer.driver.tiers or "",
+        store="file" if options.memory.store.name == "file" else "memory",
         queue=queue_of(settings),
         second=second_of(options, settings.policies, ops, model.dtype, device.platform),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
-        cache_aware=options.cache_aware_routing,
+        cache_aware=options.policy.cache_aware_routing,
     )
     check_router(steps.cache_aware, config)
     check_stream(settings, steps, device.platform)
@@ -189,15 +190,15 @@ def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tup
     model. Raises UserError for a length beyond the model's."""
     options, longest = settings.options, model.config.max_position_embeddings
     seqs, tokens = _LIMITS.get(device.platform, _LIMITS["gpu"])
-    if options.max_model_len is not None and options.max_model_len > longest:
+    if options.model.max_model_len is not None and options.model.max_model_len > longest:
         raise UserError(
-            f"max_model_len {options.max_model_len} is more than the model's "
+            f"max_model_len {options.model.max_model_len} is more than the model's "
             f"max_position_embeddings, {longest}; lower it"
         )
     return (
-        options.max_num_seqs or seqs,
-        options.max_num_batched_tokens or tokens,
-        options.max_model_len or longest,
+        options.runtime.max_num_seqs or seqs,
+        options.runtime.max_num_batched_tokens or tokens,
+        options.model.max_model_len or longest,
     )
 
 
@@ -219,7 +220,9 @@ def divide(
     # What steps need is measured where the device decides, and has staging too.
     staged = 0 if window is None else window.staged_rows * steps.layout.hidden * 2
     beside = {_MAPS_TAKE: held, "the next layer's experts take in staging": staged}
-    wanted = options.expert_budget if window is None else window.slots * steps.layout.slot_bytes
+    wanted = (
+        options.memory.expert_budget if window is None else window.slots * steps.layout.slot_bytes
+    )
     budget = resolve_budget(
         steps.layout,
         moe_layers=moe_layers,
@@ -229,7 +232,7 @@ def divide(
         available_bytes=sys.maxsize if memory is None else max(memory.available - held, 0),
         memory=_less(_arena_bytes(settings, model, device.platform), beside),
         expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
-        kv_budget=options.kv_budget,
+        kv_budget=options.memory.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
         spare_slots=2 * (precision.spares if settings.tiers is None else experts),
         in_place=why is None,
@@ -267,15 +270,16 @@ def _window(
 
 def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | None:
     """What the options give the arena. Raises UserError where parameters leave it nothing."""
-    options = settings.options
-    if options.host_memory is None or cache_of(settings, platform) is not None:
-        return options.memory
-    if options.host_memory <= model.param_bytes:
+    given = settings.options.memory
+    held = given.store.host_memory
+    if held is None or cache_of(settings, platform) is not None:
+        return given.memory
+    if held <= model.param_bytes:
         raise UserError(
-            f"host_memory {format_bytes(options.host_memory)} does not hold the parameters beside "
-            f"experts, {format_bytes(model.param_bytes)} ({model.param_bytes} bytes); raise it"
+            f"host_memory {format_bytes(held)} does not hold the parameters beside experts, "
+            f"{format_bytes(model.param_bytes)} ({model.param_bytes} bytes); raise it"
         )
-    return options.host_memory - model.param_bytes
+    return held - model.param_bytes
 
 
 def _map_bytes(settings: Settings, config: ModelConfig) -> int:
@@ -361,7 +365,7 @@ def decide(
         bound=experts if (cut := window or mixed) is None else cut.cell_bound,
         max_model_len=length,
         max_num_seqs=seqs,
-        seed=settings.options.seed,
+        seed=settings.options.runtime.seed,
     )
     split = None
     if window is None and not steps.in_place:

@@ -3,26 +3,26 @@ read them where they lie in the store, and whose memory the arena is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from host_offload.memory.store import StoreBuilder
 from moejax.errors import UserError
-from moejax.start.decide.transfers import cache_of, jax_copies
-from moejax.start.options import Options
+from moejax.start.decide.transfers import cache_of, jax_copies, new_builder
+from moejax.start.options import Config
 from moejax.start.settings import Settings
 from moejax.step.parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
 
 
-def about_cells(options: Options) -> dict[str, bool]:
+def about_cells(options: Config) -> dict[str, bool]:
     """Option → whether it was asked for, of those that say which experts have cells or how many."""
     return {
-        "eviction": options.eviction is not None,
-        "prefetch": options.prefetch is not None,
-        "placement": options.placement is not None,
-        "policies": len(options.policies) > 0,
-        "budget": options.budget != "fixed",
-        "resize": options.resize != "none",
-        "cells": not isinstance(options.cells, str) or options.cells != "uniform",
+        "eviction": options.policy.eviction is not None,
+        "prefetch": options.policy.prefetch is not None,
+        "placement": options.policy.placement is not None,
+        "policies": len(options.policy.policies) > 0,
+        "resize": options.policy.resize != "none",
+        "cells": options.policy.cells != "uniform",
     }
 
 
@@ -35,7 +35,7 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
     if steps.ops.expert_ffn != "cpu":
         return f"op expert_ffn {steps.ops.expert_ffn} does not compute on the store"
     options, precision = settings.options, settings.precision
-    if options.store == "file":
+    if options.memory.store.name == "file":
         return "experts in files are computed in cells, or read through"
     if precision.in_transit:
         return f"precision {precision.name} decodes experts into cells"
@@ -45,11 +45,9 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         return "driver stream computes experts in a window of two layers"
     asked = {
         **about_cells(options),
-        "hooks": options.hooks is not None,
-        "trace": options.trace is not None,
-        "link_rate": options.link_rate is not None,
-        "link_latency": options.link_latency is not None,
-        "transfers": options.transfers == "queue",
+        "hooks": options.runtime.hooks is not None,
+        "trace": options.runtime.trace is not None,
+        "transfers": options.transfer.transfers.name == "queue",
     }
     for name, wanted in asked.items():
         if wanted:
@@ -65,11 +63,16 @@ def why_donated(steps: StepSpec) -> str | None:
     return ", ".join(others) if 0 < len(others) < len(every) else None
 
 
-def check_store(settings: Settings, platform: str) -> None:
-    """Raises UserError for a store that this platform, these ops or what else was asked for cannot
-    have, whatever the model is."""
+def store_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder]:
+    """What makes the store of these settings. Raises UserError for a store, or transfers out of it,
+    that this platform, these ops or what else was asked for cannot have, whatever the model is."""
+    _check_store(settings, platform)
+    return new_builder(settings, platform)
+
+
+def _check_store(settings: Settings, platform: str) -> None:
     options, precision = settings.options, settings.precision
-    if options.store == "shared":
+    if options.memory.store.name == "shared":
         if platform != "cpu":
             raise UserError(
                 "store='shared' is for CPUs: on a GPU experts lie in pinned memory, which is one "
@@ -80,14 +83,14 @@ def check_store(settings: Settings, platform: str) -> None:
                 "store='shared' has the experts as the checkpoint does, dense, not precision "
                 f"{precision.name}; leave that out, or use store='memory'"
             )
-    if options.store != "file":
+    if options.memory.store.name != "file":
         return
     if cache_of(settings, platform) is not None:
-        if options.driver not in ("host", "stream"):
+        if options.transfer.driver.name not in ("host", "stream"):
             raise UserError(
                 f"store='file' with {_CACHED} is for driver='host' and driver='stream', not "
-                f"{options.driver!r}, which cannot wait for a file within a step; use one of "
-                "those, or store='memory'"
+                "'device', which cannot wait for a file within a step; use one of those, or "
+                "store='memory'"
             )
     elif platform != "cpu":
         raise UserError(
@@ -122,7 +125,7 @@ _CACHED = "a cache of the files in pinned host memory, of host_memory"
 
 def check_file_steps(settings: Settings, steps: StepSpec, platform: str) -> None:
     """Raises UserError where these steps cannot read the experts of store='file'."""
-    if settings.options.store == "file" and not jax_copies(settings, platform):
+    if settings.options.memory.store.name == "file" and not jax_copies(settings, platform):
         _refuse_others(steps.foreign_ops)
 
 

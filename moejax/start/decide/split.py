@@ -70,7 +70,7 @@ def start_split(
             f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}"
         )
         return Split(cells, budget.kv_slots, note)
-    sizes = wanted.options.expert_budget, wanted.options.kv_budget
+    sizes = wanted.options.memory.expert_budget, wanted.options.memory.kv_budget
     asked = wanted.cells != "uniform" or sizes != (None, None)
     if not budget.cut or asked or len(steps.layout.records) > 1:
         return None
@@ -118,7 +118,7 @@ def known_costs(steps: StepSpec) -> Costs:
 
 def _configured(wanted: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
-    prices = weighed(costs, spec, wanted.options.kv_overflow)
+    prices = weighed(costs, spec, wanted.options.memory.kv_overflow)
     division = division_of(spec)
     with user_errors(where=f"{trace.directory}: "):
         found = configure(turns_of(trace), division, prices, allocation=wanted.cells)

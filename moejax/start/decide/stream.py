@@ -20,8 +20,9 @@ from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
 from moejax.start.decide.residency import about_cells
 from moejax.start.decide.transfers import jax_copies
+from moejax.start.option_values import Driver
 from moejax.start.settings import Settings
-from moejax.start.tiers import TierRates, Tiers
+from moejax.start.tiers import TierRates
 from moejax.step.parts import StepSpec
 
 
@@ -44,8 +45,7 @@ def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
         )
     asked = {
         **about_cells(options),
-        "prefill_waves": (options.prefill_waves or 1) > 1,
-        "trace": options.trace is not None,
+        "trace": options.runtime.trace is not None,
     }
     for name, wanted in asked.items():
         if wanted:
@@ -72,7 +72,7 @@ def window_of(
     if not steps.window:
         return None
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
-    budget, size = settings.options.expert_budget, steps.layout.slot_bytes
+    budget, size = settings.options.memory.expert_budget, steps.layout.slot_bytes
     halves = halves_of(steps)
     given = None
     if budget is not None:
@@ -127,7 +127,7 @@ def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
 
 
 def start_placement(
-    tiers: Tiers,
+    tiers: Driver,
     model: StorageModel,
     budget: int | None,
     kv_leaves: int | None,
@@ -159,7 +159,7 @@ def start_placement(
         placement = uniform_placement(model, dense, min(packed, model.experts - dense))
     if budget is not None and (taken := model.experts_bytes(placement, halves)) > budget:
         raise UserError(
-            f"tiers {tiers.name} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
+            f"tiers {tiers.tiers} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
             f"{format_bytes(taken)} ({taken} bytes), and expert_budget is {format_bytes(budget)}; "
             "lower them, or raise it"
         )

@@ -14,9 +14,10 @@ from host_offload.queue.pinned import PinnedBuilder
 from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.errors import UserError, user_errors
+from moejax.start.option_values import Driver
 from moejax.start.options import BOTH_MEMORIES
 from moejax.start.settings import Settings
-from moejax.start.tiers import PACKED_AS, Tiers
+from moejax.start.tiers import PACKED_AS
 from moejax.step.parts import StepSpec, arena_ops
 from moejax.step.transports.copies import DEMANDS
 from pallas_kernels.cpu.library import why_not_cpu
@@ -30,18 +31,15 @@ verifies what came."""
 def queue_of(settings: Settings) -> QueueSpec | None:
     """The queue that was asked for; None: ops copy experts in their place, the fastest where
     nothing limits the link. Files are read by one, and layers stream through one."""
-    options = settings.options
-    asked = options.link_rate, options.link_latency, options.transfers
-    queued = options.driver == "stream" or options.store == "file"
-    if not queued and asked in ((None, None, None), (None, None, "ops")):
+    transfer, in_files = settings.options.transfer, settings.options.memory.store.name == "file"
+    wanted = transfer.transfers
+    if wanted.name != "queue" and transfer.driver.name != "stream" and not in_files:
         return None
-    if options.chunk_bytes == 0:
-        raise UserError("chunk_bytes must be at least 1")
     return QueueSpec(
-        rate=options.link_rate or 0.0,
-        latency=options.link_latency or 0.0,
-        threads=options.transfer_threads or THREADS[options.store == "file"],
-        chunk_bytes=CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes,
+        rate=wanted.rate or 0.0,
+        latency=wanted.latency or 0.0,
+        threads=wanted.threads or THREADS[in_files],
+        chunk_bytes=wanted.chunk_bytes or CHUNK_BYTES,
     )
 
 
@@ -51,35 +49,36 @@ def jax_copies(settings: Settings, platform: str) -> bool:
     every = set(arena_ops(False)) & set(arena_ops(True))
     native = all(settings.ops[op] in ("cpu", "auto") for op in every)
     native = native and platform == "cpu" and why_not_cpu() is None
-    queued = settings.options.transfers == "queue" or settings.options.driver == "stream"
+    transfer = settings.options.transfer
+    queued = transfer.transfers.name == "queue" or transfer.driver.name == "stream"
     return queued and not native
 
 
 def cache_of(settings: Settings, platform: str) -> CacheSpec | None:
     """The cache of experts in files in pinned memory; None: there is none. Raises UserError where
     nothing says how large."""
-    options = settings.options
-    if options.store != "file" or not jax_copies(settings, platform):
-        if options.host_memory is not None and options.memory is not None:
+    options, store = settings.options, settings.options.memory.store
+    if store.name != "file" or not jax_copies(settings, platform):
+        if store.host_memory is not None and options.memory.memory is not None:
             raise UserError(BOTH_MEMORIES)
         return None
-    if options.host_memory is None:
+    if store.host_memory is None:
         raise UserError(
             "store='file' is read through a cache in pinned host memory here: say how large, "
-            "host_memory=SIZE (--host-memory 16GiB)"
+            "store='file,host_memory=SIZE' (--store file,host_memory=16GiB)"
         )
     queue = queue_of(settings)
     assert queue is not None
-    return CacheSpec(options.host_memory, queue.threads, options.chunk_bytes)
+    return CacheSpec(store.host_memory, queue.threads, options.transfer.transfers.chunk_bytes)
 
 
 def automatic(settings: Settings, platform: str) -> bool:
     """Whether the device's memory decides, not numbers."""
     options = settings.options
-    given = options.memory is not None
-    if options.host_memory is not None and cache_of(settings, platform) is None:
+    given = options.memory.memory is not None
+    if options.memory.store.host_memory is not None and cache_of(settings, platform) is None:
         given = True
-    return not given and None in (options.expert_budget, options.kv_budget)
+    return not given and None in (options.memory.expert_budget, options.memory.kv_budget)
 
 
 def _check_cache(settings: Settings, steps: StepSpec, platform: str) -> None:
@@ -103,18 +102,13 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     Raises UserError where that was asked for and cannot be, whatever the model is.
     """
     options, precision = settings.options, settings.precision
-    queue_of(settings)  # refuses sizes that are none
-    if options.transfers == "ops":
-        if options.driver == "stream":
+    driver, transfers = options.transfer.driver.name, options.transfer.transfers
+    if transfers.name == "ops":
+        if driver == "stream":
             raise UserError(
                 "driver='stream' loads layers by a queue of transfers; leave out transfers='ops'"
             )
-        for name in ("link_rate", "link_latency"):
-            if getattr(options, name) is not None:
-                raise UserError(
-                    f"{name} is of a queue of transfers; leave it out, or take transfers='queue'"
-                )
-        if options.store == "file":
+        if options.memory.store.name == "file":
             raise UserError(
                 "store='file' is read by a queue of transfers; leave out transfers='ops', or take "
                 "store='memory'"
@@ -122,27 +116,26 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
     if not jax_copies(settings, platform):
         return StoreBuilder
     where = "on a GPU" if platform != "cpu" else "with ops that are not native"
-    what = "driver='stream'" if options.driver == "stream" else "transfers='queue'"
-    instead = "driver='device'" if options.driver == "stream" else "transfers='ops'"
+    what = "driver='stream'" if driver == "stream" else "transfers='queue'"
+    instead = "driver='device'" if driver == "stream" else "transfers='ops'"
     if settings.tiers is not None:
         _check_tiers(settings.tiers, where)
-    if options.store == "shared":
+    if options.memory.store.name == "shared":
         raise UserError(
             f"{what} {where} keeps experts in pinned arrays of its own, not in memory "
             "that processes share: use store='memory'"
         )
-    if options.driver == "device":
+    if driver == "device":
         raise UserError(
             f"{what} {where} is carried out between the parts of a layer, which "
-            f"driver={options.driver!r} runs as one executable: use driver='host', or "
+            "driver='device' runs as one executable: use driver='host', or "
             "transfers='ops', which brings experts from inside of it"
         )
-    for name in ("link_rate", "link_latency"):
-        if getattr(options, name) is not None:
-            raise UserError(
-                f"{name} is for a CPU with native ops, whose transfers this library carries out; "
-                f"{where} jax's copies pass the link as it is: leave {name} out"
-            )
+    if transfers.stated:
+        raise UserError(
+            "rate and latency of transfers='queue' are for a CPU with native ops, whose transfers "
+            f"this library carries out; {where} jax's copies pass the link as it is: leave them out"
+        )
     if precision.versions != ("dense",) or precision.mixed or precision.in_transit:
         raise UserError(
             f"{what} {where} brings dense experts, not precision {precision.name}: use "
@@ -156,16 +149,16 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
         )
     # A second processor computes with a record as it lies.
     whole = gives_away(settings.policies)
-    return functools.partial(PinnedBuilder, chunk_bytes=options.chunk_bytes, whole=whole)
+    return functools.partial(PinnedBuilder, chunk_bytes=transfers.chunk_bytes, whole=whole)
 
 
-def _check_tiers(tiers: Tiers, where: str) -> None:
+def _check_tiers(tiers: Driver, where: str) -> None:
     """Raises UserError for tiers that only native ops serve."""
     if tiers.planner != "none":
         raise UserError(
-            f"tiers={tiers.name} with planner={tiers.planner} moves residents of an arena that the "
-            f"native library owns, not that of driver='stream' {where}: add planner=none, which "
-            "keeps them where they begin"
+            f"tiers={tiers.tiers} with planner={tiers.planner} moves residents of an arena that "
+            f"the native library owns, not that of driver='stream' {where}: add planner=none, "
+            "which keeps them where they begin"
         )
 
 
@@ -198,26 +191,16 @@ def check_queue(settings: Settings, steps: StepSpec, platform: str) -> None:
     if steps.separate and new_builder(settings, platform) is not StoreBuilder:
         _check_cache(settings, steps, platform)
         return
-    options = settings.options
-    asked = next(
-        (name for name in ("link_rate", "link_latency") if getattr(options, name) is not None),
-        "transfers='queue'",
-    )
-    if platform != "cpu":
-        raise UserError(
-            f"{asked} is for a CPU, whose transfers this library carries out; on a {platform} the "
-            f"link is what it is: leave {asked} out, or use device='cpu'"
-        )
     if steps.foreign_ops:
         op, name = next(iter(steps.foreign_ops.items()))
         raise UserError(
-            f"{asked} needs native CPU ops, which wait for transfers; op {op} is {name}: leave "
-            f"{asked} out, or use ops='cpu' (`python -m pallas_kernels.cpu` builds them)"
+            f"transfers='queue' needs native CPU ops, which wait for transfers; op {op} is {name}: "
+            "leave it out, or use ops='cpu' (`python -m pallas_kernels.cpu` builds them)"
         )
     if settings.precision.in_transit:
         raise UserError(
-            f"precision {settings.precision.name} decodes experts on their way, which {asked} does "
-            "not; use another precision, or leave it out"
+            f"precision {settings.precision.name} decodes experts on their way, which "
+            "transfers='queue' does not; use another precision, or leave it out"
         )
 
 

@@ -13,43 +13,42 @@ from moejax.device import select_device
 from moejax.models.config import ModelConfig
 from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_bytes
 from moejax.start.decide.plan import Plan, decide, step_spec
-from moejax.start.decide.residency import check_store
+from moejax.start.decide.residency import store_builder
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import automatic, cache_of, new_builder
-from moejax.start.options import Options
+from moejax.start.decide.transfers import automatic, cache_of
+from moejax.start.options import Config
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
 
 
-def dry_run(options: Options) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of LLM.from_options(options), and what it assumes. Raises UserError, BudgetError or
+def dry_run(options: Config) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of LLM.from_config(options), and what it assumes. Raises UserError, BudgetError or
     ArenaTooSmall as that would, but for what is found in the weights alone."""
     settings = settings_of(options)
-    config, weights = read_headers(options.model, options.step, options.name_map)
+    config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
     dense_layers = {} if weights is None else weights.dense_layers
     model = facts_without_weights(
         config,
-        options.dtype,
+        options.model.dtype,
         settings.versions,
         dense_layers.get("lossless12", ()),
-        in_files=options.store == "file",
+        in_files=options.memory.store.name == "file",
     )
     assumed = ["the weights are what config and headers say"]
     if "lossless12" in settings.versions and "lossless12" not in dense_layers:
         assumed.append("no expert overflows lossless12; a layer that has one would stay dense")
-    chosen = select_device(options.device, options.threads)
-    check_store(settings, chosen.platform)
-    new_builder(settings, chosen.platform)
+    chosen = select_device(options.runtime.device, options.runtime.threads)
+    store_builder(settings, chosen.platform)  # which refuses what cannot be
     kind = "moejax-orbax" if weights is None else weights.format
-    if options.store == "file" and cache_of(settings, chosen.platform) is None:
-        require_converted(options.model, kind)
-    verified = options.verify_reads and kind == "moejax-orbax"
+    if options.memory.store.name == "file" and cache_of(settings, chosen.platform) is None:
+        require_converted(options.model.model, kind)
+    verified = options.memory.store.verify and kind == "moejax-orbax"
     model = dataclasses.replace(model, verified=verified)
     of_memory = automatic(settings, chosen.platform)
     device = device_facts(chosen, automatic=of_memory)
     if device.memory is not None:
-        taken = model_info(config, options.dtype).device_bytes
+        taken = model_info(config, options.model.dtype).device_bytes
         free = FreeMemory(max(device.memory.free - taken, 0))
         device = dataclasses.replace(device, memory=free)
         if of_memory:

@@ -13,7 +13,7 @@ from host_offload.memory.budget import Budget, format_bytes
 from host_offload.queue.cached import CachedRecords
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
-from moejax.start.options import Options
+from moejax.start.options import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +116,11 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     return Explanation(tuple(blocks), budget.notes)
 
 
-def store_stats(engine: Engine, options: Options) -> dict[str, Any]:
+def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
     """Where experts without a cell are, as plain data: bytes in host memory and in files."""
     store = engine.runner.store
     found: dict[str, Any] = {
-        "kind": options.store,
+        "kind": options.memory.store.name,
         "memory_bytes": store.nbytes,
         "file_bytes": store.file_bytes,
     }

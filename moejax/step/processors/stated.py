@@ -1,5 +1,5 @@
-"""Two processors that take stated times (`--placement-test`): groups of a CPU's cores stand for an
-accelerator and a second processor, so that placements can be compared without a GPU.
+"""Two processors that take stated times (`driver=host,threads=…`): groups of a CPU's cores stand
+for an accelerator and a second processor, so that placements can be compared without a GPU.
 
 The one that is done earlier waits; no bit depends on it.
 """

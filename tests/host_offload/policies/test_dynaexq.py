@@ -303,14 +303,14 @@ def test_names(tmp_path):
     assert precision_of("int4").versions == ("int4",) and precision_of("int4").lossy
     transit = precision_of("lossless12,in_transit=true")
     assert transit.in_transit and not transit.lossy
-    hot = precision_of("dynaexq,alpha=0.25,slack=2,scope=global", interval="8 steps", hi_share=0.5)
+    hot = precision_of("dynaexq,alpha=0.25,slack=2,scope=global,interval=8 steps,hi_share=50%")
     assert hot.versions == ("dense", "int4") and hot.hi_share == 0.5 and hot.lossy
     assert hot.spares == 1 and precision_of("dynaexq,spares=4").spares == 4
     assert hot.policy == DynaExq(alpha=0.25, slack=2, scope="global", interval="8 steps")
-    assert not precision_of("dynaexq", hi="dense", lo="lossless12").lossy
+    assert not precision_of("dynaexq,lo=lossless12").lossy
     given_map = np.array([[0, 1], [1, 0]])
     np.save(tmp_path / "map.npy", given_map)
-    fixed = precision_of(f"map={tmp_path / 'map.npy'}", hi="int8", lo="int2")
+    fixed = precision_of(f"map={tmp_path / 'map.npy'},hi=int8,lo=int2")
     np.testing.assert_array_equal(fixed.start(2, 2, 2), given_map)
     np.save(tmp_path / "scores.npy", [[3.0, 1.0], [1.0, 3.0]])
     warm = precision_of(f"dynaexq,scores={tmp_path / 'scores.npy'}")
@@ -321,23 +321,23 @@ def test_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "message"),
+    ("text", "message"),
     [
-        ("int4", {"interval": "1 steps"}, "interval means nothing to precision 'int4'"),
-        ("lossless12,in_transit=1", {}, "in_transit='1' is not true or false"),
-        ("random", {"interval": "1 steps"}, "interval means nothing to precision 'random'"),
-        ("dynaexq,alpha=hot", {}, "alpha='hot' is not a number"),
-        ("dynaexq=file", {}, "precision 'dynaexq' takes no file; leave out =file"),
-        ("dynaexq,scores=/none.npy", {}, "/none.npy: cannot be read as a scores"),
-        ("dynaexq", {"hi": "int4", "lo": "int8"}, "hi=int4 must have more bytes than lo=int8"),
-        ("dynaexq", {"hi": "fp8"}, "unknown version hi=fp8; known: dense, lossless12"),
-        ("dynaexq", {"hi_share": 1.5}, "hi_share is a share of the experts, from 0 to 1, not 1.5"),
-        ("map", {}, "precision 'map' needs the map: map=FILE"),
+        ("int4,interval=1 steps", "precision 'int4' has no setting 'interval=1 steps'"),
+        ("lossless12,in_transit=1", "in_transit='1' is not true or false"),
+        ("random,interval=1 steps", "precision 'random' has no setting 'interval=1 steps'"),
+        ("dynaexq,alpha=hot", "alpha='hot' is not a number"),
+        ("dynaexq=file", "precision 'dynaexq' takes no file; leave out =file"),
+        ("dynaexq,scores=/none.npy", "/none.npy: cannot be read as a scores"),
+        ("dynaexq,hi=int4,lo=int8", "hi=int4 must have more bytes than lo=int8"),
+        ("dynaexq,hi=fp8", "hi='fp8' is not one of dense, lossless12"),
+        ("dynaexq,hi_share=1.5", "hi_share='1.5' is not a share from 0 to 1"),
+        ("map", "precision 'map' needs the map: map=FILE"),
     ],
 )
-def test_what_means_nothing_is_refused(text, options, message):
+def test_what_means_nothing_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        precision_of(text, **options)
+        precision_of(text)
 
 
 def test_maps_that_are_none_are_refused(tmp_path):
@@ -354,7 +354,7 @@ def test_maps_that_are_none_are_refused(tmp_path):
             precision_of(f"map={path}")
     np.save(path, np.zeros((2, 2), int))
     with pytest.raises(ValueError, match="hi_share means nothing to precision 'map'"):
-        precision_of(f"map={path}", hi_share=0.5)
+        precision_of(f"map={path},hi_share=0.5")
     with pytest.raises(
         ValueError, match="the map is of 2 layers × 2 experts, this model has 3 × 2"
     ):

@@ -250,7 +250,7 @@ def test_refusals(trace, told, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             ExpertMap(**wrong).init(told)
-    with pytest.raises(TraceError, match="--trace-arrays probs,embedding"):
+    with pytest.raises(TraceError, match=r"--trace DIR,arrays=probs\+embedding"):
         expert_map.fit(trace_of_kinds(tmp_path, [[0]], probabilities=False, embedding=0))
     policy = expert_map.fit(trace, capacity=99, distance=2)
     with pytest.raises(ValueError, match="80 maps are given and capacity is 4"):

@@ -22,7 +22,7 @@ def test_from_a_trace_to_a_prefetch(tmp_path, capsys):
     trace, file = str(tmp_path / "trace"), str(tmp_path / "learned.safetensors")
     engine = ["--max-model-len", "64", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
     engine += ["--driver", "host", "--expert-budget", "40%", "--max-tokens", "12", "--quiet"]
-    record = ["--trace", trace, "--trace-arrays", "gate_input"]
+    record = ["--trace", f"{trace},arrays=gate_input"]
     assert main(["generate", "--input", str(prompts), "--output", str(out), *record, *engine]) == 0
     capsys.readouterr()
 

@@ -17,7 +17,7 @@ from host_offload.traces.reader import read_trace
 from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.commands.model import read_options
-from moejax.costs.workload_plan import Planner, costs_of_trace, parse_time
+from moejax.costs.workload_plan import Planner, costs_of_trace
 from tests.host_offload.sizing.test_split import pool
 from tests.host_offload.traces.traces_of import rewritten
 from tests.moejax.engine.budget_workload import (
@@ -142,16 +142,6 @@ def test_costs_of_other_steps_than_the_traces(trace, changes, match):
         Planner(trace, dataclasses.replace(COSTS, **changes))
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("50ms", 0.05), ("0.5 s", 0.5), ("20us", 2e-5), (".5ms", 5e-4)]
-)
-def test_times(text, seconds):
-    assert parse_time(text) == pytest.approx(seconds)
-    for other in ("50", "ms", "0ms", "-5ms", "5 minutes", ""):
-        with pytest.raises(UserError, match="is not a time"):
-            parse_time(other)
-
-
 def test_a_split_has_a_timeline(trace, planner):
     events = planner.timeline(planner.split(MEMORY))
     assert {event.track for event in events} == {"device"}
@@ -196,12 +186,13 @@ def test_a_plan_runs(trace, costs, capsys, tmp_path):
         ((), "give --memory for a split"),
         (("--users", "3", "--tpot", "1s", "--output", "x"), "--output writes a split"),
         (("--users", "3", "--tpot", "1s", "--timeline", "x.json"), "--timeline draws a split"),
-        (("--users", "3", "--tpot", "1s", "--link-rate", "1GB/s"), "of the steps of a split"),
-        (("--memory", "3MiB", "--link-latency", "20us"), "give its --link-rate"),
+        (("--users", "3", "--tpot", "1s", "--transfers", "queue,rate=1GB/s"), "of the steps of"),
+        (("--memory", "3MiB", "--transfers", "queue,latency=20us"), "give its rate too"),
         (("--memory", "3MiB", "--timeline", "x.svg"), "a timeline is FILE.json"),
         (("--memory", "3MiB", "--link", "1GB/s", "--timeline", "x.json"), "measured costs"),
         (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "are of a split"),
         (("--memory", "3MiB", "--tpot", "soon"), "is not a time"),
+        (("--memory", "3MiB", "--tpot", "0ms"), "write more than 0"),
         (("--memory", "3MiB", "--link", "fast"), "is not a rate"),
         (("--memory", "3MiB", "--epsilon", "150%"), "is not a share from 0 to 1"),
     ],

@@ -15,7 +15,7 @@ from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.start.decide.facts import device_facts
 from moejax.start.decide.plan import Plan, decide
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.report.dry_run import facts_without_weights
 from moejax.start.report.info import read_headers
 from moejax.start.settings import settings_of
@@ -30,7 +30,7 @@ USERS = 5
 
 def planned(costs: Costs | None = None, **options: Any) -> Plan:
     """What a start of the demo decides, without one."""
-    settings = settings_of(Options("demo", **{"memory": MEMORY, **LIMITS, **options}))
+    settings = settings_of(Config.of("demo", **{"memory": MEMORY, **LIMITS, **options}))
     config, _ = read_headers("demo")
     model = facts_without_weights(config, "auto", settings.precision.versions)
     return decide(settings, model, device_facts(jax.devices()[0], automatic=False), costs)

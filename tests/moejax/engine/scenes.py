@@ -21,7 +21,7 @@ from tests.faults import Faults, inject
 from tests.moejax.engine_runs import Recorded, mixed_jobs, run
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-LINK: dict[str, Any] = {"link_rate": "500MB/s", "link_latency": "50us", "chunk_bytes": "16KiB"}
+LINK: dict[str, Any] = {"transfers": "queue,rate=500MB/s,latency=50us,chunk_bytes=16KiB"}
 QUEUE: dict[str, Any] = {"transfers": "queue", "driver": "host", "ops": "move=xla"}
 """Copies by jax, as on a GPU: ops that compute are native, one that touches the arena is XLA's, so
 that the arena is an array."""

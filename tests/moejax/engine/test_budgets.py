@@ -1,4 +1,4 @@
-"""budget=, resize= and cells=: names to policies and splits, in the engine and refused."""
+"""resize= and cells=: names to policies and splits, in the engine and refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from moejax import LLM, UserError
 from moejax.engine.control import control_of
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.settings import parse_budget_options
 from scripts.parts.controllers import start_controller
 from tests.moejax.engine.budget_workload import (
@@ -30,9 +30,8 @@ from tests.moejax.engine.budget_workload import (
 )
 
 
-def parsed(budget="fixed", resize="none", cells: str | list[int] = "uniform", **limits):
-    options = Options("demo", budget=budget, resize=resize, cells=cells, **limits)
-    return parse_budget_options(options)
+def parsed(**options):
+    return parse_budget_options(Config.of("demo", **options))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +48,8 @@ def parsed(budget="fixed", resize="none", cells: str | list[int] = "uniform", **
         ({"cells": "marginal"}, (LayerCells(allocation="marginal"),)),
         # A trace says it once; nothing moves while requests run.
         ({"cells": "optimal=trace"}, ()),
-        ({"budget": "mv_wsa=trace", "cells": "optimal"}, ()),
-        ({"budget": "mv_wsa=trace", "resize": "mv_wsa"}, (MvWsa(trace="trace"),)),
+        ({"cells": "optimal,split=trace"}, ()),
+        ({"cells": "uniform,split=trace", "resize": "mv_wsa"}, (MvWsa(trace="trace"),)),
         ({"cells": [1, 2, 3, 4]}, ()),
         ({"cells": "1,2,3,4"}, ()),
     ],
@@ -62,18 +61,14 @@ def test_names_are_policies(options, policies):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (
-            {"budget": "mvwsa"},
-            r"unknown budget 'mvwsa', did you mean 'mv_wsa'\?; known: fixed, mv_wsa",
-        ),
+        ({"cells": "uniform,spilt=t"}, r"no setting 'spilt=t', did you mean 'split'\?; known: sp"),
         ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
         ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal, optimal"),
         ({"cells": ""}, "unknown cells ''"),
-        ({"budget": "mv_wsa"}, r"needs a trace of the workload: mv_wsa=TRACE .*resize=mv_wsa"),
-        ({"budget": "fixed=t"}, "budget fixed needs no trace"),
+        ({"cells": "optimal=a,split=b"}, "shares its cells by its own trace; leave out =a of"),
         ({"cells": "uniform=t"}, "cells uniform needs no trace"),
         (
-            {"budget": "mv_wsa=t", "kv_budget": 1 << 20},
+            {"cells": "uniform,split=t", "kv_budget": 1 << 20},
             "decides the split; leave out kv_budget",
         ),
         ({"resize": "peak_headroom", "cells": "marginal"}, "gives every layer as many cells"),
@@ -167,4 +162,4 @@ def test_traces_that_are_of_no_use_are_refused(tmp_path):
     free = COSTS.costs()
     free = type(free)(**{**vars(free), "fill": np.zeros(2)})
     with pytest.raises(UserError, match="a missing expert costs nothing"):
-        planned(free, budget=f"mv_wsa={directory}")
+        planned(free, cells=f"uniform,split={directory}")

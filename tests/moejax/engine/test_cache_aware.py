@@ -51,7 +51,7 @@ def test_it_does_what_it_says(tmp_path):
     rates, left_out = [], []
     for delta in (0.0, 0.2):
         directory = tmp_path / str(delta)
-        options = {"trace": directory, "trace_arrays": "probs", "eviction": "lfu"}
+        options = {"trace": f"{directory},arrays=probs", "eviction": "lfu"}
         with favouring(delta, **options) as llm:
             found, stats = run(llm, mixed_jobs()), llm.stats()
         trace = read_trace(directory)

@@ -43,8 +43,11 @@ PACKED = 74752
 ALL_RESIDENT = "dynaexq,margin=0"
 """Every expert has its low version from the start, so that a step may find all it asks for: whether
 a promotion of the step before is still in flight is chance."""
-CACHED = {**QUEUE, "store": "file", "host_memory": 12 * RECORD}
-STREAM = {"driver": "stream", "chunk_bytes": "64KiB"}
+CACHED = {**QUEUE, "store": f"file,host_memory={12 * RECORD}"}
+STREAM = {"driver": "stream", "transfers": "queue,chunk_bytes=64KiB"}
+LATE = {"transfers": "queue,latency=50us,chunk_bytes=16KiB"}
+WAVES = {"driver": "device,waves=3"}
+ONE_THREAD = {"transfers": "queue,threads=1"}
 TWO_LAYERS = (2 * EXPERTS + 3) * RECORD
 """Three slots of KV for four sequences: pages go out and back."""
 
@@ -59,7 +62,7 @@ class Subject:
 
     @property
     def streams(self) -> bool:
-        return self.options.get("driver") == "stream"
+        return self.options.get("driver", "").startswith("stream")
 
     @property
     def pairs(self) -> bool:
@@ -69,13 +72,13 @@ class Subject:
     @property
     def can_fail(self) -> bool:
         """Experts come by a queue of transfers, and some are not there."""
-        ways = {"link_latency", "transfers"} & self.options.keys()
-        brings = bool(ways) or self.streams or self.options.get("store") == "file"
+        in_files = "file" in self.options.get("store", "")
+        brings = "transfers" in self.options or self.streams or in_files
         return brings and not self.pairs and self.dense + self.packed < EXPERTS
 
 
 def flux(tiers: str, dense: int, packed: int, **options) -> Subject:
-    return Subject({"tiers": f"{tiers},planner=none", **options}, dense, packed)
+    return Subject({**options, "driver": f"stream,tiers={tiers},planner=none"}, dense, packed)
 
 
 SUBJECTS = {
@@ -88,31 +91,27 @@ SUBJECTS = {
     "link": Subject({**LINK, "expert_budget": "40%"}, slow=False),
     "link, chunks": Subject(
         {
-            **LINK,
+            "transfers": "queue,rate=500MB/s,latency=50us,threads=3,chunk_bytes=1000",
             "driver": "host",
             "prefetch": "moe-infinity",
             "expert_budget": "60%",
-            "transfer_threads": 3,
-            "chunk_bytes": 1000,
         }
     ),
-    "link, waves": Subject(
-        {**LINK, "link_rate": None, "prefill_waves": 3, "eviction": "lfu", "expert_budget": "40%"}
-    ),
+    "link, waves": Subject({**LATE, **WAVES, "eviction": "lfu", "expert_budget": "40%"}),
     "link, int8": Subject({**LINK, "precision": "int8", "expert_budget": "40%"}),
     "link, paged": Subject({**LINK, "precision": "dynaexq,paged=true", "memory": 4 << 20}),
     "link, resident": Subject({**LINK, "precision": ALL_RESIDENT, "memory": 4 << 20}),
     # jax copies them.
     "queue": Subject(
-        {**QUEUE, "expert_budget": "60%", "prefetch": "random", "prefill_waves": 2}, slow=False
+        {**QUEUE, "driver": "host,waves=2", "expert_budget": "60%", "prefetch": "random"},
+        slow=False,
     ),
     "queue, chunks": Subject(
         {
             **QUEUE,
+            "transfers": "queue,chunk_bytes=20000,threads=9",
             "expert_budget": "40%",
             "prefetch": "coactivation",
-            "chunk_bytes": 20000,
-            "transfer_threads": 9,
         }
     ),
     "queue, native": Subject({"transfers": "queue", "expert_budget": "40%"}),
@@ -120,43 +119,46 @@ SUBJECTS = {
     "stream": Subject({**STREAM, **LINK}, slow=False),
     "stream, residents": Subject({**STREAM, "expert_budget": "80%"}, dense=9),
     "stream, all": Subject({**STREAM, "expert_budget": "100%"}, dense=EXPERTS),
-    "stream, little KV": Subject({**STREAM, "memory": TWO_LAYERS, "transfer_threads": 1}),
+    "stream, little KV": Subject({**STREAM, **ONE_THREAD, "memory": TWO_LAYERS}),
     "stream, int8": Subject({**STREAM, "precision": "int8", **LINK}),
     "stream, packed": flux("flux,dense=25%,packed=50%", 4, 8, **STREAM),
     "stream, all packed": flux("flux,packed=100%", 0, EXPERTS, **STREAM),
-    "stream, packed in place": flux("flux-direct,packed=50%", 0, 8, **STREAM, link_rate="1GB/s"),
-    "stream, whole layers": Subject({"tiers": "flux,by=layers,packed=75%", **STREAM}),
+    "stream, packed in place": flux(
+        "flux-direct,packed=50%", 0, 8, transfers="queue,rate=1GB/s,chunk_bytes=64KiB"
+    ),
+    "stream, whole layers": Subject({**STREAM, "driver": "stream,tiers=flux,by=layers,packed=75%"}),
     "stream queue": Subject({**STREAM_QUEUE, "expert_budget": "80%"}, dense=11),
     "stream queue, little KV": Subject({**STREAM_QUEUE, "memory": TWO_LAYERS}),
     "stream queue, packed": flux("flux,dense=12.5%,packed=50%", 2, 8, **STREAM_QUEUE),
     "stream queue, in place": flux("flux-direct,dense=25%,packed=50%", 4, 8, **STREAM_QUEUE),
-    "stream queue, whole layers": Subject({"tiers": "flux,by=layers,packed=50%", **STREAM_QUEUE}),
+    "stream queue, whole layers": Subject(
+        {**STREAM_QUEUE, "driver": "stream,tiers=flux,by=layers,packed=50%"}
+    ),
     # They are in files.
     "file": Subject({"store": "file", "expert_budget": "25%"}),
     "file, all": Subject({"store": "file"}),
     "file, none resident": Subject(
-        {"store": "file", "driver": "host", "verify_reads": False, "expert_budget": 0}
+        {"store": "file,verify=false", "driver": "host", "expert_budget": 0}
     ),
     "file, ahead": Subject(
-        {"store": "file", "prefetch": "random", "prefill_waves": 3, "expert_budget": "40%"}
+        {"store": "file", **WAVES, "prefetch": "random", "expert_budget": "40%"}
     ),
     "file, int8": Subject({"store": "file", "precision": "int8", "expert_budget": "25%"}),
     "file, stream": Subject({"store": "file", **STREAM}),
-    "cached": Subject({**CACHED, "expert_budget": "40%", "prefetch": "random", "prefill_waves": 2}),
-    "cached, all": Subject({**CACHED, "expert_budget": "40%", "host_memory": "1GiB"}),
+    "cached": Subject(
+        {**CACHED, "driver": "host,waves=2", "expert_budget": "40%", "prefetch": "random"}
+    ),
+    "cached, all": Subject({**QUEUE, "store": "file,host_memory=1GiB", "expert_budget": "40%"}),
     "cached, stream": Subject(
-        {"store": "file", "host_memory": 12 * RECORD, **STREAM_QUEUE, "expert_budget": "80%"},
-        dense=11,
+        {"store": CACHED["store"], **STREAM_QUEUE, "expert_budget": "80%"}, dense=11
     ),
     # Fewer than a layer has, so that what is on its way makes room for what comes.
     "cached, little": Subject(
         {
-            "store": "file",
-            "host_memory": 9 * RECORD,
-            "verify_reads": False,
+            "store": f"file,host_memory={9 * RECORD},verify=false",
             **STREAM_QUEUE,
+            **ONE_THREAD,
             "memory": TWO_LAYERS,
-            "transfer_threads": 1,
         }
     ),
     "shared memory": Subject({"store": "shared", "expert_budget": "40%"}),
@@ -194,7 +196,7 @@ class Running:
         return mixed_jobs()[:4] if self.subject.streams else mixed_jobs()
 
     def delay(self, seconds: float) -> None:
-        many = self.options.get("chunk_bytes") == 1000
+        many = "chunk_bytes=1000" in self.options.get("transfers", "")
         delay(self.llm, seconds, 0.01 if many else 1.0)
 
     @property
@@ -206,7 +208,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(request, in_files) -> Iterator[Running]:
     subject = SUBJECTS[request.param]
-    model = in_files if subject.options.get("store") == "file" else "demo"
+    model = in_files if "file" in subject.options.get("store", "") else "demo"
     with open_llm(model, enable_prefix_caching=False, **subject.options) as llm:
         yield Running(llm, subject, request.param)
 
@@ -241,7 +243,7 @@ def test_the_bits_are_those_of_experts_that_are_there(running):
         check_transfers(running, stats)
     if running.subject.streams and "whole layers" not in running.name:
         check_window(running, stats)
-    if running.options.get("store") == "file":
+    if "file" in running.options.get("store", ""):
         check_files(running, stats)
     row = int(np.asarray(runner.tables.address).max())
     if runner.buffers.memory is not None and row >= 0:
@@ -269,7 +271,7 @@ def check_window(running: Running, stats: dict) -> None:
     moved, stream, arena = stats["transfers"], stats["stream"], stats["arena"]
     dense, packed = running.subject.dense, running.subject.packed
     by_jax = running.options.get("ops") == "move=xla"
-    in_place = "flux-direct" in running.options.get("tiers", "")
+    in_place = "flux-direct" in running.options["driver"]
     record = running.llm.engine.runner.layout.records[0].nbytes
     host = EXPERTS - dense - packed
     window = host + (0 if in_place else packed)
@@ -297,8 +299,8 @@ def check_files(running: Running, stats: dict) -> None:
     assert store["kind"] == "file"
     if options.get("precision") is None:
         assert store["file_bytes"] == LAYERS * EXPERTS * RECORD
-    assert store["verify_reads"] == options.get("verify_reads", True)
-    if "host_memory" not in options:
+    assert store["verify_reads"] == ("verify=false" not in options["store"])
+    if "host_memory" not in options["store"]:
         assert store["memory_bytes"] == 0 == running.llm.engine.runner.store.nbytes
         assert isinstance(store["past_the_page_cache"], bool)
         return
@@ -308,7 +310,7 @@ def check_files(running: Running, stats: dict) -> None:
     assert 0 < cache["bytes_read"] <= cache["misses"] * RECORD
     if running.subject.streams:  # layers come in turn, so a small cache has none of them again
         assert cache["bytes_read"] >= stats["stream"]["steps"] * stats["stream"]["bytes_per_step"]
-    elif options["host_memory"] == "1GiB":  # each is read once
+    elif "1GiB" in options["store"]:  # each is read once
         assert cache["bytes_read"] <= 64 * RECORD < cache["hits"] * RECORD
     else:
         assert cache["hits"] > 0 and cache["bytes_read"] > 64 * RECORD

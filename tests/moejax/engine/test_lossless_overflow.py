@@ -134,15 +134,15 @@ def test_as_the_low_version_it_is_refused(source):
 # ---- beside a second version
 
 
-MISSING = {"prefetch": None, "interval": "6 tokens", "driver": "host"}
+MISSING = {"prefetch": None, "driver": "host"}
+PAIR = "dynaexq,margin=0,alpha=0,paged=true,interval=6 tokens"
 
 
 def test_beside_a_second_version_it_is_a_pair_of_dense_and_low(source, tmp_path):
     """As many transitions, the same bits; fewer bytes over the link."""
     runs = []
     for hi in ("dense", "lossless12"):
-        given = {**MISSING, "hi": hi, "trace": tmp_path / hi}
-        runs.append(played(source, "dynaexq,margin=0,alpha=0,paged=true", **given))
+        runs.append(played(source, f"{PAIR},hi={hi}", **MISSING, trace=tmp_path / hi))
     (wanted, said), (recorded, stats) = runs
     assert all(a.same_bits(b) for a, b in zip(recorded, wanted, strict=True))
     assert all(np.isfinite(logits).all() for job in recorded for logits in job.logits)

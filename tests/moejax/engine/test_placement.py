@@ -6,7 +6,6 @@ cross. Where the processors' bits differ they are those of the recorded placemen
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +59,7 @@ def placed(beside: str, placement: str | None = None, **options) -> LLM:
 def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
     """Prefill in two waves and decode, with copies that are late, with cells for some experts and
     for none. Each active expert is counted once, by one processor."""
-    with placed(beside, policies=[Anyhow(0.5)], prefill_waves=2) as llm:
+    with placed(beside, policies=[Anyhow(0.5)], driver="host,waves=2") as llm:
         runner = llm.engine.runner
         for policy, cells in ((Anyhow(0.5), 6), (Anyhow(0.8), 0), (Anyhow(1.0), 6)):
             llm.engine.begin_anew(llm.plan.spec, [eviction_policy("lru"), policy], [cells] * 4)
@@ -112,7 +111,7 @@ def test_a_trace_says_who_computed_what_and_replays(beside, tmp_path):
     """With prefetches by gates. Other placements of the same steps count in the simulator what
     they do in the engine; a replay finds a change of who computed."""
     load = "" if beside == "link" else ",load=1ms"
-    options = {"trace": tmp_path / "run", "trace_arrays": "gate_input"}
+    options = {"trace": f"{tmp_path / 'run'},arrays=gate_input"}
     with placed(beside, f"prescope,{COSTS}{load},predict=gates", **options) as llm:
         assert llm.engine.control is not None
         spec = llm.engine.control.controller.spec
@@ -188,8 +187,8 @@ def test_a_recording_without_a_placement_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_processors_have_threads_of_their_own_and_take_the_times_that_are_stated():
-    test = "threads=1+1,accelerator=1ms,startup=2ms,per_token=1us,attention=4ms"
-    with placed("link", policies=[Anyhow(0.5)], placement_test=test) as llm:
+    driver = "host,threads=1+1,accelerator=1ms,startup=2ms,per_token=1us,attention=4ms"
+    with placed("link", policies=[Anyhow(0.5)], driver=driver) as llm:
         runner = llm.engine.runner
         for part, number in (("accelerate", 0), ("beside", 1)):
             assert runner.steps.second.threads[number] == 1
@@ -258,8 +257,8 @@ def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypat
     at once; beside a hot table loads on demand pass two buffers in turn and come into no cell; who
     comes ahead gets a cell of its own layer. Whatever is late, the bits are the same."""
     # Of a small model a chunk is then a whole part of a record, and there is a thread for each.
-    options: dict[str, Any] = {"transfer_threads": 3, "chunk_bytes": "1MiB"}
-    options |= {"trace": tmp_path / "run", "trace_arrays": "gate_input"}
+    transfers = "queue,rate=500MB/s,latency=50us,threads=3,chunk_bytes=1MiB"
+    options = {"transfers": transfers, "trace": f"{tmp_path / 'run'},arrays=gate_input"}
     soon = dataclasses.replace(beside_prefetches(2), warmup=16)
     monkeypatch.setattr(names, "beside_prefetches", {2: soon}.__getitem__)
     with placed("link", f"prescope,{COSTS},predict=gates,buffers=2", **options) as llm:

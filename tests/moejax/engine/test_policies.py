@@ -59,16 +59,15 @@ MOVES_CELLS = scripted(
     writes={"cells"},
 )
 HOST = {"driver": "host"}
-MAPS = {"trace_arrays": "probs,embedding"}
 SUBJECTS: dict[str, tuple[dict[str, Any], tuple[Policy, ...]]] = {
-    "lru": ({"eviction": "lru", "prefill_waves": 2}, ()),
+    "lru": ({"eviction": "lru", "driver": "device,waves=2"}, ()),
     "recent": ({"eviction": "lru"}, (RecentPrefetch(),)),
     "fifo": ({}, (FIFO(), RecentPrefetch(window=2))),
     "static": ({}, (Static(warmup=90),)),
     "erratic": ({}, (Erratic(),)),
     "moves cells": ({}, (MOVES_CELLS, RecentPrefetch())),
     "lfru, host": ({"eviction": "lfru", **HOST}, ()),
-    "one pool": ({"eviction": "global-lfu", "prefill_waves": 2, **HOST}, ()),
+    "one pool": ({"eviction": "global-lfu", "driver": "host,waves=2"}, ()),
     "next layer": (HOST, (CoActivation(),)),
     "erratic between layers": (HOST, (Erratic(moments=frozenset(Moment)),)),
 }
@@ -242,7 +241,7 @@ class ByWhatFlies:
         return (asked + 1, prior), Decision(stages=stages, prior=prior)
 
 
-OVER_A_LINK = {"link_rate": "300MB/s", "chunk_bytes": "16KiB"}
+OVER_A_LINK = {"transfers": "queue,rate=300MB/s,chunk_bytes=16KiB"}
 
 
 @pytest.mark.slow
@@ -256,7 +255,10 @@ def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
     ended = [each for progress in seen for each in progress.settled]
     assert {each.transfer.cause for each in ended} == {"demand", "prefetch"}
     assert {each.transfer.cause for each in flying} >= {"prefetch"}
-    assert any(0 < each.bytes_left < each.bytes for each in flying) or "transfers" in options
+    assert (
+        any(0 < each.bytes_left < each.bytes for each in flying)
+        or "rate" not in options["transfers"]
+    )
     tickets = [each.ticket for each in ended]
     assert len({*tickets}) == len(tickets) > 100, "each settles once"
     busy = trace.array("step.use")[:, USES.index("link_busy_us")].tolist()
@@ -326,7 +328,7 @@ def test_cells_of_one_pool_go_on_and_budgets_move(options):
 def earlier(tmp_path_factory):
     """A run that networks and forests learn from: (trace, routers)."""
     directory = tmp_path_factory.mktemp("earlier") / "t"
-    with open_llm(prefetch="fate", trace=directory, trace_arrays="gate_input", **HOST) as llm:
+    with open_llm(prefetch="fate", trace=f"{directory},arrays=gate_input", **HOST) as llm:
         run(llm, mixed_jobs(), check=False)
         router = llm.engine.control.controller.spec.router
     return read_trace(directory), router
@@ -338,7 +340,7 @@ def test_networks_learn_on_beside_an_engine(earlier, tmp_path):
     tokens, and a replay of the trace takes the run's decisions again."""
     fitted = training.fit(earlier[0], training=Training(width=16, epochs=1)).fitted
     policy = LearnedOnline(fitted, tuning=Tuning(rows=32, iterations=2))
-    options = {"trace": tmp_path / "t", "trace_arrays": "gate_input", "policies": [policy], **HOST}
+    options = {"trace": f"{tmp_path / 't'},arrays=gate_input", "policies": [policy], **HOST}
     with open_llm(expert_budget="40%", **options) as llm:
         for _ in range(2):
             assert same_bits(run(llm, mixed_jobs(), check=False), at_rest())
@@ -357,7 +359,7 @@ def test_networks_learn_on_beside_an_engine(earlier, tmp_path):
 
 def resident_trace(directory, jobs) -> Trace:
     """Of an engine without the policy and with every expert there."""
-    with open_llm(trace=directory, **MAPS) as llm:
+    with open_llm(trace=f"{directory},arrays=probs+embedding") as llm:
         run(llm, jobs, check=False)
     return read_trace(directory)
 
@@ -402,8 +404,8 @@ def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
     for number, policy in enumerate((ExpertMapInStep(capacity=30), fitted)):
         found = simulate(trace, policies=[policy], cells=4, driver="device")
         directory = tmp_path / str(number)
-        options = {"link_rate": "200MB/s", "policies": [policy], "trace": directory, **MAPS}
-        with open_llm(expert_budget="25%", **options) as llm:
+        options = {"policies": [policy], "trace": f"{directory},arrays=probs+embedding"}
+        with open_llm(expert_budget="25%", transfers="queue,rate=200MB/s", **options) as llm:
             run(llm, mixed_jobs(), check=False)
         engine = read_trace(directory)
         assert np.array_equal(replay(engine, policies=[policy]).staged, found.staged)

@@ -49,7 +49,7 @@ class Line:
         return state, Decision(kv_pages=int(slots) * per_slot)
 
 
-OPTIONS = {"precision": "dynaexq,margin=0,alpha=0", "interval": "6 tokens", "memory": 5 << 20}
+OPTIONS = {"precision": "dynaexq,margin=0,alpha=0,interval=6 tokens", "memory": 5 << 20}
 
 
 def test_versions_and_slots_move_at_once(tmp_path):

@@ -14,16 +14,17 @@ from host_offload.queue.cached import CachedRecords
 from moejax import LLM, UserError
 from moejax.checkpoints.convert import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.start.decide.residency import check_store
-from moejax.start.decide.transfers import automatic, new_builder
-from moejax.start.options import Options
+from moejax.start.decide.residency import store_builder
+from moejax.start.decide.transfers import automatic
+from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run
-from moejax.start.settings import Settings, settings_of
+from moejax.start.settings import settings_of
 from tests.moejax.checkpoints.conversions import copied, flip, rewrite_manifest
 from tests.moejax.engine.scenes import GREEDY, LIMITS, QUEUE, RECORD, STREAM_QUEUE, open_llm
 from tests.pallas_kernels.contract import NATIVE
 
-CACHED = {**QUEUE, "store": "file", "host_memory": 12 * RECORD}
+CACHED = {**QUEUE, "store": f"file,host_memory={12 * RECORD}"}
+UNCHECKED = {"store": f"{CACHED['store']},verify=false", "expert_budget": "25%"}
 PLACED = {
     "driver": "host",
     "placement": "fiddler,per_token=50us,startup=300us,load=1ms,accelerator=9us,attention=9us",
@@ -58,31 +59,31 @@ def test_no_expert_is_read_to_load(converted):
 
 
 def test_host_memory_is_parameters_and_arena(converted):
-    plan, _ = dry_run(Options(converted, store="file", host_memory="5MiB", **LIMITS))
+    plan, _ = dry_run(Config.of(converted, store="file,host_memory=5MiB", **LIMITS))
     arena = plan.budget.slots * plan.steps.layout.slot_bytes
     params = 2509824
     assert 0 <= (5 << 20) - params - arena < plan.steps.layout.slot_bytes
     (said,) = (note for note in plan.budget.notes if "store file" in note)
     assert "6 MiB of experts stay in files (checksums verified)" in said
-    options = Options(converted, store="file", memory="3MiB", verify_reads=False, **LIMITS)
+    options = Config.of(converted, store="file,verify=false", memory="3MiB", **LIMITS)
     assert "checksums NOT verified" in str(dry_run(options)[0])
     with pytest.raises(UserError, match="does not hold the parameters beside experts"):
-        dry_run(Options(converted, store="file", host_memory="1MiB", **LIMITS))
+        dry_run(Config.of(converted, store="file,host_memory=1MiB", **LIMITS))
 
 
 def test_a_cache_holds_what_is_on_its_way_and_is_none_of_the_devices_memory(converted):
     """8 demands and 4 ahead of need."""
     options = {**LIMITS, **CACHED}
-    assert automatic(settings_of(Options(converted, **options)), "gpu")
-    assert not automatic(settings_of(Options(converted, memory="1MiB", **options)), "gpu")
-    plan, _ = dry_run(Options(converted, memory="3MiB", **options))
+    assert automatic(settings_of(Config.of(converted, **options)), "gpu")
+    assert not automatic(settings_of(Config.of(converted, memory="1MiB", **options)), "gpu")
+    plan, _ = dry_run(Config.of(converted, memory="3MiB", **options))
     arena = plan.budget.slots * plan.steps.layout.slot_bytes
     assert 0 <= (3 << 20) - arena < plan.steps.layout.slot_bytes
-    plan, _ = dry_run(Options(converted, expert_budget="25%", **options))
+    plan, _ = dry_run(Config.of(converted, expert_budget="25%", **options))
     assert any("are a cache of 12 of them" in note for note in plan.budget.notes)
-    options |= {"host_memory": 12 * RECORD - 1, "expert_budget": "25%"}
+    options |= {"store": f"file,host_memory={12 * RECORD - 1}", "expert_budget": "25%"}
     with pytest.raises(UserError, match=rf"is too small a cache.*\({12 * RECORD} bytes\)"):
-        dry_run(Options(converted, **options))
+        dry_run(Config.of(converted, **options))
 
 
 # ---- what is refused
@@ -91,15 +92,14 @@ def test_a_cache_holds_what_is_on_its_way_and_is_none_of_the_devices_memory(conv
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"store": "disk"}, "store is one of memory, file"),
-        ({"host_memory": "1GiB"}, "host_memory is what may be kept of experts in files"),
-        ({"verify_reads": False}, "goes with store='file'"),
-        ({"store": "file", "host_memory": "1GiB", "memory": "1GiB"}, "give one of them"),
+        ({"store": "disk"}, "unknown store 'disk'; known: memory, shared, file"),
+        ({"store": "memory,host_memory=1GiB"}, "'memory' has no setting 'host_memory=1GiB'"),
+        ({"store": "file,host_memory=1GiB", "memory": "1GiB"}, "give one of them"),
     ],
 )
 def test_options_that_go_with_files(options, message):
     with pytest.raises(UserError, match=message):
-        Options("demo", **options)
+        Config.of("demo", **options)
 
 
 @NATIVE
@@ -112,14 +112,14 @@ def test_options_that_go_with_files(options, message):
         ({"precision": "lossless12,in_transit=true"}, "cpu", "not precision lossless12"),
         ({"precision": "dynaexq"}, "cpu", "not precision dynaexq"),
         ({"resize": "joint"}, "cpu", "what steps cost there is not measured"),
-        ({**CACHED, "host_memory": None}, "gpu", "say how large, host_memory=SIZE"),
+        ({**QUEUE, "store": "file"}, "gpu", "say how large, store='file,host_memory=SIZE'"),
         ({**CACHED, "driver": "device"}, "gpu", "driver='host' and driver='stream', not 'device'"),
-        ({**STREAM_QUEUE, "transfers": "queue"}, "gpu", "say how large, host_memory=SIZE"),
+        ({**STREAM_QUEUE, "transfers": "queue"}, "gpu", "say how large, store='file,host_mem"),
         ({**CACHED, "transfers": None}, "gpu", "or driver='host' and transfers='queue' for a cach"),
         ({**CACHED, "transfers": None}, "cpu", "or driver='host' and transfers='queue'"),
         ({**CACHED, "ops": "auto", "memory": "1GiB"}, "cpu", "together; give one of them"),
         (
-            {"driver": "stream", "host_memory": 12 * RECORD, "memory": "1GiB"},
+            {"driver": "stream", "store": CACHED["store"], "memory": "1GiB"},
             "cpu",
             "together; give one of them",
         ),
@@ -128,14 +128,9 @@ def test_options_that_go_with_files(options, message):
     ids=str,
 )
 def test_what_does_not_read_files(options, platform, message):
-    settings = settings_of(Options("demo", **{"store": "file", **options}))
+    settings = settings_of(Config.of("demo", **{"store": "file", **options}))
     with pytest.raises(UserError, match=message):
-        check_start(settings, platform)
-
-
-def check_start(settings: Settings, platform: str) -> None:
-    check_store(settings, platform)
-    new_builder(settings, platform)
+        store_builder(settings, platform)
 
 
 @NATIVE
@@ -144,7 +139,7 @@ def check_start(settings: Settings, platform: str) -> None:
     [
         ({"dtype": "float32"}, "in bfloat16, not float32; .*convert SRC DST --dtype float32"),
         (
-            {**QUEUE, "host_memory": 12 * RECORD, "enable_prefix_caching": False, **PLACED},
+            {**CACHED, "enable_prefix_caching": False, **PLACED},
             "not of a cache of files in them; take store='memory'",
         ),
         ({"precision": "int4"}, "has no version int4; .*moejax quantize .* DST --versions int4"),
@@ -152,12 +147,12 @@ def check_start(settings: Settings, platform: str) -> None:
 )
 def test_what_the_files_do_not_have(options, message, converted):
     with pytest.raises(UserError, match=message):
-        open_llm(converted, store="file", **options)
+        open_llm(converted, **{"store": "file", **options})
 
 
 @NATIVE
 def test_a_directory_that_is_not_converted(demo_dir):
-    for start in (open_llm, lambda model, store: dry_run(Options(model, store=store))):
+    for start in (open_llm, lambda model, store: dry_run(Config.of(model, store=store))):
         with pytest.raises(UserError, match=r"run `moejax convert .*demo DST` once"):
             start(demo_dir, store="file")
 
@@ -225,7 +220,7 @@ CHANGED = "changed since it was opened first"
         (replace, CHANGED, THROUGH),
         (flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
         (vanish, "No such file", CACHED | {"expert_budget": 0}),
-        (truncate, CHANGED, CACHED | {"expert_budget": "25%", "verify_reads": False}),
+        (truncate, CHANGED, QUEUE | UNCHECKED),
     ],
 )
 def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_path):

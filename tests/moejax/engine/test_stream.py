@@ -24,7 +24,7 @@ from moejax.engine.residency import ResidencyPlanner
 from moejax.serve.costs import cost_model_for
 from moejax.start.build import start_engine
 from moejax.start.decide.stream import used_experts
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
@@ -52,7 +52,7 @@ from tests.pallas_kernels.contract import NATIVE
 pytestmark = NATIVE
 
 PACKED_BYTES = 74752
-FLUX = "flux,packed=50%,planner=none"
+FLUX = "stream,tiers=flux,packed=50%,planner=none"
 
 
 def streaming(**options) -> LLM:
@@ -81,7 +81,7 @@ def test_kv_has_what_experts_do_not_need():
         assert "it pays from about 9 on (max_num_seqs)" in notes
         in_another_row(llm, cells=33)
     assert used_experts(16, 4, 8) < 0.9 * 16 + 0.1 and used_experts(16, 4, 9) >= 0.9 * 16
-    plan, _ = dry_run(Options("demo", driver="stream", **{**LIMITS, "max_num_seqs": 16}))
+    plan, _ = dry_run(Config.of("demo", driver="stream", **{**LIMITS, "max_num_seqs": 16}))
     assert "pays from" not in " ".join(plan.budget.notes)
 
 
@@ -97,12 +97,12 @@ def in_another_row(llm: LLM, cells: int) -> None:
 @pytest.mark.slow
 def test_by_the_rates_the_split_is_balanced_and_leaves_kv_its_room(monkeypatch):
     """Rates that were measured: decoding is many times as fast as loading."""
-    with streaming(tiers=FLUX) as llm:
+    with streaming(driver=FLUX) as llm:
         rates = measured_rates(llm.engine.runner.steps, select_device())
     assert rates.host > 0 < rates.packed
     slow_host = rates._replace(host=1e8, packed=1e10)
     monkeypatch.setattr(moejax.start.build, "measured_rates", lambda *args: slow_host)
-    given = {"tiers": "flux,planner=none"}
+    given = {"driver": "stream,tiers=flux,planner=none"}
     with streaming(**given) as llm:
         stream, notes = llm.stats()["stream"], " ".join(llm.stats()["notes"])
         assert stream["packed_per_layer"] >= EXPERTS - 2
@@ -135,7 +135,7 @@ def loaded(layers: int, versions: tuple[str, ...], pinned: bool):
 
 
 def started(layers: int, driver: str = "stream", **options):
-    made = Options("demo", driver=driver, **{**LIMITS, **options})
+    made = Config.of("demo", driver=driver, **{**LIMITS, **options})
     model = loaded(layers, settings_of(made).versions, "ops" in options)
     return as_llm(start_engine(model, made, select_device())[0])
 
@@ -159,7 +159,7 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
 
     load: most seconds that a chunk takes longer. compute: microseconds that each op on the arena
     does. options: others than the stream's own, whose residents are packed."""
-    running = started(layers, chunk_bytes=32 << 10, **options)
+    running = started(layers, transfers="queue,chunk_bytes=32KiB", **options)
     runner = running.engine.runner
     assert not runner.faults()  # and the first layer is there
     residents = int((runner.window.tier == PACKED).sum())  # came before it
@@ -192,13 +192,15 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "tiers"), [(3, None), (4, None), (5, None), (3, FLUX)])
-def test_loads_and_layers_are_in_order_under_random_durations(layers, tiers):
+@pytest.mark.parametrize(
+    ("layers", "driver"), [(3, "stream"), (4, "stream"), (5, "stream"), (3, FLUX)]
+)
+def test_loads_and_layers_are_in_order_under_random_durations(layers, driver):
     """Checkable property 1 of shared/papers.md 3.7, in the queue and the ops themselves: where
     loading takes longer, and where computing does and hides it. With packed residents there are two
     loading streams."""
-    assert not out_of_order(layers, load=2e-4, tiers=tiers)
-    assert not out_of_order(layers, compute=1000, tiers=tiers)
+    assert not out_of_order(layers, load=2e-4, driver=driver)
+    assert not out_of_order(layers, compute=1000, driver=driver)
 
 
 def recycled_too_early(monkeypatch) -> None:
@@ -358,7 +360,8 @@ COMES = (0, 4, 6, 30)
 
 
 def planning(tiers: str, **options) -> LLM:
-    given = {"memory": MEMORY, "tiers": tiers, "enable_prefix_caching": False}
+    driver = f"stream,tiers={tiers}"
+    given = {"memory": MEMORY, "driver": driver, "enable_prefix_caching": False}
     return streaming(**{**given, **options})
 
 

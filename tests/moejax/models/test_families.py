@@ -110,7 +110,7 @@ def test_memory_and_company_change_no_bit(llm, solo, cells):
 )
 @pytest.mark.slow
 def test_driver_waves_and_arena_change_no_bit(directory, solo):
-    options = {"driver": "host", "prefill_waves": 3, "expert_budget": "40%", "kv_budget": "1MiB"}
+    options = {"driver": "host,waves=3", "expert_budget": "40%", "kv_budget": "1MiB"}
     with start(directory, **options) as other:
         assert_same(run(other, JOBS), solo)
 

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -453,6 +454,35 @@ def command(*options):
     return cli.main(["generate", *map(str, options)])
 
 
+def test_a_job_goes_on_with_what_it_began_with_or_not_at_all(fake, tmp_path, demo_dir, capsys):
+    """Results of two precisions, kernels or models in one file would look like those of one."""
+    model = shutil.copytree(demo_dir, tmp_path / "model")
+    source, out = write(tmp_path / "in", *PROMPTS), tmp_path / "out"
+
+    def job(*options, output=out):
+        given = ["--model", str(model), "--input", source, "--output", str(output), *options]
+        return cli.main(["generate", *given]), capsys.readouterr().err
+
+    assert job("--precision", "int2")[0] == 0
+    half = b"".join(out.read_bytes().splitlines(keepends=True)[:3])
+    out.write_bytes(half)
+    for options, difference in (
+        ([], "precision was 'int2', is its default"),
+        (["--precision", "int4"], "precision was 'int2', is 'int4'"),
+        (["--precision", "int2", "--ops", "xla"], "ops was its default, is 'xla'"),
+    ):
+        status, said = job(*options)
+        assert status == 2 and difference in said, said
+    # What changes no bit may change, also where the model lies.
+    model = model.rename(tmp_path / "elsewhere")
+    assert job("--precision", "int2", "--expert-budget", "50%")[0] == 0
+    out.write_bytes(half)
+    config = model / "config.json"
+    config.write_text(config.read_text().replace("1e-06", "1e-05"))
+    status, said = job("--precision", "int2")
+    assert status == 2 and "weights was '" in said and out.read_bytes() == half
+
+
 def removed(path):
     path.unlink()
 
@@ -576,7 +606,7 @@ BAD = [
     ({"prompt": "x", "messages": []}, "found prompt and messages"),
     ({"prompt": ["x", "y"]}, "several prompts need a line each"),
     ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be token ids"),
-    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported; did you mean 'max_tokens'"),
+    ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported, did you mean 'max_tokens'"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids are integers, got the keys"),
     ({"prompt": "x", "session_id": 5}, "session_id must be a string"),

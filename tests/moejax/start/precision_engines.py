@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 
 from host_offload.policies.precision.names import Precision
@@ -14,12 +12,12 @@ from moejax.checkpoints.versions import with_versions
 from moejax.engine.loop import Engine
 from moejax.start.build import start_engine
 from moejax.start.decide.plan import Plan
-from moejax.start.options import Options
+from moejax.start.options import Config
 from tests.moejax.engine_runs import Job
 
 LAYERS, EXPERTS = 2, 16
 
-LIMITS = Options(
+LIMITS = Config.of(
     "demo",
     max_model_len=192,
     max_num_seqs=3,
@@ -37,21 +35,21 @@ JOBS = [
 
 
 def start_precision(
-    driver: str, precision: Precision, options: Options, *, layers: int, slots: int
+    driver: str, precision: Precision, options: Config, *, layers: int, slots: int
 ) -> Engine:
     """slots: of experts."""
     return start_planned(driver, precision, options, layers=layers, slots=slots)[0]
 
 
 def start_planned(
-    driver: str, precision: Precision, options: Options, *, layers: int, slots: int
+    driver: str, precision: Precision, options: Config, *, layers: int, slots: int
 ) -> tuple[Engine, Plan]:
     """The same, with what was decided."""
     config = shape("demo", layers=layers)
     loaded = with_versions(random_model(config, "bfloat16"), precision.versions)
     layout = config.slot_layout(2, precision.versions)
-    use_compilation_cache(None)
-    options = dataclasses.replace(
-        options, expert_budget=slots * layout.slot_bytes, precision=precision, driver=driver
+    use_compilation_cache()
+    options = options.replaced(
+        expert_budget=slots * layout.slot_bytes, precision=precision, driver=driver
     )
     return start_engine(loaded, options, jax.devices()[0])

@@ -15,8 +15,6 @@ from moejax.commands.main import main
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.engine.control import spec_of_engine
 from moejax.start.decide.split import check_split, remember, remembered, workload_file
-from moejax.start.options import Options
-from moejax.start.settings import parse_budget_options
 from tests.moejax.engine.budget_workload import (
     COSTS,
     LAYERS,
@@ -31,11 +29,6 @@ from tests.moejax.engine.budget_workload import (
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def test_a_trace_that_would_not_be_opened_is_refused():
-    with pytest.raises(UserError, match="shares its cells by its own trace; leave out =b of cells"):
-        parse_budget_options(Options("demo", budget="mv_wsa=a", cells="optimal=b"))
 
 
 def test_slots_of_two_versions_do_not_move():

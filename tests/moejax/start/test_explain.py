@@ -75,7 +75,7 @@ def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_p
 def test_a_device_that_does_not_say_what_steps_need():
     silent = types.SimpleNamespace(memory_analysis=lambda: None)
     runner: Any = types.SimpleNamespace(
-        wait_compiled=lambda everything: None, compiled=lambda: [silent]
+        wait_compiled=lambda everything: None, compiler=types.SimpleNamespace(compiled=[silent])
     )
     with pytest.raises(UserError, match=r"does not say what memory a step needs.*--memory"):
         activation_bytes(runner)

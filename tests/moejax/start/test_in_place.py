@@ -10,7 +10,7 @@ import pytest
 from moejax import LLM, SamplingParams, UserError
 from moejax.serve.costs import cost_model_for
 from moejax.start.decide.residency import why_cells
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.settings import settings_of
 from tests.moejax.engine.budget_workload import LIMITS, planned
 from tests.moejax.start.test_explain import check_sums
@@ -32,7 +32,7 @@ def answers(llm: LLM):
     [
         {},
         pytest.param({"driver": "host"}, marks=pytest.mark.slow),
-        pytest.param({"precision": "random", "prefill_waves": 2}, marks=pytest.mark.slow),
+        pytest.param({"precision": "random", "driver": "device,waves=2"}, marks=pytest.mark.slow),
     ],
 )
 def test_one_copy_with_the_same_bits(options):
@@ -79,12 +79,12 @@ def test_one_copy_with_the_same_bits(options):
 )
 def test_what_needs_cells_says_why(options, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = settings_of(Options("demo", **options))
+    settings = settings_of(Config.of("demo", **options))
     steps = planned().steps
     ops = dataclasses.replace(steps.ops, expert_ffn=options.get("ops", "cpu"))
     steps = dataclasses.replace(steps, ops=ops)
     assert why in (why_cells(settings, steps, "cpu") or "")
-    assert why_cells(settings_of(Options("demo")), planned().steps, "gpu") is not None
+    assert why_cells(settings_of(Config.of("demo")), planned().steps, "gpu") is not None
 
 
 @NATIVE

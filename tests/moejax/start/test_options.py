@@ -1,36 +1,34 @@
 """One list of options: LLM, AsyncLLM, the command line and --config have the same names, defaults
-and values, and refuse the same."""
+and values, and refuse the same; names that have moved are refused with where to."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
+import re
 
 import pytest
 
 from moejax import LLM, AsyncLLM, UserError
 from moejax.commands.main import main
-from moejax.commands.model import add_model_options, add_options, engine_options, read_options
+from moejax.commands.model import add_model_options, engine_options, read_options
 from moejax.serve import llm
 from moejax.sizes import Share
-from moejax.start.options import Options, descriptions
+from moejax.start.options import MOVED, OPTIONS, Config
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
     add_model_options(made)
-    add_options(made, "trace")
     return made
 
 
 def test_llm_has_the_names_and_defaults_of_options():
     signature = inspect.signature(LLM)
-    names = [field.name for field in dataclasses.fields(Options)]
-    assert list(signature.parameters) == names
+    assert list(signature.parameters) == list(OPTIONS)
     defaults = {p.name: p.default for p in signature.parameters.values() if p.name != "model"}
-    assert Options("demo", **defaults) == Options("demo")
+    assert Config.of("demo", **defaults) == Config.of("demo")
     kinds = {p.kind for p in signature.parameters.values() if p.name != "model"}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
@@ -38,7 +36,7 @@ def test_llm_has_the_names_and_defaults_of_options():
 @pytest.fixture
 def began(monkeypatch):
     """Options that LLMs began with; nothing starts."""
-    seen: list[Options] = []
+    seen: list[Config] = []
 
     def begin(self, options):
         seen.append(options)
@@ -50,11 +48,12 @@ def began(monkeypatch):
 
 def test_whoever_starts_a_model_passes_every_option_on(began):
     given = {"max_num_seqs": 3, "expert_budget": "25%", "memory": "4MiB", "driver": "host"}
-    options = Options("demo", **given)
-    assert (options.memory, options.expert_budget) == (4 << 20, Share(0.25))
+    options = Config.of("demo", **given)
+    assert (options.memory.memory, options.memory.expert_budget) == (4 << 20, Share(0.25))
+    assert options == Config.of("demo").replaced(**given)
     for start in (
         lambda: LLM("demo", **given),
-        lambda: LLM.from_options(options),
+        lambda: LLM.from_config(options),
         lambda: AsyncLLM("demo", **given),
         lambda: AsyncLLM(options),
     ):
@@ -63,21 +62,47 @@ def test_whoever_starts_a_model_passes_every_option_on(began):
         assert began.pop() == options
 
 
-def test_the_command_line_has_every_option_with_a_group():
+def test_the_command_line_has_every_option_and_shows_those_that_people_use(capsys):
     flags = {action.dest: action for action in parser()._actions}
-    shown = {name for name, option in descriptions().items() if option.group is not None}
-    assert shown == flags.keys() - {"help", "config"}
+    shown = {name for name, option in OPTIONS.items() if option.flag}
+    assert shown == flags.keys() - {"help", "help_all", "config"}
     assert all(flags[name].help and flags[name].default is None for name in shown)
     assert engine_options(parser().parse_args([])) == {}
-    asked = "--max-num-seqs 4 --no-enable-prefix-caching --hi-share 0.5 --step 7 --memory 4MiB"
+    asked = "--max-num-seqs 4 --no-enable-prefix-caching --step 7 --memory 4MiB"
     found = engine_options(parser().parse_args(asked.split()))
-    assert found == {
-        "max_num_seqs": 4,
-        "enable_prefix_caching": False,
-        "hi_share": 0.5,
-        "step": 7,
-        "memory": "4MiB",
-    }
+    given = {"max_num_seqs": 4, "enable_prefix_caching": False, "step": 7, "memory": "4MiB"}
+    assert found == given
+    assert sum(option.common for option in OPTIONS.values()) == 15 and len(OPTIONS) <= 35
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["generate", flag])
+        said = capsys.readouterr().out
+        said = said.replace(",", " ")
+        named = {name for name in shown if f"\n  --{name.replace('_', '-')} " in said}
+        assert named == {n for n in shown if flag == "--help-all" or OPTIONS[n].common}
+        assert ("hi=VERSION" in said) == (flag == "--help-all")
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_name_that_has_moved_is_refused_with_where_to(name, tmp_path, capsys):
+    said = f"{name} is no option any more; write {MOVED[name]}"
+    for start in (LLM, AsyncLLM):
+        with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+            start("demo", **{name: "x"})
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{name}: x\n")
+    with pytest.raises(UserError, match=re.escape(f"{file}: {said}")):
+        read_options(file)
+    with pytest.raises(SystemExit):
+        main(["generate", "x", "--" + name.replace("_", "-"), "x"])
+    place, _, value = MOVED[name].partition("=")
+    assert f"write --{place} {value}" in capsys.readouterr().err or name == "cache_dir"
+    assert place in OPTIONS or name == "cache_dir"
+
+
+def test_a_name_that_there_never_was_is_a_type_error():
+    with pytest.raises(TypeError, match="unknown option 'max_seqs', did you mean 'max_num_seqs'"):
+        LLM("demo", max_seqs=3)  # type: ignore[call-arg]
 
 
 def test_a_model_that_is_no_path_is_refused():
@@ -87,14 +112,13 @@ def test_a_model_that_is_no_path_is_refused():
 
 def test_a_file_has_options_by_name_and_the_command_line_goes_before_it(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("max_num_seqs: 4\nmemory: 4MiB\ncells: [9, 8, 6, 5]\nprefill_waves: 2\n")
+    file.write_text("policy: {cells: [9, 8, 6, 5]}\nmemory: 4MiB\nruntime:\n  max_num_seqs: 4\n")
     args = parser().parse_args(["--config", str(file), "--memory", "5MiB"])
     found = engine_options(args)
     assert found == {
         "max_num_seqs": 4,
         "memory": "5MiB",
         "cells": [9, 8, 6, 5],
-        "prefill_waves": 2,
     }
     file.write_text('{"expert_budget": 3, "enable_prefix_caching": false}')
     assert read_options(file) == {"expert_budget": 3, "enable_prefix_caching": False}
@@ -107,10 +131,11 @@ REFUSALS = [
     ("expert_budget", "120%", "'120%' is more than all experts"),
     ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
     ("max_num_seqs", "four", "max_num_seqs must be a whole number, got 'four'"),
-    ("hi_share", "half", "hi_share must be a number, got 'half'"),
+    ("cache_aware_routing", "half", "cache_aware_routing must be a number, got 'half'"),
+    ("store", "disk", "unknown store 'disk'; known: memory, shared, file"),
     ("enable_prefix_caching", "no", "enable_prefix_caching must be true or false, got 'no'"),
-    ("kv_overflow", "drop", "kv_overflow is one of swap, recompute, not 'drop'"),
-    ("driver", "train", "driver 'train' does not exist; use one of device, host"),
+    ("kv_overflow", "drop", "unknown kv_overflow 'drop'; known: swap, recompute"),
+    ("driver", "train", "unknown driver 'train'; known: device, host, stream"),
 ]
 
 
@@ -120,7 +145,7 @@ def test_every_way_refuses_the_same(name, value, message, tmp_path, capsys):
     file.write_text(json.dumps({name: value}))
     given = {name: value}
     ways = (
-        lambda: Options("demo", **given),
+        lambda: Config.of("demo", **given),
         lambda: LLM("demo", **given),
         lambda: AsyncLLM("demo", **given),
     )
@@ -136,8 +161,10 @@ def test_every_way_refuses_the_same(name, value, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_tokens: 3", "has the unknown option 'max_tokens'; known: step, name_map, dtype"),
+        ("max_tokens: 3", "unknown option 'max_tokens'; known: step, name_map, dtype"),
         ("memory: [1]", "is not a size"),
+        ("memory: {max_num_seqs: 4}", "unknown option 'max_num_seqs'; known: memory, exper"),
+        ("memory: {kv_budget: 4}\nkv_budget: 5", "has kv_budget twice"),
         ("- 1", "must be a mapping of options, not list"),
         ("a: [", "is no YAML"),
         ("memory: &m 1GiB\nkv_budget: *m", "aliases (*name) are not read"),

@@ -12,7 +12,7 @@ from host_offload.control.paging import PagedSpec
 from host_offload.memory.arena import SlotClass
 from moejax import LLM, UserError
 from moejax.commands.main import main
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY, cells_now, planned, recorded
 
@@ -31,9 +31,9 @@ VARIANTS = [
 )
 def test_an_engine_is_what_its_plan_says(options):
     """And a dry run, which reads no weights, says the same plan."""
-    given = Options("demo", progress=False, **{"memory": MEMORY, **LIMITS, **options})
+    given = Config.of("demo", progress=False, **{"memory": MEMORY, **LIMITS, **options})
     dry, _ = dry_run(given)
-    with LLM.from_options(given) as llm:
+    with LLM.from_config(given) as llm:
         plan, engine = llm.plan, llm.engine
         assert plan.describe().keys() == dry.describe().keys()
         ours = {"device": ""}
@@ -59,7 +59,9 @@ def test_an_engine_is_what_its_plan_says(options):
         assert scheduler.admission == min(plan.admission, scheduler.max_num_seqs)
 
 
-@pytest.mark.parametrize("options", [*VARIANTS, {"budget": "mv_wsa"}, {"resize": "peak_headroom"}])
+@pytest.mark.parametrize(
+    "options", [*VARIANTS, {"cells": "uniform,split="}, {"resize": "peak_headroom"}]
+)
 def test_decide_touches_no_device(options, monkeypatch):
     """Nothing is put on a device, compiled or read back."""
 
@@ -67,10 +69,10 @@ def test_decide_touches_no_device(options, monkeypatch):
         raise AssertionError("decide used a device")
 
     costs = None
-    if options.get("budget") == "mv_wsa":
+    if options.get("cells", "").endswith("split="):
         from tests.moejax.engine.budget_workload import COSTS
 
-        options, costs = {"budget": f"mv_wsa={recorded()[0]}"}, COSTS.costs()
+        options, costs = {"cells": f"uniform,split={recorded()[0]}"}, COSTS.costs()
     for name in ("device_put", "device_get", "jit"):
         monkeypatch.setattr(jax, name, refuse)
     before = len(jax.live_arrays())
@@ -95,4 +97,4 @@ def test_a_dry_run_is_printed(capsys):
 def test_a_dry_run_measures_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UserError, match="costs of this start were not measured"):
-        dry_run(Options("demo", memory=MEMORY, resize="mv_wsa", **LIMITS))
+        dry_run(Config.of("demo", memory=MEMORY, resize="mv_wsa", **LIMITS))

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from host_offload.policies.budget.layer_cells import LayerCells
-from host_offload.policies.precision.names import precision_of
 from moejax import LLM, UserError
-from moejax.start.options import Options
+from moejax.start.options import Config
 from moejax.start.precision import precision_stats
 from moejax.start.settings import parse_precision
 
@@ -31,7 +30,7 @@ def test_a_map_of_another_model_is_refused(tmp_path):
 
 
 def test_stats_without_control_say_what_was_asked_for():
-    plan = parse_precision(Options("", precision="int4"))
+    plan = parse_precision(Config.of("", precision="int4"))
     engine: Any = SimpleNamespace(statistics=SimpleNamespace(copy_s_per_byte=None))
     made = {"quantizers": {"int4": "rtn"}}
     assert precision_stats(plan, None, engine, {"int4": "rtn"}) == plan.report() | made
@@ -43,10 +42,9 @@ def test_stats_without_control_say_what_was_asked_for():
     ("options", "message"),
     [
         ({"precision": "int3"}, "unknown precision 'int3', did you mean 'int8'"),
-        ({"precision": "int4", "hi": "dense"}, "hi means nothing to precision 'int4'"),
-        ({"precision": "dynaexq", "interval": "4 bytes"}, "interval '4 bytes' is not a number of"),
-        ({"precision": precision_of("int4"), "lo": "int2"}, "lo is a part of the Precision that"),
-        ({"precision": "dynaexq", "cells": "marginal"}, "cells that layers share, so budget and c"),
+        ({"precision": "int4,hi=dense"}, "precision 'int4' has no setting 'hi=dense'"),
+        ({"precision": "dynaexq,interval=4 bytes"}, "interval '4 bytes' is not a number of"),
+        ({"precision": "dynaexq", "cells": "marginal"}, "cells that layers share, so cells say no"),
         (
             {"precision": "dynaexq,paged=true", "cells": "optimal"},
             "cells of both versions once, at",
@@ -56,7 +54,7 @@ def test_stats_without_control_say_what_was_asked_for():
         ({"precision": "int4,paged=true"}, "precision 'int4' has no setting 'paged=true'"),
         ({"precision": "dynaexq,paged=maybe"}, "paged='maybe' is not true or false"),
         ({"precision": "dynaexq,spares=0"}, "spares='0' is not a whole number, 1 or more"),
-        ({"precision": "int4", "quantizer": "best"}, "quantizer 'best' is unknown; choose rtn"),
+        ({"precision": "int4,quantizer=best"}, "quantizer 'best' is unknown; choose rtn"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_before_loading(options, message):
@@ -72,9 +70,12 @@ PAGED = "dynaexq,paged=true"
     [
         ({"expert_budget": "1MiB"}, "precision dynaexq: 64 experts in int4 and 1 spare of each"),
         ({"expert_budget": "1MiB"}, "or page them .paged=true, such as --precision dynaexq,paged"),
-        ({"expert_budget": "3MiB", "hi_share": 0.5}, "hi_share and expert_budget both say how"),
+        (
+            {"expert_budget": "3MiB", "precision": "dynaexq,hi_share=0.5"},
+            "hi_share and expert_budget both say how",
+        ),
         ({"prefetch": "random"}, "writes 'stages', and every expert is resident"),
-        ({"dtype": "float32", "hi": "lossless12"}, "lossless12"),
+        ({"dtype": "float32", "precision": "dynaexq,hi=lossless12"}, "lossless12"),
         ({"precision": PAGED, "prefetch": "random"}, "writes 'stages', and cells of"),
         ({"precision": PAGED, "policies": [LayerCells()]}, "writes 'cells', and ce"),
         ({"precision": PAGED, "resize": "mv_wsa"}, "cells of two versions are laid ou"),

@@ -19,10 +19,7 @@ PROMPT = ["The old house stood on"]
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 OPTIONS: dict[str, Any] = dict(
-    precision="dynaexq,margin=0,alpha=0",
-    interval="4 tokens",
-    hi="dense",
-    lo="int4",
+    precision="dynaexq,margin=0,alpha=0,interval=4 tokens",
     memory="6MiB",
     max_model_len=256,
     max_num_seqs=2,

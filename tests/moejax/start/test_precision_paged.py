@@ -25,7 +25,7 @@ SLOTS = 8
 """4 slots of dense cells and 4 of int4 ones, 4 in a slot: 2 and 8 in each layer, of 16 experts."""
 
 HOT = DynaExq(margin=0, interval="16 tokens", paged=True)
-PAGED = precision_of("dynaexq,margin=0,paged=true", interval="16 tokens")
+PAGED = precision_of("dynaexq,margin=0,paged=true,interval=16 tokens")
 
 
 def layout(precision: Precision = PAGED):

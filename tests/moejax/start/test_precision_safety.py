@@ -96,7 +96,7 @@ def started(driver: str, precision: Precision, slots: int = SLOTS):
     return start_precision(driver, precision, LIMITS, layers=LAYERS, slots=slots)
 
 
-MIXED = precision_of("dynaexq", hi="dense", lo="int4")
+MIXED = precision_of("dynaexq")
 
 
 @pytest.fixture(scope="module", params=["device", pytest.param("host", marks=pytest.mark.nightly)])

@@ -56,7 +56,7 @@ def traced(directory: Path, driver: str) -> Traced:
     between = inside if driver == "host" else set()
     watching = Watching(moments=frozenset({Moment.STEP_END, *between}))
     options = {"driver": driver, "expert_budget": "40%", "policies": [watching]}
-    with open_llm(**options, trace=directory, trace_arrays=sorted(TRACE_ARRAYS)) as llm:
+    with open_llm(**options, trace=f"{directory},arrays={'+'.join(TRACE_ARRAYS)}") as llm:
         engine = llm.engine
         found = run(llm, JOBS)
         assert llm.stats()["trace_arrays"] == ["embedding", "gate_input", "probs"]

@@ -43,7 +43,7 @@ def test_tokens_by_cells(capsys):
         (["--shape", "qwen3-30b-a3b", "--layers", "4000"], "use --layers"),
         (["--shape", "olmoe", "--layers", "1", "--tokens", "99999999"], "not even one layer fits"),
         (["--prompt", "1024"], "--prompt must be from 1 to 1023"),
-        (["--waves", "0"], "prefill_waves must be at least 1"),
+        (["--waves", "0"], "waves='0' is not a whole number, 1 or more"),
         (["--ops", "pallas"], "Pallas kernels need an NVIDIA GPU"),
     ],
 )

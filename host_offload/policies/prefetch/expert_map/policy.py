@@ -307,7 +307,7 @@ def _maps(trace: Trace, capacity: int, distance: int, share: float) -> dict[str,
     if not (header.probabilities and header.embedding):
         raise TraceError(
             f"{trace.directory} has no maps, which {NAME} learns from; record a trace with "
-            "--trace-arrays probs,embedding"
+            "--trace DIR,arrays=probs+embedding"
         )
     first = None
     if share < 1:

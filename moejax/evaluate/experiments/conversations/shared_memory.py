@@ -103,7 +103,7 @@ def shared_bench(
 ) -> tuple[SharedBench, Mapping[str, Any]]:
     """(the bench of a batch, what its start took); whoever asks frees the engine's arena."""
     options = experiment.shared_options(batch)
-    device: jax.Device = select_device(options.device, options.threads)
+    device: jax.Device = select_device(options.runtime.device, options.runtime.threads)
     engine, plan = start_engine(loaded, settings_of(options), device)
     engine.runner.wait_compiled(everything=True)
     sizes = Sizes.of_plan(plan)

@@ -20,9 +20,6 @@ from pallas_kernels.records.format import VERSIONS
 
 TRAIN = "train"
 
-PARTS = ("hi", "lo", "interval", "hi_share")
-"""Settings that precision_of has as arguments."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
@@ -53,7 +50,8 @@ class Mix:
             counts += routed_counts(step.ids, trace.header.experts)
         found, weights = self.precision, np.ones_like(counts)
         if "weights" in self.learns:
-            asked = {n: options[n] for n in ("quantizer", "step", "name_map") if n in options}
+            asked = {n: options[n] for n in ("step", "name_map") if n in options}
+            asked["quantizer"] = found.quantizer
             weights = error_weights(model, trace, *found.versions, **asked).weights
         with user_errors(where=f"precision {self.name!r}: "):
             if "map" in self.learns:
@@ -99,11 +97,10 @@ def mix_of(text: str, home: Path) -> Mix:
     late: dict[str, Any] = {}
     if "weights" in learns and "scope" in settings:
         late["scope"] = settings.pop("scope")  # which needs them
-    parts = {key: settings.pop(key) for key in PARTS if key in settings}
     written = {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items()}
     asked = [f"{name}={source}" if source else name, *(f"{k}={v}" for k, v in written.items())]
     with user_errors(where=f"{where}: "):
-        found = precision_of(",".join(asked), **parts)
+        found = precision_of(",".join(asked))
     if found.mixed and not found.paged and found.hi_share is not None:
         raise UserError(
             f"{where}: hi_share and a grid's budgets both say how many experts are high; leave "

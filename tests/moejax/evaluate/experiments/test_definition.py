@@ -92,7 +92,7 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"polices": ["lru"]}, "unknown key 'polices'; did you mean policies?"),
+        ({"polices": ["lru"]}, "unknown key 'polices', did you mean 'policies'?"),
         ({"policies": []}, "policies are missing; write policies: [lru, lfu]"),
         ({"policies": ["lur"]}, "unknown policy 'lur'; write one of lru,"),
         ({"policies": ["promoe"]}, "promoe=PATH"),
@@ -194,7 +194,7 @@ def test_equal_bytes_give_a_smaller_version_more_cells():
         slots = []
         for precision in found.precision:
             options = found.engine_options("device", precision, 1)
-            slots.append(int(options.expert_budget))
+            slots.append(int(options.memory.expert_budget))
         dense, int8 = slots
         assert dense == 16 * 98304
         # Whole experts, so a little less than the bytes.

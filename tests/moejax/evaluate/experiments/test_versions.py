@@ -84,8 +84,8 @@ def test_quality_of_a_run_that_changes_versions_is_that_of_one_engine(mixed):
     assert [line["text"] for line in lines] == ["story", "math"]
     prompts = Prompts(read_experiment(GRID))
     window = lines[0]["window"]
-    options = {"precision": "dynaexq,spares=2", "hi": "dense", "lo": "int4"}
-    options |= {"interval": "64 tokens", "max_num_batched_tokens": 64, "max_num_seqs": 1}
+    options = {"precision": "dynaexq,spares=2,interval=64 tokens"}
+    options |= {"max_num_batched_tokens": 64, "max_num_seqs": 1}
     budget = 64 * 50176  # int8's bytes
     with LLM(
         "demo",

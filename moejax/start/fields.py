@@ -1,0 +1,161 @@
+"""What an option is: a field of a frozen dataclass that says everything about itself.
+
+`same_bits` and `changes_bits` declare one, so that none forgets to say which it is. The keywords of
+`moejax.LLM`, the flags of the command line, the keys of `--config FILE.yaml` and the help texts are
+made from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar, dataclass_transform
+
+from moejax.errors import UserError, user_errors
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A flag of the command line, beside its name."""
+
+    help: str
+    metavar: str | None = None
+    """None: N of a whole number."""
+    type: Callable[[str], Any] | None = None
+    """Reads the text; None: the type of the field's annotation (int, float, bool), else str."""
+    choices: tuple[str, ...] | None = None
+    default: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Option(Description):
+    """A field of a group of options."""
+
+    converter: Callable[[Any], Any] | None = None
+    """Makes the field's value of what was given; None: that is the value."""
+    changes_bits: bool = False
+    """With another value outputs may have other bits, everything else being equal."""
+    common: bool = False
+    """--help shows it; else --help-all does."""
+    settings: str = ""
+    """What its KEY=VALUE say, which --help leaves out."""
+    in_file: bool = True
+    """`--config FILE` may have it."""
+    flag: bool = True
+    """So has the command line, then."""
+
+    def read(self, name: str, value: Any) -> Any:
+        """The field's value. Raises UserError for one that can never be."""
+        if self.converter is not None:
+            with user_errors():
+                return self.converter(value)
+        if value is None:
+            return None
+        if self.type is int:
+            try:
+                operator.index(value)
+            except TypeError:
+                raise UserError(f"{name} must be a whole number, got {value!r}") from None
+            if value < 1 and name != "seed":
+                raise UserError(f"{name} must be at least 1, got {value}")
+        elif self.type is float and not isinstance(value, int | float):
+            raise UserError(f"{name} must be a number, got {value!r}")
+        elif self.type is bool and not isinstance(value, bool):
+            raise UserError(f"{name} must be true or false, got {value!r}")
+        return value
+
+
+def same_bits(
+    help: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    converter: Callable[[Any], Any] | None = None,
+    kw_only: bool = True,
+    **said: Any,
+) -> Any:
+    """A field with its Option, on which no bit of an output depends, everything else being equal.
+    Without a default it has to be given. said: more of Option."""
+    if converter is not None:
+        said = {"type": str, **said}
+    if "settings" in said:
+        said = {"metavar": "NAME[,KEY=VALUE…]", **said}
+    flag = said.pop("flag", True) and said.get("in_file", True)
+    found = Option(help, converter=converter, flag=flag, **said)
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"option": found})
+
+
+def changes_bits(help: str, **said: Any) -> Any:
+    """The same of an option with another value of which outputs may have other bits. said: as of
+    same_bits."""
+    return same_bits(help, changes_bits=True, **said)
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(same_bits, changes_bits)
+)
+def group(cls: type[T]) -> type[T]:
+    """Makes a class of options a frozen dataclass whose fields hold what `Option.read` returns.
+    Type checkers take a keyword's type from its converter."""
+
+    def read_all(self: T) -> None:
+        for name, one in options_of(cls).items():
+            object.__setattr__(self, name, one.read(name, getattr(self, name)))
+
+    cls.__post_init__ = read_all  # type: ignore[attr-defined]
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, Option]:
+    """Name → Option of the fields that are options."""
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)
+    return of_fields(cls, {f.name: f.metadata["option"] for f in fields if "option" in f.metadata})
+
+
+D = TypeVar("D", bound=Description)
+
+
+def of_fields(cls: type, described: Mapping[str, D], defaults: Any = None) -> dict[str, D]:
+    """Descriptions of fields of a dataclass, with the type of the field where they have none.
+    defaults: an instance that the command line takes them from; None: what is not given is None."""
+    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
+    names = {field.name: str(field.type).partition(" ")[0] for field in dataclasses.fields(cls)}
+    return {
+        name: dataclasses.replace(
+            one, type=one.type or kinds.get(names[name], str), default=getattr(defaults, name, None)
+        )
+        for name, one in described.items()
+    }
+
+
+def optional(read: Callable[[T], R]) -> Callable[[T | None], R | None]:
+    """`read`, for an option that may be None."""
+    return lambda value: None if value is None else read(value)
+
+
+def with_keywords_of(
+    keywords: Callable[P, object], make: Callable[..., T]
+) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
+    """A decorator of an `__init__(self, config)`: callers write the keywords of `keywords`, and
+    `make` turns those into the config. Type checkers and inspect.signature see the keywords."""
+
+    def decorate(function: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(function)
+        def wrapper(self: Any, *args: P.args, **given: P.kwargs) -> None:
+            function(self, make(*args, **given))
+
+        # Without annotations: those of the fields are of what was read, not of what may be given.
+        empty, known = inspect.Parameter.empty, inspect.signature(keywords).parameters.values()
+        self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [self, *(each.replace(annotation=empty) for each in known)]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate

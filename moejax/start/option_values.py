@@ -1,0 +1,210 @@
+"""Options that have settings of their own: ``NAME,KEY=VALUE…`` as an object, whose fields say what
+each setting is and how its text is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from moejax.sizes import rate, size
+from pallas_kernels.option_text import (
+    Reader,
+    one_of,
+    parse_pairs,
+    reads,
+    seconds,
+    share,
+    threads_of_two,
+    whole,
+    words,
+    yes,
+)
+
+
+def setting(help: str, read: Reader, *, default: Any = None) -> Any:
+    """A field that is written KEY=VALUE."""
+    return dataclasses.field(default=default, metadata={"help": help, "read": read})
+
+
+def _readers(kind: type, *names: str) -> dict[str, Reader]:
+    """Those of a class's settings; names: of these alone."""
+    found = {f.name: f.metadata["read"] for f in dataclasses.fields(kind) if f.metadata}
+    return {name: found[name] for name in names or found}
+
+
+def settings_help(kind: type) -> str:
+    """What --help-all says of an option with settings."""
+    settings = (field for field in dataclasses.fields(kind) if field.metadata)
+    return "; ".join(f"{field.name}: {field.metadata['help']}" for field in settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """Where experts are that have no cell: `memory`, `shared` or `file`."""
+
+    name: str
+    host_memory: int | None = setting(
+        "of file, what parameters and arena take together, in place of memory; on a GPU, or with "
+        "ops that are not native, with driver host or stream and transfers queue, the size of a "
+        "cache of experts in pinned host memory",
+        size,
+    )
+    verify: bool = setting(
+        "of file, each expert's checksum is verified as it is read; without, only that its file is "
+        "the same: device, inode, size, time (default: true)",
+        yes,
+        default=True,
+    )
+
+
+read_store = reads("store", Store, {"memory": {}, "shared": {}, "file": _readers(Store)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfers:
+    """How experts get to the device: by the step's own `ops`, or a `queue`."""
+
+    name: str | None = None
+    """None: `queue` where experts are in files or stream, else `ops`."""
+    chunk_bytes: int | None = setting(
+        "of queue, what is moved at once: a transfer that is needed now waits for so much "
+        "(default: 1MiB; a matrix of an expert on a GPU and with XLA ops)",
+        size,
+    )
+    threads: int | None = setting(
+        "of queue; on a GPU and with XLA ops how many pieces ahead of need are on their way at "
+        "once (default: 2, or 4 that read files)",
+        whole(1),
+    )
+    rate: float | None = setting(
+        "of queue, on a CPU with native ops: most bytes a second of the link, such as 2GB/s, for "
+        "experiments with the ratio of compute to transfers",
+        rate,
+    )
+    latency: float | None = setting(
+        "what a chunk takes beside that, such as 20us (default: 0)", seconds
+    )
+
+    @property
+    def stated(self) -> bool:
+        """The link is as fast as the options say."""
+        return self.rate is not None or self.latency is not None
+
+
+_read_transfers = reads("transfers", Transfers, {"ops": {}, "queue": _readers(Transfers)})
+
+
+def read_transfers(given: str | Transfers | None) -> Transfers:
+    """``ops`` or ``queue,KEY=VALUE…``."""
+    return Transfers() if given is None else _read_transfers(given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """Who walks through the layers of a step: `device`, one executable; `host`, Python with hooks
+    in between; `stream`, one executable through which all experts of each layer stream."""
+
+    name: str
+    waves: int | None = setting(
+        "of device and host, passes over a layer's experts in a prefill step (default: 1 with XLA "
+        "ops, 8 with kernels)",
+        whole(1),
+    )
+    threads: tuple[int, int] | None = setting(
+        "of host with a placement on a CPU alone: A+B, threads of the steps' and of the second "
+        "processor's experts (default: what there are)",
+        threads_of_two,
+    )
+    accelerator: float | None = setting(
+        "the time that an expert of the steps' takes there at least", seconds
+    )
+    startup: float | None = setting("an expert of the second processor, at least", seconds)
+    per_token: float | None = setting("one of its rows, at least", seconds)
+    attention: float | None = setting(
+        "from the end of a layer's experts to the next layer's routing, at least", seconds
+    )
+    tiers: str | None = setting(
+        "of stream: flux, some residents of each layer are packed as lossless12 and decoded into "
+        "the window; flux-direct, computed as they are packed (default: none are packed)",
+        one_of("flux", "flux-direct"),
+    )
+    dense: float = setting("of tiers, share of each layer that is dense there", share, default=0.0)
+    packed: float | None = setting(
+        "and packed (default: so that link and decoding end together)", share
+    )
+    by: str = setting(
+        "layers: shares are of the layers, the first of which are in a tier whole (default: "
+        "experts)",
+        one_of("experts", "layers"),
+        default="experts",
+    )
+    planner: str | None = setting(
+        "who moves experts while requests run: FluxMoE's planner, one expert of every layer at a "
+        "time (live) or as many of one layer (one-layer), or nobody (none) (default: live)",
+        one_of("live", "one-layer", "none"),
+    )
+    interval: int = setting(
+        "steps between two of its moves (default: 300, as in the paper's Exp#3)",
+        whole(1),
+        default=300,
+    )
+
+    def __post_init__(self):
+        if self.tiers is None:
+            for name in ("dense", "packed", "by", "planner", "interval"):
+                if getattr(self, name) != getattr(Driver, name):
+                    raise ValueError(f"driver {self.name!r}: {name} is of tiers; add tiers=flux")
+        if self.by == "layers" and self.planner not in (None, "none"):
+            raise ValueError("tiers with by=layers stay as they begin; use planner=none")
+        if self.planner is None and self.tiers is not None:
+            object.__setattr__(self, "planner", "none" if self.by == "layers" else "live")
+        if self.dense + (self.packed or 0.0) > 1:
+            raise ValueError(f"dense={self.dense:g} and packed={self.packed:g} are more than all")
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Of moejax.step.parts.StatedTimes, those that are stated."""
+        found = {name: getattr(self, name) for name in _TIMES}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    @property
+    def tests_placement(self) -> bool:
+        """It says how fast two processors are."""
+        return self.threads is not None or bool(self.times)
+
+
+_TIMES = ("accelerator", "startup", "per_token", "attention")
+
+read_driver = reads(
+    "driver",
+    Driver,
+    {
+        "device": _readers(Driver, "waves"),
+        "host": _readers(Driver, "waves", "threads", *_TIMES),
+        "stream": _readers(Driver, "tiers", "dense", "packed", "by", "planner", "interval"),
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A trace to write."""
+
+    directory: str | os.PathLike[str]
+    arrays: tuple[str, ...] = setting(
+        "NAME+NAME of probs, gate_input, embedding: the router's scores of all experts, what it "
+        "saw, the token's embedding; of every token, so they are large",
+        words,
+        default=(),
+    )
+
+
+def read_recording(given: str | os.PathLike[str] | Recording) -> Recording:
+    """``DIR[,arrays=NAME+NAME]``; a directory may have commas in its name."""
+    if isinstance(given, Recording):
+        return given
+    directory, found, arrays = os.fspath(given).rpartition(",arrays=")
+    if not found:
+        return Recording(given)
+    return Recording(directory, **parse_pairs("trace", f"arrays={arrays}", _readers(Recording)))
