@@ -35,11 +35,11 @@ from moejax.requests.request import PrefillKind
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
+from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks
-from moejax.step.layer_experts import CopiedExperts, FilledExperts, LayerExperts
+from moejax.step.layer_experts import CopiedExperts, ExpertDispatch, FilledExperts
 from moejax.step.layer_programs import is_of_layers, layer_program
 from moejax.step.layer_walk import LayerWalk
-from moejax.step.map_store import MapStore
 from moejax.step.owned_stream import ExpertStream, OwnedStream
 from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.processors.host import HostProcessor
@@ -105,7 +105,7 @@ class Executor:
         self.tokens = TokenState(steps, compiler, self.keys, buffers.sharding)
         self.pooled = False
         """Cells go from layer to layer, so that the tables alone say which has how many."""
-        self.maps: MapStore | None = None
+        self.maps: DeviceMaps | None = None
         """The expert maps that decode steps search; None: they search none."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
@@ -129,7 +129,7 @@ class Executor:
             )
         self._compile_first()
 
-    def _layer_experts(self) -> tuple[LayerExperts, Processor | None]:
+    def _layer_experts(self) -> tuple[ExpertDispatch, Processor | None]:
         """What computes a layer's experts, and the processor beside the device."""
         steps, buffers, transport = self.steps, self.buffers, self.transport
         if steps.second is None or isinstance(self.stream, CopiedStream):
@@ -263,7 +263,7 @@ class Executor:
                 self.compiler.start(key)
         self._need_decodes(staged=True)
 
-    def _need_decodes(self, *, staged: bool = False, maps: MapStore | None = None) -> None:
+    def _need_decodes(self, *, staged: bool = False, maps: DeviceMaps | None = None) -> None:
         """Begins to compile every decode step. Those of the shortest contexts every request needs,
         the others only when it has grown."""
         steps = self.keys.decodes
@@ -280,7 +280,7 @@ class Executor:
             self.maps = None
         if search is not None:
             shapes = self.programs().maps(search)
-            self.maps = MapStore(search, shapes, self.compiler, self.buffers.sharding)
+            self.maps = DeviceMaps(search, shapes, self.compiler, self.buffers.sharding)
             self._need_decodes(maps=self.maps)
 
     def write_maps(self, rows: MapRows) -> None:

@@ -12,11 +12,11 @@ from host_offload.queue.device import TransferLost
 from moejax.step.buffers import Buffers
 from moejax.step.copied_stream import CopiedStream
 from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
-from moejax.step.processors.processor import LayerInputs, Parts, Share
+from moejax.step.processors.processor import LayerInputs, LayerShare, Parts
 from moejax.step.transports.copies import DEMANDS, CopyTransport
 
 
-class LayerExperts(Protocol):
+class ExpertDispatch(Protocol):
     """Computes the experts of one layer after the other."""
 
     parts: Sequence[str]
@@ -31,7 +31,7 @@ class LayerExperts(Protocol):
 
 
 class FilledExperts:
-    """LayerExperts in one program, whose ops bring what is missing.
+    """ExpertDispatch in one program, whose ops bring what is missing.
 
     - `stream`: brings a layer's experts before it; None: the ops do.
     """
@@ -52,7 +52,7 @@ class FilledExperts:
 
 
 class CopiedExperts:
-    """LayerExperts over a CopyTransport: the host brings what a layer misses, beside what the
+    """ExpertDispatch over a CopyTransport: the host brings what a layer misses, beside what the
     device computes.
 
     `plan` decides on the device and is read by the host, which waits for it, the only time in a
@@ -75,7 +75,7 @@ class CopiedExperts:
         return parts["combine", None](inputs.x, y, inputs.routing.weights), counts
 
     def compute_rows(
-        self, parts: Parts, inputs: LayerInputs, share: Share | None
+        self, parts: Parts, inputs: LayerInputs, share: LayerShare | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (y float32[T·K, D] of a layer's experts, the layer's counts).
 
@@ -99,7 +99,7 @@ class CopiedExperts:
         y: jax.Array,
         rows: Sequence[int],
         filled: Sequence[int],
-        share: Share | None,
+        share: LayerShare | None,
     ) -> jax.Array:
         """y with the rows of the experts that are due. rows, filled: as of the plan."""
         transport, buffers, layer = self._transport, self._buffers, inputs.layer

@@ -16,9 +16,9 @@ import numpy as np
 
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
+from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.layer_experts import LayerExperts
-from moejax.step.map_store import MapStore
+from moejax.step.layer_experts import ExpertDispatch
 from moejax.step.parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.processors.processor import LayerInputs, Parts, Processor
 from moejax.step.programs import STAGES, ProgramKey
@@ -55,7 +55,7 @@ class LayerWalk:
         buffers: Buffers,
         compiler: Compiler,
         transport: Transport,
-        experts: LayerExperts,
+        experts: ExpertDispatch,
         processor: Processor | None,
     ):
         self._steps, self._runs, self._params = steps, runs, params
@@ -79,7 +79,7 @@ class LayerWalk:
     # ---- executables
 
     def calls(
-        self, step: ProgramKey, *, staged: bool = False, maps: MapStore | None = None
+        self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
     ) -> list[ProgramKey]:
         parts: list[tuple[str, int | None]] = [("embed", None), ("output", None)]
         parts += [(part, None) for part in self._experts.parts]
@@ -118,7 +118,7 @@ class LayerWalk:
         forced: Routing | None,
         stages: Entries | None,
         hooks: Hooks | None,
-        maps: MapStore | None,
+        maps: DeviceMaps | None,
     ) -> StepOutput:
         if hooks is not None:
             self._compiler.start(self._transport.stage_key)

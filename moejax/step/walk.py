@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
+from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.map_store import MapStore
 from moejax.step.parts import Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.programs import ProgramKey
 from moejax.step.residency import Completeness
@@ -28,7 +28,7 @@ class Walk(Protocol):
         ...
 
     def calls(
-        self, step: ProgramKey, *, staged: bool = False, maps: MapStore | None = None
+        self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
     ) -> list[ProgramKey]:
         """The executables that a step calls.
 
@@ -44,7 +44,7 @@ class Walk(Protocol):
         forced: Routing | None,
         stages: Entries | None,
         hooks: Hooks | None,
-        maps: MapStore | None,
+        maps: DeviceMaps | None,
     ) -> StepOutput:
         """Dispatches a step.
 
@@ -77,7 +77,7 @@ class CompiledWalk:
         """Every expert could be in a cell, and there are steps for when it is."""
 
     def calls(
-        self, step: ProgramKey, *, staged: bool = False, maps: MapStore | None = None
+        self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
     ) -> list[ProgramKey]:
         search = maps.search if maps is not None and step.kind == "decode" else None
         traced = bool(self._steps.trace_arrays)
@@ -90,7 +90,7 @@ class CompiledWalk:
         forced: Routing | None,
         stages: Entries | None,
         hooks: Hooks | None,
-        maps: MapStore | None,
+        maps: DeviceMaps | None,
     ) -> StepOutput:
         check_hooks(self._steps.driver, hooks)
         buffers = self._buffers

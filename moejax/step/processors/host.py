@@ -67,7 +67,7 @@ class _Layer(NamedTuple):
 
 
 class HostProcessor:
-    """A Processor, and the LayerExperts of both.
+    """A Processor, and the ExpertDispatch of both.
 
     - `device`: computes the experts that the second processor does not.
     - `records`: of the store.
@@ -131,7 +131,7 @@ class HostProcessor:
         self._routed_at = time.perf_counter()
 
     def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
-        """As of LayerExperts."""
+        """As of ExpertDispatch."""
         step, layer, x, normed, routing = inputs
         ids = np.asarray(routing.ids)
         share = self.assignments.share(parts, layer, ids)

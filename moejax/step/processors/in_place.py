@@ -115,7 +115,7 @@ def open_reader(steps: StepSpec, buffers: Buffers) -> Reader | None:
 
 
 class InPlaceProcessor:
-    """A Processor, and the LayerExperts of both."""
+    """A Processor, and the ExpertDispatch of both."""
 
     parts: Sequence[str] = PLACED_PARTS
 
@@ -141,7 +141,7 @@ class InPlaceProcessor:
         self._routed_at = time.perf_counter()
 
     def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
-        """As of LayerExperts."""
+        """As of ExpertDispatch."""
         _, layer, x, normed, routing = inputs
         buffers, totals = self._buffers, self.totals
         share = self.assignments.share(parts, layer, np.asarray(routing.ids))

@@ -76,7 +76,7 @@ class PlacementTotals:
         self.decided_s += decided
 
 
-class Share(NamedTuple):
+class LayerShare(NamedTuple):
     """What the second processor gets of a layer."""
 
     rows: np.ndarray
@@ -113,7 +113,7 @@ class Assignments:
         """As of host_offload.control.control.Device."""
         self._assigned = layer, beside, order
 
-    def share(self, parts: Parts, layer: int, ids: np.ndarray) -> Share:
+    def share(self, parts: Parts, layer: int, ids: np.ndarray) -> LayerShare:
         """What it gets of a layer. Waits for the tables where a policy gave it any.
 
         - `ids`: int[T, K], the layer's routing.
@@ -128,7 +128,7 @@ class Assignments:
                 number = self._buffers.numbers[layer]
                 absent = parts["absent", None](self._buffers.tables, number)
                 beside = wanted & (rows > 0) & np.asarray(absent)
-        return Share(rows, beside, order.astype(np.int32))
+        return LayerShare(rows, beside, order.astype(np.int32))
 
 
 class Processor(Protocol):

@@ -12,7 +12,7 @@ from moejax.step.map_search import WRITTEN, MapArrays
 from moejax.step.programs import ProgramKey
 
 
-class MapStore:
+class DeviceMaps:
     """An empty store of expert maps.
 
     - `shapes`: of its arrays.
