@@ -1,4 +1,4 @@
-"""Grids and perplexity on a real Ray on this machine. MOEJAX_RAY names one that runs already.
+"""Grids on a real Ray on this machine. MOEJAX_RAY names one that runs already.
 
 Killed at random: `python -m scripts.check scale_out --only grid`."""
 
@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 import moejax
-from moejax import LLM, UserError
+from moejax import UserError
 from moejax.evaluate.cluster import grids
 from moejax.evaluate.cluster.grids import GridWorker, cluster_ablate
-from moejax.evaluate.cluster.perplexity import cluster_perplexity
-from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.serve.cluster.fleet import Scale
 from moejax.serve.cluster.ray_cluster import LOCAL, Node, connected
@@ -43,6 +41,7 @@ def ray():
         yield os.environ.get("MOEJAX_RAY", LOCAL)
 
 
+@pytest.mark.nightly  # test_with_workers.py has the records, test_pool.py the ends
 def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, monkeypatch):
     # Runs that take longer than a worker gathers news, so that what it is at is not done yet.
     grid = {**GRID, "output_tokens": 250}
@@ -135,24 +134,3 @@ def test_another_file_on_a_machine(tmp_path, monkeypatch):
     Path("t.txt").unlink()
     with pytest.raises(UserError, match=r"t\.txt"):
         GridWorker()._read({"asked": asked, "home": str(tmp_path)})
-
-
-LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-
-TEXTS = {
-    "a": "The old house by the river was empty. " * 30,
-    "b": "It had been so since winter. " * 9,
-}
-
-
-@pytest.mark.nightly
-def test_perplexity_has_the_bits_of_one_process(ray):
-    windows = {"window": 32, "stride": 16}
-    with LLM("demo", progress=False, **LIMITS) as llm:
-        one = perplexity(llm, TEXTS, **windows)
-    many, model, run = cluster_perplexity("demo", TEXTS, LIMITS, Scale(ray, 2, 1), **windows)
-    assert many.texts == one.texts and many.total == one.total
-    assert many.cost.computed_tokens == one.cost.computed_tokens
-    assert model["model"]["path"] == "demo" and run["workers"] >= 1
-    with pytest.raises(UserError, match="is empty"):
-        cluster_perplexity("demo", {"a": ""}, LIMITS, Scale(ray, 1, 1))
