@@ -191,7 +191,13 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "tiers"), [(3, None), (4, None), (5, None), (3, FLUX)])
+@pytest.mark.parametrize(
+    ("layers", "tiers"),
+    [
+        *((3, None), (4, None), (3, FLUX)),
+        pytest.param(5, None, marks=pytest.mark.nightly),
+    ],
+)
 def test_loads_and_layers_are_in_order_under_random_durations(layers, tiers):
     """Checkable property 1 of shared/papers.md 3.7, in the queue and the ops themselves: where
     loading takes longer, and where computing does and hides it. With packed residents there are two
@@ -285,7 +291,7 @@ def dispatched_wrongly(layers: int, monkeypatch) -> list[str]:
         runner.delete(given=False)
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_layers_are_dispatched_in_order(layers, monkeypatch):
     assert dispatched_wrongly(layers, monkeypatch) == []
 

@@ -135,7 +135,7 @@ def test_finds_a_slow_call(run, monkeypatch):
     ("plant", "what", "text"),
     [
         pytest.param(plants.hang, "hung", "a call that hangs", marks=pytest.mark.nightly),
-        (plants.death, "died", "a call that aborts"),
+        pytest.param(plants.death, "died", "a call that aborts", marks=pytest.mark.nightly),
         (plants.resident, "memory", "MiB resident"),
         (plants.wrong_type, "raised", "OverflowError"),
     ],
