@@ -131,11 +131,12 @@ def test_finds_a_slow_call(run, monkeypatch):
     assert "took" in run(generate)["slow"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plant", "what", "text"),
     [
-        pytest.param(plants.hang, "hung", "a call that hangs", marks=pytest.mark.nightly),
-        pytest.param(plants.death, "died", "a call that aborts", marks=pytest.mark.nightly),
+        (plants.hang, "hung", "a call that hangs"),
+        (plants.death, "died", "a call that aborts"),
         (plants.resident, "memory", "MiB resident"),
         (plants.wrong_type, "raised", "OverflowError"),
     ],
