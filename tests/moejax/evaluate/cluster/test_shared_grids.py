@@ -1,26 +1,22 @@
-"""Grids on a real Ray on this machine. MOEJAX_RAY names one that runs already.
+"""How a grid is shared out, and what a worker refuses; serve/cluster/test_with_workers.py runs one.
 
-Killed at random: `python -m scripts.check scale_out --only grid`."""
+Killed at random on a real Ray: `python -m scripts.check scale_out --only grid`."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
 
 import pytest
 
-import moejax
 from moejax import UserError
 from moejax.evaluate.cluster import grids
-from moejax.evaluate.cluster.grids import GridWorker, cluster_ablate
+from moejax.evaluate.cluster.grids import GridWorker
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.serve.cluster.fleet import Scale
-from moejax.serve.cluster.ray_cluster import LOCAL, Node, connected
-from tests.moejax.evaluate.experiments.test_grid import equal_part
+from moejax.serve.cluster.ray_cluster import Node
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 GRID = {
     "policies": ["lru", "random"],
@@ -32,49 +28,6 @@ GRID = {
     "repeats": 2,
     "modes": ["measured", "simulated"],
 }
-
-
-@pytest.fixture(scope="module")
-def ray():
-    pytest.importorskip("ray", reason="needs Ray")
-    with connected(os.environ.get("MOEJAX_RAY", LOCAL), 2):
-        yield os.environ.get("MOEJAX_RAY", LOCAL)
-
-
-@pytest.mark.nightly  # test_with_workers.py has the records, test_pool.py the ends
-def test_the_records_of_one_process_though_worker_and_driver_end(ray, tmp_path, monkeypatch):
-    # Runs that take longer than a worker gathers news, so that what it is at is not done yet.
-    grid = {**GRID, "output_tokens": 250}
-    one = moejax.ablate(grid, tmp_path / "one", progress=False)
-    take, taken, said = grids._ClusterGrid._take, [], []
-
-    def disturbed(self, part, piece, advance):
-        take(self, part, piece, advance)
-        taken.append(piece)
-        records = [each for each in taken if each.file == "records"]
-        if len(records) == 2 and piece is records[1]:
-            (pool,) = pools
-            os.kill(next(m.place.pid for m in pool._members if m.has), signal.SIGKILL)
-        if len(records) == 4 and piece is records[3]:
-            raise KeyboardInterrupt
-
-    pools, init = [], grids.Pool.__init__
-    monkeypatch.setattr(grids.Pool, "__init__", lambda s, *a: pools.append(s) or init(s, *a))
-    monkeypatch.setattr(grids._ClusterGrid, "_take", disturbed)
-    asked = dict(progress=False, warn=said.append)
-    with pytest.raises(KeyboardInterrupt):
-        cluster_ablate(grid, tmp_path / "many", Scale(ray, 2, 1), **asked)
-    before = (tmp_path / "many" / "records.jsonl").read_bytes()
-    assert len(before.splitlines()) == 4 and any("run again" in text for text in said)
-    many = cluster_ablate(grid, tmp_path / "many", Scale(ray, 2, 1), **asked)
-    assert (tmp_path / "many" / "records.jsonl").read_bytes().startswith(before)
-    found, wanted = (sorted(map(repr, equal_part(each.rows))) for each in (many, one))
-    assert found == wanted
-    sessions = [line["session"] for line in many.sessions]
-    assert sessions == list(range(len(sessions)))
-    assert {row["session"] for row in many.rows} <= {None, *sessions}
-    # Where one goes on, the other does: nothing is left to do.
-    assert moejax.ablate(grid, tmp_path / "many", progress=False).rows == many.rows
 
 
 def parts_of(monkeypatch, nodes, definition=None, **scale):
