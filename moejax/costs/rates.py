@@ -73,6 +73,7 @@ def measure_link_rate(runner: Executor) -> float:
     return count * record / best_s(fill_layer, runner.device, arena)
 
 
+@functools.cache  # every engine of a process has the same memory
 def _memory_rate(device: jax.Device) -> float:
     values = jax.device_put(np.ones(COPIED.get(device.platform, 1 << 30) // 4, np.float32), device)
     nbytes = values.nbytes

@@ -1,10 +1,11 @@
 """One suite for all ops: every implementation keeps the contract of its op.
 
 Native ops take every spec. Of the reference, specs whose number of rows alone differs from that of
-an earlier and of a later one are nightly. Of interpreted kernels, which compile slowly, .ci/run
-takes the first spec of an op; all others run as PTX (tests/ptx) or at night. The quick suite has
-the first spec of what is not interpreted. Facts beyond the contracts are in test_facts, a file of
-their own since a file is one process's.
+an earlier and of a later one are nightly, and of one COMPOSED of others all but the first and the
+last. Of interpreted kernels, which compile slowly, .ci/run takes the first spec of an op; all
+others run as PTX (tests/ptx) or at night. The quick suite has the first spec of what is neither
+interpreted nor a composed reference. Facts beyond the contracts are in test_facts, a file of their
+own since a file is one process's.
 """
 
 import functools
@@ -15,6 +16,13 @@ import pytest
 from tests.pallas_kernels.contract import NATIVE, differs_in_rows, name_of, takes
 from tests.pallas_kernels.ops.contracts import CONTRACTS
 
+COMPOSED = {
+    *("norm_linear", "norm_linear_parts", "linear_with_squares", "combine_with_squares"),
+    *("route_and_plan", "route_and_list", "norm_route_and_list", "plan_routed"),
+    *("fill_ffn", "fill_ffn that combines", "expert_ffn that combines"),
+}
+"""Contracts whose reference is that of other ops, one after the other."""
+
 
 def cases():
     for contract in CONTRACTS:
@@ -22,8 +30,11 @@ def cases():
             specs = [spec for spec in contract.specs if takes(implementation, spec)]
             for place, spec in enumerate(specs):
                 interpreted = implementation == "pallas"
-                left_out = implementation == "xla" and differs_in_rows(spec, contract.specs)
-                marks = [pytest.mark.slow] * (interpreted or place > 0)
+                composed = implementation == "xla" and contract.name in COMPOSED
+                left_out = composed and 0 < place < len(specs) - 1
+                if implementation == "xla":
+                    left_out |= differs_in_rows(spec, contract.specs)
+                marks = [pytest.mark.slow] * (interpreted or composed or place > 0)
                 marks += [pytest.mark.nightly] * ((interpreted and place > 0) or left_out)
                 marks += [NATIVE] * (implementation == "cpu")
                 name = f"{contract.name}-{implementation}-{name_of(spec)}"

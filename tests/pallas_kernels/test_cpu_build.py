@@ -38,13 +38,31 @@ def test_the_headers_are_those_of_the_oldest_jaxlib():
             assert file.read() == path.read_text()
 
 
-@pytest.mark.slow
-def test_without_a_compiler_the_build_says_so():
-    result = run("-m", "pallas_kernels.cpu", CXX="no-such-compiler")
-    assert result.returncode == 1
-    assert result.stderr == (
-        "the CPU ops were not built: no C++ compiler found (no-such-compiler)\n"
+def test_without_a_compiler_the_build_says_so(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 1
+    assert capsys.readouterr() == (
+        "",
+        "the CPU ops were not built: no C++ compiler found (no-such-compiler)\n",
     )
+
+
+def test_a_build_keeps_the_objects_of_its_sources(monkeypatch, tmp_path):
+    """With a compiler that writes its own arguments."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        "[ $# = 1 ] && echo x86_64-linux-gnu && exit\n"
+        'for path; do :; done\necho "$@" > "$path"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "OBJECTS", tmp_path / "objects")
+    assert build.kept_objects() is None
+    made = build.build(tmp_path / "out").read_text()
+    assert "-shared" in made and "kernels_portable.o" in made and "amx.o" in made
+    kept = build.kept_objects()
+    assert "-DMOEJAX_LANES=4" in (kept / "kernels_portable.o").read_text()
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):

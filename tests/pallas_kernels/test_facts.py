@@ -13,7 +13,8 @@ def facts():
     for contract in CONTRACTS:
         for fact in contract.facts:
             for implementation in contract.implementations:
-                marks = [pytest.mark.nightly] * (implementation == "pallas")
+                bits = implementation == "pallas" and fact.__name__ != "activations"
+                marks = [pytest.mark.nightly] * bits
                 marks += [NATIVE] * (implementation == "cpu")
                 name = f"{contract.name}-{fact.__name__}-{implementation}"
                 yield pytest.param(fact, implementation, id=name, marks=marks)

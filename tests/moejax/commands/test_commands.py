@@ -66,6 +66,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["eval", "--compare", "/no/a", "/no/b"], "/no/a cannot be read"),
         ([*TEXT, "--workers", "2"], "need --ray"),
         ([*TEXT, "--ray", "what"], NO_ADDRESS),
+        (["eval", ".", "--task", "lm-eval:arc", "--ray", "local"], "--ray is for --task perplex"),
         ([*TEXT, "--ray", "local", "--trace", "t"], "--trace"),
         ([*IDS, "--every-step", "--step", "3"], "--every-step is all steps; leave out --step"),
         ([*IDS, "--until-step", "3"], "--until-step is of --every-step; add that"),

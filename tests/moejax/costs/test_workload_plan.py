@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 
 import pytest
 
@@ -178,6 +179,24 @@ def test_a_plan_runs(trace, costs, capsys, tmp_path):
     status, out, _ = run(capsys, *where, "--memory", "3MiB", "--cells", "marginal", "--json")
     plan = json.loads(out)
     assert plan["cells"] == arena["cells_per_layer"] and plan["kv_pages"] == arena["kv_pages"]
+
+
+def test_users_for_a_memory_and_back(trace, costs, capsys):
+    where = ("--trace", str(trace.directory), "--costs", costs)
+    found = json.loads(run(capsys, *where, "--users", "4", "--tpot", "3ms", "--json")[1])
+    status, out, _ = run(capsys, *where, "--memory", str(found["memory"]), "--tpot", "3ms")
+    assert status == 0 and int(re.search(r"users at once\W+(\d+)", out)[1]) >= 4
+    assert re.search(rf"KV of a user\W+{found['pages_per_user']} pages", out)
+
+
+def test_a_split_as_options(trace, capsys, monkeypatch):
+    """Without costs, and where the rule has no time to come to rest."""
+    where = ("--trace", str(trace.directory), "--link", "1GB/s", "--memory", "3MiB")
+    monkeypatch.setattr("host_offload.sizing.configurator.MOST_MOVES", 0)
+    status, out, _ = run(capsys, *where)
+    assert status == 0 and "the rule did not come to rest" in out
+    assert "generated tokens a second" not in out
+    assert re.fullmatch(r"--expert-budget \d+ --kv-budget \d+", out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,10 @@ def test_a_step_without_it_is_compiled_as_if_it_did_not_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param("Qwen3MoeForCausalLM", marks=pytest.mark.nightly), "Glm4MoeForCausalLM"],
+)
 def test_routers_with_a_correction_of_their_own_and_layers_between(tmp_path, architecture):
     """GLM-4.5 adds a learned one and chooses groups first; the Qwen3 model has a layer without
     experts between others."""

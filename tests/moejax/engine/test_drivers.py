@@ -59,6 +59,8 @@ class Subject:
     """Experts of each layer that stay where the others stream."""
     packed: int = 0
     slow: bool = True
+    nightly: bool = False
+    """Each of its options is another subject's too."""
 
     @property
     def streams(self) -> bool:
@@ -77,8 +79,9 @@ class Subject:
         return brings and not self.pairs and self.dense + self.packed < EXPERTS
 
 
-def flux(tiers: str, dense: int, packed: int, **options) -> Subject:
-    return Subject({**options, "driver": f"stream,tiers={tiers},planner=none"}, dense, packed)
+def flux(tiers: str, dense: int, packed: int, nightly: bool = False, **options) -> Subject:
+    given = {**options, "driver": f"stream,tiers={tiers},planner=none"}
+    return Subject(given, dense, packed, nightly=nightly)
 
 
 SUBJECTS = {
@@ -120,9 +123,9 @@ SUBJECTS = {
     "stream, residents": Subject({**STREAM, "expert_budget": "80%"}, dense=9),
     "stream, all": Subject({**STREAM, "expert_budget": "100%"}, dense=EXPERTS),
     "stream, little KV": Subject({**STREAM, **ONE_THREAD, "memory": TWO_LAYERS}),
-    "stream, int8": Subject({**STREAM, "precision": "int8", **LINK}),
+    "stream, int8": Subject({**STREAM, "precision": "int8", **LINK}, nightly=True),
     "stream, packed": flux("flux,dense=25%,packed=50%", 4, 8, **STREAM),
-    "stream, all packed": flux("flux,packed=100%", 0, EXPERTS, **STREAM),
+    "stream, all packed": flux("flux,packed=100%", 0, EXPERTS, True, **STREAM),
     "stream, packed in place": flux(
         "flux-direct,packed=50%", 0, 8, transfers="queue,rate=1GB/s,chunk_bytes=64KiB"
     ),
@@ -130,13 +133,13 @@ SUBJECTS = {
     "stream queue": Subject({**STREAM_QUEUE, "expert_budget": "80%"}, dense=11),
     "stream queue, little KV": Subject({**STREAM_QUEUE, "memory": TWO_LAYERS}),
     "stream queue, packed": flux("flux,dense=12.5%,packed=50%", 2, 8, **STREAM_QUEUE),
-    "stream queue, in place": flux("flux-direct,dense=25%,packed=50%", 4, 8, **STREAM_QUEUE),
+    "stream queue, in place": flux("flux-direct,dense=25%,packed=50%", 4, 8, True, **STREAM_QUEUE),
     "stream queue, whole layers": Subject(
-        {**STREAM_QUEUE, "driver": "stream,tiers=flux,by=layers,packed=50%"}
+        {**STREAM_QUEUE, "driver": "stream,tiers=flux,by=layers,packed=50%"}, nightly=True
     ),
     # They are in files.
     "file": Subject({"store": "file", "expert_budget": "25%"}),
-    "file, all": Subject({"store": "file"}),
+    "file, all": Subject({"store": "file"}, nightly=True),
     "file, none resident": Subject(
         {"store": "file,verify=false", "driver": "host", "expert_budget": 0}
     ),
@@ -148,7 +151,9 @@ SUBJECTS = {
     "cached": Subject(
         {**CACHED, "driver": "host,waves=2", "expert_budget": "40%", "prefetch": "random"}
     ),
-    "cached, all": Subject({**QUEUE, "store": "file,host_memory=1GiB", "expert_budget": "40%"}),
+    "cached, all": Subject(
+        {**QUEUE, "store": "file,host_memory=1GiB", "expert_budget": "40%"}, nightly=True
+    ),
     "cached, stream": Subject(
         {"store": CACHED["store"], **STREAM_QUEUE, "expert_budget": "80%"}, dense=11
     ),
@@ -217,10 +222,12 @@ def over(chosen: Callable[[Subject], Any], quick: str = "") -> pytest.MarkDecora
     """Runs a test with these subjects, one after the other, each with one engine. quick: the only
     one that is not slow; default those that say so."""
     some = {name: subject for name, subject in SUBJECTS.items() if chosen(subject)}
-    marked = [
-        pytest.param(n, marks=[pytest.mark.slow] * (s.slow or bool(quick and n != quick)))
-        for n, s in some.items()
-    ]
+
+    def marks(name: str, subject: Subject) -> list[pytest.MarkDecorator]:
+        slow = subject.slow or bool(quick and name != quick)
+        return [pytest.mark.slow] * slow + [pytest.mark.nightly] * subject.nightly
+
+    marked = [pytest.param(name, marks=marks(name, subject)) for name, subject in some.items()]
     return pytest.mark.parametrize("running", marked, indirect=True, scope="module")
 
 

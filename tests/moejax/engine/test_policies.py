@@ -401,18 +401,16 @@ def test_a_simulation_counts_what_steps_that_search_do(tmp_path):
     refused."""
     trace = resident_trace(tmp_path / "rest", mixed_jobs())
     fitted = in_step.fit(trace, capacity=40, distance=3, share=0.5)
-    for number, policy in enumerate((ExpertMapInStep(capacity=30), fitted)):
-        found = simulate(trace, policies=[policy], cells=4, driver="device")
-        directory = tmp_path / str(number)
-        options = {"policies": [policy], "trace": f"{directory},arrays=probs+embedding"}
-        with open_llm(expert_budget="25%", transfers="queue,rate=200MB/s", **options) as llm:
-            run(llm, mixed_jobs(), check=False)
-        engine = read_trace(directory)
-        assert np.array_equal(replay(engine, policies=[policy]).staged, found.staged)
-        for name in ("hits", "fills", "read_through"):
-            assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
-        assert engine.array("step.bytes")[:, 2].sum() == found.staged.sum() * RECORD
-        assert found.staged.sum() > 100
+    found = simulate(trace, policies=[fitted], cells=4, driver="device")
+    options = {"policies": [fitted], "trace": f"{tmp_path / 'run'},arrays=probs+embedding"}
+    with open_llm(expert_budget="25%", transfers="queue,rate=200MB/s", **options) as llm:
+        run(llm, mixed_jobs(), check=False)
+    engine = read_trace(tmp_path / "run")
+    assert np.array_equal(replay(engine, policies=[fitted]).staged, found.staged)
+    for name in ("hits", "fills", "read_through"):
+        assert np.array_equal(engine.array(f"step.{name}"), getattr(found, name)), name
+    assert engine.array("step.bytes")[:, 2].sum() == found.staged.sum() * RECORD
+    assert found.staged.sum() > 100
     with pytest.raises(TraceError, match=r"the trace has .*, the replay"):
         replay(engine, policies=[dataclasses.replace(fitted, distance=2)])
     bare = dataclasses.replace(engine, header=dataclasses.replace(engine.header, embedding=0))

@@ -193,7 +193,11 @@ def out_of_order(layers: int, *, load: float = 0.0, compute: int = 0, **options)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "driver"), [(3, "stream"), (4, "stream"), (5, "stream"), (3, FLUX)]
+    ("layers", "driver"),
+    [
+        *((3, "stream"), (4, "stream"), (3, FLUX)),
+        pytest.param(5, "stream", marks=pytest.mark.nightly),
+    ],
 )
 def test_loads_and_layers_are_in_order_under_random_durations(layers, driver):
     """Checkable property 1 of shared/papers.md 3.7, in the queue and the ops themselves: where
@@ -295,7 +299,7 @@ def dispatched_wrongly(layers: int, monkeypatch) -> list[str]:
         runner.delete(given=False)
 
 
-@pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_layers_are_dispatched_in_order(layers, monkeypatch):
     assert dispatched_wrongly(layers, monkeypatch) == []
 

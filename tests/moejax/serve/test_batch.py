@@ -24,7 +24,7 @@ from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch import result_file
 from moejax.serve.batch.job import MOST_MESSAGE, Job, open_job
-from moejax.serve.batch.lines import derived_seed, read_lines
+from moejax.serve.batch.lines import MOST_LINE, derived_seed, read_lines
 from tests.moejax.commands.test_summary import STATS
 
 
@@ -609,8 +609,12 @@ BAD = [
     ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported, did you mean 'max_tokens'"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids are integers, got the keys"),
+    ({"prompt": 5}, "prompt must be text or a list, got 5"),
+    ({"prompt": "x" * MOST_LINE}, "the line is longer than"),
     ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
     ({"prompt": "x", "priority": "high"}, "priority must be an integer"),
+    ({"messages": ["x"]}, 'each of messages must be an object with a "role"'),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other parts are"),
     ({"messages": [{"role": "user", "content": 5}]}, "content of a message must be text, got 5"),
     ({"id": "x", "prompt": "too long"}, "shorten the prompt"),
     ({"id": "a", "prompt": "x"}, "the id 'a' is also that of an earlier line"),
@@ -624,6 +628,7 @@ BAD_OPENAI = [
     (openai("c", "x"), "body must be an object"),
     (openai("c", {"prompt": "x"}, CHAT), "the field 'prompt' is not one of /v1/chat/completions"),
     (openai("c", {"messages": []}), "the field 'messages' is not one of /v1/completions"),
+    (openai("c", {"prompt": "x", "id": "d"}), "'id' is not supported in body"),
     (openai("c", {"prompt": "x", "echo": True}), "the field 'echo' is not supported"),
     (
         openai("c", {"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}),

@@ -219,6 +219,7 @@ def check_entries(listed, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.nightly
 @pytest.mark.parametrize("search", [MapSearch(1000, 3)], ids=str)
 def test_step_of_kernels_that_searches(search):
     """48 layers of 128 experts, 64 rows: the pinned store is read in place, arena, tables and maps

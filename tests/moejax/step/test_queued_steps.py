@@ -97,7 +97,7 @@ def decode(part: str) -> ProgramKey:
     return ProgramKey("decode", part=part)
 
 
-NIGHTLY, SLOW = (pytest.mark.nightly,), (pytest.mark.slow,)
+NIGHTLY = (pytest.mark.nightly,)
 TWO = {"expert_gate_up": 1, "expert_down": 1}
 SORTED = {"expert_gate_up_sorted": 1, "expert_down_sorted": 1, "combine": 1}
 CASES = {
@@ -134,7 +134,7 @@ CASES = {
         lambda: tiered("flux"), ProgramKey("unpack"), {}, 4 * LANDED + 3, 19, in_place="arena"
     ),
     "packed": Case(
-        tiered, decode("experts"), {**TWO, "combine": 1}, 8, 19, in_place="arena", marks=SLOW
+        tiered, decode("experts"), {**TWO, "combine": 1}, 8, 19, in_place="arena", marks=NIGHTLY
     ),
 }
 

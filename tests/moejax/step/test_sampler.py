@@ -99,6 +99,7 @@ def test_both_searches_find_the_same_threshold(vocabulary):
             assert exact[row][distance[row] < found[row]].sum() < target[row]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_rows_that_truncate_nothing_have_the_same_tokens_without_searches(data):

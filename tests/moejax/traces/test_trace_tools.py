@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -196,6 +197,13 @@ def test_parquet(tmp_path):
         convert_trace(tmp_path / "b.parquet", tmp_path / "u", experts=E)
 
 
+def test_parquet_needs_a_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)
+
+
 def changed(place, value) -> np.ndarray:
     ids = np.sort(IDS, axis=-1)
     ids[place] = value
@@ -231,7 +239,33 @@ BAD = {
     "twice": (Dump("a.npy", changed((7, 1, 1), IDS.min(axis=-1)[7, 1])), {}, "token 7, layer 1"),
     "beyond": (Dump("a.npy", IDS), dict(experts=8), "beyond the model's 8: it is another model"),
     "none": (Dump("a.npy", changed((2, 0, 0), -1)), {}, r"token 2, layer 0 has no expert"),
+    "none at all": (Dump("a.npy", IDS * 0 - 1), {}, "no layer has an expert"),
+    "phases": (Dump("a.npz", dict(ids=IDS, phase=np.arange(TOKENS))), {}, "phase is 0 .* or 1"),
+    "own phases": (
+        Dump("a.npz", dict(ids=IDS, phase=np.ones(TOKENS, int))),
+        dict(prompt_tokens=2),
+        "says itself which tokens are prompt",
+    ),
+    "weights": (
+        Dump("a.npz", dict(ids=IDS, weights=IDS[:, 0].astype(float))),
+        {},
+        r"weights must be numbers \[12, 3, 4\]",
+    ),
     "empty": (Dump("a.jsonl", "\n"), {}, "it is empty"),
+    "list": (Dump("a.jsonl", "[1]\n"), {}, "line 1: a line is an object"),
+    "choices": (Dump("a.jsonl", lines(dict(choices=[3]))), {}, "are objects"),
+    "base64": (Dump("a.jsonl", lines(dict(ids="%"))), {}, "not base64"),
+    "cut npy": (Dump("a.jsonl", lines(dict(ids=npy(IDS)[:120]))), {}, "is cut short"),
+    "prompt's model": (
+        Dump("a.jsonl", plain(prompt_routed_experts=IDS[:, :2].tolist())),
+        {},
+        "prompt_routed_experts is of another model",
+    ),
+    "wider": (
+        Dump("a.jsonl", plain() + lines(dict(ids=np.sort(IDS)[:, :2].tolist()))),
+        {},
+        "line 2: recorded routing of different shapes",
+    ),
     "cut line": (Dump("a.jsonl", plain() + plain()[:40]), {}, "line 2: not JSON, perhaps cut"),
     "off": (Dump("a.jsonl", lines(dict(choices=[{}]))), {}, "turn their recording on"),
     "ragged": (Dump("a.jsonl", lines(dict(ids=[[[1, 2]], [[1]]]))), {}, "different lengths"),

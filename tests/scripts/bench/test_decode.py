@@ -37,6 +37,7 @@ FORCED = ("--layers", "2", "--batch", "3", "--cells", "0,16", "--routing")
 """One set of shapes for both tests: compiled once."""
 
 
+@pytest.mark.slow
 def test_forced_routing_on_random_weights(capsys):
     found = lines(capsys, *FORCED, "zipf")
     assert len(found) == 2

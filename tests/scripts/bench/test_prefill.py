@@ -10,6 +10,7 @@ from tests.scripts.runs import json_lines, refusal
 QUICK = ("--layers", "2", "--repeats", "2", "--prompt", "64", "--waves", "2")
 
 
+@pytest.mark.slow
 def test_tokens_by_cells(capsys):
     args = ("--tokens", "100", "--cells", "all,25%,0")
     found = json_lines(capsys, bench_prefill.main, *QUICK, *args)

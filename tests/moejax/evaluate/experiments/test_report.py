@@ -15,6 +15,7 @@ from moejax.evaluate.experiments.records import Records, read_results
 from moejax.evaluate.experiments.report.content import panels, table_rows
 from moejax.evaluate.experiments.report.markdown import definition, table
 from moejax.evaluate.experiments.report.page import page, plots, write_report
+from moejax.evaluate.experiments.report.speed import speed_rows
 
 ASKED = {
     "model": "demo",
@@ -123,6 +124,28 @@ def records(tmp_path):
 def of(records, policy, budget="50%"):
     (line,) = [x for x in records.summary() if (x["policy"], x["budget"]) == (policy, budget)]
     return line
+
+
+def test_a_grid_that_was_simulated_alone_says_how_fast(records):
+    """Two cells of two prefill and two decode steps with 16 references each."""
+    rows = [
+        {**row("lru", b, 0, mode="simulated"), "wall_s": s}
+        for b, s in (("25%", 16e-6), ("50%", 4e-6))
+    ]
+    of_speed = dataclasses.replace(records, rows=rows, asked=ASKED | {"modes": ["simulated"]})
+    assert speed_rows(of_speed) == [["lru", "1", "2", "32", "5.00", "2.00", "8.00", "2"]]
+    assert "M references/s" in table(of_speed)
+    measured = dataclasses.replace(of_speed, asked=ASKED | {"modes": ["measured", "simulated"]})
+    assert speed_rows(measured) == []
+
+
+def test_failures_are_in_the_table(records):
+    bad = "dir/mine.py:Mine"
+    rows = [r | {"error": "ValueError: <no>"} if r["policy"] == bad else r for r in records.rows]
+    found = dataclasses.replace(records, rows=rows)
+    assert "failed: ValueError: <no>" in table(found)
+    assert "failed: ValueError: &lt;no&gt;" in page(found)
+    assert "12 of 26 runs failed" in "\n".join(found.notes())
 
 
 def test_medians_with_intervals_and_pairs(records):

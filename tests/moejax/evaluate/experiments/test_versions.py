@@ -53,6 +53,12 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
         taught.precision.start(2, 4, 1)
 
 
+def test_a_policy_learns_scores_from_the_training_part(tmp_path):
+    found = mix_of(f'dynaexq({MIX}, scores="train")', tmp_path)
+    taught = found.taught(counted(tmp_path, [2, 2, 2, 1, 1, 0]), "demo", {})
+    assert taught.precision.policy.scores.tolist() == [[1, 2, 3, 0]]
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     return moejax.ablate(GRID, tmp_path_factory.mktemp("mixed") / "out", progress=False)

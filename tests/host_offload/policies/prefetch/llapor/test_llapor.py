@@ -247,6 +247,7 @@ def recalls(trace, arrays) -> list[float]:
     return found
 
 
+@pytest.mark.nightly  # test_networks_learn_on_beside_an_engine has them within a run
 def test_rounds_learn_from_what_steps_route_and_come_into_use_between_steps(trace, begun):
     state = begun.init(spec_of(trace.header))
     before = state.tuner.arrays
