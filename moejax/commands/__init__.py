@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 EXIT_USER_ERROR = 2
@@ -35,6 +36,11 @@ def add_command(
     )
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def say(text: str) -> None:
+    """A line for people on stderr."""
+    print(f"moejax: {text}", file=sys.stderr)
 
 
 SECTION: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax.commands import EXIT_INTERRUPTED, add_command
+from moejax.commands import EXIT_INTERRUPTED, add_command, say
 from moejax.commands.eval_tables import (
     format_comparison,
     format_cost,
@@ -256,7 +256,7 @@ def _perplexity(args: argparse.Namespace) -> _Job:
         from moejax.evaluate.cluster.perplexity import cluster_perplexity
 
         result, model, run = cluster_perplexity(
-            args.model, texts, options, scale, **windows, progress=progress, warn=_say
+            args.model, texts, options, scale, **windows, progress=progress, warn=say
         )
         return outcome(result, reported(result, model, run))
 
@@ -320,10 +320,6 @@ def _on_cluster(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with connected(scale.address, scale.cpus):
         return job.run_on_cluster(scale, options, not (args.quiet or args.json))
-
-
-def _say(text: str) -> None:
-    print(f"moejax: {text}", file=sys.stderr)
 
 
 def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command
+from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command, say
 from moejax.commands.model import (
     CLUSTER,
     add_described,
@@ -263,7 +263,7 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     # A bar among result lines on one terminal would be no good to anybody.
     bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
     with started(args, options) as llm:
-        work.run(llm, progress=bar, warn=_say)
+        work.run(llm, progress=bar, warn=say)
         stats = llm.stats()
     return json.dumps(stats) if args.json else format_summary(stats)
 
@@ -276,9 +276,9 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with (
         connected(scale.address, scale.cpus),
-        Fleet(args.model, options, scale, warn=_say) as fleet,
+        Fleet(args.model, options, scale, warn=say) as fleet,
     ):
-        work.run(fleet, progress=not (args.quiet or args.json), warn=_say)
+        work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()
     return json.dumps(stats) if args.json else format_fleet(stats)
 
@@ -300,7 +300,7 @@ def _run_job(
             if args.output == "-":
                 raise
             of = "" if work.total is None else f" of {work.total}"
-            _say(
+            say(
                 f"interrupted; {work.done}{of} results are in {args.output}, and the same command "
                 f"goes on from there"
             )
@@ -308,10 +308,10 @@ def _run_job(
     if not work.done:
         from moejax.serve.batch.lines import EXAMPLE
 
-        _say(f"{args.input[0]} has no lines, so there is nothing to do; one is like {EXAMPLE}")
+        say(f"{args.input[0]} has no lines, so there is nothing to do; one is like {EXAMPLE}")
     elif work.errors or not args.quiet:
         kept = f", {before} of them from before" if before else ""
-        _say(f"{work.done} results{kept}, {work.errors} errors")
+        say(f"{work.done} results{kept}, {work.errors} errors")
     if summary and (args.json or not args.quiet):
         print(summary if args.json else f"\n{summary}", file=sys.stderr)
     return EXIT_BAD_LINES if work.errors else 0
@@ -323,10 +323,6 @@ def _not_default(params: SamplingParams) -> dict[str, Any]:
     fields = (f.name for f in dataclasses.fields(params) if f.name != "seed")
     given = {name: getattr(params, name) for name in fields}
     return {n: value for n, value in given.items() if value != getattr(SamplingParams(), n)}
-
-
-def _say(text: str) -> None:
-    print(f"moejax: {text}", file=sys.stderr)
 
 
 def _print_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:

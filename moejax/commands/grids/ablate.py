@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax.commands import EXIT_BAD_LINES, add_command
+from moejax.commands import EXIT_BAD_LINES, add_command, say
 from moejax.commands.model import CLUSTER, add_described, asked, notes_unlogged
 from moejax.errors import UserError
 
@@ -126,9 +125,5 @@ def _on_cluster(
     scale, quiet = Scale(args.ray, args.workers, args.cores_per_worker), args.quiet or args.json
     with connected(scale.address, scale.cpus):
         return cluster_ablate(
-            config, directory, scale, changes=changes, progress=not quiet, warn=_say
+            config, directory, scale, changes=changes, progress=not quiet, warn=say
         )
-
-
-def _say(text: str) -> None:
-    print(f"moejax: {text}", file=sys.stderr)
