@@ -86,11 +86,16 @@ class Checkpoint(StoredModel):
         raise NotImplementedError
 
     def record_files(
-        self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
+        self,
+        dtype: str,
+        versions: Sequence[str],
+        held: Mapping[str, Sequence[int]],
+        verify: bool,
+        as_stored: bool,
     ) -> Mapping[str, RecordSource]:
         """The experts where they are, by version. held: of `hold`. verify: what is read has a
-        checksum that is compared. Raises UserError where a run in this dtype with these versions
-        cannot compute with them as the files hold them."""
+        checksum that is compared. as_stored: nobody converts what is read. Raises UserError where
+        a run in this dtype with these versions cannot compute with them as the files hold them."""
         raise NotImplementedError
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
