@@ -28,14 +28,10 @@ def stores():
     ]
 
 
-def test_a_dense_record_comes_in_three_parts_and_others_in_one():
-    assert DENSE.waited == (4 * 64,) * 3
-    assert INT4.waited == (INT4.nbytes,)
-
-
 def test_records_lie_where_their_stores_have_them():
     held = stores()
     found = locate_records(held, (None, (1, -1)), 2, NO_FILES)
+    assert found.parts == ((4 * 64,) * 3, (INT4.nbytes,))
     first = [source.array.unsafe_buffer_pointer() for source in held]
     parts = first[0] + 5 * DENSE.nbytes + np.arange(3) * 4 * 64
     assert (found.records["place"][0, 1, 2] == parts).all()
@@ -77,11 +73,6 @@ def test_each_record_is_a_file_with_its_checksum(tmp_path):
         assert (found["checksum"] == crcs).all() and (found["check"] == 2).all()
         unchecked = dataclasses.replace(cheaper, verify=False)
         assert not unchecked.locate(queue.file_number)["check"].any()
-
-
-@NATIVE
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    files = files_in(tmp_path)
     (tmp_path / "1.1").unlink()
     with NativeQueue(threads=1) as queue, pytest.raises(QueueError, match=r"1\.1: No such file"):
         files.locate(queue.file_number)

@@ -155,13 +155,6 @@ def test_what_the_files_do_not_have(options, message, converted):
         open_llm(converted, store="file", **options)
 
 
-def test_a_file_of_another_size(converted, tmp_path):
-    broken = copied(converted, tmp_path / "broken")
-    os.truncate(path := expert_file(broken), 5000)
-    with pytest.raises(UserError, match=f"{path}.*5000 bytes, not {RECORD}"):
-        load_checkpoint(broken, in_files=True)
-
-
 # ---- what goes wrong while it runs
 
 
