@@ -108,7 +108,9 @@ class Checkpoint(StoredModel):
 
 
 def run_tasks(
-    pool: concurrent.futures.Executor, tasks: Iterable[Task], advance: Callable[[int], object]
+    pool: concurrent.futures.Executor,
+    tasks: Iterable[Task],
+    advance: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """Carries out all tasks. advance: called with the bytes of each."""
     with contextlib.closing(in_order(pool, lambda task: task(), tasks)) as read:

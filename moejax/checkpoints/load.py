@@ -91,7 +91,11 @@ def load_checkpoint(
             inside = (path for path in directory.rglob("*") if path.is_file())
             memory = open_shared([*said, *content_of(directory, inside)])
             failed.callback(memory.close)
-        opened = open_checkpoint(directory, kind, step, name_map)
+        opened: Checkpoint
+        if kind == "moejax-orbax":
+            opened = open_stored(directory)
+        else:
+            opened = open_tensors(directory, kind, step, name_map)
         to_name = run_dtype(dtype, opened.dtype)
         run = StoredModel(directory, opened.config, to_name)
         held = opened.hold(to_name, versions)
@@ -203,19 +207,6 @@ def _unread(
     if cache is not None:
         return CachedRecords(source, device, cache)
     return AbsentRecords((*source.shape, source.format.rows, source.format.hidden))
-
-
-def open_checkpoint(
-    directory: Path,
-    kind: str,
-    step: int | str | None = None,
-    name_map: str | os.PathLike | None = None,
-) -> Checkpoint:
-    """A checkpoint of that format, of which headers alone are read. The rest as in
-    load_checkpoint."""
-    if kind == "moejax-orbax":
-        return open_stored(directory)
-    return open_tensors(directory, kind, step, name_map)
 
 
 def checkpoint_format(
