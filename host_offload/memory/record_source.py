@@ -43,6 +43,11 @@ class RecordSource(Protocol):
         """The path of a file with a record; empty: they are in memory."""
         ...
 
+    @property
+    def turned(self) -> tuple[int, int]:
+        """As of Sources: of the record's last part."""
+        ...
+
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
         """Fills `record`, a contiguous uint16[rows, D]. From any thread. Raises OSError, naming the
         file, where the bytes cannot be read or are others than they were."""
@@ -66,7 +71,7 @@ class StackedRecords:
     format: RecordFormat
     array: jax.Array
 
-    verify, first_file = False, ""
+    verify, first_file, turned = False, "", (0, 0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,8 +86,8 @@ class StackedRecords:
     def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
         table = np.zeros(self.shape, SOURCE)
         numbers = np.arange(table.size).reshape(self.shape)
-        table["place"] = self.array.unsafe_buffer_pointer() + numbers * self.format.nbytes
-        table["file"] = MEMORY
+        first = self.array.unsafe_buffer_pointer() + numbers * self.format.nbytes
+        table["place"], table["file"] = place_parts(first, self.format), MEMORY
         return table
 
 
@@ -110,6 +115,8 @@ class RecordFiles:
     @property
     def shape(self) -> tuple[int, int]:
         return self.checksums.shape[0], self.checksums.shape[1]
+
+    turned = 0, 0
 
     @property
     def first_file(self) -> str:
@@ -139,7 +146,9 @@ class RecordFiles:
 
     def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
         table = np.zeros(self.shape, SOURCE)
-        table["file"] = [[number_file(path) for path in layer] for layer in self.paths]
+        files = [[number_file(path) for path in layer] for layer in self.paths]
+        table["file"] = np.array(files)[..., None]
+        table["place"] = place_parts(np.zeros(self.shape, np.int64), self.format)
         if self.verify and self.crcs is not None:
             table["checksum"], table["check"] = self.crcs, KINDS["crc32c"]
         elif self.verify:
@@ -190,4 +199,12 @@ def locate_records(
         for layer, place in enumerate(range(layers) if of_layers is None else of_layers):
             if place >= 0:
                 mine[layer] = located[place]
-    return Sources(table, tuple(source.format.waited for source in sources))
+    parts = tuple(source.format.waited for source in sources)
+    return Sources(table, parts, tuple(source.turned for source in sources))
+
+
+def place_parts(first: np.ndarray, record: RecordFormat) -> np.ndarray:
+    """int64[L, E, 3]: where the parts of records in one piece begin. first: int64[L, E], the
+    first part's."""
+    begins = [0, *np.cumsum(record.waited)[:-1].tolist()]
+    return first[..., None] + np.array([*begins, 0, 0][:3], np.int64)

@@ -97,15 +97,27 @@ class Asked:
 
     def urge(self, demand: bool, priority: int) -> None:
         """Gives it another urgency: demands are read first, then the lowest priority."""
-        self.cache.urge(self, demand, priority)
+        with self.cache.lock:
+            self.demand, self.priority = demand, priority
+            self.cache.give_room()
 
     def wait(self) -> None:
         """Returns when it is there, or has a reason to look at what holds the cache."""
-        self.cache.wait(self)
+        with self.cache.lock:
+            if not self.there():
+                self.cache.lock.wait(_LOOK_SECONDS)
 
     def release(self) -> None:
         """It is needed no more. Idempotent."""
-        self.cache.release(self)
+        with self.cache.lock:
+            if self.cache.asked.pop(self.number, None) is None:
+                return
+            if (record := self.record) is not None:
+                record.held.remove(self)
+                unread = record.pieces is None and record.failure is None
+                if unread and not record.held and not record.reading:
+                    self.cache.forget(record)
+            self.cache.give_room()
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -126,10 +138,10 @@ class CachedRecords(InPieces):
         self.capacity = spec.bytes // layout.nbytes
         """Records."""
         self._sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        self._lock = threading.Condition()
+        self.lock = threading.Condition()
         self._records: dict[_Key, _Record] = {}
         """Those with room, the one that was used last at the end."""
-        self._asked: dict[int, Asked] = {}
+        self.asked: dict[int, Asked] = {}
         """By number, until they are released."""
         self._numbers = itertools.count()
         self._hits = self._misses = self._bytes_read = 0
@@ -141,52 +153,31 @@ class CachedRecords(InPieces):
         return len(self._records) * sum(self.sizes)
 
     def totals(self) -> CacheTotals:
-        with self._lock:
+        with self.lock:
             return CacheTotals(self._hits, self._misses, self._bytes_read, self.nbytes)
 
     # ---- what transfers ask for
 
     def ask(self, layer: int, expert: int, *, demand: bool, priority: int) -> Asked:
         """Asks for a record, which is read as soon as there is room and its turn has come."""
-        with self._lock:
+        with self.lock:
             asked = Asked(self, (layer, expert), demand, priority, next(self._numbers))
-            self._asked[asked.number] = asked
-            self._give_room()
+            self.asked[asked.number] = asked
+            self.give_room()
         return asked
-
-    def urge(self, asked: Asked, demand: bool, priority: int) -> None:
-        with self._lock:
-            asked.demand, asked.priority = demand, priority
-            self._give_room()
-
-    def wait(self, asked: Asked) -> None:
-        with self._lock:
-            if not asked.there():
-                self._lock.wait(_LOOK_SECONDS)
-
-    def release(self, asked: Asked) -> None:
-        with self._lock:
-            if self._asked.pop(asked.number, None) is None:
-                return
-            if (record := asked.record) is not None:
-                record.held.remove(asked)
-                unread = record.pieces is None and record.failure is None
-                if unread and not record.held and not record.reading:
-                    self._forget(record)
-            self._give_room()
 
     def delete(self) -> None:
         """Drops all records when what is being read is. Idempotent."""
         self._pool.shutdown()
-        with self._lock:
+        with self.lock:
             self._records.clear()
-            self._asked.clear()
+            self.asked.clear()
 
     # ---- room, with the lock held
 
-    def _give_room(self) -> None:
+    def give_room(self) -> None:
         """Gives records to those that wait for one, the most urgent first."""
-        asked = self._asked.values()
+        asked = self.asked.values()
         ahead = sum(each.record is not None and not each.demand for each in asked)
         for each in sorted((each for each in asked if each.record is None), key=lambda a: a.rank):
             if not each.demand and ahead >= self.spec.threads:
@@ -213,10 +204,10 @@ class CachedRecords(InPieces):
         idle = (r for r in self._records.values() if r.pieces is not None and not r.held)
         if (oldest := next(idle, None)) is None:
             return False
-        self._forget(oldest)
+        self.forget(oldest)
         return True
 
-    def _forget(self, record: _Record) -> None:
+    def forget(self, record: _Record) -> None:
         # Not deleted: the device may share memory of the host's.
         del self._records[record.key]
 
@@ -224,7 +215,7 @@ class CachedRecords(InPieces):
 
     def _read_next(self) -> None:
         """Reads the record that is wanted most of those that have room."""
-        with self._lock:
+        with self.lock:
             waiting = [
                 (min(asked.rank for asked in record.held), record)
                 for record in self._records.values()
@@ -241,15 +232,15 @@ class CachedRecords(InPieces):
             pieces = self._pinned(read)
         except Exception as error:  # whatever it was, it fails those that hold the record
             failure = error
-        with self._lock:
+        with self.lock:
             record.reading = False
             record.pieces, record.failure = pieces, failure
             if failure is not None:
-                self._forget(record)
+                self.forget(record)
             else:
                 self._bytes_read += sum(self.sizes)
-            self._give_room()
-            self._lock.notify_all()
+            self.give_room()
+            self.lock.notify_all()
 
     def _pinned(self, record: np.ndarray) -> list[jax.Array]:
         parts = [record[a:b] for a, b in itertools.pairwise(self.edges)]

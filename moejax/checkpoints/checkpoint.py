@@ -86,11 +86,16 @@ class Checkpoint(StoredModel):
         raise NotImplementedError
 
     def record_files(
-        self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
+        self,
+        dtype: str,
+        versions: Sequence[str],
+        held: Mapping[str, Sequence[int]],
+        verify: bool,
+        as_stored: bool,
     ) -> Mapping[str, RecordSource]:
         """The experts where they are, by version. held: of `hold`. verify: what is read has a
-        checksum that is compared. Raises UserError where a run in this dtype with these versions
-        cannot compute with them as the files hold them."""
+        checksum that is compared. as_stored: nobody converts what is read. Raises UserError where
+        a run in this dtype with these versions cannot compute with them as the files hold them."""
         raise NotImplementedError
 
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
@@ -103,7 +108,9 @@ class Checkpoint(StoredModel):
 
 
 def run_tasks(
-    pool: concurrent.futures.Executor, tasks: Iterable[Task], advance: Callable[[int], object]
+    pool: concurrent.futures.Executor,
+    tasks: Iterable[Task],
+    advance: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """Carries out all tasks. advance: called with the bytes of each."""
     with contextlib.closing(in_order(pool, lambda task: task(), tasks)) as read:

@@ -56,19 +56,15 @@ class Source(StoredModel):
             if kind == "params":
                 for chunk in leaf.chunks:
                     array = np.empty(leaf.shape[1:] if leaf.stacked else leaf.shape, leaf.dtype)
-                    run_tasks(pool, reader.read_param(key, chunk, array), _ignore)
+                    run_tasks(pool, reader.read_param(key, chunk, array))
                     yield array
                 return
             layer = int(key.rpartition(".")[2])
             sink = ArraySink(self.layout(), np.empty(leaf.shape, leaf.dtype))
             tasks = reader.read_experts(DENSE, [layer], sink, NUMPY_DTYPES[self.dtype])
-            run_tasks(pool, tasks, _ignore)
+            run_tasks(pool, tasks)
             assert sink.written.all(), "rows without a tensor"
             yield from sink.records
-
-
-def _ignore(nbytes: int) -> None:
-    """Nobody counts."""
 
 
 def open_source(directory: pathlib.Path, dtype: str) -> Source:

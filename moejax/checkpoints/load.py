@@ -69,10 +69,10 @@ def load_checkpoint(
     tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
     moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files, of
-    a converted checkpoint or, with a cache, of safetensors: none of their bytes is read, and what
-    cannot be made without reading them is refused. verify_reads: their checksums, where they have
-    some, are verified when they are read. cache: of them in pinned memory; None: native threads
-    read them. new_builder: of the store, as of new_store.
+    safetensors or of a converted checkpoint: none of their bytes is read, and what cannot be made
+    without reading them is refused. verify_reads: their checksums, where they have some, are
+    verified when they are read. cache: of them in pinned memory; None: native threads read them.
+    new_builder: of the store, as of new_store.
     shared: experts lie in memory that other processes share (moejax.checkpoints.shared_memory),
     LoadedModel.shared, and are read only if none of those has; not on a GPU. Raises UserError,
     naming file and tensor, or layer and expert, for whatever is wrong with them; all names, shapes
@@ -82,8 +82,8 @@ def load_checkpoint(
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
     check_orbax_options(directory, kind, step, name_map)
-    if in_files and cache is None:
-        require_converted(directory, kind)
+    if in_files:
+        require_records(directory, kind)
     with contextlib.ExitStack() as failed:
         memory = None
         if shared:
@@ -91,11 +91,17 @@ def load_checkpoint(
             inside = (path for path in directory.rglob("*") if path.is_file())
             memory = open_shared([*said, *content_of(directory, inside)])
             failed.callback(memory.close)
-        opened = open_checkpoint(directory, kind, step, name_map)
+        opened: Checkpoint
+        if kind == "moejax-orbax":
+            opened = open_stored(directory)
+        else:
+            opened = open_tensors(directory, kind, step, name_map)
         to_name = run_dtype(dtype, opened.dtype)
         run = StoredModel(directory, opened.config, to_name)
         held = opened.hold(to_name, versions)
-        files = opened.record_files(to_name, versions, held, verify_reads) if in_files else {}
+        files: Mapping[str, RecordSource] = {}
+        if in_files:
+            files = opened.record_files(to_name, versions, held, verify_reads, cache is None)
         marks = [began, time.perf_counter()]
         device = jax.devices()[0] if device is None else device
         _require_room(opened, run, {} if memory and memory.filled else held, device, files, cache)
@@ -203,19 +209,6 @@ def _unread(
     return AbsentRecords((*source.shape, source.format.rows, source.format.hidden))
 
 
-def open_checkpoint(
-    directory: Path,
-    kind: str,
-    step: int | str | None = None,
-    name_map: str | os.PathLike | None = None,
-) -> Checkpoint:
-    """A checkpoint of that format, of which headers alone are read. The rest as in
-    load_checkpoint."""
-    if kind == "moejax-orbax":
-        return open_stored(directory)
-    return open_tensors(directory, kind, step, name_map)
-
-
 def checkpoint_format(
     directory: Path,
 ) -> Literal["safetensors", "moejax-orbax", "orbax"]:
@@ -256,13 +249,10 @@ def check_orbax_options(
         )
 
 
-def require_converted(path: str | os.PathLike, kind: str) -> None:
-    """Raises UserError where a checkpoint of that format does not have a file for each expert,
-    which native threads read."""
-    if kind != "moejax-orbax":
+def require_records(path: str | os.PathLike, kind: str) -> None:
+    """Raises UserError where single experts cannot be read of a checkpoint of that format."""
+    if kind == "orbax":
         raise UserError(
-            f"{path}: store='file' reads experts from the files of a converted checkpoint, one "
-            f"each, and this is none (its format is {kind}); run `moejax convert {path} DST` once, "
-            "and then DST, or read safetensors files as they are through a cache in pinned host "
-            "memory: driver='host', transfers='queue', ops='move=xla' on a CPU"
+            f"{path}: store='file' reads experts from safetensors files or from what `moejax "
+            f"convert` wrote, and this is neither (its format is {kind}); use store='memory'"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from moejax.checkpoints.safetensors.shards import Shard
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import ExpertPlace
 from moejax.errors import UserError
+from pallas_kernels.cpu.sources import SOURCE
 from pallas_kernels.records import RecordFormat
 
 
@@ -51,6 +53,23 @@ class ShardRecords:
         self.read(layer, expert, found)
         return np.array_equal(found, record)
 
+    @property
+    def turned(self) -> tuple[int, int]:
+        itemsize = NUMPY_DTYPES[self.dtype].itemsize
+        return self.format.width * itemsize, itemsize
+
     def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
-        """Raises ValueError: native threads read records that lie in one place."""
-        raise ValueError("a safetensors file has an expert in several places")
+        table = np.zeros(self.shape, SOURCE)
+        matrix, (_, itemsize) = self.format.waited[0], self.turned
+        for key, tensors in self.tensors.items():
+            for shard, name, place in tensors:
+                stacked = key[1] if place.expert is None else 0
+                first = shard.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
+                for number, part in enumerate(_PARTS[place.matrix]):
+                    table["place"][key][part] = first + number * matrix
+                    table["file"][key][part] = number_file(str(shard.path))
+        return table
+
+
+_PARTS = {"gate": (0,), "up": (1,), "down": (2,), "gate_up": (0, 1)}
+"""Of a tensor, the parts of a record that it has, one after the other."""

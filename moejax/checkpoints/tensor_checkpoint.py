@@ -46,7 +46,12 @@ class TensorCheckpoint(Checkpoint):
         return {DENSE: range(sum(self.config.moe_layers))}
 
     def record_files(
-        self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
+        self,
+        dtype: str,
+        versions: Sequence[str],
+        held: Mapping[str, Sequence[int]],
+        verify: bool,
+        as_stored: bool,
     ) -> dict[str, RecordSource]:
         if {*versions} != {DENSE} or not all(isinstance(file, Shard) for file in self.files):
             raise UserError(
@@ -58,6 +63,12 @@ class TensorCheckpoint(Checkpoint):
         for file, name in self.expert_tensors:
             place = self.places[name]
             assert isinstance(place, ExpertPlace) and isinstance(file, Shard)
+            if as_stored and (stored := file.tensors[name].dtype) != dtype:
+                raise UserError(
+                    f"{file.path}: store='file' reads experts as they are, and tensor {name} is in "
+                    f"{stored}, not {dtype}; write another one with `moejax convert "
+                    f"{self.directory} DST --dtype {dtype}`"
+                )
             for expert in range(experts) if place.expert is None else (place.expert,):
                 tensors.setdefault((place.layer, expert), []).append((file, name, place))
         layout = self.config.expert_layout(NUMPY_DTYPES[dtype].itemsize)

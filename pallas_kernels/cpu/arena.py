@@ -125,8 +125,10 @@ class ArenaMemory:
             np.array(sources.records.shape, np.int64),
             np.ascontiguousarray(sources.records),
         )
+        turned = np.array(sources.turned, np.int64)
         pointers = (array.ctypes.data for array in (shape, records, parts))
-        if not _functions().attach(self.handle, queue, *pointers, most, ahead, buffers):
+        operands = *pointers, most, turned.ctypes.data, ahead, buffers
+        if not _functions().attach(self.handle, queue, *operands):
             raise ValueError("the arena or the queue is closed, or there is no memory for buffers")
         self.sources = sources
         self._told = _Told()
@@ -207,7 +209,7 @@ def _functions() -> _Functions:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     found["attach"].argtypes = [
         *(ctypes.c_uint32, ctypes.c_int32, pointer, pointer, pointer),
-        *(number, ctypes.c_int32, number),
+        *(number, pointer, ctypes.c_int32, number),
     ]
     found["failures"].argtypes = [
         *(ctypes.c_uint32, ctypes.c_uint32, number, pointer, pointer),

@@ -7,11 +7,17 @@ import dataclasses
 import numpy as np
 
 SOURCE = np.dtype(
-    [("place", np.int64), ("checksum", np.uint64), ("file", np.int32), ("check", np.int32)]
+    [
+        ("place", np.int64, 3),
+        ("checksum", np.uint64),
+        ("file", np.int32, 3),
+        ("check", np.int32),
+    ]
 )
-"""How a record is named (`SourceRecord` of supply.h). place: its address, or with a file the place
-of its first byte there. file: the queue's number of it (NativeQueue.file_number), MEMORY or
-NOWHERE. checksum: its first 64 bits where check is 1 (SHA-256), or 2 (CRC-32C); 0 checks nothing.
+"""How a record is named (`SourceRecord` of supply.h), its parts one by one. place: an address, or
+with a file the place of the first byte there. file: the queue's number of it
+(NativeQueue.file_number), MEMORY or NOWHERE. checksum: of the whole record, its first 64 bits where
+check is 1 (SHA-256), or 2 (CRC-32C); 0 checks nothing.
 """
 
 MEMORY, NOWHERE = -1, -2
@@ -28,6 +34,10 @@ class Sources:
     parts: tuple[tuple[int, ...], ...]
     """The bytes of a record's parts in order, by version: gate, up and down of a dense one, of
     others all at once."""
+
+    turned: tuple[tuple[int, int], ...]
+    """Bytes of a row and of a number of the last part as it lies, by version, which comes
+    transposed; (0, 0): it does not."""
 
     def __post_init__(self):
         if self.records.dtype != SOURCE or self.records.ndim != 3:

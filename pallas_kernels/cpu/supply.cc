@@ -22,7 +22,7 @@ const SourceRecord* Sources::find(int64_t version, int64_t layer, int64_t expert
   }
   const SourceRecord& record =
       records[static_cast<size_t>((version * layers + layer) * experts + expert)];
-  return record.file == kNowhere ? nullptr : &record;
+  return record.file[0] == kNowhere ? nullptr : &record;
 }
 
 int64_t Sources::bytes(int64_t version) const {
@@ -58,14 +58,18 @@ void Supply::bring(int64_t version, int64_t layer, int64_t expert, int64_t cell,
   TransferRequest request{};
   request.cell = cell;
   request.destination = reinterpret_cast<int64_t>(to);
-  request.source = record.place, request.checksum = record.checksum;
+  request.checksum = record.checksum;
   request.layer = static_cast<int32_t>(layer), request.expert = static_cast<int32_t>(expert);
   request.version = static_cast<int32_t>(version);
   request.cause = ahead ? causes_.ahead : causes_.demand;
-  request.file = record.file, request.check = record.check;
+  request.check = record.check;
   request.parts = static_cast<int32_t>(parts.size());
+  Pieces pieces;
+  for (size_t p = 0; p < parts.size(); p++) pieces.parts.push_back({record.file[p], record.place[p]});
+  const int64_t* const turned = &sources.turned[static_cast<size_t>(2 * version)];
+  pieces.row = turned[0], pieces.item = turned[1];
   std::string why;  // the cell has it, too
-  queue->replace(request, parts.data(), &why);
+  queue->replace(request, parts.data(), &why, {}, std::move(pieces));
 }
 
 void Supply::unpack(const Format& packed, int64_t layer, int64_t expert, const uint16_t* from,
@@ -95,7 +99,7 @@ const uint16_t* Supply::bring_into_buffer(int64_t version, int64_t layer, int64_
                                           int64_t buffer) {
   const SourceRecord& record = *sources.find(version, layer, expert);
   uint8_t* to = buffers_[static_cast<size_t>(buffer)];
-  if (record.file >= 0) to += record.place % kPage & ~int64_t{63};
+  if (record.file[0] >= 0) to += record.place[0] % kPage & ~int64_t{63};
   bring(version, layer, expert, buffer_cell(buffer), to, false);
   return reinterpret_cast<const uint16_t*>(to);
 }
@@ -124,11 +128,12 @@ std::vector<SupplyFailure> Supply::failures(uint32_t writes) {
 // 1; 0: there is no such arena or queue, or no memory.
 MOEJAX_CALLED int32_t moejax_cpu_arena_attach(uint32_t handle, int32_t queue, const int64_t* shape,
                                               const SourceRecord* records, const int64_t* parts,
-                                              int64_t most_parts, int32_t ahead, int64_t buffers) {
+                                              int64_t most_parts, const int64_t* turned,
+                                              int32_t ahead, int64_t buffers) {
   const auto arena = find_arena(handle);
   const auto found = find_transfer_queue(queue);
   if (!arena || !found) return 0;
-  Sources sources{shape[0], shape[1], shape[2], {}, {}};
+  Sources sources{shape[0], shape[1], shape[2], {}, {}, {turned, turned + 2 * shape[0]}};
   sources.records.assign(records, records + shape[0] * shape[1] * shape[2]);
   for (int64_t v = 0; v < shape[0]; v++) {
     const int64_t* mine = parts + v * most_parts;

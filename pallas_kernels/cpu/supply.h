@@ -13,9 +13,9 @@ namespace moejax {
 
 // A record, laid out as pallas_kernels/cpu/sources.py passes it.
 struct SourceRecord {
-  int64_t place;  // address, or with a file the place of the first byte in it
+  int64_t place[3];  // of each part: address, or with a file the place of the first byte in it
   uint64_t checksum;
-  int32_t file;   // of the queue; kMemory, kNowhere
+  int32_t file[3];   // of the queue; kMemory, kNowhere
   Check check;
 };
 constexpr int32_t kMemory = -1;
@@ -26,6 +26,7 @@ struct Sources {
   int64_t versions, layers, experts;
   std::vector<SourceRecord> records;        // [versions, layers, experts]
   std::vector<std::vector<int64_t>> parts;  // by version: bytes of gate, up, down, or of all at once
+  std::vector<int64_t> turned;              // by version: row and item of `Pieces`
 
   // Null where there is no such record.
   const SourceRecord* find(int64_t version, int64_t layer, int64_t expert) const;

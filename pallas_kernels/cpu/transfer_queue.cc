@@ -58,6 +58,30 @@ std::string reason(int error) {
 #endif
 }
 
+// Writes n rows of `row` bytes, each of numbers of `item` bytes, as columns first … first + n − 1 of
+// `height` at `to`. In strips of columns whose lines stay in the first cache.
+template <typename Item>
+void transpose_items(const uint8_t* rows, int64_t n, int64_t row, uint8_t* to, int64_t first,
+                     int64_t height) {
+  constexpr int64_t kStrip = 64 / sizeof(Item);
+  const int64_t width = row / (int64_t)sizeof(Item);
+  auto* const out = reinterpret_cast<Item*>(to);
+  for (int64_t strip = 0; strip < width; strip += kStrip) {
+    for (int64_t c = strip; c < std::min(strip + kStrip, width); c++) {
+      for (int64_t i = 0; i < n; i++) {
+        std::memcpy(out + c * height + first + i, rows + i * row + c * (int64_t)sizeof(Item),
+                    sizeof(Item));
+      }
+    }
+  }
+}
+
+void transpose(const uint8_t* rows, int64_t n, int64_t row, int64_t item, uint8_t* to, int64_t first,
+               int64_t height) {
+  if (item == 2) transpose_items<uint16_t>(rows, n, row, to, first, height);
+  else transpose_items<uint32_t>(rows, n, row, to, first, height);
+}
+
 // What must not change of a file: device, number, size, time of the last change.
 struct Identity {
   uint64_t device, number;
@@ -97,14 +121,32 @@ struct TransferQueue::Transfer {
   std::string failure;
   std::unique_ptr<Checksum> checksum;
   Unpack unpack;
-  const File* file = nullptr;
+  Pieces pieces;
+  struct Opened {
+    const File* file = nullptr;
+    int fd = -1;
+  };
+  std::vector<Opened> opened;  // by part; parts of one file have the descriptor of the first
   std::mutex opening;
-  int fd = -1;
   std::shared_ptr<Transfer> before;  // that failed in this cell: it has again if this is cancelled
 
   Turn turn() const { return {request.cause != 0, request.priority, ticket}; }
+  // The first part of the same file.
+  size_t slot(size_t part) const {
+    size_t first = 0;
+    while (opened[first].file != opened[part].file) first++;
+    return first;
+  }
+  int64_t first_of(int64_t part) const {
+    int64_t first = 0;
+    for (int64_t p = 0; p < part; p++) first += parts[(size_t)p];
+    return first;
+  }
+  bool turned(int64_t part) const { return pieces.row && part + 1 == (int64_t)parts.size(); }
   ~Transfer() {
-    if (fd >= 0) ::close(fd);
+    for (const Opened& each : opened) {
+      if (each.fd >= 0) ::close(each.fd);
+    }
   }
 };
 
@@ -170,15 +212,21 @@ bool TransferQueue::direct(int32_t file) {
 
 std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferRequest& request,
                                                               const int64_t* part_bytes,
+                                                              Pieces pieces,
                                                               std::string* why) const {
   auto transfer = std::make_shared<Transfer>();
   transfer->request = request;
   transfer->asked = request.cause;
+  const bool apart = !pieces.parts.empty();
   for (int32_t part = 0; part < request.parts; part++) {
     if (part_bytes[part] < 1) break;
     transfer->parts.push_back(part_bytes[part]);
-    for (int64_t at = 0; at < part_bytes[part]; at += options_.chunk_bytes) {
-      const int64_t n = std::min(options_.chunk_bytes, part_bytes[part] - at);
+    if (!apart) pieces.parts.push_back({request.file, request.source + transfer->bytes});
+    const int64_t row = part + 1 == request.parts ? pieces.row : 0;  // whole ones are transposed
+    const int64_t most = row ? std::max(options_.chunk_bytes / row, int64_t{1}) * row
+                             : options_.chunk_bytes;
+    for (int64_t at = 0; at < part_bytes[part]; at += most) {
+      const int64_t n = std::min(most, part_bytes[part] - at);
       transfer->chunks.push_back({part, transfer->bytes + at, n});
     }
     transfer->bytes += part_bytes[part];
@@ -187,6 +235,7 @@ std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferReque
     *why = "a transfer needs bytes in each part";
     return nullptr;
   }
+  transfer->pieces = std::move(pieces);
   transfer->left = transfer->parts;
   transfer->ended.resize(transfer->chunks.size());
   if (request.check != Check::NONE) transfer->checksum = std::make_unique<Checksum>(request.check);
@@ -194,21 +243,22 @@ std::shared_ptr<TransferQueue::Transfer> TransferQueue::made(const TransferReque
   return transfer;
 }
 
-// Why a transfer cannot be queued, or empty; sets its file.
+// Why a transfer cannot be queued, or empty; sets its files.
 std::string TransferQueue::refusal(Transfer& transfer) {
-  const TransferRequest& request = transfer.request;
   if (stopping_) return "the queue is closed";
-  if (request.file >= (int32_t)files_.size()) {
-    return "there is no file " + std::to_string(request.file);
+  transfer.opened.assign(transfer.parts.size(), {});
+  for (size_t part = 0; part < transfer.parts.size(); part++) {
+    const auto [file, source] = transfer.pieces.parts[part];
+    if (file >= (int32_t)files_.size()) return "there is no file " + std::to_string(file);
+    if (file < 0) continue;
+    const File& found = *files_[(size_t)file];
+    transfer.opened[part].file = &found;
+    if (source < 0 || source > found.identity.size - transfer.parts[part]) {
+      return found.path + " has " + std::to_string(found.identity.size) + " bytes, not " +
+             std::to_string(transfer.parts[part]) + " from " + std::to_string(source) + " on";
+    }
   }
-  if (request.file < 0) return "";
-  transfer.file = files_[(size_t)request.file].get();
-  if (request.source >= 0 && request.source <= transfer.file->identity.size - transfer.bytes) {
-    return "";
-  }
-  return transfer.file->path + " has " + std::to_string(transfer.file->identity.size) +
-         " bytes, not " + std::to_string(transfer.bytes) + " from " +
-         std::to_string(request.source) + " on";
+  return "";
 }
 
 // Of a cell that has no writer.
@@ -226,7 +276,7 @@ void TransferQueue::enqueue(const std::shared_ptr<Transfer>& transfer) {
 
 int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* part_bytes,
                               std::string* why) {
-  const auto transfer = made(request, part_bytes, why);
+  const auto transfer = made(request, part_bytes, {}, why);
   if (!transfer) return 0;
   Held held(mutex_);
   *why = refusal(*transfer);
@@ -244,8 +294,8 @@ int64_t TransferQueue::submit(const TransferRequest& request, const int64_t* par
 }
 
 int64_t TransferQueue::replace(const TransferRequest& request, const int64_t* part_bytes,
-                               std::string* why, Unpack unpack) {
-  auto transfer = made(request, part_bytes, why);
+                               std::string* why, Unpack unpack, Pieces pieces) {
+  auto transfer = made(request, part_bytes, std::move(pieces), why);
   if (transfer) transfer->unpack = std::move(unpack);
   Held held(mutex_);
   evict(held, request.cell);
@@ -318,7 +368,7 @@ int64_t TransferQueue::retry(int64_t cell) {
   TransferRequest request = failed.request;
   request.cause = 0;
   std::string why;
-  const auto transfer = made(request, failed.parts.data(), &why);
+  const auto transfer = made(request, failed.parts.data(), failed.pieces, &why);
   if (!transfer || !refusal(*transfer).empty()) return 0;
   transfer->unpack = failed.unpack;
   totals_.retried++;
@@ -467,16 +517,17 @@ void TransferQueue::end(Held& held, Transfer& transfer, size_t index, std::strin
   if (transfer.failure.empty() && transfer.checksum &&
       transfer.checksum->value() != transfer.request.checksum) {
     transfer.failure = "the bytes do not have their checksum";
-    if (transfer.file) transfer.failure = transfer.file->path + ": " + transfer.failure;
+    const File* const file = transfer.opened[0].file;
+    if (file) transfer.failure = file->path + ": " + transfer.failure;
   }
-  if (transfer.fd >= 0) {
+  for (auto& [file, fd] : transfer.opened) {
+    if (fd < 0) continue;
     struct stat s {};
-    if (transfer.failure.empty() &&
-        (fstat(transfer.fd, &s) || !(Identity(s) == transfer.file->identity))) {
-      transfer.failure = transfer.file->path + ": changed while it was read";
+    if (transfer.failure.empty() && (fstat(fd, &s) || !(Identity(s) == file->identity))) {
+      transfer.failure = file->path + ": changed while it was read";
     }
-    ::close(transfer.fd);
-    transfer.fd = -1;
+    ::close(fd);
+    fd = -1;
   }
   settle(transfer, transfer.failure.empty() ? TransferState::DONE : TransferState::FAILED);
 }
@@ -515,30 +566,52 @@ void TransferQueue::settle(Transfer& transfer, TransferState state) {
 
 std::string TransferQueue::move(Transfer& transfer, const Chunk& chunk, Bounce& bounce) {
   faults::delay(this, transfer.asked);
+  const auto part = (size_t)chunk.part;
+  const File* const file = transfer.opened[part].file;
   if (const char* const error = faults::error(this, transfer.asked)) {
-    return (transfer.file ? transfer.file->path : "memory") + ": " + error;
+    return (file ? file->path : "memory") + ": " + error;
   }
   auto* const to = reinterpret_cast<uint8_t*>(transfer.request.destination) + chunk.first;
-  const int64_t from = transfer.request.source + chunk.first;
   std::string failure;
   if (transfer.unpack) {
     transfer.unpack(to, chunk.first, chunk.bytes);
-  } else if (transfer.file) {
-    failure = open_file(transfer);
-    if (failure.empty()) failure = read(transfer, to, from, chunk.bytes, bounce);
+  } else if (transfer.turned(chunk.part)) {
+    std::vector<uint8_t> rows((size_t)chunk.bytes);
+    failure = move_piece(transfer, chunk, rows.data(), bounce);
+    const int64_t row = transfer.pieces.row, first = transfer.first_of(chunk.part);
+    if (failure.empty()) {
+      transpose(rows.data(), chunk.bytes / row, row, transfer.pieces.item,
+                to - (chunk.first - first), (chunk.first - first) / row,
+                transfer.parts[part] / row);
+    }
   } else {
-    copy(to, reinterpret_cast<const uint8_t*>(from), chunk.bytes);
+    failure = move_piece(transfer, chunk, to, bounce);
   }
   faults::delay(this, transfer.asked);
   return failure;
 }
 
+// A chunk's bytes as they lie, to `to`.
+std::string TransferQueue::move_piece(Transfer& transfer, const Chunk& chunk, uint8_t* to,
+                                      Bounce& bounce) {
+  const auto part = (size_t)chunk.part;
+  const int64_t within = chunk.first - transfer.first_of(chunk.part);
+  const int64_t from = transfer.pieces.parts[part].source + within;
+  if (!transfer.opened[part].file) {
+    copy(to, reinterpret_cast<const uint8_t*>(from), chunk.bytes);
+    return "";
+  }
+  const size_t slot = transfer.slot(part);
+  const std::string failure = open_file(transfer, slot);
+  return failure.empty() ? read(transfer, slot, to, from, chunk.bytes, bounce) : failure;
+}
+
 // ---- files
 
-std::string TransferQueue::open_file(Transfer& transfer) {
-  const File& file = *transfer.file;
+std::string TransferQueue::open_file(Transfer& transfer, size_t part) {
+  const File& file = *transfer.opened[part].file;
   Held held(transfer.opening);
-  if (transfer.fd >= 0) return "";
+  if (transfer.opened[part].fd >= 0) return "";
   int flags = O_RDONLY | O_CLOEXEC;
 #ifdef O_DIRECT
   if (file.direct) flags |= O_DIRECT;
@@ -554,14 +627,15 @@ std::string TransferQueue::open_file(Transfer& transfer) {
     ::close(fd);
     return file.path + ": changed since it was opened first";
   }
-  transfer.fd = fd;
+  transfer.opened[part].fd = fd;
   return "";
 }
 
 // Fills n bytes at `to` from the file's place `at`: directly where places agree, by way of the
 // bounce buffer, in whole blocks, where they do not.
-std::string TransferQueue::read(Transfer& transfer, uint8_t* to, int64_t at, int64_t n,
+std::string TransferQueue::read(Transfer& transfer, size_t part, uint8_t* to, int64_t at, int64_t n,
                                 Bounce& bounce) {
+  const auto [file, fd] = transfer.opened[part];
   const int64_t until = at + n;
   const bool agree = (reinterpret_cast<intptr_t>(to) - at) % kBlock == 0;
   bool partial = false;  // a block came in pieces
@@ -569,26 +643,26 @@ std::string TransferQueue::read(Transfer& transfer, uint8_t* to, int64_t at, int
   while (at < until) {
     const bool whole = agree && at % kBlock == 0 && until - at >= kBlock && !partial;
     int64_t got;
-    if (!transfer.file->direct) {
-      got = read_some(transfer.fd, to, until - at, at);
+    if (!file->direct) {
+      got = read_some(fd, to, until - at, at);
     } else if (whole) {
-      got = read_some(transfer.fd, to, down(until - at), at);
+      got = read_some(fd, to, down(until - at), at);
       partial = got > 0 && got < kBlock;
       if (partial) continue;
       if (got > 0) got = down(got);
     } else {
       const int64_t first = down(at), last = agree ? std::min(until, first + kBlock) : until;
       const int64_t size = std::min(down(last - first + kBlock - 1), bounce.size);
-      got = read_some(transfer.fd, bounce.get(), size, first);
+      got = read_some(fd, bounce.get(), size, first);
       if (got > 0) got = std::max<int64_t>(std::min(first + got, last) - at, 0);
       else stuck = kStuck;
       if (!got && ++stuck < kStuck) continue;  // it came short of `at`, though there may be more
       if (got > 0) std::memcpy(to, bounce.get() + (at - first), (size_t)got);
       partial = false;
     }
-    if (got < 0) return transfer.file->path + ": " + reason((int)-got);
+    if (got < 0) return file->path + ": " + reason((int)-got);
     if (!got) {
-      return transfer.file->path + ": a short read: it ends at byte " + std::to_string(at) + ", " +
+      return file->path + ": a short read: it ends at byte " + std::to_string(at) + ", " +
              std::to_string(until) + " are needed";
     }
     to += got;

@@ -83,6 +83,17 @@ struct TransferTotals {
   double unpack_seconds;              // with a chunk of those under way
 };
 
+// Where each part of a transfer lies, where they do not lie one after the other.
+struct Pieces {
+  struct Piece {
+    int32_t file;  // as TransferRequest's
+    int64_t source;
+  };
+  std::vector<Piece> parts;  // empty: the request says it
+  // Bytes of a row and of a number of the last part as it lies, which comes transposed; 0: it does not.
+  int64_t row = 0, item = 0;
+};
+
 // Writes bytes [first, first + bytes) of a transfer at `to`.
 using Unpack = std::function<void(uint8_t* to, int64_t first, int64_t bytes)>;
 
@@ -104,7 +115,7 @@ class TransferQueue {
   // it is until then. Such a transfer does not pass the link, so its rate, its latency and its turns
   // are others'.
   int64_t replace(const TransferRequest& request, const int64_t* part_bytes, std::string* why,
-                  Unpack unpack = {});
+                  Unpack unpack = {}, Pieces pieces = {});
   // For who writes a cell in another way: as replace does, and a failure of the cell is forgotten.
   void vacate(int64_t cell);
   // Returns when nothing flies: the cells that have failed, which are forgotten as such.
@@ -168,7 +179,7 @@ class TransferQueue {
   void end(Held& held, Transfer& transfer, size_t index, std::string failure);
   void settle(Transfer& transfer, TransferState state);
   std::shared_ptr<Transfer> made(const TransferRequest& request, const int64_t* part_bytes,
-                                 std::string* why) const;
+                                 Pieces pieces, std::string* why) const;
   std::string refusal(Transfer& transfer);
   void enqueue(const std::shared_ptr<Transfer>& transfer);
   void take_back(Transfer& transfer);
@@ -177,8 +188,10 @@ class TransferQueue {
   bool there(const Transfer& transfer, int64_t part) const;
   bool wait_for(Held& held, Transfer& transfer, int64_t part, double seconds);
   std::string move(Transfer& transfer, const Chunk& chunk, Bounce& bounce);
-  std::string open_file(Transfer& transfer);
-  std::string read(Transfer& transfer, uint8_t* to, int64_t at, int64_t n, Bounce& bounce);
+  std::string move_piece(Transfer& transfer, const Chunk& chunk, uint8_t* to, Bounce& bounce);
+  std::string open_file(Transfer& transfer, size_t part);
+  std::string read(Transfer& transfer, size_t part, uint8_t* to, int64_t at, int64_t n,
+                   Bounce& bounce);
   int64_t read_some(int fd, void* to, int64_t n, int64_t at);
   void note(TransferEvent::Kind kind, int64_t ticket, int64_t a, int64_t b);
   static TransferRecord record_of(const Transfer& transfer);

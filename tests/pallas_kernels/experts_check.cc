@@ -85,14 +85,15 @@ struct Round {
     faults = {rng(), 300e-6, pick(0, 3) ? 0 : 0.01, 0, pick(0, 1) ? 0.9 : 0.1,
               pick(0, 2) ? 0 : 0.3, pick(0, 2) ? 0 : 0.7};
     inject(queue.get(), faults);
-    Sources sources{1, kLayers, kExperts, {}, {}};
+    Sources sources{1, kLayers, kExperts, {}, {}, {0, 0}};
     const int64_t record = format.rows * format.hidden * 2;
     for (int64_t i = 0; i < kLayers * kExperts; i++) {
       const auto place = reinterpret_cast<int64_t>(store.data()) + i * record;
       Checksum sum(Check::CRC32C);
       sum.update(reinterpret_cast<const uint8_t*>(place), record);
       const bool checked = pick(0, 2) == 0;
-      sources.records.push_back({place, checked ? sum.value() : 0, kMemory,
+      sources.records.push_back({{place, place + record / 3, place + record / 3 * 2},
+                                 checked ? sum.value() : 0, {kMemory, kMemory, kMemory},
                                  checked ? Check::CRC32C : Check::NONE});
     }
     if (pick(0, 3)) sources.parts = {{record / 3, record / 3, record / 3}};

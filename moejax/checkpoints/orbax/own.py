@@ -118,7 +118,12 @@ class StoredCheckpoint(Checkpoint):
             yield from (functools.partial(read, layer, expert) for expert in leaf.chunks)
 
     def record_files(
-        self, dtype: str, versions: Sequence[str], held: Mapping[str, Sequence[int]], verify: bool
+        self,
+        dtype: str,
+        versions: Sequence[str],
+        held: Mapping[str, Sequence[int]],
+        verify: bool,
+        as_stored: bool,
     ) -> dict[str, RecordFiles]:
         """The experts where they are, by version. held: of `hold`. Raises UserError where a run in
         this dtype cannot compute with them as the files hold them."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from host_offload.memory.device_memory import FreeMemory
 from host_offload.memory.store import ExpertStore, StoredVersion
-from moejax.checkpoints.load import require_converted, run_dtype
+from moejax.checkpoints.load import require_records, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
 from moejax.models.config import ModelConfig
@@ -15,7 +15,7 @@ from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_byt
 from moejax.start.decide.plan import Plan, decide, step_spec
 from moejax.start.decide.residency import store_builder
 from moejax.start.decide.split import known_costs
-from moejax.start.decide.transfers import automatic, cache_of
+from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
 from moejax.start.report.info import model_info, read_headers
 from moejax.start.settings import settings_of
@@ -41,8 +41,8 @@ def dry_run(options: Config) -> tuple[Plan, tuple[str, ...]]:
     chosen = select_device(options.runtime.device, options.runtime.threads)
     store_builder(settings, chosen.platform)  # which refuses what cannot be
     kind = "moejax-orbax" if weights is None else weights.format
-    if options.memory.store.name == "file" and cache_of(settings, chosen.platform) is None:
-        require_converted(options.model.model, kind)
+    if options.memory.store.name == "file":
+        require_records(options.model.model, kind)
     verified = options.memory.store.verify and kind == "moejax-orbax"
     model = dataclasses.replace(model, verified=verified)
     of_memory = automatic(settings, chosen.platform)

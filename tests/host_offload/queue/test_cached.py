@@ -94,7 +94,7 @@ def test_what_is_held_stays_and_the_one_used_longest_ago_goes(tmp_path):
     records = cache(tmp_path, 2)
     first, second = read(records, 0), read(records, 1)
     third = wanted(records, 2)
-    records.wait(third)
+    third.wait()
     assert not third.there() and records.began == [(0, 0), (0, 1)]
     assert records.nbytes == 2 * RECORD
     second.release()

@@ -13,6 +13,7 @@ from pallas_kernels.cpu.arena import ArenaMemory
 from pallas_kernels.cpu.sources import MEMORY, NOWHERE
 from pallas_kernels.records.format import RecordFormat
 from tests.host_offload.queue.test_cached import files_in
+from tests.host_offload.queue.test_device_copies import PIECE
 from tests.pallas_kernels.contract import NATIVE, pinned
 
 DENSE = RecordFormat("dense", 32, 4, "bfloat16")
@@ -27,18 +28,15 @@ def stores():
     ]
 
 
-def test_a_dense_record_comes_in_three_parts_and_others_in_one():
-    assert DENSE.waited == (4 * 64,) * 3
-    assert INT4.waited == (INT4.nbytes,)
-
-
 def test_records_lie_where_their_stores_have_them():
     held = stores()
     found = locate_records(held, (None, (1, -1)), 2, NO_FILES)
+    assert found.parts == ((4 * 64,) * 3, (INT4.nbytes,))
     first = [source.array.unsafe_buffer_pointer() for source in held]
-    assert found.records["place"][0, 1, 2] == first[0] + 5 * DENSE.nbytes
-    assert found.records["place"][1, 0, 1] == first[1] + 4 * INT4.nbytes
-    assert (found.records["file"][:, :, 0] == [[MEMORY, MEMORY], [MEMORY, NOWHERE]]).all()
+    parts = first[0] + 5 * DENSE.nbytes + np.arange(3) * 4 * 64
+    assert (found.records["place"][0, 1, 2] == parts).all()
+    assert found.records["place"][1, 0, 1, 0] == first[1] + 4 * INT4.nbytes
+    assert (found.records["file"][:, :, 0, 0] == [[MEMORY, MEMORY], [MEMORY, NOWHERE]]).all()
 
 
 @NATIVE
@@ -65,21 +63,16 @@ def test_each_record_is_a_file_with_its_checksum(tmp_path):
     files = files_in(tmp_path)
     with NativeQueue(threads=1) as queue:
         found = files.locate(queue.file_number)
-        assert found["file"][1, 2] == queue.file_number(files.paths[1][2])
+        assert (found["file"][1, 2] == queue.file_number(files.paths[1][2])).all()
         assert len(set(found["file"].ravel().tolist())) == 8
         assert (found["checksum"] == files.checksums).all()
-        assert (found["check"] == 1).all() and not found["place"].any()
+        assert (found["check"] == 1).all() and (found["place"] == [0, PIECE, 2 * PIECE]).all()
         crcs = np.arange(8, dtype=np.uint64).reshape(2, 4)
         cheaper = dataclasses.replace(files, crcs=crcs)
         found = cheaper.locate(queue.file_number)
         assert (found["checksum"] == crcs).all() and (found["check"] == 2).all()
         unchecked = dataclasses.replace(cheaper, verify=False)
         assert not unchecked.locate(queue.file_number)["check"].any()
-
-
-@NATIVE
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    files = files_in(tmp_path)
     (tmp_path / "1.1").unlink()
     with NativeQueue(threads=1) as queue, pytest.raises(QueueError, match=r"1\.1: No such file"):
         files.locate(queue.file_number)

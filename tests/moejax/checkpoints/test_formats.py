@@ -145,6 +145,9 @@ def test_a_store_beyond_the_machine_and_an_unknown_dtype_are_refused(saved):
         saved.load(new_builder=refuse)
     with pytest.raises(UserError, match="dtype 'int4' is unknown; choose auto, half"):
         saved.load("int4")
+    if saved.format.kind == "orbax":
+        with pytest.raises(UserError, match="and this is neither"):
+            saved.load(in_files=True)
 
 
 def test_files_of_the_hub_cache_are_links_and_others_are_refused(saved, tmp_path):

@@ -78,10 +78,13 @@ def test_checkpoints_of_every_kind_arrive(tmp_path, config, tensors, held, dtype
     assert loaded.dtype == dtype and loaded.config == parse_config(config | {"dtype": dtype})
     assert_loaded(loaded, tensors, config)
     opened, array = open_tensors(tmp_path, "safetensors"), loaded.store.arrays["dense"]
-    source = opened.record_files(dtype, ["dense"], opened.hold(dtype, ["dense"]), True)["dense"]
+    held = opened.hold(dtype, ["dense"])
+    source = opened.record_files(dtype, ["dense"], held, True, False)["dense"]
     for key in np.ndindex(source.shape):  # and alone, as they are paged
         record = np.asarray(array[key])
         assert source.holds(*key, record) and not source.holds(*key, record + 1)
+    other = min(NUMPY_DTYPES.keys() - {dtype, opened.files[0].tensors[EMBED].dtype})
+    refuses("reads experts as they are, and", load_checkpoint, tmp_path, other, in_files=True)
 
 
 def test_tensors_larger_than_what_is_read_at_once(tmp_path, monkeypatch):

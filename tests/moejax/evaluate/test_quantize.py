@@ -72,7 +72,7 @@ def test_versions_are_made_from_the_dense_one(source):
 @pytest.mark.parametrize(
     ("dtype", "wanted", "message"),
     [
-        ("auto", ("int3",), "unknown expert version 'int3'; known: dense, int8"),
+        ("auto", ("int3",), "unknown expert version 'int3'; known: dense, lossless12"),
         ("auto", ("int4", "int4"), "name each version once, not int4, int4"),
         ("auto", (), "name each version once, not none"),
         ("float16", ("lossless12",), "lossless12 holds bfloat16 weights, not float16; run in bf"),
