@@ -29,7 +29,7 @@ from host_offload.memory.budget import Share, cells_per_layer, expert_slots_of
 from host_offload.memory.layout import BLOCK_SIZES
 from host_offload.memory.store import ExpertStore, StoreBuilder
 from host_offload.memory.tables import Tables, empty_tables, regrant
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.versions.encoders import NUMPY_DTYPES, encode
 from moejax.cache import cache_root
 from moejax.checkpoints.loaded_model import DTYPE_NAMES

@@ -26,9 +26,9 @@ from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
-from moejax.serve.batch.results import failure, success
+from moejax.serve.batch.result_lines import failure, success
 from moejax.serve.cluster.fleet import Scale, worker_options
-from moejax.serve.cluster.parts import columns, result_schema
+from moejax.serve.cluster.part_files import columns, result_schema
 from moejax.serve.cluster.ray_cluster import connected, require_ray
 from moejax.serve.cluster.worker import Generator
 from moejax.serve.llm import LLM

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Spec, Stage, StagedTransfer
-from host_offload.control.transfers import Transfers, Wanted
+from host_offload.control.transfers import TransferLedger, Wanted
 from host_offload.memory.tables import Entry, Residency
 from pallas_kernels.plan.victim import victim_key
 
@@ -56,7 +56,7 @@ def first_room(
     return next((c for c, owner in order if c not in taken and owner not in kept), None)
 
 
-class Staging(Transfers):
+class Staging(TransferLedger):
     """Where experts are paged: cells are those of each layer, and whoever comes evicts."""
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):

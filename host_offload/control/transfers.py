@@ -30,7 +30,7 @@ class Flight(NamedTuple):
     between_layers: bool
 
 
-class Transfers(abc.ABC):
+class TransferLedger(abc.ABC):
     """The queues of wanted transfers, beside those in flight and those that wait for a first use.
 
     spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step. log:

@@ -23,7 +23,7 @@ import numpy as np
 
 from host_offload.control.interface import Policy, Spec, StagedTransfer, State
 from host_offload.control.rules import refuse_writes
-from host_offload.control.transfers import Flight, Transfers, Wanted
+from host_offload.control.transfers import Flight, TransferLedger, Wanted
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Entry, Move, Residency
 
@@ -46,7 +46,7 @@ def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
         )
 
 
-class Transitions(Transfers):
+class Transitions(TransferLedger):
     """Where every expert is resident: each copy gets a cell of the pools that all layers share.
 
     resident.step_bytes bounds the bytes of a step. A copy is counted from when it is put on a list,

@@ -26,12 +26,12 @@ from host_offload.queue.order import TransferQueue
 from host_offload.queue.pinned import Given, PinnedRecords
 from host_offload.queue.transfer import (
     DEMAND,
-    Chunk,
     Load,
     Progress,
     QueueError,
     Settled,
     Transfer,
+    TransferChunk,
 )
 
 Put = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
@@ -64,7 +64,7 @@ class _Staged:
     """What is copied, held in the store until the copy has ended."""
     arrays: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     """Chunk's first byte → what it is copied to."""
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    chunks: list[TransferChunk] = dataclasses.field(default_factory=list)
     """That have begun and are not known to have ended."""
     mark: jax.Array | None = None
     """It is there where the record was taken before it had come: ready when that was read."""
@@ -194,7 +194,7 @@ class DeviceQueue:
         which they should run are dispatched."""
         self._look()
         ahead = sum(len(s.chunks) for s in self._staged.values() if not s.transfer.demand)
-        due: dict[int, list[Chunk]] = {}
+        due: dict[int, list[TransferChunk]] = {}
         for ticket in self._queue.in_turn(self._read):
             demand = self._staged[ticket].transfer.demand
             if not demand and not others:
@@ -295,12 +295,12 @@ class DeviceQueue:
         if len(staged.arrays) < len(self.records.sizes):
             self.wait(ticket)  # one failed, and others of it are under way
 
-    def _next_chunk(self, ticket: int) -> Chunk | None:
+    def _next_chunk(self, ticket: int) -> TransferChunk | None:
         if not self._queue.under_way:
             self._busy_since = time.monotonic()
         return self._queue.begin_chunk(ticket)
 
-    def _begin(self, ticket: int, chunks: Sequence[Chunk]) -> None:
+    def _begin(self, ticket: int, chunks: Sequence[TransferChunk]) -> None:
         """Begins chunks of one transfer, which _next_chunk gave."""
         staged = self._staged[ticket]
         try:
@@ -323,7 +323,7 @@ class DeviceQueue:
                     staged.chunks.remove(chunk)
                     self._end(chunk, _waited(array))
 
-    def _end(self, chunk: Chunk, failure: str) -> None:
+    def _end(self, chunk: TransferChunk, failure: str) -> None:
         settled = self._queue.end(chunk, failure)
         if not self._queue.under_way:
             self._busy += time.monotonic() - self._busy_since

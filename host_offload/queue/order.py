@@ -18,12 +18,12 @@ from collections.abc import Callable
 
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
-    Chunk,
     Flying,
     Progress,
     QueueError,
     Settled,
     Transfer,
+    TransferChunk,
     chunks_of,
 )
 
@@ -33,7 +33,7 @@ class _Open:
     """A transfer that has not settled."""
 
     transfer: Transfer
-    waiting: deque[Chunk]
+    waiting: deque[TransferChunk]
     left: list[int]
     """Bytes of each part that are not there."""
     bytes: int
@@ -74,12 +74,12 @@ class TransferQueue:
         self._open[ticket] = _Open(transfer, chunks, list(parts), sum(parts))
         return ticket
 
-    def next_chunk(self, ready: Callable[[int], bool] | None = None) -> Chunk | None:
+    def next_chunk(self, ready: Callable[[int], bool] | None = None) -> TransferChunk | None:
         """Begins the chunk whose turn it is; None where none waits. ready: as of in_turn."""
         tickets = self.in_turn(ready)
         return self.begin_chunk(tickets[0]) if tickets else None
 
-    def begin_chunk(self, ticket: int) -> Chunk | None:
+    def begin_chunk(self, ticket: int) -> TransferChunk | None:
         """Begins a transfer's next chunk, whose turn it is (in_turn); None where all have begun."""
         open_ = self._open[ticket]
         if not open_.waiting:
@@ -99,7 +99,7 @@ class TransferQueue:
         ]
         return [ticket for _, _, ticket in sorted(waiting)]
 
-    def end(self, chunk: Chunk, failure: str = "") -> Settled | None:
+    def end(self, chunk: TransferChunk, failure: str = "") -> Settled | None:
         """The chunk's bytes are there, or what went wrong. Returns how its transfer ended, where
         this was the last of it."""
         open_ = self._open[chunk.ticket]

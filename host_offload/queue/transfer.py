@@ -91,7 +91,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class TransferChunk:
     """One piece of a transfer, of one of its parts."""
 
     ticket: int
@@ -101,13 +101,13 @@ class Chunk:
     bytes: int
 
 
-def chunks_of(ticket: int, parts: tuple[int, ...], chunk_bytes: int) -> Iterator[Chunk]:
+def chunks_of(ticket: int, parts: tuple[int, ...], chunk_bytes: int) -> Iterator[TransferChunk]:
     """The chunks of a transfer in their order: none has bytes of two parts."""
     for part, (first, size) in enumerate(
         zip(itertools.accumulate(parts, initial=0), parts, strict=False)
     ):
         for at in range(0, size, chunk_bytes):
-            yield Chunk(ticket, part, first + at, min(chunk_bytes, size - at))
+            yield TransferChunk(ticket, part, first + at, min(chunk_bytes, size - at))
 
 
 @dataclasses.dataclass(frozen=True)

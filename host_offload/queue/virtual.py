@@ -13,12 +13,12 @@ from collections.abc import Callable
 from host_offload.queue.order import TransferQueue
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
-    Chunk,
     Load,
     Progress,
     QueueError,
     Settled,
     Transfer,
+    TransferChunk,
 )
 
 
@@ -37,8 +37,8 @@ class VirtualQueue:
         latency: float = 0.0,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        fails: Callable[[Chunk], str] | None = None,
-        log: Callable[[Chunk, float, float], None] | None = None,
+        fails: Callable[[TransferChunk], str] | None = None,
+        log: Callable[[TransferChunk, float, float], None] | None = None,
     ):
         if not rate > 0 or not latency >= 0:
             raise QueueError(f"a link of {rate} bytes/s and {latency} s")
@@ -48,7 +48,7 @@ class VirtualQueue:
         self._rate, self._latency, self._fails, self._log = rate, latency, fails, log
         self._free = 0.0
         """When the link ends what it carries."""
-        self._travelling: deque[tuple[float, Chunk]] = deque()
+        self._travelling: deque[tuple[float, TransferChunk]] = deque()
         """Chunks that have begun, with the time at which their bytes are there."""
         self._busy, self._busy_since = 0.0, 0.0
         self._closed = False

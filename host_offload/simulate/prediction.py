@@ -16,16 +16,16 @@ import numpy as np
 from host_offload.control.interface import Moment, Policy, Spec, routed_counts
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.placement import ResidentSpec
-from host_offload.policies.eviction.names import with_eviction
-from host_offload.policies.placement.names import with_placement
-from host_offload.policies.placement.policy import Placement, costs_of
+from host_offload.policies.eviction.eviction_names import with_eviction
+from host_offload.policies.placement.placement_names import with_placement
+from host_offload.policies.placement.placement_policy import PlacementPolicy, costs_of
 from host_offload.policies.placement.presched import PlacementCosts
-from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from host_offload.simulate.bounds import stall_bound
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate, spec_of
 from host_offload.simulate.step_timeline import Looks, StepLoad, StepTimeline
-from host_offload.simulate.timeline import Event, Link
+from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing import version_costs
 from host_offload.sizing.cost_model import CostError, CostModel, Work
 from host_offload.traces.reader import Trace, TraceHeader
@@ -53,7 +53,7 @@ class Prediction:
     bytes: int
     """Over the link, of all steps."""
     link_per_byte: float
-    events: tuple[Event, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()
     """What happens when, where that was to be drawn."""
 
     @property
@@ -180,7 +180,7 @@ def _second(
 ) -> PlacementCosts | None:
     """What the placement among the policies goes by; None: there is none. spec: None: of the
     trace."""
-    placements = [policy for policy in policies if isinstance(policy, Placement)]
+    placements = [policy for policy in policies if isinstance(policy, PlacementPolicy)]
     if not placements:
         return None
     spec = spec_of(header) if spec is None else spec

@@ -11,9 +11,9 @@ import numpy as np
 from host_offload.control.controller import Decided, Event, Observed
 from host_offload.control.interface import Policy, Spec, StagedTransfer
 from host_offload.control.rules import name_of
-from host_offload.policies.eviction.names import POLICIES
-from host_offload.policies.placement.names import with_placement
-from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.policies.eviction.eviction_names import POLICIES
+from host_offload.policies.placement.placement_names import with_placement
+from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.traces.reader import Trace

@@ -28,14 +28,14 @@ from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager, Referenced
 from host_offload.memory.tables import Entry, HandOver, Move, Residency
 from host_offload.policies.prefetch.expert_map.step_search import (
-    Found,
+    FoundMaps,
     HeldMaps,
     HeldTrajectory,
     entries_of,
 )
 from host_offload.queue.transfer import Progress
 from host_offload.sizing.version_costs import VersionCounts
-from host_offload.traces.progress import Recorded
+from host_offload.traces.progress import RecordedProgress
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
@@ -191,7 +191,7 @@ class PagerDevice:
                 self._moves.append(Staged(of, expert, version, row, coming, routed))
         return done
 
-    def fetch(self, layer: int, found: Found, top_k: int, coming: int) -> np.ndarray:
+    def fetch(self, layer: int, found: FoundMaps, top_k: int, coming: int) -> np.ndarray:
         """What the maps that were found say of a layer to come becomes its prior and transfers, as
         moejax.step.map_search.Lookahead.fetch has it. coming: as of stage. Returns those of
         StepRecord.ahead."""
@@ -389,7 +389,7 @@ class SimulatedEngine:
         self._control = Control(device, controller, self._resizer)
         self._making = -1
         self._clock = clock
-        self._progress = Recorded(trace.progress(), f"the trace {trace.directory}")
+        self._progress = RecordedProgress(trace.progress(), f"the trace {trace.directory}")
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepRecord, StepRecord]] = []
         """Steps that were dispatched and not read: in the trace, and as they came out."""

@@ -19,10 +19,10 @@ from host_offload.control.rules import check_policies, check_search, gives_away
 from host_offload.memory.pager import Pager, Referenced, resident_tables
 from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
-from host_offload.policies.eviction.names import EVICTION, with_eviction
-from host_offload.policies.placement.names import with_placement
+from host_offload.policies.eviction.eviction_names import EVICTION, with_eviction
+from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.prefetch.fitted import check_fitted
-from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from host_offload.simulate.simulated_engine import (
     PagerDevice,
     SimulatedEngine,

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from host_offload.queue.transfer import DEMAND, Chunk, Load, QueueError, Transfer
+from host_offload.queue.transfer import DEMAND, Load, QueueError, Transfer, TransferChunk
 from host_offload.queue.virtual import VirtualQueue
 
 DEVICE = "device"
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """Something that took time on a track, simulated or measured. Times are seconds."""
 
     track: str
@@ -83,7 +83,7 @@ class Timeline:
     def __init__(self, links: Mapping[str, Link], *, record: bool = True):
         self.now = 0.0
         """Seconds, the device's."""
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
         """What happened, by track in the order of its beginning."""
         self._record = record
         self._lost = 0.0
@@ -214,10 +214,10 @@ class Timeline:
         self, track: str, name: str, begin: float, end: float, layer: int | None = None
     ) -> None:
         if self._record and end > begin:
-            self.events.append(Event(track, name, begin, end, layer))
+            self.events.append(TimelineEvent(track, name, begin, end, layer))
 
-    def _log(self, name: str) -> Callable[[Chunk, float, float], None]:
-        def log(chunk: Chunk, begin: float, end: float) -> None:
+    def _log(self, name: str) -> Callable[[TransferChunk, float, float], None]:
+        def log(chunk: TransferChunk, begin: float, end: float) -> None:
             self._lost += self._beside[name] * chunk.bytes
             t, _ = self._transfers[name, chunk.ticket]
             said = f"{t.cause} {t.layer}.{t.expert} part {chunk.part}"
@@ -226,7 +226,7 @@ class Timeline:
         return log
 
 
-def trace_events(events: Iterable[Event]) -> dict[str, Any]:
+def trace_events(events: Iterable[TimelineEvent]) -> dict[str, Any]:
     """The events as an object for Perfetto and chrome://tracing (Trace Event Format, complete
     events): a thread a track, in the order in which the tracks begin."""
     events = sorted(events, key=lambda event: event.begin)
@@ -250,6 +250,6 @@ def trace_events(events: Iterable[Event]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *spans]}
 
 
-def write_trace(path: Path, events: Iterable[Event]) -> None:
+def write_trace(path: Path, events: Iterable[TimelineEvent]) -> None:
     """Writes a file that https://ui.perfetto.dev opens. Raises OSError."""
     path.write_text(json.dumps(trace_events(events)))

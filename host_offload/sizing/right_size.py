@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from host_offload.sizing.coactivation import coactivation_counts, predicted_use
+from host_offload.sizing.coactivation_counts import coactivation_counts, predicted_use
 from host_offload.sizing.joint import DecodeModel, cap_beside
 from host_offload.sizing.miss_curves import MissCurves, trace_curves
 from host_offload.sizing.split import Division, SplitError

@@ -101,7 +101,7 @@ def names() -> list[str]:
     return [f"{group}.{name}" for group, types in _ARRAYS.items() for name in types]
 
 
-class Recorded:
+class RecordedProgress:
     """What a trace says of transfers beside compute, in its order. what: it, for messages."""
 
     def __init__(self, seen: Iterable[ProgressTrace], what: str):

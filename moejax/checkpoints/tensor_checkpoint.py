@@ -16,7 +16,7 @@ import numpy as np
 from host_offload.memory.record_source import RecordSource
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
-from moejax.checkpoints.foreign.checkpoint import open_mapped
+from moejax.checkpoints.foreign.foreign_checkpoint import open_mapped
 from moejax.checkpoints.orbax.layout import DENSE
 from moejax.checkpoints.safetensors.shards import Shard, TensorFile, TensorReader, find_shards
 from moejax.checkpoints.shard_records import ShardRecords

@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
     import jax
 
     from host_offload.memory.budget import format_bytes
-    from moejax.checkpoints.convert import convert
+    from moejax.checkpoints.conversion import convert
     from moejax.models.directory import model_directory
     from moejax.progress import loading_progress
 

@@ -249,7 +249,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         overwrite=args.overwrite,
     )
     if args.ray is not None:
-        from moejax.serve.cluster.job import open_cluster_job
+        from moejax.serve.cluster.cluster_job import open_cluster_job
 
         if args.trace is not None:
             raise UserError("--trace is of one model, not of many; leave out --trace or --ray")

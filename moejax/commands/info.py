@@ -15,7 +15,7 @@ from moejax.sizes import parse_rate, parse_size
 from moejax.start.fields import Description
 
 if TYPE_CHECKING:
-    from moejax.start.report.info import Fit, ModelInfo, Weights
+    from moejax.start.report.model_info import Fit, ModelInfo, Weights
 
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
 """Memories that are shown where there is no GPU to ask."""
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     # jax would else take most of a GPU that is only asked for its size.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-    from moejax.start.report.info import fit, info_json, model_info, read_headers
+    from moejax.start.report.model_info import fit, info_json, model_info, read_headers
 
     config, weights = read_headers(args.path, args.step, args.name_map)
     info = model_info(config, args.dtype)
@@ -128,7 +128,7 @@ def _gpu_memory() -> int | None:
 
 
 def _parts(info: ModelInfo) -> Iterator[tuple[str, ...]]:
-    from moejax.start.report.info import EXPERTS
+    from moejax.start.report.model_info import EXPERTS
 
     for part, count in info.parameters.items():
         tier = "host" if part == EXPERTS else "device"

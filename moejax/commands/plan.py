@@ -19,7 +19,7 @@ from pallas_kernels.option_text import read_value, seconds, share
 if TYPE_CHECKING:
     from host_offload.simulate.timeline import Link
     from host_offload.sizing.right_size import Capacity
-    from moejax.costs.workload_plan import Planner, Split
+    from moejax.costs.workload_plan import PlannedSplit, Planner
 
 _EPILOG = """\
 examples:
@@ -236,7 +236,7 @@ def _queue_of(args: argparse.Namespace, tpot_s: float | None) -> Link | None:
     return Link(wanted.rate, wanted.latency or 0.0)
 
 
-def _print_plan(plan: Split, output: str | None) -> None:
+def _print_plan(plan: PlannedSplit, output: str | None) -> None:
     cells = f"{min(plan.cells)} to {max(plan.cells)} cells a layer"
     pages = f"{plan.kv_pages} pages, {plan.kv_tokens} tokens"
     parts = (
@@ -274,7 +274,7 @@ def _print_plan(plan: Split, output: str | None) -> None:
     print(options)
 
 
-def _print_working_sets(plan: Split) -> None:
+def _print_working_sets(plan: PlannedSplit) -> None:
     share = f"{plan.epsilon * 100:.3g}%"
     print(f"cells a layer with which at most {share} of warm references miss: for LRU, by reuse")
     print("distances, and as co-activation predicts")

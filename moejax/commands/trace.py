@@ -171,7 +171,7 @@ def _model_config(args: argparse.Namespace) -> ModelConfig | None:
     """The configuration of --model; None without it."""
     if args.model is None:
         return None
-    from moejax.start.report.info import read_headers
+    from moejax.start.report.model_info import read_headers
 
     return read_headers(args.model, args.step, args.name_map)[0]
 
@@ -374,7 +374,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from moejax.traces.generated import write_generated_trace
+    from moejax.traces.generated_traces import write_generated_trace
 
     write_generated_trace(args.destination, args.kind, **asked(args, _OF_ROUTING))
     print(f"{args.destination}: {args.sequences} sequences of {args.tokens} tokens, {args.kind}")

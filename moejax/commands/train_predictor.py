@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from host_offload.policies.prefetch.fitted import Fitted
-    from host_offload.policies.prefetch.llapor.evaluation import LayerReport
+    from host_offload.policies.prefetch.llapor.llapor_evaluation import LayerReport
     from host_offload.policies.prefetch.llapor.metrics import Quality
     from host_offload.traces.reader import Trace
 
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
 
     import numpy as np
 
-    from host_offload.policies.prefetch.llapor.training import split
+    from host_offload.policies.prefetch.llapor.llapor_training import split
     from host_offload.traces.reader import read_trace
 
     with user_errors(ValueError):
@@ -151,8 +151,8 @@ def _networks(
 ) -> tuple[Fitted, list[LayerReport]]:
     """What LLaPor learned. parts: bool[tokens], what is learned from and what says when to stop, of
     `trace`, and what it is tested on, of `test`."""
-    from host_offload.policies.prefetch.llapor.evaluation import evaluated
-    from host_offload.policies.prefetch.llapor.training import Training, fit
+    from host_offload.policies.prefetch.llapor.llapor_evaluation import evaluated
+    from host_offload.policies.prefetch.llapor.llapor_training import NetworkTraining, fit
 
     stride = given.pop("stride", 1)
     with training_progress(shown) as say:
@@ -160,7 +160,7 @@ def _networks(
         def report(layer: int, layers: int, epoch: int, recall: float) -> None:
             say(layer, layers, f"epoch {epoch}: recall {recall:.1%}")
 
-        training = Training(**given)
+        training = NetworkTraining(**given)
         policy = fit(trace, stride=stride, training=training, rows=parts[:2], report=report)
     return policy.fitted, evaluated(policy, test, parts[2], router)
 
@@ -174,8 +174,8 @@ def _forests(
     shown: bool,
 ) -> tuple[Fitted, list[LayerReport]]:
     """What ExpertFlow's forests learned, from the first two parts: nothing says when to stop."""
-    from host_offload.policies.prefetch.expertflow.evaluation import evaluated
-    from host_offload.policies.prefetch.expertflow.training import Training, fit
+    from host_offload.policies.prefetch.expertflow.expertflow_evaluation import evaluated
+    from host_offload.policies.prefetch.expertflow.expertflow_training import ForestTraining, fit
 
     assert router is not None
     with training_progress(shown) as say:
@@ -183,7 +183,7 @@ def _forests(
         def report(layer: int, layers: int, ahead: int) -> None:
             say(layer, layers, f"{ahead} ahead")
 
-        training = Training(**given)
+        training = ForestTraining(**given)
         policy = fit(trace, router, training=training, rows=parts[0] | parts[1], report=report)
     return policy.fitted, evaluated(policy, test, parts[2], router)
 

@@ -42,8 +42,8 @@ from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
-from moejax.step.parts import DECODE_TILE, Routing, StepOutput
 from moejax.step.programs import STAGES
+from moejax.step.step_parts import DECODE_TILE, Routing, StepOutput
 from pallas_kernels.stage import Entries
 
 WARM = 1

@@ -27,14 +27,14 @@ from host_offload.sizing.cost_model import (
     fitted_table,
 )
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
-from moejax.costs.in_place import in_place_costs
+from moejax.costs.in_place_costs import in_place_costs
 from moejax.costs.overlap import beside_per_byte, step_shares
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
 from moejax.step.executor import Executor
-from moejax.step.parts import DECODE_TILE
 from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.step_parts import DECODE_TILE
 
 log = logging.getLogger("moejax")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import Load, Source, Transfer
-from host_offload.simulate.timeline import Event
+from host_offload.simulate.timeline import TimelineEvent
 from host_offload.sizing.cost_model import Shares, StepCost
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps
 from moejax.traces.timeline import measured_events
@@ -38,7 +38,7 @@ def step_shares(forced: ForcedSteps, case: Case, cost: StepCost, timed: int) -> 
     return shares_of(cost, cost.seconds(work), forced.layers, *layer)
 
 
-def layer_seconds(events: Sequence[Event]) -> tuple[float, float]:
+def layer_seconds(events: Sequence[TimelineEvent]) -> tuple[float, float]:
     """Median seconds of a layer before its experts (without filling cells) and after them."""
     ordered = sorted(events, key=lambda event: event.begin)
     runs = [list(run) for _, run in itertools.groupby(ordered, key=lambda event: event.layer)]

@@ -19,7 +19,7 @@ from host_offload.sizing.cost_model import CostError, CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 
 
 def identity(steps: StepSpec) -> dict[str, Any]:

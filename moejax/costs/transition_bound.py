@@ -16,12 +16,12 @@ from collections.abc import Mapping
 
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import ResidentSpec
-from host_offload.policies.precision.names import Precision
+from host_offload.policies.precision.precision_names import Precision
 from host_offload.sizing.cost_model import CostModel, Work
 from moejax.costs.rates import Rates
 from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 
 log = logging.getLogger("moejax")
 

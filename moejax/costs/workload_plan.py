@@ -19,7 +19,7 @@ import numpy as np
 from host_offload.control.interface import Costs, Spec
 from host_offload.simulate.prediction import Prediction, predict
 from host_offload.simulate.simulator import spec_of
-from host_offload.simulate.timeline import Event, Link
+from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
 from host_offload.sizing.joint import DecodeModel, decode_model
@@ -40,7 +40,7 @@ from moejax.errors import UserError, user_errors
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class PlannedSplit:
     """A memory's split between experts and KV, and what it is predicted to cost."""
 
     memory: int
@@ -124,7 +124,7 @@ class Planner:
         cells: str = "uniform",
         kv_overflow: str = "swap",
         epsilon: float = EPSILON,
-    ) -> Split:
+    ) -> PlannedSplit:
         """The split of so many bytes by WiSP's configurator, and what the trace's steps take then.
         cells: how the experts' slots are shared over layers. epsilon: in [0, 1], the warm miss rate
         that is small enough for a working set. Raises UserError for a memory that is too small,
@@ -139,7 +139,7 @@ class Planner:
         moved = curves.misses[np.arange(self.spec.layers), found.cells] * sizes
         slot = division.unit
         step_s = np.nan if prediction is None else prediction.mean_s("decode")
-        return Split(
+        return PlannedSplit(
             memory=division.total_bytes,
             slot_bytes=slot,
             cap=found.cap,
@@ -161,7 +161,7 @@ class Planner:
         )
 
     @user_errors()
-    def timeline(self, split: Split) -> list[Event]:
+    def timeline(self, split: PlannedSplit) -> list[TimelineEvent]:
         """What the trace's steps do when with a split. Raises UserError without measured costs."""
         model = self._measured()
         return list(self._predict(model, split.cells, draw=True).events)

@@ -17,8 +17,8 @@ from host_offload.versions.layer_versions import version_bytes
 from moejax.engine.step_work import PlacedRows
 from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
-from moejax.step.parts import StepSpec
 from moejax.step.programs import STAGES
+from moejax.step.step_parts import StepSpec
 from pallas_kernels.stage import Entries
 
 

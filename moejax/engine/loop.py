@@ -19,8 +19,8 @@ from host_offload.control.interface import Policy, Spec
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.kv_cache import Block
 from moejax.engine.control import StepHooks, control_of, layer_hooks
-from moejax.engine.residency import ResidencyPlanner
-from moejax.engine.resize import Resizer, cells_of, check_grant, check_one_version, grant
+from moejax.engine.residency_planner import ResidencyPlanner
+from moejax.engine.resize import ArenaResizer, cells_of, check_grant, check_one_version, grant
 from moejax.engine.sampling import TokenSampler
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics, page_use
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Event(NamedTuple):
+class StepEvent(NamedTuple):
     """A line of the event log."""
 
     what: str
@@ -82,7 +82,7 @@ class Engine:
         seed: int = 0,
         listener: Listener | None = None,
         control: Control | None = None,
-        resizer: Resizer | None = None,
+        resizer: ArenaResizer | None = None,
         tracer: Tracer | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
         hooks: Hooks | None = None,
@@ -92,13 +92,13 @@ class Engine:
         self.planner = planner
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed, self.listener, self.control = seed, listener, control
-        self.resizer = Resizer(runner, scheduler) if resizer is None else resizer
+        self.resizer = ArenaResizer(runner, scheduler) if resizer is None else resizer
         self.tracer, self.tokenizer = tracer, tokenizer
         wanted = None if control is None else layer_hooks(control, runner)
         if hooks is not None and wanted is not None:
             raise UserError("hooks and policies that look between layers cannot both be given")
         self.hooks: StepHooks | None = wanted if hooks is None else lambda _: hooks
-        self.events: deque[Event] = deque(maxlen=1000)
+        self.events: deque[StepEvent] = deque(maxlen=1000)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
@@ -396,7 +396,7 @@ class Engine:
             _, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
         now, first = time.perf_counter(), program not in self._compiled
         self._compiled.add(program)
-        self.events.append(Event("dispatch", number, now))
+        self.events.append(StepEvent("dispatch", number, now))
         moved = stages, runner.walk.transfers
         assert runner.tokens.results is not None
         return Step(
@@ -461,7 +461,7 @@ class Engine:
             self._give_up(step.work.requests(), step.work.published)
             raise
         now = time.perf_counter()
-        self.events.append(Event("read", step.number, now))
+        self.events.append(StepEvent("read", step.number, now))
         failures = self.runner.failures(results.writes)
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
         if self.planner is not None:

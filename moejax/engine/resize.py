@@ -83,7 +83,7 @@ def _all_or_nothing(arena: SlotArena) -> Iterator[None]:
 
 
 @dataclasses.dataclass
-class Resizer:
+class ArenaResizer:
     """Carries out, before a step, what policies want while requests run.
 
     A slot that changes sides must be empty. So where KV shrinks, idle blocks are dropped, pages are
@@ -206,7 +206,7 @@ class Resizer:
 
 
 @dataclasses.dataclass
-class ResidentResizer(Resizer):
+class ResidentResizer(ArenaResizer):
     """Where every expert is always resident in one of two versions: KV gets slots that experts can
     do without once fewer are high, and experts make more of theirs high when KV gives slots back.
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from host_offload.memory.kv_cache import Block, KVCache
 from moejax.engine.prefix_cache import PrefixCache
-from moejax.engine.step_work import Chunk, ScheduledWork
+from moejax.engine.step_work import PromptChunk, ScheduledWork
 from moejax.errors import UserError
 from moejax.requests.request import PrefillKind, Request
 from moejax.requests.sessions import Sessions
-from moejax.step.parts import StepShapes
+from moejax.step.step_parts import StepShapes
 
 HELD_STEPS = 32
 """Most decode steps that new prompts wait for others to share their prefill step."""
@@ -178,9 +178,9 @@ class Scheduler:
             self.in_step.add(request)
         return rows
 
-    def _next_chunks(self) -> list[Chunk]:
+    def _next_chunks(self) -> list[PromptChunk]:
         decoding = next(self._decoding(), None) is not None
-        chunks: list[Chunk] = []
+        chunks: list[PromptChunk] = []
         kind: PrefillKind | None = None
         for request in self._prefilling(decoding, chunks):
             if kind not in (None, request.prefill_kind):
@@ -196,7 +196,7 @@ class Scheduler:
                 chunks += self._chunks_of(request, self.prefill_chunks - len(chunks))
         return chunks
 
-    def _prefilling(self, decoding: bool, chunks: list[Chunk]) -> Iterator[Request]:
+    def _prefilling(self, decoding: bool, chunks: list[PromptChunk]) -> Iterator[Request]:
         """Those whose prompt is not computed, in order, until the prefill step is full; the waiting
         ones as they are admitted."""
         pending = sorted((r for r in self.running.values() if not r.prefill_done), key=_order)
@@ -296,8 +296,8 @@ class Scheduler:
             self.cache.unpin(request.blocks)
         return there
 
-    def _chunks_of(self, request: Request, most: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
+    def _chunks_of(self, request: Request, most: int) -> list[PromptChunk]:
+        chunks: list[PromptChunk] = []
         row = request.row
         assert row is not None
         while len(chunks) < most and not request.prefill_done:
@@ -317,7 +317,7 @@ class Scheduler:
             samples = last and request.to_generate > 0 and request.dispatched == 0
             if samples:
                 request.dispatched = 1
-            chunks.append(Chunk(request, row, start, skip, end - start, samples, last))
+            chunks.append(PromptChunk(request, row, start, skip, end - start, samples, last))
             self.in_step.add(request)
         return chunks
 

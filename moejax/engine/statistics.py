@@ -22,8 +22,8 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
-from moejax.step.parts import SecondProcessor
 from moejax.step.processors.processor import PlacementTotals
+from moejax.step.step_parts import SecondProcessor
 
 KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""

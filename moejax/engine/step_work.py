@@ -14,8 +14,8 @@ from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
 from moejax.step.hooks import LayerTransfers
-from moejax.step.parts import PrefillBatch, StepOutput, StepShapes, empty_prefill
 from moejax.step.results import Results
+from moejax.step.step_parts import PrefillBatch, StepOutput, StepShapes, empty_prefill
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """Tokens [start + skip, start + length) of a request; start is a multiple of the chunk size."""
 
     request: Request
@@ -41,7 +41,7 @@ class Chunk:
 class ScheduledWork:
     """The next step: `chunks` for a prefill step, else `rows` for a decode step."""
 
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PromptChunk, ...] = ()
     rows: tuple[tuple[int, Request], ...] = ()
     placed: tuple[Request, ...] = ()
     """Requests that got a row since the step before."""

@@ -15,7 +15,7 @@ import numpy as np
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.evaluate.comparison import Units
-from moejax.evaluate.report import model_report, run_report
+from moejax.evaluate.evaluation_report import model_report, run_report
 from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
 from moejax.serve.generation import run_scores

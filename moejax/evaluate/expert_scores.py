@@ -13,7 +13,7 @@ from host_offload.control.rules import parse_interval
 from host_offload.memory.record_source import read_records
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.precision.maps import top_map
-from host_offload.policies.precision.names import precision_of
+from host_offload.policies.precision.precision_names import precision_of
 from host_offload.traces.reader import Trace
 from host_offload.versions.encoders import decode
 from host_offload.versions.quantizers import to_float32

@@ -20,8 +20,8 @@ from host_offload.traces.reader import Trace, read_trace
 from host_offload.versions.encoders import WORKERS, EncodingError, encode, pack_quantized
 from host_offload.versions.gptq import gptq_expert
 from host_offload.versions.quantizers import QUANTIZERS, UnquantizableError, rtn, to_float32
+from moejax.checkpoints.conversion import Conversion, Encoding, free_destination, write_checkpoint
 from moejax.checkpoints.conversion_source import Source, open_source, orbax_source
-from moejax.checkpoints.convert import Conversion, Encoding, free_destination, write_checkpoint
 from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import GPTQ, LOSSLESS, check_quantizer, check_versions

@@ -19,7 +19,7 @@ from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import EncodedPrompt
 from moejax.requests.request import GenerationRequest, Prompt, require_type
 from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.engine_thread import EngineThread, Stream
+from moejax.serve.engine_thread import EngineThread, TokenStream
 from moejax.serve.llm import LLM
 from moejax.start.options import Config
 
@@ -103,7 +103,7 @@ class AsyncLLM:
         require_type("request_id", request_id, str | None, "a string or None")
         engine, loop = self._engine, asyncio.get_running_loop()
         name = uuid.uuid4().hex if request_id is None else request_id
-        stream = Stream(name, loop, last_only, wanted=not last_only)
+        stream = TokenStream(name, loop, last_only, wanted=not last_only)
         if engine.streams.setdefault(stream.request_id, stream) is not stream:
             raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
         finished = False

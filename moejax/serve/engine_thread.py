@@ -39,7 +39,7 @@ class EngineDeadError(RuntimeError):
 
 
 @dataclasses.dataclass(eq=False)
-class Stream:
+class TokenStream:
     """One request between the engine's thread and the event loop that waits for it.
 
     The engine makes an output only for who waits for one, so a slow reader holds at most the newest
@@ -85,7 +85,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerFast | None):
         self.thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, TokenStream] = {}
         """Those that have a reader, by request id; kept by the readers."""
         self._engine, self._tokenizer, self._process = engine, tokenizer, os.getpid()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -95,10 +95,10 @@ class EngineThread:
         self._failure: BaseException | None = None
 
         # Of the thread:
-        self._live: dict[Stream, None] = {}
-        self._stream_of: dict[Request, Stream] = {}
-        self._unseen: dict[Stream, None] = {}  # have tokens that their reader does not know of
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Stream, News]]] = {}
+        self._live: dict[TokenStream, None] = {}
+        self._stream_of: dict[Request, TokenStream] = {}
+        self._unseen: dict[TokenStream, None] = {}  # have tokens that their reader does not know of
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, News]]] = {}
         self._stopping = False
 
     # ---- for all threads
@@ -153,21 +153,21 @@ class EngineThread:
 
     # ---- functions for call and tell
 
-    def submit(self, stream: Stream, encoded: EncodedPrompt, asked: GenerationRequest) -> None:
+    def submit(self, stream: TokenStream, encoded: EncodedPrompt, asked: GenerationRequest) -> None:
         stream.submission = submit(self._engine, encoded, asked)
         self._live[stream] = None
         self._stream_of.update((request, stream) for request in stream.submission.requests)
         if stream.cancelled:
             self.cancel(stream)
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: TokenStream) -> None:
         if stream.submission is None:
             stream.cancelled = True
         elif stream in self._live:
             self._engine.abort(stream.submission.requests)
             self._post_output(stream)
 
-    def drop(self, stream: Stream) -> None:
+    def drop(self, stream: TokenStream) -> None:
         """Nobody waits for it any more, or it has ended."""
         if stream.submission is not None and stream in self._live:
             self._engine.abort(stream.submission.requests)
@@ -217,7 +217,7 @@ class EngineThread:
             if stream.wanted or stream.submission.finished:
                 self._post_output(stream)
 
-    def _post_output(self, stream: Stream) -> None:
+    def _post_output(self, stream: TokenStream) -> None:
         assert stream.submission is not None
         try:
             output = stream.submission.output(self._tokenizer, stream.sent)
@@ -231,7 +231,7 @@ class EngineThread:
         if output.finished:
             self.drop(stream)
 
-    def _post(self, stream: Stream, news: News) -> None:
+    def _post(self, stream: TokenStream, news: News) -> None:
         self._outbox.setdefault(stream.loop, []).append((stream, news))
 
     def _send(self) -> None:
@@ -284,7 +284,7 @@ def _carry_out(future: Future | None, function: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def _deliver(news: list[tuple[Stream, News]]) -> None:
+def _deliver(news: list[tuple[TokenStream, News]]) -> None:
     for stream, newest in news:
         stream.newest = newest
         stream.news.set()

@@ -50,8 +50,8 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.start.build import start_engine
-from moejax.start.decide.residency import store_builder
 from moejax.start.decide.shapes import ops_in_use
+from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import cache_of, stored_versions
 from moejax.start.fields import with_keywords_of
 from moejax.start.options import Config, Keywords

@@ -18,19 +18,19 @@ from host_offload.memory.arena import SlotArena
 from host_offload.memory.budget import ArenaTooSmall
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.placement import ResidentSpec, place
-from host_offload.policies.placement.names import said
-from host_offload.policies.placement.policy import Placement
+from host_offload.policies.placement.placement_names import said
+from host_offload.policies.placement.placement_policy import PlacementPolicy
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.engine.control import control_of
 from moejax.engine.loop import Engine
-from moejax.engine.residency import ResidencyPlanner
-from moejax.engine.resize import ResidentResizer, Resizer
+from moejax.engine.residency_planner import ResidencyPlanner
+from moejax.engine.resize import ArenaResizer, ResidentResizer
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import user_errors
 from moejax.models.layers import Decoder
 from moejax.start.decide.facts import device_facts, facts_of
-from moejax.start.decide.plan import Plan, decide, divide, step_spec
+from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
 from moejax.start.decide.transfers import automatic, with_packed
 from moejax.start.kernels import checked_later, native_note, verify_kernels
 from moejax.start.options import Config
@@ -39,7 +39,7 @@ from moejax.start.probe import divided, step_costs
 from moejax.start.settings import Settings, settings_of
 from moejax.start.tiers import measured_rates
 from moejax.step.executor import Executor
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 from moejax.step.walk import check_hooks
 from moejax.traces.tracer import Tracer, start_trace
 
@@ -55,7 +55,7 @@ def start_engine(
     device: jax.Device,
     *,
     tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
-) -> tuple[Engine, Plan]:
+) -> tuple[Engine, StartPlan]:
     """An engine and its plan, of a loaded model, which has the versions of the options' precision
     (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
     Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
@@ -79,7 +79,7 @@ def start_engine(
     return build(plan, loaded, device, tokenizer), plan
 
 
-def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Plan:
+def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> StartPlan:
     """The plan of a start on this device, once what it depends on is measured: the memory that
     steps need, where nothing else limits the arena, and their costs, where policies ask for
     them."""
@@ -140,7 +140,7 @@ def make_runner(
 
 
 def build(
-    plan: Plan,
+    plan: StartPlan,
     loaded: LoadedModel,
     device: jax.Device,
     tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
@@ -159,7 +159,7 @@ def build(
 
 
 def _engine(
-    plan: Plan,
+    plan: StartPlan,
     loaded: LoadedModel,
     runner: Executor,
     tokenizer: PreTrainedTokenizerFast | None,
@@ -211,7 +211,7 @@ def _engine(
     )
 
 
-def _grant(plan: Plan, arena: SlotArena, runner: Executor) -> float | None:
+def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> float | None:
     """Gives layers their cells, or every expert its place, which may be in the store; the seconds
     that a byte took then, where versions change later."""
     mixed = plan.mixed
@@ -236,7 +236,7 @@ def _grant(plan: Plan, arena: SlotArena, runner: Executor) -> float | None:
     return None
 
 
-def _planner(plan: Plan, runner: Executor, scheduler: Scheduler) -> ResidencyPlanner | None:
+def _planner(plan: StartPlan, runner: Executor, scheduler: Scheduler) -> ResidencyPlanner | None:
     """Who moves experts between tiers while requests run; None: nobody."""
     tiers, storage = plan.settings.tiers, plan.storage
     if tiers is None or storage is None or tiers.planner == "none":
@@ -246,19 +246,19 @@ def _planner(plan: Plan, runner: Executor, scheduler: Scheduler) -> ResidencyPla
 
 
 def _control(
-    plan: Plan,
+    plan: StartPlan,
     loaded: LoadedModel,
     runner: Executor,
     scheduler: Scheduler,
     listener: Callable[[Event], None],
-) -> tuple[Control | None, Resizer]:
+) -> tuple[Control | None, ArenaResizer]:
     """The policies' control, None where they are never asked, and what carries out its budgets."""
     spec, policies = plan.spec, plan.settings.policies
     if any("router" in policy.needs for policy in policies):
         spec = dataclasses.replace(spec, router=router_weights(loaded))
     with user_errors():
         controller = Controller(spec, policies, listener=listener)
-    resizer = Resizer(runner, scheduler)
+    resizer = ArenaResizer(runner, scheduler)
     if controller.moments and (transitions := controller.transitions) is not None:
         resizer = ResidentResizer(runner, scheduler, transitions=transitions)
     return control_of(runner, controller, resizer), resizer
@@ -270,13 +270,13 @@ def router_weights(loaded: LoadedModel) -> np.ndarray:
     return np.swapaxes(np.concatenate([np.asarray(run, np.float32) for run in runs]), 1, 2)
 
 
-def _placement(plan: Plan) -> str | None:
+def _placement(plan: StartPlan) -> str | None:
     """The placement with every cost that it goes by, for a replay."""
-    placements = [p for p in plan.settings.policies if isinstance(p, Placement)]
+    placements = [p for p in plan.settings.policies if isinstance(p, PlacementPolicy)]
     return said(placements[0], plan.spec) if placements else plan.settings.placement
 
 
-def _tracer(plan: Plan, runner: Executor) -> Tracer | None:
+def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
     """What writes every step into the directory that options name."""
     settings, options = plan.settings, plan.settings.options
     if options.runtime.trace is None:

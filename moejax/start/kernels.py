@@ -15,7 +15,7 @@ from moejax.checkpoints.tensors import layer_params, param_shape
 from moejax.errors import user_errors
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 from pallas_kernels.cpu.library import instruction_set, why_not_cpu
 from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import (

@@ -164,7 +164,7 @@ class Driver:
 
     @property
     def times(self) -> dict[str, float]:
-        """Of moejax.step.parts.StatedTimes, those that are stated."""
+        """Of moejax.step.step_parts.StatedTimes, those that are stated."""
         found = {name: getattr(self, name) for name in _TIMES}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 

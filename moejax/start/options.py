@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the command line answers before jax is imported
     import jax
 
     from host_offload.control.interface import Policy
-    from host_offload.policies.precision.names import Precision
+    from host_offload.policies.precision.precision_names import Precision
     from moejax.engine.loop import Listener
     from moejax.step.hooks import Hooks
 

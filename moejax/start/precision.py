@@ -22,7 +22,7 @@ from host_offload.memory.placement import (
 )
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
-from host_offload.policies.precision.names import Precision
+from host_offload.policies.precision.precision_names import Precision
 from moejax.costs.transition_bound import said
 from moejax.errors import UserError
 from moejax.step.programs import ProgramKey

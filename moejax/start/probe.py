@@ -16,7 +16,7 @@ from moejax.costs.measure import calibrate
 from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
 from moejax.step.executor import Executor
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 
 
 def activation_bytes(runner: Executor) -> int:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from host_offload.control.interface import Policy
 from host_offload.control.rules import gives_away
-from host_offload.policies.placement.names import placement_policy
+from host_offload.policies.placement.placement_names import placement_policy
 from host_offload.policies.placement.recorded import PREFIX
 from moejax.errors import UserError, user_errors
 from moejax.start.option_values import Driver
 from moejax.start.options import Config
-from moejax.step.parts import SecondProcessor, StatedTimes, StepSpec
+from moejax.step.step_parts import SecondProcessor, StatedTimes, StepSpec
 from pallas_kernels import Ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 
 if TYPE_CHECKING:
-    from host_offload.policies.precision.names import Precision
+    from host_offload.policies.precision.precision_names import Precision
 
 
 def _stated(driver: Driver) -> SecondProcessor:

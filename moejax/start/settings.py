@@ -12,10 +12,10 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
-from host_offload.policies.eviction.names import with_eviction
-from host_offload.policies.placement.names import with_placement
-from host_offload.policies.precision.names import Precision, precision_of
-from host_offload.policies.prefetch.names import with_prefetch
+from host_offload.policies.eviction.eviction_names import with_eviction
+from host_offload.policies.placement.placement_names import with_placement
+from host_offload.policies.precision.precision_names import Precision, precision_of
+from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from host_offload.sizing.cell_allocation import ALLOCATIONS
 from moejax.checkpoints.versions import check_quantizer
 from moejax.errors import UserError, user_errors

@@ -22,10 +22,10 @@ from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.records import decode
 
 if TYPE_CHECKING:
-    from host_offload.policies.precision.names import Precision
+    from host_offload.policies.precision.precision_names import Precision
     from moejax.start.option_values import Driver
     from moejax.start.options import Config
-    from moejax.step.parts import StepSpec
+    from moejax.step.step_parts import StepSpec
 
 PACKED_AS = "lossless12"
 

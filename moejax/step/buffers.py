@@ -15,8 +15,8 @@ from host_offload.memory.store import ExpertStore
 from host_offload.memory.tables import Tables, empty_tables
 from host_offload.versions.layer_versions import layer_versions
 from moejax.step.compiler import Compiler
-from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import StepSpec
 
 log = logging.getLogger("moejax")
 

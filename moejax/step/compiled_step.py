@@ -30,8 +30,9 @@ from moejax.step.experts import (
     with_record,
     zero_after,
 )
-from moejax.step.map_search import Lookahead, MapArrays, Trajectory
-from moejax.step.parts import (
+from moejax.step.map_search import Lookahead, MapArrays, StepTrajectory
+from moejax.step.results import ResultShape
+from moejax.step.step_parts import (
     LayerTrace,
     Routing,
     StepOutput,
@@ -43,7 +44,6 @@ from moejax.step.parts import (
     step_output,
     step_tokens,
 )
-from moejax.step.results import ResultShape
 from pallas_kernels.combine import row_squares
 from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size
 from pallas_kernels.plan import plan_resident
@@ -68,7 +68,7 @@ class _Carry(NamedTuple):
     """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
     squares: jax.Array | None = None
     """float32[T, N]: row_squares of x, where the stack takes them; None: its reader reads x."""
-    trajectory: Trajectory | None = None
+    trajectory: StepTrajectory | None = None
     """None: nothing is searched."""
     index: jax.Array | None = None
     """int32[1]: the layer in its stack, where the layer's last kernel counts; None: the loop
@@ -110,7 +110,7 @@ def device_step(
     if maps is not None:
         look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
         memory, first = look.begin(x, memory)
-        carry = _Carry(x, memory, trajectory=Trajectory.begun(look.arrays, ids.shape[0]))
+        carry = _Carry(x, memory, trajectory=StepTrajectory.begun(look.arrays, ids.shape[0]))
     few, k = kind == "decode", model.config.num_experts_per_tok
     # With a stage list or a search the index is still read behind the last kernel.
     counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)

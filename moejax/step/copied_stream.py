@@ -39,9 +39,9 @@ from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.layer_programs import LANDED, of_tiers
 from moejax.step.owned_stream import SetTables, check_window
-from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
+from moejax.step.step_parts import StepSpec
 from moejax.step.transports.copies import CopyTransport
 
 

@@ -41,13 +41,13 @@ from moejax.step.layer_experts import CopiedExperts, ExpertDispatch, FilledExper
 from moejax.step.layer_programs import is_of_layers, layer_program
 from moejax.step.layer_walk import LayerWalk
 from moejax.step.owned_stream import ExpertStream, OwnedStream
-from moejax.step.parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.processors.host import HostProcessor
 from moejax.step.processors.in_place import InPlaceProcessor, WallClock
 from moejax.step.processors.processor import Processor
 from moejax.step.processors.stated import StatedClock
 from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, ProgramKey, Programs
 from moejax.step.step_keys import StepKeys
+from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
 from moejax.step.transports.native import NativeTransport

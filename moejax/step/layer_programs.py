@@ -31,7 +31,8 @@ from moejax.step.experts import (
     seat,
     stage_layer,
 )
-from moejax.step.parts import (
+from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
+from moejax.step.step_parts import (
     LayerTrace,
     Leaf,
     StepSpec,
@@ -43,7 +44,6 @@ from moejax.step.parts import (
     step_output,
     step_tokens,
 )
-from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size

@@ -19,9 +19,9 @@ from moejax.step.compiler import Compiler
 from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.layer_experts import ExpertDispatch
-from moejax.step.parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.processors.processor import LayerInputs, Parts, Processor
 from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.step_parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.transports.transport import Transport
 from pallas_kernels.stage import Entries
 

@@ -2,9 +2,9 @@
 to 4.5), what they want fetched, and its transfers, with no host in between.
 
 Shapes: C places of the store, L MoE layers, E experts a layer, D hidden size, R rows of the step, S
-entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.store; what is
-stored, and what is compared with it, is rounded, and how, so that a simulation finds the same, says
-step_search beside it.
+entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.map_store. What
+is stored, and what is compared with it, is rounded; step_search beside map_store says how, so that
+a simulation finds the same.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def write_rows(
     )
 
 
-class Trajectory(NamedTuple):
+class StepTrajectory(NamedTuple):
     """Rows of a step beside every map, over the layers routed so far."""
 
     products: jax.Array
@@ -84,7 +84,7 @@ class Trajectory(NamedTuple):
     """int32[R]: of the rows themselves."""
 
     @classmethod
-    def begun(cls, arrays: MapArrays, rows: int) -> Trajectory:
+    def begun(cls, arrays: MapArrays, rows: int) -> StepTrajectory:
         """Before the first layer."""
         capacity = arrays.embeddings.shape[0]
         return cls(jnp.zeros((rows, capacity), jnp.int32), jnp.zeros(rows, jnp.int32))
@@ -106,13 +106,13 @@ def nearest_embedding(arrays: MapArrays, embedding: jax.Array) -> Found:
 
 
 def nearest_map(
-    arrays: MapArrays, trajectory: Trajectory, layer: jax.Array, probabilities: jax.Array
-) -> tuple[Trajectory, Found]:
+    arrays: MapArrays, trajectory: StepTrajectory, layer: jax.Array, probabilities: jax.Array
+) -> tuple[StepTrajectory, Found]:
     """By the cosine of all layers routed so far, that one and its probabilities [R, E] included
     (equation 5): one product a layer and row is added to those of the layers before."""
     rows = distributions(probabilities.astype(jnp.float32), jnp)
     here = lax.dynamic_index_in_dim(arrays.maps, layer, keepdims=False)
-    trajectory = Trajectory(
+    trajectory = StepTrajectory(
         trajectory.products + whole_products(_products(rows.astype(jnp.float16), here)),
         trajectory.squares + squares_of(rows, jnp),
     )
@@ -201,11 +201,11 @@ class Lookahead:
     def after_layer(
         self,
         memory: DeviceMemory,
-        trajectory: Trajectory,
+        trajectory: StepTrajectory,
         layer: jax.Array,
         probabilities: jax.Array,
         x: jax.Array,
-    ) -> tuple[DeviceMemory, Trajectory, jax.Array]:
+    ) -> tuple[DeviceMemory, StepTrajectory, jax.Array]:
         """After the experts of a layer, which made x: the search with what its router said,
         float16[R, E], for the layer `distance` further on."""
         with jax.named_scope("lookahead"):

@@ -19,9 +19,9 @@ from host_offload.control.window import PACKED_VERSION, WindowSpec
 from host_offload.memory.layout import SlotLayout
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
+from moejax.step.step_parts import StepSpec
 from moejax.step.transports.transport import Transport
 
 SetTables = Callable[[Mapping[str, np.ndarray]], None]

@@ -33,15 +33,6 @@ from moejax.step.compiled_step import device_step
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import load_seated, stage_layer
 from moejax.step.map_search import WRITTEN, MapArrays, map_shapes, write_rows
-from moejax.step.parts import (
-    Leaf,
-    PrefillBatch,
-    Routing,
-    StepSpec,
-    decode_tile,
-    empty_prefill,
-    sums_in_one_order,
-)
 from moejax.step.results import ResultShape
 from moejax.step.sampler import (
     add_bias,
@@ -52,6 +43,15 @@ from moejax.step.sampler import (
     sample,
     tally,
     update_rows,
+)
+from moejax.step.step_parts import (
+    Leaf,
+    PrefillBatch,
+    Routing,
+    StepSpec,
+    decode_tile,
+    empty_prefill,
+    sums_in_one_order,
 )
 from pallas_kernels import Ops
 from pallas_kernels.cpu.arena import TOKEN, OwnedArena, abstract_arena, drain

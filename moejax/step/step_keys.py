@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from moejax.requests.request import PrefillKind
-from moejax.step.parts import StepShapes
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import StepShapes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
+from moejax.step.completeness import Completeness
 from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.parts import Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.programs import ProgramKey
-from moejax.step.residency import Completeness
+from moejax.step.step_parts import Routing, StepOutput, StepSpec, TraceArrays
 from pallas_kernels.stage import Entries
 
 

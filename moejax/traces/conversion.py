@@ -21,7 +21,7 @@ from moejax.checkpoints.random_model import expert_layout
 from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig, config_digest
 from moejax.traces.dumps import PER_TOKEN, RoutedBlock, read_dump
-from moejax.traces.generated import new_trace, routed_step, routing_header
+from moejax.traces.generated_traces import new_trace, routed_step, routing_header
 
 MIXED = "recorded routing of different shapes or with different things known"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from host_offload.queue.native import Span
-from host_offload.simulate.timeline import DEVICE, Event, write_trace
+from host_offload.simulate.timeline import DEVICE, TimelineEvent, write_trace
 from moejax.errors import UserError
 from pallas_kernels.cpu.spans import OpSpan
 
@@ -48,7 +48,7 @@ def check_timeline(path: str | os.PathLike[str]) -> None:
         )
 
 
-def write_timeline(path: str | os.PathLike[str], events: Sequence[Event]) -> None:
+def write_timeline(path: str | os.PathLike[str], events: Sequence[TimelineEvent]) -> None:
     """Writes all events for Perfetto and chrome://tracing (.json), or draws LAYERS layers from
     their middle (.png). Raises UserError for another suffix, a file that cannot be written, a
     picture without matplotlib or of events of no layer."""
@@ -62,7 +62,7 @@ def write_timeline(path: str | os.PathLike[str], events: Sequence[Event]) -> Non
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
-def measured_events(ops: Sequence[OpSpan], chunks: Iterable[Span] = ()) -> list[Event]:
+def measured_events(ops: Sequence[OpSpan], chunks: Iterable[Span] = ()) -> list[TimelineEvent]:
     """What native ops recorded (by beginning), beside the chunks that a queue moved. Times are from
     the first op on, which those before it do not have."""
     if not ops:
@@ -70,13 +70,13 @@ def measured_events(ops: Sequence[OpSpan], chunks: Iterable[Span] = ()) -> list[
     first = ops[0].begin
     layers = _layers(ops)
     found = [
-        Event(DEVICE, op.op, op.begin - first, op.end - first, layer)
+        TimelineEvent(DEVICE, op.op, op.begin - first, op.end - first, layer)
         for op, layer in zip(ops, layers, strict=True)
     ]
     for span in chunks:
         if span.begin >= first:
             said = f"{span.cause or 'chunk'} {span.ticket} from byte {span.first}"
-            found.append(Event("link", said, span.begin - first, span.end - first))
+            found.append(TimelineEvent("link", said, span.begin - first, span.end - first))
     return found
 
 
@@ -104,7 +104,7 @@ def _layers(ops: Sequence[OpSpan]) -> list[int | None]:
     return found
 
 
-def middle_layers(events: Sequence[Event]) -> tuple[float, float]:
+def middle_layers(events: Sequence[TimelineEvent]) -> tuple[float, float]:
     """When LAYERS layers in a row in the middle of everything begin and end. Raises UserError
     without a layer."""
     mine = [e for e in sorted(events, key=lambda e: e.begin) if e.track == DEVICE]
@@ -122,7 +122,7 @@ def middle_layers(events: Sequence[Event]) -> tuple[float, float]:
     return chosen[0][0].begin, max(event.end for event in chosen[-1])
 
 
-def _draw(path: str | os.PathLike[str], events: Sequence[Event]) -> None:
+def _draw(path: str | os.PathLike[str], events: Sequence[TimelineEvent]) -> None:
     try:
         import matplotlib
     except ImportError as error:

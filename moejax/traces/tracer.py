@@ -25,7 +25,7 @@ from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import config_digest
 from moejax.step.executor import Executor
-from moejax.step.parts import check_trace_arrays
+from moejax.step.step_parts import check_trace_arrays
 
 BATCH = 32
 """Records that are copied at once: one by one, most of the time would go into numpy's calls."""

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import yaml
 from safetensors.numpy import load_file
 
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.foreign.name_map import NameMap, load_name_map
 from scripts.attacks.files import DEMO, SINGLE, damage_file, load, mutated_json
 from scripts.attacks.scene import Scene

@@ -42,9 +42,9 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.memory.tables import empty_tables
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax import LLM, SamplingParams, UserError
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.engine.control import control_of
 from moejax.engine.statistics import kv_stats
 from moejax.models.directory import model_directory

@@ -12,7 +12,7 @@ import jax
 
 from host_offload.memory.budget import Share, format_bytes
 from host_offload.memory.device_memory import free_memory, host_available_bytes
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
@@ -27,7 +27,7 @@ from moejax.errors import UserError
 from moejax.models.config import ModelConfig
 from moejax.start.build import start_engine
 from moejax.start.options import Config
-from moejax.start.report.info import model_info
+from moejax.start.report.model_info import model_info
 from moejax.step.executor import Executor
 from pallas_kernels.dispatch import parse_ops
 from scripts.parts.places import DEMO

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from moejax.checkpoints.random_model import SPREAD, shape, shape_fields
 from moejax.checkpoints.tensors import expected_tensors
 from moejax.models.config import ModelConfig, parse_config
-from moejax.start.report.info import model_info
+from moejax.start.report.model_info import model_info
 
 SHARD = 512 * 2**20
 """Bytes of a file, at least."""

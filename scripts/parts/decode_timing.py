@@ -14,7 +14,7 @@ from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.executor import Executor
 from moejax.step.experts import Paging
-from moejax.step.parts import Routing
+from moejax.step.step_parts import Routing
 
 ROUTINGS = ("real", "uniform", "zipf", "qwen3-like")
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from host_offload.memory.tables import with_contents
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.eviction_names import EVICTION
 from moejax import LLM, SamplingParams
 from moejax.engine.step_work import Step
 from scripts.check.kv_faults import kv_faults

@@ -20,7 +20,7 @@ from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, division_of, miss_costs
 
 
-class Load(NamedTuple):
+class MemoryLoad(NamedTuple):
     """State of JointBudget."""
 
     division: Division
@@ -69,12 +69,12 @@ class JointBudget:
     )
     writes: frozenset[str] = frozenset({"cells", "kv_pages", "max_running"})
 
-    def init(self, spec: Spec) -> Load:
+    def init(self, spec: Spec) -> MemoryLoad:
         """Raises SplitError where KV's floor does not fit."""
         assert spec.costs is not None, "the controller refuses a policy without its costs"
         rows = max(spec.costs.step_s)
         widths = np.arange(1, min(spec.max_num_seqs or rows, rows) + 1)
-        return Load(
+        return MemoryLoad(
             division_of(spec),
             miss_costs(spec.costs, spec).expert_s,
             widths,
@@ -82,7 +82,7 @@ class JointBudget:
             cold_curves(spec.layers, spec.experts),
         )
 
-    def decide(self, state: Load, observation: Observation) -> tuple[Load, Decision]:
+    def decide(self, state: MemoryLoad, observation: Observation) -> tuple[MemoryLoad, Decision]:
         seen: Any = observation
         if seen.moment == Moment.STEP_END:
             if seen.phase.all():
@@ -104,7 +104,9 @@ class JointBudget:
         state = state._replace(model=model, rows=keep * state.rows, steps=keep * state.steps)
         return (state, Decision()) if model is None else self._choose(state, model, seen)
 
-    def _choose(self, state: Load, model: DecodeModel, seen: Any) -> tuple[Load, Decision]:
+    def _choose(
+        self, state: MemoryLoad, model: DecodeModel, seen: Any
+    ) -> tuple[MemoryLoad, Decision]:
         demand = seen.running + seen.waiting
         state, pages = state._replace(demand=demand), pages_each(state, seen)
         if cap_beside(state.division, pages) is None:
@@ -119,11 +121,11 @@ class JointBudget:
             return state, self._request(state, last)
         return state, Decision()
 
-    def _request(self, state: Load, choice: JointChoice) -> Decision:
+    def _request(self, state: MemoryLoad, choice: JointChoice) -> Decision:
         cells = np.full(len(state.curves.histogram), choice.cap, np.int32)
         return Decision(cells=cells, kv_pages=choice.pages, max_running=state.limit)
 
-    def model(self, state: Load) -> DecodeModel:
+    def model(self, state: MemoryLoad) -> DecodeModel:
         """Steps by width and cap, by what is known."""
         misses = state.curves.misses[:, : state.division.caps + 1].sum(axis=0) / state.steps
         layers, experts = state.curves.histogram.shape
@@ -133,7 +135,7 @@ class JointBudget:
         return DecodeModel(state.widths, by_width, state.resident_s, state.miss_s)
 
     def _gains(
-        self, state: Load, model: DecodeModel, found: JointChoice, limit: int, pages: float
+        self, state: MemoryLoad, model: DecodeModel, found: JointChoice, limit: int, pages: float
     ) -> bool:
         """Whether it is better enough than what was chosen last, by what is known now."""
         last = state.chosen
@@ -147,7 +149,7 @@ class JointBudget:
         return not held or found.tokens_per_s > (1 + self.gate) * rate
 
 
-def pages_each(state: Load, seen: Any) -> float:
+def pages_each(state: MemoryLoad, seen: Any) -> float:
     """Pages that a sequence needs, the mean of those that run and wait."""
     if not seen.waiting:
         return state.pages

@@ -18,7 +18,7 @@ from host_offload.traces.reader import read_trace
 from host_offload.traces.recency import tails
 
 
-class Learned(NamedTuple):
+class LearnedCurves(NamedTuple):
     """State of MvWsa."""
 
     division: Division
@@ -88,7 +88,7 @@ class MvWsa:
             needs |= {"missed", "compiled"}
         return frozenset(needs if self.costs is not None else needs | {"costs"})
 
-    def init(self, spec: Spec) -> Learned:
+    def init(self, spec: Spec) -> LearnedCurves:
         """Knows the trace at most. Raises SplitError where KV's floor does not fit the budget,
         ValueError for an unknown allocation or a trace of another model, TraceError for one that
         cannot be read or has no turns."""
@@ -104,10 +104,10 @@ class MvWsa:
             costs = miss_costs(spec.costs, spec, self.kv_miss)
         pages = np.zeros(max(int(division.pages[0]), 1))
         curves = cold_curves(spec.layers, spec.experts)
-        state = Learned(division, costs, curves, pages, most_running=spec.max_num_seqs)
+        state = LearnedCurves(division, costs, curves, pages, most_running=spec.max_num_seqs)
         return state if self.trace is None else self._with_trace(state, self.trace, spec)
 
-    def _with_trace(self, state: Learned, directory: str, spec: Spec) -> Learned:
+    def _with_trace(self, state: LearnedCurves, directory: str, spec: Spec) -> LearnedCurves:
         trace = read_trace(directory)
         header = trace.header
         had = header.layers, header.experts, header.spec.get("page_tokens", spec.page_tokens)
@@ -126,7 +126,9 @@ class MvWsa:
         # What is beyond the largest pool is forgotten here.
         return state._replace(curves=curves, pages=known.pages[:-1], ended=ended)
 
-    def decide(self, state: Learned, observation: Observation) -> tuple[Learned, Decision]:
+    def decide(
+        self, state: LearnedCurves, observation: Observation
+    ) -> tuple[LearnedCurves, Decision]:
         seen: Any = observation
         if seen.moment == Moment.STEP_END:
             if self.calibrate:
@@ -139,7 +141,7 @@ class MvWsa:
             ), Decision()
         return self._after_turn(state, seen)
 
-    def division_now(self, state: Learned) -> Division:
+    def division_now(self, state: LearnedCurves) -> Division:
         """What is divided, with the admission floor by what was seen."""
         division, concurrent = state.division, self.concurrent
         if concurrent is None:
@@ -152,7 +154,7 @@ class MvWsa:
         floor = min(floor, division.pages_at(division.least_cap))
         return dataclasses.replace(division, floor_pages=floor)
 
-    def _after_turn(self, state: Learned, seen: Any) -> tuple[Learned, Decision]:
+    def _after_turn(self, state: LearnedCurves, seen: Any) -> tuple[LearnedCurves, Decision]:
         held, distances = page_references(state.held, seen.kv_refs, len(state.pages))
         gathered = np.bincount(distances, minlength=len(state.pages))
         state = state._replace(
@@ -192,7 +194,7 @@ class MvWsa:
         state = state._replace(cells=cells, pool=kv_pages, shared=0)
         return state, Decision(cells=cells, kv_pages=kv_pages)
 
-    def costs_now(self, state: Learned) -> MissCosts:
+    def costs_now(self, state: LearnedCurves) -> MissCosts:
         """What misses cost by what is known so far."""
         if not self.calibrate:
             return state.costs
@@ -202,7 +204,7 @@ class MvWsa:
             page_s = tokens * state.times.token_s(page_s / tokens)
         return MissCosts(state.times.miss_s(expert_s), page_s)
 
-    def _timed(self, state: Learned, seen: Any) -> StepTimes:
+    def _timed(self, state: LearnedCurves, seen: Any) -> StepTimes:
         prompt = len(seen.phase) - int(np.count_nonzero(seen.phase))
         return state.times.see(
             bucket=seen.bucket,
@@ -214,7 +216,7 @@ class MvWsa:
         )
 
 
-def again(state: Learned, seen: Any) -> Decision:
+def again(state: LearnedCurves, seen: Any) -> Decision:
     """The last resize request once more where the pool is not what it says: it still waits, the
     device refused it, or KV was given slots because requests were stuck."""
     if state.pool in (None, seen.kv_pages):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from host_offload.control.interface import Decision, Observation, Spec
-from host_offload.policies.eviction.static import Seen, Static
+from host_offload.policies.eviction.static import SeenExperts, Static
 from host_offload.sizing.cell_allocation import allocate
 from host_offload.traces.reader import Trace
 
@@ -34,7 +34,7 @@ class HotTable(Static):
         """Whether it needs no warm-up."""
         return self.counts is not None
 
-    def init(self, spec: Spec) -> Seen:
+    def init(self, spec: Spec) -> SeenExperts:
         """Raises ValueError for counts of another model, or with `hot`, a ranking of each layer."""
         state = super().init(spec)
         if self.hot is not None:
@@ -49,7 +49,7 @@ class HotTable(Static):
             )
         return state._replace(counts=counts)
 
-    def decide(self, state: Seen, observation: Observation) -> tuple[Seen, Decision]:
+    def decide(self, state: SeenExperts, observation: Observation) -> tuple[SeenExperts, Decision]:
         state, decision = super().decide(state, observation)
         if state.cells is None or state.shared == (total := int(state.cells.sum())):
             return state, decision

@@ -12,7 +12,7 @@ from host_offload.traces.reader import Trace
 from pallas_kernels.plan.victim import MAX_PRIOR
 
 
-class Seen(NamedTuple):
+class SeenExperts(NamedTuple):
     """State of Static."""
 
     counts: np.ndarray
@@ -56,7 +56,7 @@ class Static:
         """Whether it needs no warm-up."""
         return self.hot is not None
 
-    def init(self, spec: Spec) -> Seen:
+    def init(self, spec: Spec) -> SeenExperts:
         if self.spare < 0:
             raise ValueError(f"spare cells of a layer are 0 or more, not {self.spare}")
         counts = np.zeros((spec.layers, spec.experts), np.int64)
@@ -71,9 +71,9 @@ class Static:
                         f"hot[{layer}] must be different experts in 0…{spec.experts - 1}"
                     )
                 counts[layer, list(experts)] = np.arange(len(experts), 0, -1)
-        return Seen(counts, 0, None)
+        return SeenExperts(counts, 0, None)
 
-    def decide(self, state: Seen, observation: Observation) -> tuple[Seen, Decision]:
+    def decide(self, state: SeenExperts, observation: Observation) -> tuple[SeenExperts, Decision]:
         seen: Any = observation
         rows = state.rows + len(seen.phase)
         if state.cells is None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
-from host_offload.policies.placement.policy import Placement
+from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 
@@ -69,7 +69,7 @@ def recorded_placement(trace: Trace) -> RecordedPlacement:
     routed: Counter[int] = Counter()
     """Step → its layers so far: EXPERTS_BEGIN comes once a layer, in their order."""
     for line in trace.decided():
-        if line["policy"] not in (Placement.__name__, RecordedPlacement.__name__):
+        if line["policy"] not in (PlacementPolicy.__name__, RecordedPlacement.__name__):
             continue
         step, moment = line["step"], Moment[line["moment"]]
         found[step, moment, routed[step]] = _decision(line["decision"])

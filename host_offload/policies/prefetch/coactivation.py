@@ -10,7 +10,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, stages_of
-from host_offload.sizing.coactivation import (
+from host_offload.sizing.coactivation_counts import (
     REACH,
     coactivation_counts,
     likelihoods,

@@ -19,7 +19,7 @@ from moejax.checkpoints.foreign.name_map import (
     tensor_name,
 )
 from moejax.checkpoints.foreign.name_matching import check_names, match_leaves
-from moejax.checkpoints.orbax.tree import Leaf, LeafReader, Tree, leaf_headers, touched_bytes
+from moejax.checkpoints.orbax.tree import LeafReader, Tree, TreeLeaf, leaf_headers, touched_bytes
 from moejax.checkpoints.safetensors.headers import Header
 from moejax.checkpoints.tensors import check_experts, expected_tensors, is_ignored
 from moejax.errors import UserError
@@ -42,7 +42,7 @@ class Part:
     axis, None: all, uncut; shape: what is left of each axis of the result.
     """
 
-    leaf: Leaf
+    leaf: TreeLeaf
     rule: Rule
     index: Index
     picks: dict[str, int]
@@ -153,7 +153,7 @@ def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict
 
 def _expand(
     rule: Rule,
-    leaf: Leaf,
+    leaf: TreeLeaf,
     numbers: dict[str, int],
     field: Callable[[str], int],
     config: ModelConfig,

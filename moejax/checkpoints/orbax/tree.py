@@ -46,7 +46,7 @@ class Tree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class TreeLeaf:
     """header: dtype and shape. chunk: the shape of what is read and decoded at once."""
 
     path: str
@@ -132,7 +132,7 @@ def _check_files(directory: pathlib.Path) -> None:
             check_size(path, status, _DESCRIPTIONS.get(name), "the description of a tree")
 
 
-def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, Leaf]:
+def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, TreeLeaf]:
     """Dtype, shape and chunks of leaves, none of whose values are read.
 
     Raises UserError for arrays that are missing or damaged, and for dtypes that are not weights'.
@@ -155,12 +155,12 @@ def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, Leaf]:
                 f"{tree.directory}: leaf {path} of shape {list(shape)} has chunks {list(chunk)}, "
                 "larger than itself; the checkpoint is damaged"
             )
-        leaves[path] = Leaf(path, Header(dtype, shape), chunk)
+        leaves[path] = TreeLeaf(path, Header(dtype, shape), chunk)
         _check_chunks(tree, leaves[path])
     return leaves
 
 
-def _check_chunks(tree: Tree, leaf: Leaf) -> None:
+def _check_chunks(tree: Tree, leaf: TreeLeaf) -> None:
     """UserError for a chunk's file that is larger than the array: tensorstore would read it whole,
     and where that is more than the memory, end the process."""
     # Compressed chunks may be a little larger than what is in them; a directory may hold one more.
@@ -180,7 +180,7 @@ class LeafReader:
         self._tree, self._context = tree, _context(cache_bytes)
         self._stores: dict[str, Any] = {}
 
-    def read(self, leaf: Leaf, index: tuple[int | slice, ...]) -> np.ndarray:
+    def read(self, leaf: TreeLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
         """leaf[index] as an array of its own. Raises UserError, also where a chunk is missing:
         the checkpoint's readers would else take zeros for it."""
         future = self._stores.get(leaf.path)
@@ -192,7 +192,7 @@ class LeafReader:
         return np.asarray(_result(self._tree, leaf.path, store[index].read()))
 
 
-def touched_bytes(leaf: Leaf, index: tuple[int | slice, ...]) -> int:
+def touched_bytes(leaf: TreeLeaf, index: tuple[int | slice, ...]) -> int:
     """Bytes of the chunks that reading leaf[index] decodes. Slices in index are whole axes."""
     cells = [
         chunk if isinstance(at, int) else -(-size // max(chunk, 1)) * chunk

@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from moejax.evaluate.doctor import described, judge, look, next_step, what_runs
+    from moejax.evaluate.diagnosis import described, judge, look, next_step, what_runs
 
     machine = look()
     problems = judge(machine)

@@ -19,7 +19,7 @@ from moejax.evaluate.evaluation import (
     encoded_texts,
     likelihood,
 )
-from moejax.evaluate.report import model_report, run_report
+from moejax.evaluate.evaluation_report import model_report, run_report
 from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
 from moejax.serve.cluster.fleet import Scale, worker_options

@@ -26,17 +26,17 @@ from host_offload.control.rules import (
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.policies.eviction import static
-from host_offload.policies.eviction.names import POLICIES, with_eviction
-from host_offload.policies.prefetch.expertflow import training as forests
+from host_offload.policies.eviction.eviction_names import POLICIES, with_eviction
+from host_offload.policies.prefetch.expertflow import expertflow_training as forests
 from host_offload.policies.prefetch.fitted import learned_bytes
-from host_offload.policies.prefetch.llapor import training
-from host_offload.policies.prefetch.names import FIT, FROM_PATH, PREFETCH, prefetch_policy
+from host_offload.policies.prefetch.llapor import llapor_training as training
 from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.policies.prefetch.prefetch_names import FIT, FROM_PATH, PREFETCH, prefetch_policy
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
 from moejax.evaluate.experiments.sources.named import named
-from moejax.step.parts import TRACE_ARRAYS
+from moejax.step.step_parts import TRACE_ARRAYS
 
 BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 """What a policy of a grid may not decide: its engine's arena is that of the largest budget."""

@@ -28,11 +28,11 @@ from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import user_errors
 from moejax.evaluate.experiments.arms import Arm
-from moejax.evaluate.experiments.definition import NO_LINK, Cell, Experiment, Sizes
+from moejax.evaluate.experiments.definition import NO_LINK, Cell, Experiment, GridSizes
 from moejax.evaluate.experiments.workload import Counter, Workload, run
 from moejax.models.directory import model_directory
 from moejax.start.build import router_weights, start_engine
-from moejax.start.decide.plan import Plan
+from moejax.start.decide.start_plan import StartPlan
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
 
@@ -98,7 +98,7 @@ class Terms:
 
     experiment: Experiment
     arms: Mapping[str, Arm]
-    sizes: Sizes
+    sizes: GridSizes
     base: Spec
     """What policies are told by an engine of all budgets."""
     kv_bytes: int
@@ -137,7 +137,7 @@ def terms_of_trace(experiment: Experiment, arms: Mapping[str, Arm], trace: Trace
         spec = spec_of(trace.header)
     size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
     kv_bytes = max(spec.budget_bytes - spec.layers * spec.experts * size, 0)
-    return Terms(experiment, arms, Sizes(spec, size, size, None), spec, kv_bytes, None)
+    return Terms(experiment, arms, GridSizes(spec, size, size, None), spec, kv_bytes, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Bench:
     """An engine that runs cells of a group, one after the other."""
 
     terms: Terms
-    plan: Plan
+    plan: StartPlan
     engine: Engine
     started: Mapping[str, Any]
     """What the start took, as plain data."""
@@ -240,7 +240,7 @@ def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Itera
         terms = Terms(
             experiment,
             experiment.arms,
-            Sizes.of_plan(plan),
+            GridSizes.of_plan(plan),
             plan.spec,
             slots * layout.slot_bytes,
             router_weights(loaded),
@@ -264,7 +264,7 @@ def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel) -> Non
                 calibrate(bench.engine.runner)
 
 
-def _granted(plan: Plan) -> Granted:
+def _granted(plan: StartPlan) -> Granted:
     """What a start came to that laid out cells of two versions."""
     experts, layout = plan.spec.experts, plan.steps.layout
     cells = (experts,) * plan.spec.layers  # every expert is resident in one of them

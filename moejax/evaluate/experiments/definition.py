@@ -15,14 +15,14 @@ from host_offload.memory.budget import BudgetError, Share, expert_slots_of, form
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, arm_of, file_digest
 from moejax.evaluate.experiments.conversations.priced import Prices, prices_of, workloads_of
-from moejax.evaluate.experiments.conversations.workloads import Workload
+from moejax.evaluate.experiments.conversations.workloads import ConversationWorkload
 from moejax.evaluate.experiments.sources.corpus import PARTS, text_path
-from moejax.evaluate.experiments.sources.generated import Routing, routing_of
+from moejax.evaluate.experiments.sources.generated import GeneratedRouting, routing_of
 from moejax.evaluate.experiments.sources.mixes import Mix, is_version, mix_of
 from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
-from moejax.start.decide.plan import Plan
+from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import read_transfers
 from moejax.start.options import Config, refuse_cache_aware
 from moejax.start.report.dry_run import dry_run
@@ -120,11 +120,11 @@ class Experiment:
     """Text → its file."""
     text_names: tuple[str, ...]
     """Texts as the definition names them."""
-    drawn: Mapping[str, Routing]
+    drawn: Mapping[str, GeneratedRouting]
     """Name → routing without a model, in place of texts; empty: texts it is."""
     memory: str | None
     """What experts and KV share, where there are conversations."""
-    conversations: Mapping[str, tuple[Workload, ...]]
+    conversations: Mapping[str, tuple[ConversationWorkload, ...]]
     """Name → what is played in place of texts; empty: texts it is."""
     prices: Prices
     mixes: Mapping[str, Mix]
@@ -201,10 +201,10 @@ class Experiment:
         if self.mixed(precision):
             assert budget is not None
             plan, _ = dry_run(self._options(driver, "dense", batch, link_rate, 0))
-            expert_bytes = Sizes.of_plan(plan).expert_bytes(budget)
+            expert_bytes = GridSizes.of_plan(plan).expert_bytes(budget)
             return self._options(driver, precision, batch, link_rate, expert_bytes)
         plan, _ = dry_run(self._options(driver, precision, batch, link_rate, 0))
-        sizes = Sizes.of_plan(plan)
+        sizes = GridSizes.of_plan(plan)
         slots = max(
             sizes.expert_slots(budget, arm, self.equal)
             for budget in self.budgets
@@ -242,7 +242,7 @@ class Experiment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class GridSizes:
     """What budgets are measured with."""
 
     spec: Spec
@@ -255,7 +255,7 @@ class Sizes:
     """How one lies; None: routing without a model."""
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Sizes:
+    def of_plan(cls, plan: StartPlan) -> GridSizes:
         """Those of an engine."""
         spec, layout = plan.spec, plan.steps.layout
         dense = dataclasses.replace(layout.records[0], version="dense")

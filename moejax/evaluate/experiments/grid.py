@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace
-from moejax.checkpoints.convert import installed_version
+from moejax.checkpoints.conversion import installed_version
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.errors import UserError, user_errors
@@ -30,7 +30,7 @@ from moejax.evaluate.experiments.bench import (
     loaded_model,
     terms_of_trace,
 )
-from moejax.evaluate.experiments.conversations.shared_memory import shared_bench
+from moejax.evaluate.experiments.conversations.memory_run import shared_bench
 from moejax.evaluate.experiments.definition import (
     MEASURE,
     NO_LINK,

@@ -16,7 +16,7 @@ from host_offload.simulate.bounds import in_one_pool, min_transfers, read_refere
 from host_offload.simulate.prediction import predict
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate
-from host_offload.simulate.timeline import Event, Link
+from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing.cost_model import CostModel
 from host_offload.traces.reader import Trace, read_trace
 from host_offload.traces.step_sets import step_set
@@ -82,7 +82,7 @@ def simulated(terms: Terms, cell: Cell, trace: Trace) -> dict[str, Any]:
 
 def predicted(
     terms: Terms, cell: Cell, trace: Trace, costs: CostModel
-) -> tuple[dict[str, Any], list[Event]]:
+) -> tuple[dict[str, Any], list[TimelineEvent]]:
     """The columns of a predicted cell: the simulator's counts, and times of the cost model. Over a
     link also what happened in some layers in the middle of the run, cut to their time."""
     link = None if cell.link_rate == NO_LINK else Link(parse_rate(cell.link_rate))

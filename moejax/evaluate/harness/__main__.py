@@ -6,7 +6,7 @@ by the entry point in the group ``lm_eval.models``.
 
 from lm_eval.__main__ import cli_evaluate
 
-import moejax.evaluate.harness.model  # noqa: F401  registers it
+import moejax.evaluate.harness.harness_model  # noqa: F401  registers it
 
 if __name__ == "__main__":
     cli_evaluate()

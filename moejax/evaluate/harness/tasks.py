@@ -11,11 +11,11 @@ from typing import Any
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from moejax.checkpoints.convert import installed_version
+from moejax.checkpoints.conversion import installed_version
 from moejax.errors import UserError
 from moejax.evaluate.comparison import Units
-from moejax.evaluate.harness.model import MoejaxLM
-from moejax.evaluate.report import model_report, run_report
+from moejax.evaluate.evaluation_report import model_report, run_report
+from moejax.evaluate.harness.harness_model import MoejaxLM
 from moejax.serve.llm import LLM
 
 

@@ -17,7 +17,7 @@ from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.lines import Line, bounded_lines, read_lines
 from moejax.serve.batch.result_file import open_results
-from moejax.serve.batch.results import failure, success
+from moejax.serve.batch.result_lines import failure, success
 
 MOST_MESSAGE = 500
 """Characters of what is said about a bad line, which may quote it."""
@@ -84,7 +84,7 @@ class Lines(Protocol):
     def seek(self, place: int, /) -> object: ...
 
 
-class Results(Protocol):
+class JobResults(Protocol):
     """What a job uses of a ResultFile, whose fields and methods these are."""
 
     name: str
@@ -108,7 +108,7 @@ class OpenJob:
 
     job: Job
     input: Lines
-    results: Results
+    results: JobResults
     place: Callable[[int], str]
     """Where the line of that number stands, for messages."""
     total: int | None = None
@@ -249,7 +249,7 @@ def open_job(job: Job) -> Iterator[OpenJob]:
             yield surveyed(job, stream, results, lambda number: f"{job.input}, line {number}")
 
 
-def surveyed(job: Job, stream: Lines, results: Results, place: Callable[[int], str]) -> OpenJob:
+def surveyed(job: Job, stream: Lines, results: JobResults, place: Callable[[int], str]) -> OpenJob:
     """The job of an open input and output, once the input was read through for its size, its
     sessions and what the results are of; place: as of OpenJob. Raises UserError for results that
     are not of this input with these options."""

@@ -72,13 +72,13 @@ def derived_seed(seed: int, id: str | int) -> int:
     return int.from_bytes(_digest(json.dumps([seed, id]).encode(), 4), "big") >> 1
 
 
-class Stream(Protocol):
+class LineStream(Protocol):
     """What is read of a binary stream."""
 
     def readline(self, most: int, /) -> bytes: ...
 
 
-def bounded_lines(stream: Stream) -> Iterator[bytes]:
+def bounded_lines(stream: LineStream) -> Iterator[bytes]:
     """The lines of a stream; of one with more than MOST_LINE bytes MOST_LINE + 1, so that no line
     takes more memory."""
     while raw := stream.readline(MOST_LINE + 1):

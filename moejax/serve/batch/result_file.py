@@ -16,7 +16,7 @@ from typing import IO, Any
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.output_lock import lock_output
-from moejax.serve.batch.results import read_result
+from moejax.serve.batch.result_lines import read_result
 
 SYNC_S = 10.0
 """Seconds of results that a power cut may take; a killed process loses nothing."""

@@ -20,7 +20,7 @@ BATCH = 256
 """Rows of Parquet that are in memory at once, beside the file's own pieces."""
 
 
-class Inputs:
+class ClusterInputs:
     """Lines of all files, one after the other, numbered through: as `cat` of them would give, with
     a row of Parquet for a line. The part of a binary stream that a job uses.
 

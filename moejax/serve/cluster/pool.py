@@ -19,7 +19,7 @@ from typing import Any
 
 from moejax.errors import UserError
 from moejax.serve.cluster.ray_cluster import Node, nodes, require_ray
-from moejax.serve.cluster.worker import Outcome, Place, Started, Worker
+from moejax.serve.cluster.worker import Outcome, Started, Worker, WorkerPlace
 
 MOST_DEATHS = 4
 """Ends of workers and nodes that a task may be there for; alone with a worker one is enough."""
@@ -99,7 +99,7 @@ class _Member:
     """A reference to what `start` says, then None."""
     taking: Any = None
     """A reference to what `take` says."""
-    place: Place | None = None
+    place: WorkerPlace | None = None
     node: str | None = None
     """The node that it has to itself."""
     room: int = 0
@@ -356,7 +356,7 @@ class Pool:
             except self._ray.exceptions.RayError as error:
                 yield from self._lost(member, _cause(error), killed=True)
                 continue
-            if isinstance(news, Place):
+            if isinstance(news, WorkerPlace):
                 member.place, member.where = news, None
             elif isinstance(news, Started):
                 member.starting, member.room, member.start_s = None, news.room, news.start_s

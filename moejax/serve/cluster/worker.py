@@ -64,7 +64,7 @@ class Started:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where a worker is."""
 
     node: str
@@ -81,12 +81,12 @@ class Worker(abc.ABC):
         self._news = asyncio.Event()
         self._running: set[asyncio.Task] = set()
 
-    def where(self) -> Place:
+    def where(self) -> WorkerPlace:
         """Answered before anything can go wrong."""
         ray = require_ray()
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
-        return Place(context.get_node_id(), address, os.getpid(), platform.node())
+        return WorkerPlace(context.get_node_id(), address, os.getpid(), platform.node())
 
     @abc.abstractmethod
     async def start(self, model: str, options: Mapping[str, Any]) -> Started | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from host_offload.memory.layout import BLOCK_SIZES, SlotLayout
 from moejax.checkpoints.tensors import layer_params
 from moejax.models.config import ModelConfig
-from moejax.step.parts import DECODE_TILE, StepShapes
+from moejax.step.step_parts import DECODE_TILE, StepShapes
 from pallas_kernels import Ops
 from pallas_kernels.dispatch import MADE_OF
 from pallas_kernels.fill_ffn import why_not_pallas as fill_ffn_why_not

@@ -23,7 +23,7 @@ from moejax.costs.workload_plan import open_trace, weighed
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
 from moejax.start.settings import BudgetOptions
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 from moejax.traces.tracer import config_digest
 
 log = logging.getLogger("moejax")

@@ -18,12 +18,12 @@ from host_offload.control.window import (
 from host_offload.memory.budget import Share, expert_slots_of, format_bytes
 from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
-from moejax.start.decide.residency import about_cells
+from moejax.start.decide.store_choice import about_cells
 from moejax.start.decide.transfers import jax_copies
 from moejax.start.option_values import Driver
 from moejax.start.settings import Settings
 from moejax.start.tiers import TierRates
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 
 
 def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:

@@ -18,7 +18,7 @@ from moejax.start.option_values import Driver
 from moejax.start.options import BOTH_MEMORIES
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS
-from moejax.step.parts import StepSpec, arena_ops
+from moejax.step.step_parts import StepSpec, arena_ops
 from moejax.step.transports.copies import DEMANDS
 from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.records.absent import AbsentRecords

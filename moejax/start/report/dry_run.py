@@ -12,17 +12,17 @@ from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
 from moejax.models.config import ModelConfig
 from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_bytes
-from moejax.start.decide.plan import Plan, decide, step_spec
-from moejax.start.decide.residency import store_builder
 from moejax.start.decide.split import known_costs
+from moejax.start.decide.start_plan import StartPlan, decide, step_spec
+from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
-from moejax.start.report.info import model_info, read_headers
+from moejax.start.report.model_info import model_info, read_headers
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
 
 
-def dry_run(options: Config) -> tuple[Plan, tuple[str, ...]]:
+def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     """The plan of LLM.from_config(options), and what it assumes. Raises UserError, BudgetError or
     ArenaTooSmall as that would, but for what is found in the weights alone."""
     settings = settings_of(options)

@@ -17,7 +17,7 @@ from moejax.start.options import Config
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class ExplanationLine:
     """A line of the table. The lines of a block add up to its total, its last line."""
 
     what: str
@@ -30,7 +30,7 @@ class Line:
 class Explanation:
     """Blocks of lines; `print` shows them."""
 
-    blocks: tuple[tuple[Line, ...], ...]
+    blocks: tuple[tuple[ExplanationLine, ...], ...]
     notes: tuple[str, ...]
     """What the numbers given came to and what was cut."""
 
@@ -54,18 +54,20 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     arena, layout = engine.scheduler.arena, engine.scheduler.arena.layout
     size, page = layout.slot_bytes, layout.page
     total = arena.slots * size
-    blocks: list[tuple[Line, ...]] = []
+    blocks: list[tuple[ExplanationLine, ...]] = []
     if (memory := budget.memory) is not None:
-        taken = [Line("free device memory", memory.free, "at the start, parameters loaded")]
+        taken = [
+            ExplanationLine("free device memory", memory.free, "at the start, parameters loaded")
+        ]
         what = "activations and everything else"
         if memory.activations:
             how = "the largest step's temporaries and two results, from XLA's memory analysis"
-            taken.append(Line("activations", -memory.activations, how))
+            taken.append(ExplanationLine("activations", -memory.activations, how))
             what = "everything else"
-        largest = Line("largest arena", memory.available)
+        largest = ExplanationLine("largest arena", memory.available)
         reserve = f"{memory.reserve / memory.free:.0%} of it"
         blocks.append(_block(largest, *taken, rest=what, how=reserve))
-        whole = Line("arena", total, f"{arena.slots} slots of {size} bytes")
+        whole = ExplanationLine("arena", total, f"{arena.slots} slots of {size} bytes")
         why = "not needed, not given, or no slot"
         blocks.append(_block(whole, largest, rest="not taken", how=why))
     experts, kv = arena.count(SlotClass.EXPERT), arena.count(SlotClass.KV)
@@ -83,23 +85,25 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
     ends = f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot"
     parts = (
-        Line("experts", experts * size, f"{experts} slots: {shared}"),
-        Line("KV", kv * size, f"{kv} slots"),
+        ExplanationLine("experts", experts * size, f"{experts} slots: {shared}"),
+        ExplanationLine("KV", kv * size, f"{kv} slots"),
     )
     shares = parts[1:] if budget.in_place else parts
     owner = "memory of the native ops, never moved" if engine.runner.steps.owned else ""
     rest = "ends of slots" if len(layout.records) == 1 else "spare cells, ends"
     blocks += (
-        _block(Line("arena", total, owner), *shares, rest="free", how="given to neither"),
         _block(
-            Line("KV", kv * size),
-            Line("KV pages", pages * page.nbytes, tokens),
+            ExplanationLine("arena", total, owner), *shares, rest="free", how="given to neither"
+        ),
+        _block(
+            ExplanationLine("KV", kv * size),
+            ExplanationLine("KV pages", pages * page.nbytes, tokens),
             rest="ends of slots",
             how=ends,
         ),
         _in_place(engine)
         if budget.in_place
-        else _block(Line("experts", experts * size), *_weights(engine, held), rest=rest),
+        else _block(ExplanationLine("experts", experts * size), *_weights(engine, held), rest=rest),
     )
     if store := engine.runner.store.file_bytes:
         held = experts * size
@@ -108,8 +112,8 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
         through = "through a cache in pinned host memory" if cached else "the arena is their cache"
         blocks.append(
             _block(
-                Line("experts' files", store, "read as they are computed"),
-                Line("in cells, at most", held, through),
+                ExplanationLine("experts' files", store, "read as they are computed"),
+                ExplanationLine("in cells, at most", held, through),
                 rest="in files alone",
             )
         )
@@ -139,23 +143,29 @@ def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
     return found
 
 
-def _block(total: Line, *parts: Line, rest: str, how: str = "") -> tuple[Line, ...]:
+def _block(
+    total: ExplanationLine, *parts: ExplanationLine, rest: str, how: str = ""
+) -> tuple[ExplanationLine, ...]:
     """The parts, what is left of the total or goes beyond it, and the total."""
     left = total.bytes - sum(part.bytes for part in parts)
-    return (*parts, Line(rest, left, how), total)
+    return (*parts, ExplanationLine(rest, left, how), total)
 
 
-def _in_place(engine: Engine) -> tuple[Line, ...]:
+def _in_place(engine: Engine) -> tuple[ExplanationLine, ...]:
     """The experts that are resident in the store."""
     store = engine.runner.store
     lines = [
-        Line(f"{version} experts", array.nbytes, f"{math.prod(array.shape[:2])} where they lie")
+        ExplanationLine(
+            f"{version} experts", array.nbytes, f"{math.prod(array.shape[:2])} where they lie"
+        )
         for version, array in store.arrays.items()
     ]
-    return *lines, Line("experts", store.nbytes, "in place in the store: one copy, no slots")
+    return *lines, ExplanationLine(
+        "experts", store.nbytes, "in place in the store: one copy, no slots"
+    )
 
 
-def _weights(engine: Engine, cells: int) -> list[Line]:
+def _weights(engine: Engine, cells: int) -> list[ExplanationLine]:
     """What is in so many cells; of several versions, a line each with the cells cut for it."""
     tables, formats = engine.runner.tables, engine.runner.steps.formats
     dense, *others = engine.runner.layout.records
@@ -169,5 +179,6 @@ def _weights(engine: Engine, cells: int) -> list[Line]:
         for number, lies in enumerate(formats):
             counts[f"{lies.cell.version} cells"] += int(np.sum(granted == number))
     return [
-        Line(name, n * sizes[name], f"{n} of {sizes[name]} bytes") for name, n in counts.items()
+        ExplanationLine(name, n * sizes[name], f"{n} of {sizes[name]} bytes")
+        for name, n in counts.items()
     ]

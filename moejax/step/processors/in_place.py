@@ -23,7 +23,6 @@ from host_offload.queue.native import NativeQueue
 from moejax.step.buffers import Buffers
 from moejax.step.experts import Elsewhere
 from moejax.step.layer_programs import PLACED_PARTS
-from moejax.step.parts import StepSpec
 from moejax.step.processors.processor import (
     Assignments,
     LayerInputs,
@@ -31,6 +30,7 @@ from moejax.step.processors.processor import (
     PlacementTotals,
     settled,
 )
+from moejax.step.step_parts import StepSpec
 from moejax.step.transports.native import join_queue
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, TransferFailure
 

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from moejax.step.buffers import Buffers
-from moejax.step.parts import Routing
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import Routing
 from pallas_kernels.cpu.arena import TransferFailure
 
 Parts = dict[tuple[str | None, int | None], Callable]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from moejax.step.parts import StatedTimes
+from moejax.step.step_parts import StatedTimes
 
 
 @dataclasses.dataclass(frozen=True)

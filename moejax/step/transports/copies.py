@@ -23,8 +23,8 @@ from host_offload.queue.transfer import DEMAND, Progress, QueueSpec, Settled, Tr
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.layer_programs import READ_THROUGH
-from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import StepSpec
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 

@@ -9,8 +9,8 @@ from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.transfer import Progress, QueueSpec
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.parts import StepSpec
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import StepSpec
 from moejax.step.transports.transport import STAGE, stage_in_step
 from pallas_kernels.cpu.arena import ArenaMemory, TransferFailure
 from pallas_kernels.stage import Entries

@@ -23,7 +23,7 @@ from host_offload.control.rules import PolicyError
 from host_offload.control.staging import first_room, making_room
 from host_offload.control.step_record import StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.eviction_names import EVICTION
 from host_offload.queue.transfer import Flying, Progress, Settled, Transfer
 from pallas_kernels.plan import Tables, plan
 from tests.host_offload.control.policy_runs import (

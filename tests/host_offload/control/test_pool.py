@@ -15,7 +15,7 @@ from host_offload.control.pool import PooledStaging
 from host_offload.control.rules import PolicyError
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import HandOver, HandOvers, Residency, hand_over_cells
-from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.weights import GlobalLRU
 from host_offload.simulate.simulator import simulate
 from pallas_kernels.plan import Tables

@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation
 from host_offload.control.step_record import StepRecord
 from host_offload.policies.prefetch.next_layers import softmax
-from host_offload.policies.prefetch.promoe.network import Training
+from host_offload.policies.prefetch.promoe.promoe_network import Training
 from host_offload.traces.reader import Trace
 from tests.host_offload.traces.traces_of import rewritten, write_trace
 

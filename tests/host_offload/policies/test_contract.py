@@ -31,18 +31,18 @@ from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
+from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.names import POLICIES
 from host_offload.policies.eviction.static import Static
-from host_offload.policies.placement.names import placement_policy
+from host_offload.policies.placement.placement_names import placement_policy
 from host_offload.policies.placement.rivals import AHEAD, SCHEDULERS
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.prefetch.expert_map.policy import ExpertMap
+from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
 from host_offload.policies.prefetch.fate import Fate
-from host_offload.policies.prefetch.llapor import training as llapor
-from host_offload.policies.prefetch.names import FIT, PREFETCH
+from host_offload.policies.prefetch.llapor import llapor_training as llapor
 from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.promoe import policy as promoe
+from host_offload.policies.prefetch.prefetch_names import FIT, PREFETCH
+from host_offload.policies.prefetch.promoe import promoe_policy as promoe
 from host_offload.queue.transfer import Progress
 from host_offload.simulate.bounds import in_one_pool, min_bytes, min_transfers, read_references
 from host_offload.simulate.simulator import simulate, spec_of
@@ -65,7 +65,7 @@ COSTS = Costs(
 )
 FITS: dict[str, Any] = FIT | {
     "promoe": functools.partial(promoe.fit, training=QUICK),
-    "learned": functools.partial(llapor.fit, training=llapor.Training(width=8, epochs=2)),
+    "learned": functools.partial(llapor.fit, training=llapor.NetworkTraining(width=8, epochs=2)),
 }
 WAITING = "per_token=1,startup=1,load=4,accelerator=1,attention=2"
 

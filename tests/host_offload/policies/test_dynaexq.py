@@ -17,7 +17,7 @@ from host_offload.control.rules import PolicyError, check_policies
 from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.precision.dynaexq import DynaExq, Hotness
 from host_offload.policies.precision.maps import HI, LO, random_map, top_map
-from host_offload.policies.precision.names import precision_of
+from host_offload.policies.precision.precision_names import precision_of
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, spec
 from tests.host_offload.memory.resident_device import resident, spec_for
 

@@ -11,13 +11,13 @@ from host_offload.control.controller import Controller
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction import hot_table, static
-from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.names import (
+from host_offload.policies.eviction.eviction_names import (
     EVICTION,
     POLICIES,
     eviction_policy,
     with_eviction,
 )
+from host_offload.policies.eviction.fifo import FIFO
 from host_offload.policies.eviction.static import Static
 from host_offload.simulate.simulator import simulate
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, scripted, spec

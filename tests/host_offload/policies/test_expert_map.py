@@ -17,10 +17,9 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Observation, Spec
 from host_offload.control.staging import making_room
 from host_offload.memory.tables import cold_tables
-from host_offload.policies.prefetch.expert_map import policy as expert_map
-from host_offload.policies.prefetch.expert_map.matcher import Matcher
-from host_offload.policies.prefetch.expert_map.policy import ExpertMap, recorded
-from host_offload.policies.prefetch.expert_map.store import (
+from host_offload.policies.prefetch.expert_map import expert_map_policy as expert_map
+from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap, recorded
+from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
     Trajectory,
     empty_store,
@@ -29,10 +28,11 @@ from host_offload.policies.prefetch.expert_map.store import (
     stored,
     with_rows,
 )
+from host_offload.policies.prefetch.expert_map.matcher import Matcher
 from host_offload.policies.prefetch.expert_map.trackers import TRACKERS
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
-from host_offload.policies.prefetch.names import prefetch_policy
+from host_offload.policies.prefetch.prefetch_names import prefetch_policy
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError

@@ -28,15 +28,15 @@ from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
-from host_offload.policies.prefetch.names import (
+from host_offload.policies.prefetch.oracle import oracle_of
+from host_offload.policies.prefetch.prefetch_names import (
     FIT,
     FROM_PATH,
     PREFETCH,
     prefetch_policy,
     with_prefetch,
 )
-from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.promoe import policy as promoe
+from host_offload.policies.prefetch.promoe import promoe_policy as promoe
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate
 from tests.host_offload.policies.kinds import (

@@ -19,8 +19,8 @@ from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import fitted
 from host_offload.policies.prefetch.mixtral_offloading import MixtralOffloading
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
-from host_offload.policies.prefetch.promoe import policy as promoe
-from host_offload.policies.prefetch.promoe.network import Training
+from host_offload.policies.prefetch.promoe import promoe_policy as promoe
+from host_offload.policies.prefetch.promoe.promoe_network import Training
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from host_offload.traces.writer import TraceWriter

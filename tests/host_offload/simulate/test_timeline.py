@@ -14,11 +14,11 @@ from host_offload.queue.transfer import DEMAND, QueueError, Transfer
 from host_offload.simulate.stream_timeline import StreamedLayer, stream_passes
 from host_offload.simulate.timeline import (
     DEVICE,
-    Event,
     LayerCost,
     Link,
     Need,
     Timeline,
+    TimelineEvent,
     trace_events,
     write_trace,
 )
@@ -56,7 +56,10 @@ def test_the_device_loses_what_moves_beside_it():
 
 
 def test_a_trace_that_perfetto_reads(tmp_path):
-    events = [Event("link", "demand 0.1 part 0", 0.001, 0.002), Event(DEVICE, "layer 0", 0, 0.001)]
+    events = [
+        TimelineEvent("link", "demand 0.1 part 0", 0.001, 0.002),
+        TimelineEvent(DEVICE, "layer 0", 0, 0.001),
+    ]
     write_trace(tmp_path / "trace.json", events)
     read = json.loads((tmp_path / "trace.json").read_text())
     assert read == trace_events(events)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from host_offload.policies.prefetch.coactivation import fit
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate
-from host_offload.sizing.coactivation import predicted_use
+from host_offload.sizing.coactivation_counts import predicted_use
 from host_offload.sizing.joint import (
     DecodeModel,
     choose,

@@ -22,7 +22,7 @@ from host_offload.control.interface import Moment
 from host_offload.control.step_record import USES, StepRecord
 from host_offload.queue.transfer import Flying, Progress, Settled, Transfer
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.progress import STATES, ProgressTrace, Recorded
+from host_offload.traces.progress import STATES, ProgressTrace, RecordedProgress
 from host_offload.traces.reader import Mark, TraceError, TraceHeader, TransferTrace, read_trace
 from host_offload.traces.writer import TraceWriter, require_new
 
@@ -423,7 +423,7 @@ def test_a_trace_has_it_in_order_and_older_ones_have_none(tmp_path):
 
 
 def test_a_look_that_is_left_out_loses_nothing_that_settled(tmp_path):
-    recorded = Recorded(SEEN, "it")
+    recorded = RecordedProgress(SEEN, "it")
     assert recorded.at(0, Moment.ROUTED, 0).settled == (
         *SEEN[0].progress.settled,
         *SEEN[1].progress.settled,
@@ -431,4 +431,4 @@ def test_a_look_that_is_left_out_loses_nothing_that_settled(tmp_path):
     assert recorded.at(2, Moment.ROUTED, 0) == SEEN[3].progress
     for place in ((0, Moment.LAYER_BEGIN, 0), (1, Moment.ROUTED, 0), (2, Moment.ROUTED, 1)):
         with pytest.raises(TraceError, match=r"'progress', which it does not have at .* of step"):
-            Recorded(SEEN, "it").at(*place)
+            RecordedProgress(SEEN, "it").at(*place)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import checkpoint_format, load_checkpoint
 from moejax.errors import UserError
 from tests.moejax.checkpoints import foreign_trees

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1
 
-from moejax.checkpoints.foreign.checkpoint import open_mapped
+from moejax.checkpoints.foreign.foreign_checkpoint import open_mapped
 from moejax.checkpoints.foreign.name_map import (
     ignore_pattern,
     load_name_map,

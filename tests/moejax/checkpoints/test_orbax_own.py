@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.destination import LOCK
 from moejax.checkpoints.orbax.layout import Leaf, orbax_files
@@ -46,7 +46,7 @@ from tests.pallas_kernels.contract import NATIVE
 
 KILLED = """
 import os, signal, sys, threading
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 source, destination, left, delay = *sys.argv[1:3], int(sys.argv[3]), float(sys.argv[4])
 
 def count(event, args):
@@ -492,7 +492,7 @@ MEMORY = """
 import sys
 from orbax.checkpoint import v1
 import jax
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 jax.devices()
 
 def most():

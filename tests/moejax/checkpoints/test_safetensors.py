@@ -19,7 +19,7 @@ from safetensors.numpy import load as load_bytes
 from safetensors.numpy import load_file, save, save_file
 
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.safetensors.headers import MOST_HEADER, read_header
 from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
@@ -515,7 +515,7 @@ def enormous_model(directory):
 def test_weights_beyond_the_memory(tmp_path, monkeypatch):
     directory = enormous_model(tmp_path / "hf")
     refuses("config.json asks for 400.1 GiB of weights in host memory", load_checkpoint, directory)
-    monkeypatch.setattr("moejax.checkpoints.convert.require_space", lambda *_: None)
+    monkeypatch.setattr("moejax.checkpoints.conversion.require_space", lambda *_: None)
     refuses("asks for 200 GiB of weights in host memory", convert, directory, tmp_path / "model")
 
 

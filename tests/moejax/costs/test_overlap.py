@@ -2,7 +2,7 @@
 
 import pytest
 
-from host_offload.simulate.timeline import DEVICE, Event
+from host_offload.simulate.timeline import DEVICE, TimelineEvent
 from host_offload.sizing.cost_model import CostError, Shares, StepCost
 from moejax.costs.overlap import layer_seconds, shares_of
 
@@ -13,11 +13,11 @@ def test_a_layers_seconds_are_medians_without_fills():
         slow = 10.0 if step == 1 else 1.0
         for layer in range(2):
             for name, seconds in (("linear", slow), ("fill", 7.0), ("expert_ffn", 4.0)):
-                events.append(Event(DEVICE, name, now, now + seconds, layer))
+                events.append(TimelineEvent(DEVICE, name, now, now + seconds, layer))
                 now += seconds
-            events.append(Event(DEVICE, "combine", now, now + 0.5, layer))
+            events.append(TimelineEvent(DEVICE, "combine", now, now + 0.5, layer))
             now += 0.5
-        events.append(Event(DEVICE, "linear", now, now + 3.0, None))
+        events.append(TimelineEvent(DEVICE, "linear", now, now + 3.0, None))
         now += 3.0
     assert layer_seconds(events) == (pytest.approx(1.0), pytest.approx(0.5))
 

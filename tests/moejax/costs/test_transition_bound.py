@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.policies.precision.precision_names import Precision, precision_of
 from moejax import LLM, UserError
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.costs.transition_bound import kept_costs, step_bound

@@ -14,10 +14,10 @@ from host_offload.control.interface import Costs
 from host_offload.sizing.cost_model import CostModel, StepCost
 from moejax import LLM, SamplingParams
 from moejax.start.decide.facts import device_facts
-from moejax.start.decide.plan import Plan, decide
+from moejax.start.decide.start_plan import StartPlan, decide
 from moejax.start.options import Config
 from moejax.start.report.dry_run import facts_without_weights
-from moejax.start.report.info import read_headers
+from moejax.start.report.model_info import read_headers
 from moejax.start.settings import settings_of
 from tests.host_offload.sizing.cost_models import table
 
@@ -28,7 +28,7 @@ LAYERS, EXPERTS, SLOT, PER_SLOT = 4, 16, 98304, 6
 USERS = 5
 
 
-def planned(costs: Costs | None = None, **options: Any) -> Plan:
+def planned(costs: Costs | None = None, **options: Any) -> StartPlan:
     """What a start of the demo decides, without one."""
     settings = settings_of(Config.of("demo", **{"memory": MEMORY, **LIMITS, **options}))
     config, _ = read_headers("demo")

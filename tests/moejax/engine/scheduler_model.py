@@ -17,7 +17,7 @@ from moejax.engine.step_work import ScheduledWork
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
-from moejax.step.parts import StepShapes
+from moejax.step.step_parts import StepShapes
 from scripts.check.kv_faults import kv_faults
 
 EOS = 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.rules import PolicyError
-from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from moejax.engine.resize import check_one_version
 from tests.moejax.engine.scenes import LAYERS, open_llm

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM, UserError
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.engine.statistics import kv_stats
 from moejax.evaluate.quantization import quantize
 from tests.moejax.engine.scenes import (

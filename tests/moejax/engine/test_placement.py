@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-import moejax.start.decide.plan
+import moejax.start.decide.start_plan
+from host_offload.policies.eviction.eviction_names import eviction_policy
 from host_offload.policies.eviction.hot_table import beside_prefetches
-from host_offload.policies.eviction.names import eviction_policy
-from host_offload.policies.placement import names
+from host_offload.policies.placement import placement_names as names
 from host_offload.policies.placement.recorded import recorded_placement
 from host_offload.queue.pinned import PinnedRecords
 from host_offload.simulate.replay import replay
@@ -158,7 +158,7 @@ def other_bits(*args):
 @pytest.mark.slow
 def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypatch):
     """Prefetches depend on how fast copies are, so a run alone need not place as another did."""
-    monkeypatch.setattr(moejax.start.decide.plan, "second_of", other_bits)
+    monkeypatch.setattr(moejax.start.decide.start_plan, "second_of", other_bits)
     run_before = tmp_path / "run"
     with placed("queue", f"{STATED},predict=gates", trace=run_before) as llm:
         delay(llm)

@@ -25,9 +25,10 @@ from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.expert_map.step_search import BITS, rounded
-from host_offload.policies.prefetch.llapor import online, training
+from host_offload.policies.prefetch.llapor import llapor_training as training
+from host_offload.policies.prefetch.llapor import online
+from host_offload.policies.prefetch.llapor.llapor_training import NetworkTraining
 from host_offload.policies.prefetch.llapor.online import LearnedOnline, Learning, Tuning
-from host_offload.policies.prefetch.llapor.training import Training
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError, read_trace
@@ -338,7 +339,7 @@ def earlier(tmp_path_factory):
 def test_networks_learn_on_beside_an_engine(earlier, tmp_path):
     """Networks that were trained on a run learn on in the next one, swapped between steps: the same
     tokens, and a replay of the trace takes the run's decisions again."""
-    fitted = training.fit(earlier[0], training=Training(width=16, epochs=1)).fitted
+    fitted = training.fit(earlier[0], training=NetworkTraining(width=16, epochs=1)).fitted
     policy = LearnedOnline(fitted, tuning=Tuning(rows=32, iterations=2))
     options = {"trace": f"{tmp_path / 't'},arrays=gate_input", "policies": [policy], **HOST}
     with open_llm(expert_budget="40%", **options) as llm:

@@ -9,7 +9,7 @@ import pytest
 
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.interface import Moment
-from host_offload.policies.eviction.names import POLICIES
+from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from moejax import UserError
 from moejax.commands.main import main

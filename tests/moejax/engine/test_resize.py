@@ -18,7 +18,7 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax import LLM, SamplingParams
-from moejax.engine.resize import MOVED_PAGES, Resizer, cells_of
+from moejax.engine.resize import MOVED_PAGES, ArenaResizer, cells_of
 from moejax.engine.step_work import ScheduledWork
 from scripts.check.kv_faults import kv_faults
 from tests.moejax.engine.budget_workload import MEMORY, SLOT
@@ -74,7 +74,7 @@ class Moving(Device):
         arena = SlotArena(LAYOUT, SLOTS, LAYERS, BOUND, BOUND)
         super().__init__(pages=kv_slots * PER_SLOT, arena=arena, **{**SMALL, **options})
         self.tables = Tables(arena)
-        self.resizer = Resizer(self.tables, self.scheduler)  # type: ignore[arg-type]
+        self.resizer = ArenaResizer(self.tables, self.scheduler)  # type: ignore[arg-type]
         self.wishes, self.wish, self.steps = wishes, None, 0
         self.blocked = 0
         """How often KV had to be given slots for a step to be possible at all."""

@@ -12,9 +12,9 @@ import pytest
 
 from host_offload.queue.cached import CachedRecords
 from moejax import LLM, UserError
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.start.decide.residency import store_builder
+from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run

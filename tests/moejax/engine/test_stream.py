@@ -20,7 +20,7 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.checkpoints.versions import with_versions
 from moejax.device import select_device
-from moejax.engine.residency import ResidencyPlanner
+from moejax.engine.residency_planner import ResidencyPlanner
 from moejax.serve.costs import cost_model_for
 from moejax.start.build import start_engine
 from moejax.start.decide.stream import used_experts

@@ -10,8 +10,9 @@ import tomllib
 import pytest
 
 from moejax.commands import main as cli
-from moejax.evaluate import backend_probe, doctor
-from moejax.evaluate.doctor import (
+from moejax.evaluate import backend_probe
+from moejax.evaluate import diagnosis as doctor
+from moejax.evaluate.diagnosis import (
     COMPILER,
     COMPILER_RELEASE,
     Assembler,

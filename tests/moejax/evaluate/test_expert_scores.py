@@ -11,7 +11,7 @@ import pytest
 from host_offload.control.interface import Decision, Moment, Observation, Spec, routed_counts
 from host_offload.control.rules import parse_interval
 from host_offload.policies.precision.maps import HI, top_map
-from host_offload.policies.precision.names import precision_of
+from host_offload.policies.precision.precision_names import precision_of
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceHeader

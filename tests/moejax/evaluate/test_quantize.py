@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import with_versions

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import jax
 
-from host_offload.policies.precision.names import Precision
+from host_offload.policies.precision.precision_names import Precision
 from moejax import SamplingParams
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.random_model import random_model, shape
 from moejax.checkpoints.versions import with_versions
 from moejax.engine.loop import Engine
 from moejax.start.build import start_engine
-from moejax.start.decide.plan import Plan
+from moejax.start.decide.start_plan import StartPlan
 from moejax.start.options import Config
 from tests.moejax.engine_runs import Job
 
@@ -43,7 +43,7 @@ def start_precision(
 
 def start_planned(
     driver: str, precision: Precision, options: Config, *, layers: int, slots: int
-) -> tuple[Engine, Plan]:
+) -> tuple[Engine, StartPlan]:
     """The same, with what was decided."""
     config = shape("demo", layers=layers)
     loaded = with_versions(random_model(config, "bfloat16"), precision.versions)

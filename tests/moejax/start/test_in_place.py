@@ -9,7 +9,7 @@ import pytest
 
 from moejax import LLM, SamplingParams, UserError
 from moejax.serve.costs import cost_model_for
-from moejax.start.decide.residency import why_cells
+from moejax.start.decide.store_choice import why_cells
 from moejax.start.options import Config
 from moejax.start.settings import settings_of
 from tests.moejax.engine.budget_workload import LIMITS, planned

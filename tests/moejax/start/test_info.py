@@ -7,14 +7,14 @@ import jax
 import pytest
 
 from host_offload.memory.budget import cells_per_layer
-from moejax.checkpoints.convert import convert
+from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.random_model import shape
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.models.families import FAMILIES
 from moejax.sizes import parse_rate
-from moejax.start.report.info import (
+from moejax.start.report.model_info import (
     expected_step_bytes,
     fit,
     model_info,

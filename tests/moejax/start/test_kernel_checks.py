@@ -10,7 +10,7 @@ from moejax.errors import UserError
 from moejax.start import kernels
 from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
 from moejax.start.kernels import checked_later, start_checks, verify_kernels
-from moejax.step.parts import StepSpec
+from moejax.step.step_parts import StepSpec
 from pallas_kernels import resolve_ops
 from pallas_kernels.rms_norm import api
 from pallas_kernels.triton import interpreted

@@ -11,7 +11,7 @@ import pytest
 
 from host_offload.control.paging import version_cells
 from host_offload.policies.precision.dynaexq import DynaExq
-from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import TraceError, read_trace
 from moejax.checkpoints.random_model import shape

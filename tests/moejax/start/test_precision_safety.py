@@ -14,7 +14,7 @@ import pytest
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State, Transition
 from host_offload.memory.placement import place, resident_spec
 from host_offload.memory.tables import empty_tables, with_contents
-from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.simulate.replay import replay
 from host_offload.traces.reader import read_trace
 from moejax.engine.control import control_of

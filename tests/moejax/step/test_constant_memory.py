@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 import moejax.step.compiled_step
 import moejax.step.experts
-import moejax.step.parts
+import moejax.step.step_parts
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.memory.tables import empty_tables
 from host_offload.queue.transfer import QueueSpec
@@ -27,8 +27,8 @@ from moejax.models.config import ModelConfig
 from moejax.models.layers import Decoder
 from moejax.start.decide.shapes import step_shapes
 from moejax.step.layer_programs import layer_program
-from moejax.step.parts import TRACE_ARRAYS, StepSpec
 from moejax.step.programs import ProgramKey, Programs
+from moejax.step.step_parts import TRACE_ARRAYS, StepSpec
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.arena import OwnedArena, abstract_arena, read_rows
 from pallas_kernels.records import RecordFormat

@@ -19,8 +19,8 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.step import compiler, layer_walk
 from moejax.step.compiler import compiler_options
-from moejax.step.parts import StepOutput
 from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.step_parts import StepOutput
 from pallas_kernels.stage import Entries
 from tests.moejax.engine.scenes import EXPERTS, LAYERS
 from tests.moejax.engine.test_same_bits import (

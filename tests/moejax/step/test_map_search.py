@@ -14,13 +14,13 @@ from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.staging import making_room
 from host_offload.memory.tables import Residency, Tables
 from host_offload.policies.prefetch.expert_map import step_search
-from host_offload.policies.prefetch.expert_map.step_search import HeldMaps, rounded
-from host_offload.policies.prefetch.expert_map.store import (
+from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
     Trajectory,
     selected,
     semantic_scores,
 )
+from host_offload.policies.prefetch.expert_map.step_search import HeldMaps, rounded
 from moejax.checkpoints.random_model import shape
 from moejax.step import map_search
 from moejax.step.map_search import MapArrays, list_entries, map_shapes, wanted_experts, write_rows

@@ -16,8 +16,8 @@ from host_offload.queue.pinned import piece_edges
 from host_offload.queue.transfer import QueueSpec
 from moejax.checkpoints.random_model import shape
 from moejax.step.layer_programs import LANDED, PUT, layer_program
-from moejax.step.parts import SecondProcessor
 from moejax.step.programs import ProgramKey, Programs
+from moejax.step.step_parts import SecondProcessor
 from pallas_kernels import resolve_ops
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.versions import VersionFormats

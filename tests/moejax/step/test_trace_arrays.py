@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from moejax import SamplingParams
-from moejax.step.parts import TRACE_ARRAYS, TraceArrays
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import TRACE_ARRAYS, TraceArrays
 from moejax.traces import read_trace
 from tests.moejax.engine.scenes import open_llm, same_bits
 from tests.moejax.engine_runs import Job, Recorded, run

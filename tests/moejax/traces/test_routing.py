@@ -5,7 +5,7 @@ import pytest
 
 from host_offload.traces.generators import RoutingGenerator, routing_generator
 from moejax.traces import read_trace
-from moejax.traces.generated import write_generated_trace
+from moejax.traces.generated_traces import write_generated_trace
 from moejax.traces.published import MODELS
 
 E, K, LAYERS, ROWS, TOKENS = 128, 8, 3, 32, 90

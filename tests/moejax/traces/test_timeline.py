@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from host_offload.queue.native import Span
-from host_offload.simulate.timeline import DEVICE, Event
+from host_offload.simulate.timeline import DEVICE, TimelineEvent
 from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.traces.timeline import measured_events, middle_layers, write_timeline
@@ -45,8 +45,10 @@ def events_of(steps, layers):
     number, found = 0, []
     for _ in range(steps):
         for layer in range(layers):
-            found.append(Event(DEVICE, f"layer {layer}", number, number + 1, layer))
-            found.append(Event("link", f"prefetch {layer}.1 part 0", number, number + 2, layer))
+            found.append(TimelineEvent(DEVICE, f"layer {layer}", number, number + 1, layer))
+            found.append(
+                TimelineEvent("link", f"prefetch {layer}.1 part 0", number, number + 2, layer)
+            )
             number += 1
     return found
 
@@ -56,7 +58,7 @@ def test_a_picture_is_of_three_layers_of_one_step(tmp_path):
     assert end - begin == 3 and begin % 4 in (0, 1)
     assert middle_layers(events_of(1, 2)) == (0, 2)
     with pytest.raises(UserError, match="no layer was computed"):
-        write_timeline(tmp_path / "t.png", [Event(DEVICE, "begin", 0, 1)])
+        write_timeline(tmp_path / "t.png", [TimelineEvent(DEVICE, "begin", 0, 1)])
 
 
 def test_files(tmp_path):

@@ -18,9 +18,14 @@ from host_offload.traces.statistics import domain_distance, trace_statistics
 from host_offload.traces.writer import TraceWriter
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.start.report.info import read_headers
+from moejax.start.report.model_info import read_headers
 from moejax.traces.conversion import convert_trace
-from moejax.traces.generated import new_trace, routed_step, routing_header, write_generated_trace
+from moejax.traces.generated_traces import (
+    new_trace,
+    routed_step,
+    routing_header,
+    write_generated_trace,
+)
 
 LAYERS, E, K, PROMPT, TOKENS = 3, 16, 4, 5, 12
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from host_offload.memory.tables import empty_tables, regrant
-from host_offload.policies.eviction.names import EVICTION
+from host_offload.policies.eviction.eviction_names import EVICTION
 from pallas_kernels.plan import api, plan_resident
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.plan.specs import SPECS, Spec

@@ -16,10 +16,15 @@ from host_offload.control.interface import (
     Observation,
     Spec,
 )
-from host_offload.policies.prefetch.expert_map.policy import NAME, check_distance
-from host_offload.policies.prefetch.expert_map.policy import fit as fit_maps
+from host_offload.policies.prefetch.expert_map.expert_map_policy import NAME, check_distance
+from host_offload.policies.prefetch.expert_map.expert_map_policy import fit as fit_maps
+from host_offload.policies.prefetch.expert_map.map_store import (
+    MapStore,
+    empty_store,
+    placed,
+    stored,
+)
 from host_offload.policies.prefetch.expert_map.step_search import rounded
-from host_offload.policies.prefetch.expert_map.store import MapStore, empty_store, placed, stored
 from host_offload.policies.prefetch.fitted import Fitted, read_fitted
 from host_offload.traces.reader import Trace
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from host_offload.control.interface import Moment, Observation
-from host_offload.policies.prefetch.expert_map.trackers import Prediction, Tracker
+from host_offload.policies.prefetch.expert_map.trackers import MapPrediction, Tracker
 
 IN_STEP = frozenset({Moment.EMBEDDED, Moment.ROUTED})
 """When something is predicted."""
@@ -20,7 +20,7 @@ class Matcher:
     def __init__(self, tracker: Tracker):
         self._tracker, self._newest = tracker, -1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="expert-map")
-        self._pending: list[tuple[int, Future[Prediction | None]]] = []
+        self._pending: list[tuple[int, Future[MapPrediction | None]]] = []
         self.searches = 0
         """Moments of steps that were published so far."""
         self.left_out = 0
@@ -33,10 +33,10 @@ class Matcher:
         self.searches += observation.moment in IN_STEP
         self._pending.append((observation.step, found))
 
-    def found(self) -> list[tuple[int, Prediction]]:
+    def found(self) -> list[tuple[int, MapPrediction]]:
         """(step, what was predicted in it) of the searches that ended since the last call, in their
         order; waits for none. Raises what a search raised."""
-        ready: list[tuple[int, Prediction]] = []
+        ready: list[tuple[int, MapPrediction]] = []
         while self._pending and self._pending[0][1].done():
             step, future = self._pending.pop(0)
             if (prediction := future.result()) is not None:
@@ -52,7 +52,7 @@ class Matcher:
     def nbytes(self) -> int:
         return self._tracker.nbytes
 
-    def _see(self, observation: Observation) -> Prediction | None:
+    def _see(self, observation: Observation) -> MapPrediction | None:
         if observation.moment in IN_STEP and observation.step < self._newest:
             self.left_out += 1
             return None

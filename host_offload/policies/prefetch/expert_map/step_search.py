@@ -20,7 +20,7 @@ import numpy as np
 from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.staging import making_room
 from host_offload.memory.tables import Entry, Residency
-from host_offload.policies.prefetch.expert_map.store import selected
+from host_offload.policies.prefetch.expert_map.map_store import selected
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
 
 BITS = 11
@@ -90,7 +90,7 @@ def rounded(embeddings: np.ndarray, maps: np.ndarray) -> tuple[np.ndarray, np.nd
     return units.astype(np.float16), distributions(maps.astype(np.float32), np).astype(np.float16)
 
 
-class Found(NamedTuple):
+class FoundMaps(NamedTuple):
     """The nearest map of each row; equal ones: the lowest place."""
 
     place: np.ndarray
@@ -115,7 +115,7 @@ class HeldMaps:
         squares = np.cumsum(squares_of(maps, np), axis=0, dtype=np.int32)
         self._lengths[:, rows.place] = np.sqrt(squares.astype(np.float32))
 
-    def nearest_embedding(self, embeddings: np.ndarray) -> Found:
+    def nearest_embedding(self, embeddings: np.ndarray) -> FoundMaps:
         """For float16[R, D] of a step."""
         return self._nearest(unit_rows(embeddings.astype(np.float32), np) @ self._embeddings.T)
 
@@ -127,7 +127,7 @@ class HeldMaps:
 
     def nearest_map(
         self, before: HeldTrajectory, layer: int, probabilities: np.ndarray
-    ) -> tuple[HeldTrajectory, Found]:
+    ) -> tuple[HeldTrajectory, FoundMaps]:
         """With what the router of a layer said, float16[R, E]."""
         rows = distributions(probabilities.astype(np.float32), np)
         after = HeldTrajectory(
@@ -136,7 +136,9 @@ class HeldMaps:
         )
         return after, self._nearest(cosines(*after, self._lengths[layer], np))
 
-    def wanted(self, found: Found, layer: int, top_k: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def wanted(
+        self, found: FoundMaps, layer: int, top_k: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
         """(prior int32[E], and how much each expert of the layer is wanted, float32[E], 0: it is
         not); None where nothing is stored."""
         if not self._lengths[0].any():
@@ -145,10 +147,10 @@ class HeldMaps:
         chosen = selected(likely, found.score, top_k)
         return prior_of(likely.max(axis=0), np), np.where(chosen, likely, 0).max(axis=0)
 
-    def _nearest(self, scores: np.ndarray) -> Found:
+    def _nearest(self, scores: np.ndarray) -> FoundMaps:
         scores = np.where(self._lengths[0] > 0, scores, np.float32(NONE))
         place = np.argmax(scores, axis=1)
-        return Found(place, scores[np.arange(len(scores)), place])
+        return FoundMaps(place, scores[np.arange(len(scores)), place])
 
 
 class HeldTrajectory(NamedTuple):

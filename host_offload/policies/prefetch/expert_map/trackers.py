@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from host_offload.control.interface import Moment, Observation, routed_counts
-from host_offload.policies.prefetch.expert_map.store import (
+from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
     Trajectory,
     semantic_scores,
@@ -32,7 +32,7 @@ NEEDS: Mapping[str, frozenset[str]] = {
 }
 
 
-class Prediction(NamedTuple):
+class MapPrediction(NamedTuple):
     """What some layers to come are likely to need."""
 
     layers: range
@@ -43,7 +43,7 @@ class Prediction(NamedTuple):
 
 
 class Tracker(Protocol):
-    def seen(self, observation: Observation) -> tuple[Tracker, Prediction | None]:
+    def seen(self, observation: Observation) -> tuple[Tracker, MapPrediction | None]:
         """The tracker after a moment, and what it predicts there. After EMBEDDED and ROUTED the
         others may be left out: what is learned is learned at STEP_END and TURN_END."""
         ...
@@ -68,7 +68,7 @@ class MapTracker:
     learns: bool
     prompt: str
 
-    def seen(self, observation: Observation) -> tuple[MapTracker, Prediction | None]:
+    def seen(self, observation: Observation) -> tuple[MapTracker, MapPrediction | None]:
         seen: Any = observation
         if observation.moment == Moment.TURN_END:
             return self, None
@@ -94,11 +94,11 @@ class MapTracker:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.store)
 
-    def _nearest(self, layers: range, scores: np.ndarray) -> Prediction:
+    def _nearest(self, layers: range, scores: np.ndarray) -> MapPrediction:
         """What the nearest map of each row, by scores float32[N, n], says of the layers."""
         nearest = np.argmax(scores, axis=1)
         best = scores[np.arange(len(scores)), nearest]
-        return Prediction(layers, self.store.maps[layers.start : layers.stop, nearest], best)
+        return MapPrediction(layers, self.store.maps[layers.start : layers.stop, nearest], best)
 
     def _learned(self, rows: _Rows, seen: Any) -> MapTracker:
         given = rows.mean(seen.embedding), rows.mean(seen.probs)
@@ -116,14 +116,14 @@ class Speculation:
     distance: int
     nbytes: int = 0
 
-    def seen(self, observation: Observation) -> tuple[Speculation, Prediction | None]:
+    def seen(self, observation: Observation) -> tuple[Speculation, MapPrediction | None]:
         seen: Any = observation
         target = seen.layer + self.distance
         if observation.moment != Moment.ROUTED or target >= len(self.router):
             return self, None
         likely = softmax(gate_scores(seen.gate_input[:, 0], self.router[target]))
         sure = np.ones(len(likely), np.float32)
-        return self, Prediction(range(target, target + 1), likely[None], sure)
+        return self, MapPrediction(range(target, target + 1), likely[None], sure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class HitCounts:
     step: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     """As running, with the step that is made."""
 
-    def seen(self, observation: Observation) -> tuple[HitCounts, Prediction | None]:
+    def seen(self, observation: Observation) -> tuple[HitCounts, MapPrediction | None]:
         seen: Any = observation
         layers, experts = self.collection.shape[1:]
         match observation.moment:
@@ -153,7 +153,7 @@ class HitCounts:
                 if not len(self.collection):
                     return after, None
                 likely = popular[: self.distance, None].astype(np.float32) / len(self.collection)
-                return after, Prediction(range(self.distance), likely, np.ones(1, np.float32))
+                return after, MapPrediction(range(self.distance), likely, np.ones(1, np.float32))
             case Moment.ROUTED:
                 step = {**self.step}
                 for request in np.unique(seen.request).tolist():
@@ -171,7 +171,7 @@ class HitCounts:
                 ]
                 sure = np.ones(len(nearest), np.float32)
                 found = self.collection[nearest, target]
-                return after, Prediction(range(target, target + 1), found[None], sure)
+                return after, MapPrediction(range(target, target + 1), found[None], sure)
             case Moment.STEP_END:
                 running = {**self.running}
                 for request in np.unique(seen.request).tolist():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.policies.prefetch.llapor.network import compressed, routing
+from host_offload.policies.prefetch.llapor.llapor_network import compressed, routing
 from host_offload.policies.prefetch.next_layers import softmax
 
 HISTORY = 2

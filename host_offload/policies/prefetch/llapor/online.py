@@ -12,8 +12,8 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
 from host_offload.policies.prefetch.fitted import read_fitted
-from host_offload.policies.prefetch.llapor.network import of_layer, scores
-from host_offload.policies.prefetch.llapor.policy import NAME, Learned
+from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
+from host_offload.policies.prefetch.llapor.llapor_policy import NAME, Learned
 from host_offload.policies.prefetch.next_layers import Predicted, finite, with_predicted
 from host_offload.traces.reader import Trace, TraceError
 
@@ -28,7 +28,7 @@ class Tuning:
     rate: float = 2e-4
 
 
-class Seen(NamedTuple):
+class SeenRows(NamedTuple):
     """What a layer's router saw and chose in a step."""
 
     gate_input: np.ndarray
@@ -47,13 +47,13 @@ class Tuner:
         """That were swapped in."""
         self._stride, self._tuning = stride, tuning
         # Optax is loaded by those who learn, not by whoever looks a policy's name up.
-        self._training: Any = pkgutil.resolve_name(f"{__package__}.training")
-        self._step: list[Seen] = []
-        self._kept: list[list[Seen]] = []
+        self._training: Any = pkgutil.resolve_name(f"{__package__}.llapor_training")
+        self._step: list[SeenRows] = []
+        self._kept: list[list[SeenRows]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llapor")
         self._running: Future[dict[str, np.ndarray]] | None = None
 
-    def see(self, layer: int, layers: int, seen: Seen) -> None:
+    def see(self, layer: int, layers: int, seen: SeenRows) -> None:
         """Takes what a layer saw; layers of a step come in order. Returns at once; the arrays are
         kept, not copied."""
         if layer == 0:
@@ -84,13 +84,13 @@ class Tuner:
             self._running.exception()
 
     def _round(
-        self, kept: list[list[Seen]], arrays: Mapping[str, np.ndarray], seed: int
+        self, kept: list[list[SeenRows]], arrays: Mapping[str, np.ndarray], seed: int
     ) -> dict[str, np.ndarray]:
         found, tuning = dict(arrays), self._tuning
         for layer in range(len(kept[0]) - self._stride):
             here = [step[layer] for step in kept]
             later = [step[layer + self._stride] for step in kept]
-            some = self._training.Samples(
+            some = self._training.LayerSamples(
                 finite(np.concatenate([seen.gate_input for seen in here])),
                 np.concatenate([seen.ids for seen in here]),
                 np.concatenate([seen.weights for seen in here]).astype(np.float32),
@@ -152,7 +152,7 @@ class LearnedOnline(Learned):
         tuner = state.tuner
         if seen.layer == 0:
             tuner.swap()
-        here = Seen(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
+        here = SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
         tuner.see(seen.layer, state.layers, here)
         found = None
         if own := of_layer(tuner.arrays, seen.layer):

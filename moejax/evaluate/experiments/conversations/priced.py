@@ -16,7 +16,7 @@ from moejax.errors import UserError
 from moejax.evaluate.experiments.conversations.replay import VirtualClock, replay
 from moejax.evaluate.experiments.conversations.workloads import (
     Conversation,
-    Workload,
+    ConversationWorkload,
     conversations,
     synthetic_corpus,
 )
@@ -76,13 +76,15 @@ def counts(engine: Engine) -> np.ndarray:
     return np.array([statistics.steps["decode"], statistics.steps["prefill"], misses, pages])
 
 
-def workloads_of(text: str) -> tuple[Workload, ...]:
+def workloads_of(text: str) -> tuple[ConversationWorkload, ...]:
     """The conversations that `text` names: turns(…) with settings of Workload, several with `then`
     between them. Raises UserError for what is none."""
     found = []
     for part in text.split(THEN):
         name, settings = named(part.strip(), f"conversations {text!r}")
-        known = [field.name for field in dataclasses.fields(Workload) if field.name != "seed"]
+        known = [
+            field.name for field in dataclasses.fields(ConversationWorkload) if field.name != "seed"
+        ]
         wrong = [key for key in settings if key not in known]
         if name != KIND or wrong:
             raise UserError(
@@ -90,7 +92,7 @@ def workloads_of(text: str) -> tuple[Workload, ...]:
                 f"{KIND}(key=value, …) with keys of {', '.join(known)}"
             )
         try:
-            found.append(Workload(**settings))
+            found.append(ConversationWorkload(**settings))
         except TypeError:
             raise UserError(f"conversations {text!r}: lengths are whole numbers") from None
     return tuple(found)
@@ -105,7 +107,9 @@ def prices_of(given: Mapping[str, Any]) -> Prices:
     return Prices(**given)
 
 
-def drawn(workloads: Sequence[Workload], vocabulary: int, seed: int) -> tuple[Conversation, ...]:
+def drawn(
+    workloads: Sequence[ConversationWorkload], vocabulary: int, seed: int
+) -> tuple[Conversation, ...]:
     """The conversations of a seed, of random tokens, numbered from 0 on."""
     found: list[Conversation] = []
     for number, workload in enumerate(workloads):

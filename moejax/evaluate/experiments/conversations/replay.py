@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moejax.engine.loop import Engine
-from moejax.evaluate.experiments.conversations.workloads import Conversation, Turn
+from moejax.evaluate.experiments.conversations.workloads import Conversation, ConversationTurn
 from moejax.requests.sampling_params import SamplingParams
 
 
@@ -45,7 +45,7 @@ def replay(
     due = [(each.arrival_s, each.number, 0) for each in found]
     heapq.heapify(due)
     history: dict[int, list[int]] = {each.number: [] for each in found}
-    running: dict[int, tuple[Turn, float, Any]] = {}
+    running: dict[int, tuple[ConversationTurn, float, Any]] = {}
     try:
         while due or running:
             while due and due[0][0] <= clock.now():
@@ -86,7 +86,7 @@ def replay(
         engine.drain()
 
 
-def _line(turn: Turn, moment: float, request: Any) -> dict[str, Any]:
+def _line(turn: ConversationTurn, moment: float, request: Any) -> dict[str, Any]:
     times = request.token_times
     return {
         "session": turn.session,

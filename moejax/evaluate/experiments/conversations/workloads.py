@@ -23,7 +23,7 @@ ARRIVALS = ("poisson", "bursty")
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class ConversationTurn:
     """One request of a session."""
 
     session: int
@@ -45,7 +45,7 @@ class Conversation:
 
     number: int
     arrival_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
 
     @property
     def tokens(self) -> int:
@@ -54,7 +54,7 @@ class Conversation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class ConversationWorkload:
     """How many sessions there are and what happens in one. Raises UserError for what cannot be.
 
     Lengths of questions, tool results and answers are uniform in [n/2, 3n/2] around the number
@@ -171,7 +171,7 @@ def synthetic_corpus(
 # ---- conversations
 
 
-def conversations(workload: Workload, corpus: Corpus) -> tuple[Conversation, ...]:
+def conversations(workload: ConversationWorkload, corpus: Corpus) -> tuple[Conversation, ...]:
     """The workload's conversations, one a session, in the order of arrival. Raises UserError for an
     empty corpus."""
     if not corpus:
@@ -186,7 +186,9 @@ def conversations(workload: Workload, corpus: Corpus) -> tuple[Conversation, ...
     )
 
 
-def _turns(workload: Workload, corpus: Corpus, session: int) -> tuple[Turn, ...]:
+def _turns(
+    workload: ConversationWorkload, corpus: Corpus, session: int
+) -> tuple[ConversationTurn, ...]:
     rng = np.random.default_rng([workload.seed, 1, session])
     names = sorted(corpus)
     domain, turns, tools = names[rng.integers(len(names))], [], 0
@@ -220,7 +222,7 @@ def _turns(workload: Workload, corpus: Corpus, session: int) -> tuple[Turn, ...]
         tool = kind == "tool"
         pause = workload.tool_s if tool else workload.think_s
         turns.append(
-            Turn(
+            ConversationTurn(
                 session=session,
                 index=index,
                 kind=kind,

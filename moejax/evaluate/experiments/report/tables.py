@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from moejax.evaluate.experiments.records import Records
 from moejax.evaluate.experiments.report.content import summarized
+from moejax.evaluate.experiments.report.memory_tables import SHARED, SHARED_HEADINGS, shared_rows
 from moejax.evaluate.experiments.report.places import BESIDE, BESIDE_HEADINGS, beside_baseline
 from moejax.evaluate.experiments.report.predictions import (
     PREDICTED,
     PREDICTED_HEADINGS,
     prediction_rows,
 )
-from moejax.evaluate.experiments.report.quality import (
+from moejax.evaluate.experiments.report.quality_tables import (
     PRECISION_HEADINGS,
     PRECISIONS,
     QUALITY_HEADINGS,
@@ -21,7 +22,6 @@ from moejax.evaluate.experiments.report.quality import (
     precision_rows,
     quality_rows,
 )
-from moejax.evaluate.experiments.report.shared_memory import SHARED, SHARED_HEADINGS, shared_rows
 from moejax.evaluate.experiments.report.speed import SPEED, SPEED_HEADINGS, speed_rows
 
 

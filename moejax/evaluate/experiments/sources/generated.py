@@ -12,7 +12,7 @@ from host_offload.traces.generators import KINDS
 from host_offload.traces.reader import Trace, read_trace
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.sources.named import named
-from moejax.traces.generated import write_generated_trace
+from moejax.traces.generated_traces import write_generated_trace
 
 EXPERT_BYTES = 9 << 20
 """An expert of drawn routing, where nothing else is said, is Qwen3-30B-A3B's."""
@@ -21,7 +21,7 @@ _SETTINGS = ("layers", "experts", "top_k", "phase_tokens", "shared")
 
 
 @dataclasses.dataclass(frozen=True)
-class Routing:
+class GeneratedRouting:
     """Routing as a definition names it."""
 
     name: str
@@ -80,12 +80,12 @@ class Routing:
         return read_trace(path)
 
 
-def routing_of(text: str, home: Path) -> Routing:
+def routing_of(text: str, home: Path) -> GeneratedRouting:
     """The routing that `text` names: KIND or KIND(key=value, …), drawn, or the directory of a trace
     from `home` on. Raises UserError for what is neither, saying what to write."""
     if text.partition("(")[0].strip() in KINDS:
         name, settings = named(text, f"routing {text!r}")
-        return Routing(text, name, _checked(settings, text), None)
+        return GeneratedRouting(text, name, _checked(settings, text), None)
     directory = (home / text).resolve()
     if not directory.is_dir():
         raise UserError(
@@ -94,7 +94,7 @@ def routing_of(text: str, home: Path) -> Routing:
         )
     with user_errors(where=f"routing {text!r}: "):
         read_trace(directory)
-    return Routing(text, None, {}, directory)
+    return GeneratedRouting(text, None, {}, directory)
 
 
 def _checked(settings: Mapping[str, Any], text: str) -> Mapping[str, Any]:

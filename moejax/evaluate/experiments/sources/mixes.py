@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import routed_counts
-from host_offload.policies.precision.names import Precision, precision_of
+from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.sources.named import named

@@ -13,14 +13,14 @@ from host_offload.control.interface import Decision, Moment
 from host_offload.control.rules import PolicyError
 from host_offload.control.step_record import LayerRouting, StepRows
 from host_offload.policies.eviction.hot_table import beside_prefetches
-from host_offload.policies.placement.names import (
+from host_offload.policies.placement.placement_names import (
     ALIASES,
     placement_policy,
     said,
     with_placement,
 )
-from host_offload.policies.placement.policy import COSTS, Placement, costs_of
-from host_offload.policies.prefetch.llapor.policy import Learned
+from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
+from host_offload.policies.prefetch.llapor.llapor_policy import Learned
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.queue.transfer import Flying, Progress, Transfer
 from tests.host_offload.control.policy_runs import scripted, spec
@@ -159,7 +159,7 @@ def test_networks_among_the_policies_are_what_it_predicts_by():
     fitted: object = object()
     learned = Learned(fitted)  # type: ignore[arg-type]
     other, found = with_placement("prescope", [learned, RandomPrefetch()])
-    assert isinstance(other, RandomPrefetch) and isinstance(found, Placement)
+    assert isinstance(other, RandomPrefetch) and isinstance(found, PlacementPolicy)
     assert found.fitted is fitted and found.writes >= {"stages"}
     assert found.needs >= {"gate_input", "ids", "weights", "progress"}
     assert with_placement(None, [learned]) == [learned]

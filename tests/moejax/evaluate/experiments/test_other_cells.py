@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import moejax
-from host_offload.policies.prefetch.expertflow import training as forests
+from host_offload.policies.prefetch.expertflow import expertflow_training as forests
 from moejax.costs.store import write_cost_model
 from moejax.errors import UserError
 from moejax.evaluate.experiments.report.content import panels

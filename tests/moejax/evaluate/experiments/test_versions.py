@@ -9,7 +9,7 @@ from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.report.content import panels
 from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.report.quality import ALL, quality_rows
+from moejax.evaluate.experiments.report.quality_tables import ALL, quality_rows
 from moejax.evaluate.experiments.sources.learning import Prompts
 from moejax.evaluate.experiments.sources.mixes import mix_of
 from moejax.evaluate.token_ids import TokenIds

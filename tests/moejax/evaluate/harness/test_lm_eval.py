@@ -189,7 +189,7 @@ def numbers(value):
 
 @pytest.fixture(scope="module")
 def lm():
-    from moejax.evaluate.harness.model import MoejaxLM
+    from moejax.evaluate.harness.harness_model import MoejaxLM
 
     with LLM("demo", progress=False, **LIMITS) as llm:
         yield MoejaxLM(llm)
@@ -259,7 +259,7 @@ def test_the_harness_finds_the_model_by_its_entry_point(repository):
     """As its releases after 0.4.13 do: an entry point in place of the class, loaded when asked."""
     from lm_eval.api.registry import Registry
 
-    from moejax.evaluate.harness.model import MoejaxLM
+    from moejax.evaluate.harness.harness_model import MoejaxLM
 
     declared = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     value = declared["entry-points"]["lm_eval.models"]["moejax"]
@@ -279,14 +279,14 @@ def test_the_harness_finds_the_model_by_its_entry_point(repository):
     ],
 )
 def test_model_args_that_are_wrong_are_refused(arguments, message):
-    from moejax.evaluate.harness.model import MoejaxLM
+    from moejax.evaluate.harness.harness_model import MoejaxLM
 
     with pytest.raises(UserError, match=message):
         MoejaxLM("demo", device=arguments.pop("device", "cuda:0"), **arguments)
 
 
 def test_an_llm_has_its_options_already_and_needs_a_tokenizer(lm, monkeypatch):
-    from moejax.evaluate.harness.model import MoejaxLM
+    from moejax.evaluate.harness.harness_model import MoejaxLM
 
     with pytest.raises(UserError, match="an LLM has its options already"):
         MoejaxLM(lm.llm, max_length=64)

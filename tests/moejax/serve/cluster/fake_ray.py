@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moejax.serve.cluster.ray_cluster import Node
-from moejax.serve.cluster.worker import Outcome, Place, Started
+from moejax.serve.cluster.worker import Outcome, Started, WorkerPlace
 
 
 class RayError(Exception):
@@ -56,7 +56,9 @@ class Actor:
         return Reference(value)
 
     def _where(self) -> Reference:
-        return self._alive(lambda: Place(self.node, "10.0.0.1", 1000 + self.number, self.node))
+        return self._alive(
+            lambda: WorkerPlace(self.node, "10.0.0.1", 1000 + self.number, self.node)
+        )
 
     def _start(self, model: str, options: object) -> Reference:
         return self._alive(lambda: self.ray.start(self) or Started(self.ray.room, 0.5))

@@ -16,10 +16,10 @@ from moejax import UserError
 from moejax.commands import main as cli
 from moejax.serve.batch.job import Job, open_job
 from moejax.serve.batch.lines import MOST_LINE
-from moejax.serve.cluster import parts as parts_module
+from moejax.serve.cluster import part_files as parts_module
 from moejax.serve.cluster import ray_cluster
-from moejax.serve.cluster.inputs import Inputs
-from moejax.serve.cluster.job import open_cluster_job
+from moejax.serve.cluster.cluster_job import open_cluster_job
+from moejax.serve.cluster.inputs import ClusterInputs
 from tests.moejax.serve.test_batch import FakeLLM
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -92,7 +92,7 @@ def test_many_files_are_read_as_one(tmp_path):
     (folder / "notes.txt").write_text("no")
     run(str(folder), tmp_path / "out")
     assert records(tmp_path / "out") == expected
-    inputs = Inputs([str(folder)])
+    inputs = ClusterInputs([str(folder)])
     assert [inputs.readline(MOST_LINE) for _ in range(7)][-1] == b""
     assert inputs.place(5).endswith("b.jsonl.gz, line 3")
 

@@ -12,8 +12,8 @@ import pytest
 from moejax import LLM
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, open_job
+from moejax.serve.cluster.cluster_job import open_cluster_job
 from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
-from moejax.serve.cluster.job import open_cluster_job
 from moejax.serve.cluster.ray_cluster import LOCAL, connected
 from scripts.parts import file_jobs
 

@@ -8,17 +8,22 @@ import pytest
 from sklearn.ensemble import RandomForestRegressor
 
 from host_offload.control.interface import Moment, Observation
-from host_offload.policies.prefetch.expertflow.evaluation import evaluated
+from host_offload.policies.prefetch.expertflow.expertflow_evaluation import evaluated
+from host_offload.policies.prefetch.expertflow.expertflow_policy import ExpertFlow, Foreseen
+from host_offload.policies.prefetch.expertflow.expertflow_training import (
+    ForestTraining,
+    NoTrainer,
+    fit,
+    seen_of,
+)
 from host_offload.policies.prefetch.expertflow.forest import (
     features,
     forest_of,
     pre_gate,
 )
-from host_offload.policies.prefetch.expertflow.policy import ExpertFlow, Foreseen
-from host_offload.policies.prefetch.expertflow.training import NoTrainer, Training, fit, seen_of
-from host_offload.policies.prefetch.llapor.training import principal, samples
-from host_offload.policies.prefetch.names import prefetch_policy
+from host_offload.policies.prefetch.llapor.llapor_training import principal, samples
 from host_offload.policies.prefetch.next_layers import gate_scores
+from host_offload.policies.prefetch.prefetch_names import prefetch_policy
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, victim_key
@@ -33,7 +38,7 @@ from tests.host_offload.policies.prefetch.llapor.test_llapor import (
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
-QUICK = Training(trees=5, leaves=64, reach=2)
+QUICK = ForestTraining(trees=5, leaves=64, reach=2)
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,14 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation
-from host_offload.policies.placement.names import with_placement
-from host_offload.policies.prefetch.llapor import training
-from host_offload.policies.prefetch.llapor.evaluation import evaluated
-from host_offload.policies.prefetch.llapor.metrics import quality
-from host_offload.policies.prefetch.llapor.network import of_layer, scores
-from host_offload.policies.prefetch.llapor.online import (
-    LearnedOnline,
-    Learning,
-    Tuning,
-    recorded,
-)
-from host_offload.policies.prefetch.llapor.policy import Learned
-from host_offload.policies.prefetch.llapor.training import (
+from host_offload.policies.placement.placement_names import with_placement
+from host_offload.policies.prefetch.llapor import llapor_training as training
+from host_offload.policies.prefetch.llapor.llapor_evaluation import evaluated
+from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
+from host_offload.policies.prefetch.llapor.llapor_policy import Learned
+from host_offload.policies.prefetch.llapor.llapor_training import (
     EDGE,
-    Training,
+    NetworkTraining,
     fit,
     loss,
     recall_of,
@@ -33,7 +26,14 @@ from host_offload.policies.prefetch.llapor.training import (
     split,
     trained,
 )
-from host_offload.policies.prefetch.names import prefetch_policy
+from host_offload.policies.prefetch.llapor.metrics import quality
+from host_offload.policies.prefetch.llapor.online import (
+    LearnedOnline,
+    Learning,
+    Tuning,
+    recorded,
+)
+from host_offload.policies.prefetch.prefetch_names import prefetch_policy
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.traces.traces_of import rewritten, write_trace
@@ -41,7 +41,7 @@ from tests.host_offload.traces.traces_of import rewritten, write_trace
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 12
-QUICK = Training(width=64, batch=16, epochs=40, patience=40, noise=0.02, masked=0.02)
+QUICK = NetworkTraining(width=64, batch=16, epochs=40, patience=40, noise=0.02, masked=0.02)
 STEPS, ROWS = 75, 8
 
 
@@ -216,7 +216,7 @@ TUNING = Tuning(rows=40, iterations=30, rate=2e-3)
 @pytest.fixture(scope="module")
 def begun(trace) -> LearnedOnline:
     """One epoch: it has learned little."""
-    learned = fit(trace, training=Training(width=32, batch=64, epochs=1))
+    learned = fit(trace, training=NetworkTraining(width=32, batch=64, epochs=1))
     return LearnedOnline(learned.fitted, tuning=TUNING)
 
 

@@ -9,8 +9,8 @@ from host_offload.policies.budget.mv_wsa import MvWsa
 from moejax.evaluate.experiments.arms import arm_of
 from moejax.evaluate.experiments.conversations.priced import drawn, prices_of, workloads_of
 from moejax.evaluate.experiments.records import read_results
+from moejax.evaluate.experiments.report.memory_tables import shared_rows
 from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.report.shared_memory import shared_rows
 
 BURSTS = 'turns(sessions=3, turns=2, arrival="bursty", rate=8.0, document_tokens=60)'
 

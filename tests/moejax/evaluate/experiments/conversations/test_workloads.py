@@ -7,7 +7,7 @@ import pytest
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.conversations.workloads import (
-    Workload,
+    ConversationWorkload,
     bursty_arrivals,
     conversations,
     poisson_arrivals,
@@ -15,7 +15,7 @@ from moejax.evaluate.experiments.conversations.workloads import (
 )
 
 CORPUS = synthetic_corpus(512, seed=1, tokens=4096)
-MANY = Workload(sessions=200, turns=12, tool_share=0.3, shift_share=0.2, seed=5)
+MANY = ConversationWorkload(sessions=200, turns=12, tool_share=0.3, shift_share=0.2, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_arrivals_have_their_rate_and_only_bursty_ones_are_bursty():
 )
 def test_what_cannot_be_is_refused(field, value, message):
     with pytest.raises(UserError, match=message):
-        Workload(**{field: value})
+        ConversationWorkload(**{field: value})
 
 
 def test_what_the_processes_cannot_do_is_refused():
@@ -83,4 +83,4 @@ def test_what_the_processes_cannot_do_is_refused():
     with pytest.raises(UserError, match="at least 2 tokens"):
         synthetic_corpus(1)
     with pytest.raises(UserError, match="the corpus has no domain"):
-        conversations(Workload(), {})
+        conversations(ConversationWorkload(), {})

@@ -14,7 +14,7 @@ from typing import Any
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.output_lock import lock_output
-from moejax.serve.batch.results import read_result
+from moejax.serve.batch.result_lines import read_result
 from moejax.serve.cluster.inputs import filesystem
 
 PART_S = 10.0

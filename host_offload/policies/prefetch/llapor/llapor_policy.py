@@ -7,7 +7,7 @@ from typing import Any
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.policies.prefetch.fitted import Fitted, read_fitted
-from host_offload.policies.prefetch.llapor.network import of_layer, scores
+from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
 from host_offload.policies.prefetch.next_layers import Predicted, finite, with_predicted
 
 NAME = "learned"

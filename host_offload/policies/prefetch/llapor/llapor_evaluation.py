@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
+from host_offload.policies.prefetch.llapor.llapor_policy import Learned
+from host_offload.policies.prefetch.llapor.llapor_training import LayerSamples, samples
 from host_offload.policies.prefetch.llapor.metrics import Quality, quality
-from host_offload.policies.prefetch.llapor.network import of_layer, scores
-from host_offload.policies.prefetch.llapor.policy import Learned
-from host_offload.policies.prefetch.llapor.training import Samples, samples
 from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.traces.reader import Trace
 
 CALLS = 50
 """Calls whose median is a call's time."""
 
-Predicts = Callable[[Samples, np.ndarray], np.ndarray]
+Predicts = Callable[[LayerSamples, np.ndarray], np.ndarray]
 """(samples of N rows, int[N] their places in the trace) → float32[N, E]"""
 
 
@@ -58,7 +58,9 @@ def evaluated(
     for layer, group in enumerate(kinds):
         own = of_layer(policy.fitted.arrays, layer)
 
-        def call(some: Samples, token: np.ndarray, own: dict[str, np.ndarray] = own) -> np.ndarray:
+        def call(
+            some: LayerSamples, token: np.ndarray, own: dict[str, np.ndarray] = own
+        ) -> np.ndarray:
             return scores(own, some.gate_input, some.ids, some.weights)
 
         size = sum(array.nbytes for array in own.values())
@@ -101,7 +103,7 @@ def _cosine(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean((one * other).sum(axis=1) / np.maximum(sizes, 1e-9)))
 
 
-def _call_us(call: Predicts, some: Samples, token: np.ndarray) -> float:
+def _call_us(call: Predicts, some: LayerSamples, token: np.ndarray) -> float:
     times = []
     for _ in range(CALLS):
         began = time.perf_counter()

@@ -10,7 +10,7 @@ from moejax.errors import UserError
 from moejax.start.decide.transfers import cache_of, jax_copies, new_builder
 from moejax.start.options import Config
 from moejax.start.settings import Settings
-from moejax.step.parts import StepSpec, arena_ops
+from moejax.step.step_parts import StepSpec, arena_ops
 from pallas_kernels.cpu.library import why_not_cpu
 
 

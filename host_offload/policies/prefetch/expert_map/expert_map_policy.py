@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
-from host_offload.policies.prefetch.expert_map.matcher import IN_STEP, Matcher
-from host_offload.policies.prefetch.expert_map.store import (
+from host_offload.policies.prefetch.expert_map.map_store import (
     Trajectory,
     empty_store,
     selected,
     stored,
     with_rows,
 )
+from host_offload.policies.prefetch.expert_map.matcher import IN_STEP, Matcher
 from host_offload.policies.prefetch.expert_map.trackers import (
     NEEDS,
     TRACKERS,
     HitCounts,
+    MapPrediction,
     MapTracker,
-    Prediction,
     Speculation,
     Tracker,
 )
@@ -51,7 +51,7 @@ class Matching(NamedTuple):
     """Those of them that were found after a layer that they were for was routed."""
 
 
-class Recorded(NamedTuple):
+class RecordedMaps(NamedTuple):
     """State of ExpertMap where decisions come from a trace."""
 
     next: int = 0
@@ -103,7 +103,7 @@ class ExpertMap:
     def needs(self) -> frozenset[str]:
         return NEEDS.get(self.tracker, NEEDS["map_tsd"])
 
-    def init(self, spec: Spec) -> Matching | Recorded:
+    def init(self, spec: Spec) -> Matching | RecordedMaps:
         """The store that is given. Raises ValueError for settings that mean nothing and for maps
         of another model."""
         if self.capacity < 1 or self.prompt not in PROMPTS or self.tracker not in TRACKERS:
@@ -115,7 +115,7 @@ class ExpertMap:
         if self.fitted is not None:
             self.fitted.check(spec)
         if self.decisions is not None:
-            return Recorded()
+            return RecordedMaps()
         tracker = self._tracker(spec)
         nothing = np.zeros((spec.layers, spec.experts), np.float32)
         # Of layers that nothing was predicted for yet, as those behind no router, nobody is more
@@ -136,19 +136,19 @@ class ExpertMap:
         row = experts if self.tracker == "hit_count" else spec.hidden + experts + spec.layers
         return max(given, self.capacity * row * 4)
 
-    def stats(self, state: Matching | Recorded) -> dict[str, int]:
+    def stats(self, state: Matching | RecordedMaps) -> dict[str, int]:
         """searches: moments of steps that were seen. late: searches that were found too late, or
         left out since they would have been. learned_bytes: as it is now."""
-        if isinstance(state, Recorded):
+        if isinstance(state, RecordedMaps):
             return {"decisions": state.next}
         tracker, late = state.tracker, state.late
         late += tracker.left_out if isinstance(tracker, Matcher) else 0
         return {"searches": state.searches, "late": late, "learned_bytes": tracker.nbytes}
 
     def decide(
-        self, state: Matching | Recorded, observation: Observation
-    ) -> tuple[Matching | Recorded, Decision]:
-        if isinstance(state, Recorded):
+        self, state: Matching | RecordedMaps, observation: Observation
+    ) -> tuple[Matching | RecordedMaps, Decision]:
+        if isinstance(state, RecordedMaps):
             return self._again(state, observation)
         tracker, in_step = state.tracker, observation.moment in IN_STEP
         if isinstance(tracker, Matcher):
@@ -198,7 +198,7 @@ class ExpertMap:
         settings = self.capacity, self.distance, semantic, self.learns, self.prompt
         return MapTracker(store, begun, *settings)
 
-    def _matched(self, state: Matching, step: int, found: Prediction, now: int) -> Matching:
+    def _matched(self, state: Matching, step: int, found: MapPrediction, now: int) -> Matching:
         """With what was predicted in a step; of layers up to `now`, the one routed last, −1: none,
         it comes late."""
         wanted, likely = state.wanted.copy(), state.likely.copy()
@@ -211,7 +211,9 @@ class ExpertMap:
         late = step != state.step or found.layers.start <= now
         return state._replace(wanted=wanted, likely=likely, late=state.late + late)
 
-    def _again(self, state: Recorded, observation: Observation) -> tuple[Recorded, Decision]:
+    def _again(
+        self, state: RecordedMaps, observation: Observation
+    ) -> tuple[RecordedMaps, Decision]:
         if observation.moment not in IN_STEP:
             return state, Decision()
         assert self.decisions is not None
@@ -221,7 +223,7 @@ class ExpertMap:
                 f"{NAME} decided nothing at {here[1]} of step {here[0]} in the trace that its "
                 "decisions are taken from; give that run's trace"
             )
-        return Recorded(state.next + 1), self.decisions[state.next][2]
+        return RecordedMaps(state.next + 1), self.decisions[state.next][2]
 
 
 def recorded(trace: Trace, policy: ExpertMap) -> ExpertMap:

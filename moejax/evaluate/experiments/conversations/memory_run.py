@@ -17,9 +17,9 @@ from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
 from moejax.evaluate.experiments.bench import Granted, Terms
 from moejax.evaluate.experiments.conversations.priced import drawn, played
-from moejax.evaluate.experiments.definition import Cell, Experiment, Sizes
+from moejax.evaluate.experiments.definition import Cell, Experiment, GridSizes
 from moejax.start.build import start_engine
-from moejax.start.decide.plan import Plan
+from moejax.start.decide.start_plan import StartPlan
 from moejax.start.settings import settings_of
 from moejax.traces.tracer import start_trace
 
@@ -32,7 +32,7 @@ class SharedBench:
     """An engine that plays conversations under any split and policy."""
 
     terms: Terms
-    plan: Plan
+    plan: StartPlan
     engine: Engine
     root: Path
 
@@ -106,7 +106,7 @@ def shared_bench(
     device: jax.Device = select_device(options.runtime.device, options.runtime.threads)
     engine, plan = start_engine(loaded, settings_of(options), device)
     engine.runner.wait_compiled(everything=True)
-    sizes = Sizes.of_plan(plan)
+    sizes = GridSizes.of_plan(plan)
     kv_bytes = plan.budget.kv_slots * sizes.slot_bytes
     terms = Terms(experiment, experiment.arms, sizes, plan.spec, kv_bytes, None)
     started = {

@@ -15,7 +15,7 @@ from host_offload.policies.prefetch.fitted import (
     read_fitted,
 )
 from host_offload.policies.prefetch.next_layers import Predicted, finite, with_predicted
-from host_offload.policies.prefetch.promoe.network import Training, of_layer, stacked
+from host_offload.policies.prefetch.promoe.promoe_network import Training, of_layer, stacked
 from host_offload.traces.reader import Trace
 
 NAME = "promoe"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moejax.checkpoints.convert import installed_version
+from moejax.checkpoints.conversion import installed_version
 from moejax.models.model_config import config_digest
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from host_offload.policies.prefetch.fitted import check_gate_inputs, fitted
-from host_offload.policies.prefetch.llapor.network import compressed, groups, logits, routing
-from host_offload.policies.prefetch.llapor.policy import NAME, Learned
+from host_offload.policies.prefetch.llapor.llapor_network import compressed, groups, logits, routing
+from host_offload.policies.prefetch.llapor.llapor_policy import NAME, Learned
 from host_offload.policies.prefetch.next_layers import finite
 from host_offload.traces.reader import Trace, TraceError
 
@@ -23,7 +23,7 @@ Report = Callable[[int, int, int, float], None]
 """(layer that learns, layers, epoch, recall on what was left out)"""
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """What differs between the groups of layers; figures are ours where the paper has none."""
 
     components: int
@@ -35,12 +35,12 @@ class Group(NamedTuple):
     """Epochs until the full rate; 0: the rate stays as it is."""
 
 
-EDGE = Group(components=256, deep=False, rate=1e-3, decay=1e-4, warmup=5)
-MIDDLE = Group(components=512, deep=True, rate=2e-3, decay=1e-2, warmup=0)
+EDGE = LayerGroup(components=256, deep=False, rate=1e-3, decay=1e-4, warmup=5)
+MIDDLE = LayerGroup(components=512, deep=True, rate=2e-3, decay=1e-2, warmup=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class NetworkTraining:
     """Settings of ours where the paper has none."""
 
     width: int = 512
@@ -62,10 +62,10 @@ class Training:
     seed: int = 0
 
 
-AS_PRESCOPE = Training()
+AS_PRESCOPE = NetworkTraining()
 
 
-class Samples(NamedTuple):
+class LayerSamples(NamedTuple):
     """What a layer saw and chose, and whom the layer of the prediction chose; by rows."""
 
     gate_input: np.ndarray
@@ -79,11 +79,11 @@ class Samples(NamedTuple):
     step: np.ndarray
     """int[N]: place of the row's step in the trace."""
 
-    def of(self, rows: np.ndarray) -> Samples:
-        return Samples(*(array[rows] for array in self))
+    def of(self, rows: np.ndarray) -> LayerSamples:
+        return LayerSamples(*(array[rows] for array in self))
 
 
-def samples(trace: Trace, layer: int, stride: int) -> Samples:
+def samples(trace: Trace, layer: int, stride: int) -> LayerSamples:
     """All rows of a trace, for the prediction of layer + stride by that layer; one layer's arrays
     are held."""
     parts = [
@@ -97,7 +97,7 @@ def samples(trace: Trace, layer: int, stride: int) -> Samples:
         for place, step in enumerate(trace.step_traces())
         if step.gate_input is not None and step.weights is not None
     ]
-    return Samples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return LayerSamples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def split(trace: Trace, shares: tuple[float, ...]) -> list[np.ndarray]:
@@ -121,7 +121,7 @@ def fit(
     trace: Trace,
     *,
     stride: int = 1,
-    training: Training = AS_PRESCOPE,
+    training: NetworkTraining = AS_PRESCOPE,
     rows: tuple[np.ndarray, np.ndarray] | None = None,
     report: Report | None = None,
 ) -> Learned:
@@ -160,11 +160,11 @@ def principal(inputs: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarr
 
 
 def trained(
-    learned: Samples,
-    left_out: Samples,
+    learned: LayerSamples,
+    left_out: LayerSamples,
     experts: int,
-    group: Group,
-    training: Training,
+    group: LayerGroup,
+    training: NetworkTraining,
     report: Callable[[int, float], None] | None = None,
 ) -> dict[str, np.ndarray]:
     """The arrays of one layer's network (network.scores), of the epoch with the best recall."""
@@ -199,8 +199,8 @@ def trained(
 
 def tuned(
     arrays: Mapping[str, np.ndarray],
-    some: Samples,
-    training: Training,
+    some: LayerSamples,
+    training: NetworkTraining,
     rate: float,
     iterations: int,
     seed: int,
@@ -247,12 +247,12 @@ def loss(
 
 
 def _inputs(
-    some: Samples, mean: np.ndarray, basis: np.ndarray, experts: int
+    some: LayerSamples, mean: np.ndarray, basis: np.ndarray, experts: int
 ) -> tuple[np.ndarray, np.ndarray]:
     return compressed(some.gate_input, mean, basis), routing(some.ids, some.weights, experts)
 
 
-def _chosen(some: Samples, experts: int) -> np.ndarray:
+def _chosen(some: LayerSamples, experts: int) -> np.ndarray:
     """float32[N, E]: 1 for whom the later layer chose."""
     return routing(some.later, np.ones(some.later.shape), experts)
 
@@ -273,7 +273,7 @@ def _drawn(
 
 
 def _optimizer(
-    group: Group, training: Training, batches: int, fixed: float | None = None
+    group: LayerGroup, training: NetworkTraining, batches: int, fixed: float | None = None
 ) -> optax.GradientTransformation:
     """AdamW: after a linear warm-up a cosine (input, output), or one rate (middle, and where it is
     fixed)."""
@@ -288,7 +288,7 @@ def _optimizer(
 
 @functools.cache
 def _step_of(
-    group: Group, training: Training, batches: int, fixed: float | None = None
+    group: LayerGroup, training: NetworkTraining, batches: int, fixed: float | None = None
 ) -> Callable[..., tuple[Any, Any]]:
     """The program of a step, one for all layers of a group."""
     optimizer = _optimizer(group, training, batches, fixed)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from moejax.errors import UserError
 from moejax.serve.batch.job import Job, OpenJob, surveyed
-from moejax.serve.cluster.inputs import Inputs
-from moejax.serve.cluster.parts import FORMATS, open_parts
+from moejax.serve.cluster.inputs import ClusterInputs
+from moejax.serve.cluster.part_files import FORMATS, open_parts
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def open_cluster_job(job: Job, paths: Sequence[str], format: str = "jsonl") -> I
             f"{job.output} is a file, and the output of a job on several machines is a directory; "
             "choose another --output"
         )
-    inputs = Inputs(paths)
+    inputs = ClusterInputs(paths)
     with open_parts(job.output, format, overwrite=job.overwrite) as results:
         if any(name.startswith(f"{results.directory}/") for _, name in inputs.files):
             raise UserError(f"{job.output} is both --input and --output; choose another --output")

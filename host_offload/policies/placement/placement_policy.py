@@ -20,7 +20,7 @@ from host_offload.policies.placement.presched import (
 )
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
-from host_offload.policies.prefetch.llapor.network import of_layer, scores
+from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
 from host_offload.policies.prefetch.next_layers import finite, gate_scores
 
 DISTANCE = 2
@@ -50,7 +50,7 @@ class Placed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class PlacementPolicy:
     """Which processor computes a missed expert (PreScope, section 4.3; the other arms are
     docs/prescope.md's). Resident experts stay on the accelerator. Needs driver="host".
 
@@ -171,7 +171,7 @@ class Placement:
         return state._replace(ahead=tuple(found.items()))
 
 
-def costs_of(policy: Placement, spec: Spec, record: int) -> PlacementCosts:
+def costs_of(policy: PlacementPolicy, spec: Spec, record: int) -> PlacementCosts:
     """What is stated, and what was measured of the rest. record: bytes of an expert over the link.
     Raises ValueError where neither says it."""
     found = dict(policy.stated)

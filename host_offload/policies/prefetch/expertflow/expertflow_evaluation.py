@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from host_offload.policies.prefetch.expertflow.expertflow_policy import ExpertFlow
+from host_offload.policies.prefetch.expertflow.expertflow_training import seen_of
 from host_offload.policies.prefetch.expertflow.forest import forest_of, scores
-from host_offload.policies.prefetch.expertflow.policy import ExpertFlow
-from host_offload.policies.prefetch.expertflow.training import seen_of
-from host_offload.policies.prefetch.llapor.evaluation import LayerReport, layer_report
-from host_offload.policies.prefetch.llapor.training import Samples
+from host_offload.policies.prefetch.llapor.llapor_evaluation import LayerReport, layer_report
+from host_offload.policies.prefetch.llapor.llapor_training import LayerSamples
 from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.traces.reader import Trace
 
 
 def predicted_rows(
     policy: ExpertFlow,
-    some: Samples,
+    some: LayerSamples,
     ids: np.ndarray,
     layer: int,
     ahead: int,
@@ -47,7 +47,7 @@ def evaluated(
         for layer in range(header.layers - ahead):
 
             def call(
-                some: Samples, token: np.ndarray, layer: int = layer, ahead: int = ahead
+                some: LayerSamples, token: np.ndarray, layer: int = layer, ahead: int = ahead
             ) -> np.ndarray:
                 return predicted_rows(policy, some, ids[token], layer, ahead, router)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from host_offload.policies.prefetch.expertflow.expertflow_policy import NAME, ExpertFlow, read
 from host_offload.policies.prefetch.expertflow.forest import (
     HISTORY,
     Forest,
@@ -17,14 +18,13 @@ from host_offload.policies.prefetch.expertflow.forest import (
     features,
     pre_gate,
 )
-from host_offload.policies.prefetch.expertflow.policy import NAME, ExpertFlow, read
 from host_offload.policies.prefetch.fitted import (
     check_fitted,
     check_gate_inputs,
     fitted,
 )
-from host_offload.policies.prefetch.llapor.network import routing
-from host_offload.policies.prefetch.llapor.training import Samples, principal, samples
+from host_offload.policies.prefetch.llapor.llapor_network import routing
+from host_offload.policies.prefetch.llapor.llapor_training import LayerSamples, principal, samples
 from host_offload.policies.prefetch.next_layers import gate_scores
 from host_offload.traces.reader import Trace
 
@@ -37,7 +37,7 @@ class NoTrainer(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class ForestTraining:
     """Settings of ours: the paper has a random forest and no figures of it that we know."""
 
     trees: int = 20
@@ -52,7 +52,7 @@ class Training:
     seed: int = 0
 
 
-AS_OURS = Training()
+AS_OURS = ForestTraining()
 
 
 def check_trainer() -> None:
@@ -65,7 +65,7 @@ def fit(
     trace: Trace,
     router: np.ndarray,
     *,
-    training: Training = AS_OURS,
+    training: ForestTraining = AS_OURS,
     rows: np.ndarray | None = None,
     report: Report | None = None,
 ) -> ExpertFlow:
@@ -131,13 +131,13 @@ def kept_policy(
     return dataclasses.replace(found, pool=pool)
 
 
-def seen_of(some: Samples, ids: np.ndarray, layer: int) -> Seen:
+def seen_of(some: LayerSamples, ids: np.ndarray, layer: int) -> Seen:
     """What rows of a trace say of a layer. ids: int[N, L, k] of the same rows."""
     past = [ids[:, layer - back] for back in range(1, min(HISTORY, layer) + 1)]
     return Seen(some.gate_input, some.ids, some.weights, past)
 
 
-def _grown(x: np.ndarray, y: np.ndarray, training: Training) -> Forest:
+def _grown(x: np.ndarray, y: np.ndarray, training: ForestTraining) -> Forest:
     """The forest that learned y float32[N, E] from x float32[N, F]."""
     check_trainer()
     from sklearn.ensemble import RandomForestRegressor

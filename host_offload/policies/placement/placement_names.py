@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from host_offload.control.interface import Policy, Spec
 from host_offload.policies.eviction.hot_table import beside_prefetches
-from host_offload.policies.placement.policy import COSTS, Placement, costs_of
+from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
 from host_offload.policies.placement.recorded import PREFIX, recorded_placement
 from host_offload.policies.placement.rivals import SCHEDULERS
-from host_offload.policies.prefetch.llapor.policy import Learned
+from host_offload.policies.prefetch.llapor.llapor_policy import Learned
 from host_offload.traces.reader import read_trace
 from pallas_kernels.option_text import Reader, one_of, parse_option, seconds, share, whole
 
@@ -26,7 +26,7 @@ _SETTINGS: dict[str, Reader] = {
 """Readers of the keys that every placement has; a load of None is what the stated link takes."""
 
 
-def placement_policy(placement: str) -> Placement:
+def placement_policy(placement: str) -> PlacementPolicy:
     """The policy called NAME[,KEY=VALUE…].
 
     NAME is one of SCHEDULERS or cross_layer. Keys: costs as times (COSTS; load=link: what the
@@ -36,7 +36,7 @@ def placement_policy(placement: str) -> Placement:
     names = dict.fromkeys((*SCHEDULERS, *ALIASES), _SETTINGS)
     option = parse_option("placement", placement, names, known=(f"{PREFIX}TRACE",))
     stated = {name: option.settings.pop(name) for name in COSTS if name in option.settings}
-    return Placement(
+    return PlacementPolicy(
         ALIASES.get(option.name, option.name),
         tuple(sorted((name, value) for name, value in stated.items() if value is not None)),
         load_of_link=None in stated.values(),
@@ -73,7 +73,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
     return (*(each for each in policies if each is not learned[0]), policy)
 
 
-def said(policy: Placement, spec: Spec) -> str:
+def said(policy: PlacementPolicy, spec: Spec) -> str:
     """NAME,KEY=VALUE… with every cost that the policy goes by, so that a replay, which measures
     nothing, decides the same."""
     record = max(int(sizes.max()) for sizes in spec.link_bytes.values())

@@ -22,20 +22,22 @@ _MADE: dict[str, _Made] = {
     "coactivation": _Made("coactivation:CoActivation", "coactivation:fit", "coactivation:read"),
     "deepspeed": _Made("deepspeed:DeepSpeedInference"),
     "expert_map": _Made(
-        "expert_map.policy:ExpertMap", "expert_map.policy:fit", "expert_map.policy:read"
+        "expert_map.expert_map_policy:ExpertMap",
+        "expert_map.expert_map_policy:fit",
+        "expert_map.expert_map_policy:read",
     ),
     "expert_map_in_step": _Made(
         "expert_map.in_step:ExpertMapInStep", "expert_map.in_step:fit", "expert_map.in_step:read"
     ),
-    "expertflow": _Made(read="expertflow.policy:read"),
+    "expertflow": _Made(read="expertflow.expertflow_policy:read"),
     "fate": _Made("fate:Fate"),
     "layer-streaming": _Made("deepspeed:LayerStreaming"),
-    "learned": _Made(read="llapor.policy:read"),
+    "learned": _Made(read="llapor.llapor_policy:read"),
     "learned_online": _Made(read="llapor.online:read"),
     "mixtral-offloading": _Made("mixtral_offloading:MixtralOffloading"),
     "moe-infinity": _Made("moe_infinity:MoEInfinity", "moe_infinity:fit", "moe_infinity:read"),
     "oracle": _Made(read="oracle:read"),
-    "promoe": _Made(fit="promoe.policy:fit", read="promoe.policy:read"),
+    "promoe": _Made(fit="promoe.promoe_policy:fit", read="promoe.promoe_policy:read"),
     "random": _Made("random_prefetch:RandomPrefetch"),
 }
 """A new policy is a file of its own and a line here."""

@@ -22,7 +22,6 @@ from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import ModelConfig
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
-from moejax.start.decide.residency import check_file_steps, why_cells, why_donated
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
     apart,
@@ -32,6 +31,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.decide.split import check_split, start_split
+from moejax.start.decide.store_choice import check_file_steps, why_cells, why_donated
 from moejax.start.decide.stream import check_stream, storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import cache_of, check_queue, link_notes, queue_of
 from moejax.start.precision import (
@@ -46,7 +46,7 @@ from moejax.start.routing import check_router, routing_notes
 from moejax.start.second import check_second, second_notes, second_of
 from moejax.start.settings import Settings
 from moejax.start.tiers import PACKED_AS
-from moejax.step.parts import TRACE_ARRAYS, StepSpec
+from moejax.step.step_parts import TRACE_ARRAYS, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import resolve_ops
 
@@ -56,7 +56,7 @@ _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StartPlan:
     """What build makes an engine from, without deciding anything more."""
 
     settings: Settings
@@ -326,7 +326,7 @@ def _file_note(
 
 def decide(
     settings: Settings, model: ModelFacts, device: DeviceFacts, costs: Costs | None = None
-) -> Plan:
+) -> StartPlan:
     """The whole plan of a start. Reads traces and kept costs that options name; touches no device.
 
     costs: of these steps, measured, where Settings.needs_costs. device.memory: with what steps need
@@ -380,7 +380,7 @@ def decide(
             pages=split.kv_slots * steps.layout.pages_per_slot,
         )
     least = mixed.cells.sum(axis=1).tolist() if isinstance(mixed, PagedSpec) else cells
-    return Plan(
+    return StartPlan(
         settings=settings,
         steps=steps,
         max_num_seqs=seqs,
