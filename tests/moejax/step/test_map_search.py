@@ -85,7 +85,7 @@ def test_trajectory_search_is_the_hosts_after_every_layer():
     arrays, store = half_store(C, seed=2)
     first, last = np.array([3, 11, 19]), np.array([8, 30, 2])
     theirs, found = Trajectory.of(store, R), None
-    ours = map_search.Trajectory.begun(arrays, R)
+    ours = map_search.StepTrajectory.begun(arrays, R)
     for layer in range(L):
         rows = store.maps[layer, first if layer < 3 else last].astype(np.float16)
         theirs = theirs.after(store, layer, rows)
@@ -144,11 +144,11 @@ def _walked(arrays: MapArrays, said: jax.Array):
         worth = jnp.max(jnp.where(chosen, likely, 0), axis=0)
         return trajectory, (found, worth, step_search.prior_of(jnp.max(likely, axis=0), jnp))
 
-    begun = map_search.Trajectory.begun(arrays, said.shape[1])
+    begun = map_search.StepTrajectory.begun(arrays, said.shape[1])
     return jax.lax.scan(layer, begun, (jnp.arange(len(said)), said))[1]
 
 
-def same_bits(found: map_search.Found, theirs: step_search.Found) -> None:
+def same_bits(found: map_search.Found, theirs: step_search.FoundMaps) -> None:
     assert np.array_equal(found.place, theirs.place)
     assert np.array_equal(np.asarray(found.score), theirs.score)
 
