@@ -18,7 +18,7 @@ from host_offload.queue.sources import memory_sources
 from host_offload.sizing.tiers import INTERVAL
 from moejax.errors import UserError, user_errors
 from pallas_kernels.cpu.arena import drain
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.option_text import Reader, one_of, parse_option, share, whole
 from pallas_kernels.records import decode
@@ -129,7 +129,8 @@ def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
 
         def brought(arena):
             said = {"formats": formats, "ahead": True, "implementation": "cpu"}
-            return drain(fill(arena, stores, 0, expert, row, none, jnp.int32(count), **said), row)
+            fills = Fills(expert, row, none, jnp.int32(count))
+            return drain(fill(arena, stores, 0, fills, **said), row)
 
         def decoded(arena):
             source = none + count * dense.rows

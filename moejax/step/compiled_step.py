@@ -45,7 +45,7 @@ from moejax.step.parts import (
 )
 from moejax.step.results import ResultShape
 from pallas_kernels.combine import row_squares
-from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size
+from pallas_kernels.expert_ffn import Combined, Epilogue, ExpertBatch, counters_size
 from pallas_kernels.plan import plan_resident
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.stage import Entries
@@ -229,9 +229,9 @@ def _sparse(
         routed = stack.route_and_list(i, x, tokens, records, carry.squares, carry.counters)
         x, normed, ids, weights, records, active, count, counters = routed
         carry = carry._replace(records=records, counters=counters)
-        residents = memory.arena, memory.tables.address, memory.tables.version
-        end = _epilogue(stack, carry, x, weights)
-        y = compute(shared, normed, ids, residents, layer, active, count, context, epilogue=end)
+        end, batch = _epilogue(stack, carry, x, weights), ExpertBatch(active, count, ids, normed)
+        places = context.places(memory.tables, layer)
+        y = compute(shared, memory.arena, batch, places, context, end)
         y = lax.optimization_barrier(y)
         return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
     favour = favour_residents(memory.tables.address, layer, context)

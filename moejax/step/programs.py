@@ -55,7 +55,7 @@ from moejax.step.sampler import (
 )
 from pallas_kernels import Ops
 from pallas_kernels.cpu.arena import TOKEN, OwnedArena, abstract_arena, drain
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
 from pallas_kernels.records.versions import Formats
@@ -430,8 +430,8 @@ def _populate(
     int32[E]."""
     given = cell_row >= 0
     first = jnp.argsort(~given, stable=True)
-    listed = first, cell_row[first], version[first], jnp.sum(given, dtype=jnp.int32)
-    return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
+    fills = Fills(first, cell_row[first], version[first], jnp.sum(given, dtype=jnp.int32))
+    return fill(arena, stores, layer, fills, formats=formats, implementation=ops.fill)
 
 
 def _drain(arena: OwnedArena, tables: Tables) -> tuple[OwnedArena, Tables]:
