@@ -16,8 +16,8 @@ from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.head_linear import head_linear
-from pallas_kernels.kv_write import KVPage, kv_write
-from pallas_kernels.latent_write import latent_write
+from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
+from pallas_kernels.latent_write import LatentHeads, latent_write
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     linear,
@@ -28,6 +28,7 @@ from pallas_kernels.linear import (
     normalises_within,
     sum_of_parts,
 )
+from pallas_kernels.paged_attention import AttentionOptions
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import (
@@ -56,11 +57,11 @@ class Tokens(NamedTuple):
     row_tile: int
     """Rows of one matrix product."""
     attention: Callable[..., jax.Array]
-    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, window=, scale=) ->
+    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, options=) ->
     [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
     [T, H·latent]."""
     write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
-    """Decode's kv_write and attention in one, with the arguments of both; None: one by one."""
+    """Decode's kv_write and attention in one, of the step's block table; None: one by one."""
 
 
 class LayerStack(nnx.Module):
@@ -217,18 +218,24 @@ class LayerStack(nnx.Module):
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
         if config.reorders_heads:
             qkv = self._pair_by_halves(qkv, page)
-        layer = self.first_layer + i
-        frequencies = self.inverse_frequencies[...]
-        where = tokens.positions, frequencies, arena, tokens.pages, layer
-        inputs = qkv, norms[0], norms[1], i, *where
-        write: dict = dict(
-            page=page, attention_factor=self.attention_factor, eps=config.rms_norm_eps
+        places = KVPlaces(tokens.positions, tokens.pages, self.first_layer + i)
+        heads = ProjectedHeads(qkv, *norms, i, self.inverse_frequencies[...])
+        write = WriteOptions(
+            page,
+            self.attention_factor,
+            config.rms_norm_eps,
+            implementation=self.ops.kv_write,
         )
-        read: dict = dict(window=self.window, scale=config.attention_scale)
+        read = self._attention_options(page)
         if tokens.write_and_attend is not None:
-            return tokens.write_and_attend(*inputs, counters, **write, **read)
-        q, arena = kv_write(*inputs, **write, implementation=self.ops.kv_write)
-        return tokens.attention(q, arena, layer=layer, **read), arena, counters
+            options = {"counters": counters, "write": write, "read": read}
+            return tokens.write_and_attend(heads, arena, places, **options)
+        q, arena = kv_write(heads, arena, places, write)
+        return tokens.attention(q, arena, layer=places.layer, options=read), arena, counters
+
+    def _attention_options(self, page):
+        scale, ops = self.config.attention_scale, self.ops
+        return AttentionOptions(page, self.window, scale, ops.paged_attention, ops.shared_kib)
 
     def _norm_projections(self, i, qkv, page):
         """qkv with q and k normalised, over as many values at once as the norms have: all heads
@@ -272,22 +279,18 @@ class LayerStack(nnx.Module):
         else:
             q = self._linear(normed, "q", i, tokens)
         q = q.reshape(q.shape[0], heads, -1)
-        q_rope, arena = latent_write(
+        latent = LatentHeads(
             self._linear(normed, "kv_a", i, tokens),
             self._weight("kv_a_norm"),
             i,
             q[..., nope:],
-            tokens.positions,
             self.inverse_frequencies[...],
-            arena,
-            tokens.pages,
-            self.first_layer + i,
-            page=page,
-            attention_factor=self.attention_factor,
-            eps=MLA_EPS,
-            interleave=mla.rope_interleave,
-            implementation=self.ops.latent_write,
         )
+        places = KVPlaces(tokens.positions, tokens.pages, self.first_layer + i)
+        write = WriteOptions(
+            page, self.attention_factor, MLA_EPS, mla.rope_interleave, self.ops.latent_write
+        )
+        q_rope, arena = latent_write(latent, arena, places, write)
         kv_b = self._weight("kv_b")  # of each head, rows of its keys, then of its values
         kv_b = kv_b.reshape(kv_b.shape[0], heads, -1, mla.kv_lora_rank)
 
@@ -303,14 +306,13 @@ class LayerStack(nnx.Module):
                 implementation=self.ops.head_linear,
             )
 
-        layer, scale = self.first_layer + i, config.attention_scale
+        layer = self.first_layer + i
         out = tokens.attention(
             by_head(q[..., :nope], (0, nope), True),
             arena,
             q_rope=q_rope,
             layer=layer,
-            window=self.window,
-            scale=scale,
+            options=self._attention_options(page),
         )
         out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
         return out.reshape(out.shape[0], -1), arena

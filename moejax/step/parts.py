@@ -26,6 +26,7 @@ from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
 from pallas_kernels.paged_attention import (
+    Chunks,
     decode_attention,
     prefill_attention,
     write_and_attend,
@@ -362,23 +363,15 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
     tiles = jnp.int32(1)  # one tile is in use, or there is no step
     if positions.shape[0] > row_tile:
         tiles = (_rows_in_use(valid) + row_tile - 1) // row_tile
-    ops = context.ops
-    options: dict = dict(block_table=block_table, lengths=positions + 1, shared_kib=ops.shared_kib)
+    rows = {"block_table": block_table, "lengths": positions + 1}
     return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(block_table, positions, valid, context.page),
         tiles=tiles,
         row_tile=row_tile,
-        attention=functools.partial(
-            decode_attention,
-            page=context.page,
-            implementation=ops.paged_attention,
-            **options,
-        ),
-        write_and_attend=functools.partial(
-            write_and_attend, implementations=(ops.kv_write, ops.paged_attention), **options
-        ),
+        attention=functools.partial(decode_attention, **rows),
+        write_and_attend=functools.partial(write_and_attend, **rows),
     )
 
 
@@ -400,13 +393,7 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
         attention=functools.partial(
             prefill_attention,
             block_table=block_table,
-            row=prefill.row,
-            start=prefill.start,
-            length=prefill.length,
-            count=prefill.count,
-            page=context.page,
-            implementation=context.ops.paged_attention,
-            shared_kib=context.ops.shared_kib,
+            chunks=Chunks(prefill.row, prefill.start, prefill.length, prefill.count),
         ),
     )
 
