@@ -32,6 +32,7 @@ from pallas_kernels.paged_attention import AttentionOptions
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import (
+    RouteOperands,
     norm_route_and_list,
     route,
     route_and_list,
@@ -360,7 +361,7 @@ class LayerStack(nnx.Module):
         with jax.named_scope("route"):
             x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens, squares))
             routed = route_and_plan(
-                *(logits, tokens.valid, self._correction(), i),
+                *(logits, RouteOperands(tokens.valid, self._correction(), i)),
                 *(tables, self.first_moe_layer + i, records),
                 rule=self.config.route_rule,
                 versions=versions,
@@ -380,16 +381,17 @@ class LayerStack(nnx.Module):
         """(x, normed, ids, weights) as of route, then the records, the list of experts, how many of
         it count and the counters, as of the op."""
         with jax.named_scope("route"):
-            kept = self._correction(), i, records, self.first_moe_layer + i, counters
+            operands = RouteOperands(tokens.valid, self._correction(), i)
+            kept = operands, records, self.first_moe_layer + i, counters
             rule = {"rule": self.config.route_rule, "implementation": self.ops.route}
             kernels = self.ops.route == self.ops.linear == self.ops.rms_norm == "pallas"
             if not kernels or "post_norm_bias" in self.weights:  # a LayerNorm
                 scored = self._scored(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
-                return x, normed, *route_and_list(logits, tokens.valid, *kept, **rule)
+                return x, normed, *route_and_list(logits, *kept, **rule)
             normed, *routed = norm_route_and_list(
                 *self._router_operands(x),
-                *(tokens.valid, *kept),
+                *kept,
                 **rule,
                 linear_implementation=self.ops.linear,
                 **self._router_options(tokens, squares),

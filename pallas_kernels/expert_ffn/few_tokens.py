@@ -104,7 +104,7 @@ def expert_down(y, h, memory, batch, epilogue=None, *, formats, down):
     sizes, hidden = Sizes.of(batch), y.shape[1]
     given = {"tile": down, "formats": formats}
     # What down reads of tokens are their rows of h.
-    operands, changed = (memory, batch._replace(x=h), y), (y,)
+    operands, changed = (memory, batch._replace(x=h), y), y
     place = len(jax.tree.leaves(operands)) - 1
     within = epilogue is not None and _combines(formats, batch.ids.shape[1], down.columns, hidden)
     if epilogue is not None and within:
@@ -113,25 +113,22 @@ def expert_down(y, h, memory, batch, epilogue=None, *, formats, down):
             operands = memory._replace(layer=None), *operands[1:]
         place = len(jax.tree.leaves(operands)) - 1
         kernel = functools.partial(_down_and_combine, **given, first_layer=first_layer)
-        operands += residual, weights, index, counters
-        changed += residual, index, counters
+        operands += ((residual, weights, index, counters),)
         tiles = len(residual), pl.cdiv(hidden, SQUARES_TILE)
-        changed += (jax.ShapeDtypeStruct(tiles, jnp.float32),) * with_squares
+        squares: Any = jax.ShapeDtypeStruct(tiles, jnp.float32) if with_squares else None
+        changed = Combined(y, residual, index, counters, squares)
     else:
         kernel = functools.partial(_down, **given)
-    results = triton_call(
+    (found,) = triton_call(
         kernel,
         name="expert_down_combine" if within else "expert_down",
         grid=(sizes.blocks, pl.cdiv(hidden, down.columns), sizes.slots),
-        out_shape=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in changed),
+        out_shape=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (changed,)),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
         aliases={place: 0} | ({place + 3: 2, place + 4: 3} if within else {}),
     )(*operands)
-    if within:
-        return Combined(*results)
-    (y,) = results
-    return y if epilogue is None else combine_behind(y, epilogue, "pallas")
+    return found if within or epilogue is None else combine_behind(found, epilogue, "pallas")
 
 
 def _combines(formats: Formats, top_k: int, columns: int, hidden: int) -> bool:
@@ -249,15 +246,9 @@ def _down_and_combine(
     memory: Memory,
     batch: ExpertBatch,
     _y,
-    residual_ref,
-    weights_ref,
-    _index,
-    _counters,
-    y_ref,
-    out_ref,
-    index_ref,
-    counters_ref,
-    *squares_ref,
+    given: tuple[Any, ...],
+    to: Combined,
+    *,
     tile: Tile,
     formats: Formats,
     first_layer: int,
@@ -268,19 +259,22 @@ def _down_and_combine(
     them, J tiles of columns. Whoever has set the last of a token's K bits reads columns j of its
     rows of y and writes out[t] there, and its squares where there is such an array; those of
     padding, which no expert computes, write programs (b, j, 0). Each counts so many in the last
-    counter, and who completes T·J, when all who read the index have, moves it on.
+    counter, and who completes T·J, when all who read the index have, moves it on. given: residual
+    and weights, then what is updated in place.
     """
+    y_ref, out_ref, index_ref, counters_ref, squares_ref = to
     place, experts, block = _own_place(), memory.address.shape[1], Sizes.of(batch).block
     if memory.layer is None:
         memory = memory._replace(layer=_Layer(index_ref, first_layer))
-    (tokens, k), tiles = batch.ids.shape, pl.cdiv(y_ref.shape[1], tile.columns)
+    ids: Any = batch.ids
+    (tokens, k), tiles = ids.shape, pl.cdiv(y_ref.shape[1], tile.columns)
 
     def routed():
         operands = place, batch.active[place.slot], memory, batch, y_ref
         pairs, rank, number = _down_of(*operands, tile=tile, formats=formats)
 
         def completed(i, _):
-            mine = _gather(pairs, rank, i * ROWS, batch.ids)
+            mine = _gather(pairs, rank, i * ROWS, ids)
             mask = mine < tokens * k
             at = jnp.where(mask, mine // k * tiles + place.tile, tokens * tiles)
             last = are_last(counters_ref, at, 1 << mine % k, (1 << k) - 1, mask)
@@ -290,7 +284,7 @@ def _down_and_combine(
 
     def padding(i, _):
         token = place.block * block + span(i * ROWS, ROWS)
-        first = plgpu.load(batch.ids.at[token, 0], mask=token < tokens, other=0)
+        first = plgpu.load(ids.at[token, 0], mask=token < tokens, other=0)
         combine(token, first >= experts)
 
     def combine(token: jax.Array, mask: jax.Array) -> None:
@@ -298,7 +292,8 @@ def _down_and_combine(
 
         @pl.when(number > 0)
         def _():
-            operands = y_ref, residual_ref, weights_ref, out_ref, *squares_ref
+            squares = () if squares_ref is None else (squares_ref,)
+            operands = y_ref, *given[:2], out_ref, *squares
             _combine_rows(token, mask, place.tile * tile.columns, tile.columns, *operands)
             every = jnp.int32(tokens * tiles)
             at = every + place.tile * 0  # traced, for Pallas's interpreter

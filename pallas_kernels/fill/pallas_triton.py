@@ -99,22 +99,20 @@ def fill(arena, stores, layer, fills, *, formats):
     )(
         jnp.concatenate([jnp.reshape(place, 1).astype(jnp.int32) for place in places]),
         jnp.reshape(fills.count, 1).astype(jnp.int32),
-        *fills[:3],
+        fills[:3],
         *views,
         view,
     )
     return filled.reshape(arena.shape)
 
 
-def _fill(
-    layer, count, expert, row, version, *refs, config, chunks, programs, rows_per_row, encoded
-):
+def _fill(layer, count, moves, *refs, config, chunks, programs, rows_per_row, encoded):
     """Program p copies chunks p, p + programs, … of all entries' chunks, entry after entry.
 
     Writes: a chunk of an entry is written by one program, the only one that has its number; two
     entries name disjoint cells. Nobody reads the arena.
     """
-    *stores, _, arena = refs
+    (expert, row, version), (*stores, _, arena) = moves, refs
     program = pl.program_id(0)
 
     def copy(turn, _):

@@ -238,8 +238,9 @@ def _turns(items: jax.Array, first: jax.Array, programs: int | jax.Array) -> jax
 
 def _is_filled(expert: jax.Array, fills: Fills) -> jax.Array:
     """bool: whether the expert is among the fills."""
-    entry = jnp.arange(pl.next_power_of_2(fills.expert.shape[0]))
-    others = plgpu.load(fills.expert.at[entry], mask=entry < fills.count[0], other=-1)
+    listed: Any = fills.expert
+    entry = jnp.arange(pl.next_power_of_2(listed.shape[0]))
+    others = plgpu.load(listed.at[entry], mask=entry < fills.count[0], other=-1)
     return jnp.max((others == expert).astype(jnp.int32)) > 0
 
 

@@ -56,41 +56,22 @@ def latent_write(projected, arena, places, options):
         num_stages=config.num_stages,
         aliases={8: 1},
     )(
-        kv,
-        kv_norm,
-        scalar(stack_layer),
-        q_rope,
-        places.positions,
-        inverse_frequencies,
-        places.pages,
-        scalar(places.layer),
+        (kv, kv_norm, scalar(stack_layer), q_rope),
+        (places.positions, inverse_frequencies, places.pages, scalar(places.layer)),
         view,
     )
     return q_rope, view.reshape(arena.shape)
 
 
-def _kernel(
-    kv,
-    kv_norm,
-    stack_layer,
-    q_rope,
-    positions,
-    inverse_frequencies,
-    pages,
-    layer,
-    _,
-    q_out,
-    kv_out,
-    *,
-    options,
-    config,
-):
+def _kernel(projected, where, _, q_out, kv_out, *, options, config):
     """The KV row of one token, normalised and rotated, or the rotation of a tile of its queries.
 
     Cross-program writes: program (t, 0) writes token t's row in its page, and nothing where the
     token has no page; program (t, 1 + i) writes q_out[t, head tile i]. No two tokens have the same
     place (the scheduler gives a page to one sequence).
     """
+    kv, kv_norm, stack_layer, q_rope = projected
+    positions, inverse_frequencies, pages, layer = where
     t, tile, page = pl.program_id(0), pl.program_id(1), options.page
     half, dtype = q_rope.shape[2] // 2, kv.dtype
     column = jnp.arange(pl.next_power_of_2(half))

@@ -31,7 +31,7 @@ def split(q, kv, block_table, lengths, layer, sums, *, options, config):
     def _():
         head = tile * config.rows + jnp.arange(config.rows)
         real = head < q[0].shape[1]
-        queries = _queries(*q, t, head, real, page, config)
+        queries = _queries(q, t, head, real, page, config)
 
         def span(s, sums):
             position, held = _span(s, low, length - 1, config)
@@ -67,7 +67,7 @@ def prefill(q, kv, block_table, chunks, layer, out, *, options, config):
         query = first_query + row // config.heads
         head = heads_tile * config.heads + row % config.heads
         real, token = query < chunk_rows, chunk * chunk_rows + query
-        of_tile = _queries(*q, token, head, real, page, config)
+        of_tile = _queries(q, token, head, real, page, config)
 
         # Padding rows repeat the last real position, so they look at no page that is not there.
         row_position = (start[chunk] + jnp.minimum(query, length[chunk] - 1))[:, None]
@@ -103,10 +103,10 @@ def _key_columns(page):
     return column, column < rope
 
 
-def _queries(q_in, q_rope, token, head, real, page, config):
+def _queries(q, token, head, real, page, config):
     """A tile of queries in the parts of keys. token, head: of each row, real: which rows are."""
+    (q_in, q_rope), parts = q, []
     token, head = jnp.broadcast_to(token, head.shape)[:, None], head[:, None]
-    parts = []
     for column in _value_columns(page, config):
         mask = real[:, None] & (column < page.latent)[None]
         parts.append(plgpu.load(q_in.at[token, head, column[None]], mask=mask, other=0))

@@ -14,7 +14,8 @@ def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
     tables, done = admitted(tables, layer, entries, versions=len(stores), formats=formats)
     place = places(done)
     fields = entries.expert, cell_row[entries.cell], entries.version
-    moved = Fills(*(field.at[place].set(field) for field in fields), count(done))
+    expert, row, version = (field.at[place].set(field) for field in fields)
+    moved = Fills(expert, row, version, count(done))
     arena = fill(arena, stores, layer, moved, formats=formats)
     return arena, tables, done.astype(jnp.int32)
 

@@ -90,10 +90,11 @@ class Pages:
 def _projected(shape: ModelShape, tokens: int) -> ProjectedHeads:
     columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     inverse = 1e4 ** (-jnp.arange(shape.head_dim // 2) / (shape.head_dim // 2))
-    norms = (None, None)
+    q_norm = k_norm = None
     if shape.qk_norm:
-        norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
-    return ProjectedHeads(draw(0, (tokens, columns), shape.dtype), *norms, jnp.int32(1), inverse)
+        q_norm, k_norm = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
+    qkv = draw(0, (tokens, columns), shape.dtype)
+    return ProjectedHeads(qkv, q_norm, k_norm, jnp.int32(1), inverse)
 
 
 def _kv_write_check(pages: Pages) -> Check:
