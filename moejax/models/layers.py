@@ -107,7 +107,7 @@ class LayerStack(nnx.Module):
         """Whether the router's product normalises so many rows of x itself, so that the `squares`
         of x that attend gives save its programs reading them."""
         within = normalises_within(rows, self.ops.linear, self.ops.rms_norm)
-        made = self.config.residual_multiplier == 1 and self.ops.combine == "pallas"
+        made = self.config.residual_multiplier == 1 and self.ops.ends_layers
         return self.is_moe and within and made and "post_norm_bias" not in self.weights
 
     def takes_squares(self, rows: int) -> bool:
@@ -384,8 +384,8 @@ class LayerStack(nnx.Module):
             operands = RouteOperands(tokens.valid, self._correction(), i)
             kept = operands, records, self.first_moe_layer + i, counters
             rule = {"rule": self.config.route_rule, "implementation": self.ops.route}
-            kernels = self.ops.route == self.ops.linear == self.ops.rms_norm == "pallas"
-            if not kernels or "post_norm_bias" in self.weights:  # a LayerNorm
+            layer_norm = "post_norm_bias" in self.weights
+            if layer_norm or not self.ops.fuses_norm_route:
                 scored = self._scored(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, **rule)

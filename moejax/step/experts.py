@@ -151,7 +151,7 @@ def compute_planned(
     arena, tables = memory
     batch = ExpertBatch(work.active, work.active_count, ids, x)
     places = context.places(tables, layer)
-    if context.ops.fill_ffn == "pallas":
+    if context.ops.fuses_fill:
         options = context.expert_options(context.ops.fill_ffn)
         with jax.named_scope("expert_ffn"):
             arena, y = fill_ffn(y, arena, batch, places, work.fills, options, epilogue)

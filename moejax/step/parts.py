@@ -168,10 +168,13 @@ class StepSpec:
     def resident_steps(self) -> bool:
         """Whether there are decode steps for when every expert is in a cell of its own: of kernels,
         which a plan costs launches, where nothing but the host can change that."""
-        kernels = self.ops.route == self.ops.plan == self.ops.expert_ffn == "pallas"
         one = self.formats is None or len(self.formats) == 1
         plain = self.driver == "device" and one and self.queue is None
-        return kernels and plain and not (self.in_place or self.trace_arrays or self.cache_aware)
+        return (
+            self.ops.skips_plans
+            and plain
+            and not (self.in_place or self.trace_arrays or self.cache_aware)
+        )
 
     @property
     def packed(self) -> RecordFormat | None:

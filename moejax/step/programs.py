@@ -337,7 +337,7 @@ class Programs:
 
         by_row, shape = sums_in_one_order(self.steps.ops), self.results
         # Its programs have a row each; what else samples are elements by themselves and maxima.
-        any_rows = by_row or self.steps.ops.truncate == "pallas"
+        any_rows = by_row or self.steps.ops.truncates_by_row
 
         def drawn(function: Callable, *params: Leaf) -> Program:
             def advance(logits, tokens, update, results, *params):

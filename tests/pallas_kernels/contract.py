@@ -46,6 +46,18 @@ class Mutant:
     table: dict[str, Callable] | None = None
     of: str = "xla"
 
+    @classmethod
+    def in_record(cls, name: str, field: str, change: Callable, *rest: Any) -> Mutant:
+        """Of a field of the record, or of the options, that is the argument `name`."""
+
+        def changed(given):
+            fields = {field: change(getattr(given[name], field))}
+            options = dataclasses.is_dataclass(given[name])
+            replace = dataclasses.replace if options else type(given[name])._replace
+            return {name: replace(given[name], **fields)}
+
+        return cls(changed, *rest)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contract:
@@ -131,8 +143,8 @@ if jaxlib.__version__.startswith("0.10."):  # jaxlib 0.11 has it no more
 
 def implementations_of(static: dict) -> set:
     """Those that static arguments name, themselves or in an op's options."""
-    names = {getattr(value, "implementation", None) for value in static.values()}
-    return {static.get("implementation"), *static.get("implementations", ()), *names}
+    named = (getattr(value, "implementation", None) for value in static.values())
+    return {static.get("implementation"), *named}
 
 
 @functools.cache

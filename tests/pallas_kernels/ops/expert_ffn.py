@@ -232,15 +232,6 @@ def refused(y=(6, 8), arena=(9, 8), versions=None, dtype="bfloat16", **options):
     return api.expert_ffn(*given, ExpertOptions(row_tile=16, **options))
 
 
-def elsewhere(places):
-    address = jnp.where(places.address < 0, -1, places.address + 1)
-    return {"places": places._replace(address=address)}
-
-
-def of_another(places):
-    return {"places": places._replace(version=1 - places.version)}
-
-
 DENSE = RecordFormat("dense", 8, 2, "bfloat16")
 INT4 = RecordFormat("int4", 8, 2, "bfloat16")
 WIDER = RecordFormat("int4", 8, 8, "bfloat16")
@@ -258,8 +249,10 @@ CONTRACTS = (
             bits_in_waves,
             bits_of_a_row,
         ),
-        mutant=Mutant(
-            lambda a: elsewhere(a["places"]),
+        mutant=Mutant.in_record(
+            "places",
+            "address",
+            lambda a: jnp.where(a < 0, -1, a + 1),
             Spec(17, "bfloat16", "padded"),
         ),
         refused=lambda options: refused(**options),
@@ -281,7 +274,7 @@ CONTRACTS = (
         VERSIONED,
         check,
         facts=(a_lossless_expert_has_the_bits_of_a_dense_one,),
-        mutant=Mutant(lambda a: of_another(a["places"]), VERSIONED[0]),
+        mutant=Mutant.in_record("places", "version", lambda v: 1 - v, VERSIONED[0]),
         refused=lambda *versions: refused(versions=versions),
         refusals=(
             ("0 formats for 1 stores",),

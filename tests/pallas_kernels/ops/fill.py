@@ -100,17 +100,13 @@ def refused_by_kernels(rows, hidden):
     return jax.eval_shape(fill, arena, stores, one, Fills(*moves, one))
 
 
-def changed(fills, **fields):
-    return {"fills": fills._replace(**fields)}
-
-
 CONTRACTS = (
     Contract(
         "fill",
         api.IMPLEMENTATIONS,
         SPECS,
         check,
-        mutant=Mutant(lambda a: changed(a["fills"], row=a["fills"].row + 1), Spec((12, 4))),
+        mutant=Mutant.in_record("fills", "row", lambda r: r + 1, Spec((12, 4))),
         refused=refused,
         refusals=(
             ([], {}, "fill needs at least one store"),
@@ -125,9 +121,7 @@ CONTRACTS = (
         TRANSIT_SPECS,
         check_in_transit,
         facts=(stores_that_lack_layers,),
-        mutant=Mutant(
-            lambda a: changed(a["fills"], expert=a["fills"].expert[::-1]), TRANSIT_SPECS[0]
-        ),
+        mutant=Mutant.in_record("fills", "expert", lambda e: e[::-1], TRANSIT_SPECS[0]),
         refused=refused_by_kernels,
         refusals=((2**29, 7, r"rows of 1 elements.*'xla' takes it"),),
     ),

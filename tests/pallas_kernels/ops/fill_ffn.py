@@ -178,10 +178,6 @@ def refused(change):
     return api.fill_ffn(jnp.zeros(of["y"]), arena, batch, places, fills, ExpertOptions(**options))
 
 
-def of_the_first(places):
-    return {"places": places._replace(version=0 * places.version)}
-
-
 CONTRACTS = (
     Contract(
         "fill_ffn",
@@ -189,7 +185,7 @@ CONTRACTS = (
         SPECS,
         check,
         facts=(a_store_that_lacks_layers,),
-        mutant=Mutant(lambda a: of_the_first(a["places"]), SPECS[9]),
+        mutant=Mutant.in_record("places", "version", lambda v: 0 * v, SPECS[9]),
         refused=refused,
         refusals=(
             ({"y": (5, 32)}, "do not fit together"),

@@ -1,8 +1,8 @@
 """kv_write and latent_write against float64: rotated queries, and exactly the right rows of the
 right pages."""
 
-import dataclasses
 import functools
+import operator
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,9 +78,7 @@ def op_of(spec):
 def operands(inputs):
     """The op's arguments, of inputs by name."""
     kind = LatentHeads if "kv" in inputs else ProjectedHeads
-    heads, places = (
-        record(*(inputs[name] for name in record._fields)) for record in (kind, KVPlaces)
-    )
+    heads, places = (of(*map(inputs.get, of._fields)) for of in (kind, KVPlaces))
     return heads, inputs["arena"], places
 
 
@@ -193,14 +191,6 @@ def refused_latent(changed, options):
     return refused(changed, options, LatentSpec(3, "float32"))
 
 
-def on_pages(places):
-    return places._replace(pages=jnp.maximum(places.pages, 0))
-
-
-def turned(options):
-    return dataclasses.replace(options, interleave=not options.interleave)
-
-
 CONTRACTS = (
     Contract(
         "kv_write",
@@ -208,7 +198,9 @@ CONTRACTS = (
         SPECS,
         check,
         facts=(bits_of_a_token,),
-        mutant=Mutant(lambda a: {"places": on_pages(a["places"])}, Spec(17, "bfloat16")),
+        mutant=Mutant.in_record(
+            "places", "pages", lambda p: jnp.maximum(p, 0), Spec(17, "bfloat16")
+        ),
         refused=refused,
         refusals=(
             ({"qkv": (3, 64)}, {}, "qkv has 64 columns for 2 KV heads"),
@@ -226,7 +218,7 @@ CONTRACTS = (
         LATENT_SPECS,
         check_latent,
         facts=(bits_of_a_token_of_latent_pages,),
-        mutant=Mutant(lambda a: {"options": turned(a["options"])}, LatentSpec(17, "bfloat16")),
+        mutant=Mutant.in_record("options", "interleave", operator.not_, LatentSpec(17, "bfloat16")),
         refused=refused_latent,
         refusals=(
             ({"kv": (3, 23)}, {}, r"kv \(3, 23\), kv_norm \(3, 16\), q_rope .* for rows of 16"),

@@ -125,10 +125,6 @@ def refused(q, page, row, arena, options):
     return api.prefill_attention(*operands, api.AttentionOptions(page, **options))
 
 
-def scaled(options):
-    return {"options": dataclasses.replace(options, scale=0.9 * options.scale)}
-
-
 CONTRACTS = (
     Contract(
         "prefill_attention",
@@ -136,8 +132,10 @@ CONTRACTS = (
         PREFILL_SPECS,
         check,
         facts=(bits,),
-        mutant=Mutant(
-            lambda a: {"chunks": a["chunks"]._replace(start=a["chunks"].start + 1)},
+        mutant=Mutant.in_record(
+            "chunks",
+            "start",
+            lambda start: start + 1,
             PrefillSpec(((48, 16), (128, 5)), 16, "bfloat16", window=20),
         ),
         refused=refused,
@@ -156,6 +154,6 @@ CONTRACTS = (
         LATENT_PREFILL_SPECS,
         check,
         facts=(bits_of_latent_pages,),
-        mutant=Mutant(lambda a: scaled(a["options"]), LATENT_PREFILL_SPECS[0]),
+        mutant=Mutant.in_record("options", "scale", lambda s: 0.9 * s, LATENT_PREFILL_SPECS[0]),
     ),
 )

@@ -138,17 +138,15 @@ def scored_case(spec, seed):
     x, factors = draw(spec.tokens, spec.hidden), draw(2, spec.hidden, scale=0.5)
     weights = draw(2, spec.experts, spec.hidden, scale=spec.hidden**-0.5)
     correction = rng.standard_normal((2, spec.experts)).astype(np.float32) / 8
-    valid = np.arange(spec.tokens) % 3 != 1
-    correction = correction if spec.correction else None
-    return x, factors, weights, RouteOperands(valid, correction, np.int32(1))
+    valid, i = np.arange(spec.tokens) % 3 != 1, np.int32(1)
+    return x, factors, weights, RouteOperands(valid, correction if spec.correction else None, i)
 
 
 def one_by_one(given, records, layer, counters, squares, *, eps, rule, implementation):
     x, factors, weights, operands = given
     names = dict.fromkeys(("implementation", "norm_implementation"), implementation)
-    rows, logits = norm_linear_parts(
-        x, factors, eps, weights, operands.stack_layer, squares=squares, **names
-    )
+    of = x, factors, eps, weights, operands.stack_layer
+    rows, logits = norm_linear_parts(*of, squares=squares, **names)
     of = jax.lax.optimization_barrier(logits), operands, records, layer, counters
     return rows, *api.route_and_list(*of, rule=rule, implementation=implementation)
 
@@ -204,10 +202,6 @@ def refused_scored(dtype="bfloat16", factors=512, width=24):
     return api.norm_route_and_list(*operands, rule=rule, **dict.fromkeys(NAMES, "pallas"))
 
 
-def without_one(operands):
-    return operands._replace(valid=operands.valid.at[0].set(False))
-
-
 WRONG = PlannedSpec(4, 16, 5, "moonlight", correction=True)
 
 CONTRACTS = (
@@ -233,8 +227,8 @@ CONTRACTS = (
         api.IMPLEMENTATIONS,
         PLANNED_SPECS,
         check_listed,
-        mutant=Mutant(
-            lambda a: {"operands": without_one(a["operands"])}, WRONG, api.LISTED, "pallas"
+        mutant=Mutant.in_record(
+            "operands", "valid", lambda v: v.at[0].set(False), WRONG, api.LISTED, "pallas"
         ),
         refused=refused_listed,
         refusals=[

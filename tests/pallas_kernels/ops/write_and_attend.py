@@ -64,13 +64,13 @@ def case(spec, seed, counts=True) -> dict:
     )
 
 
-def options(spec, writes, reads):
-    write = WriteOptions(spec.page, attention_factor=1.25, eps=1e-6, implementation=writes)
-    return write, api.AttentionOptions(spec.page, spec.window, spec.scale, reads)
+def options(spec, name):
+    write = WriteOptions(spec.page, attention_factor=1.25, eps=1e-6, implementation=name)
+    return write, api.AttentionOptions(spec.page, spec.window, spec.scale, name)
 
 
-def run(spec, implementations, inputs):
-    write, read = options(spec, *implementations)
+def run(spec, implementation, inputs):
+    write, read = options(spec, implementation)
     op = compiled(api.write_and_attend, write=write, read=read)
     *made, counters = op(*operands(inputs), *(inputs[name] for name in READING))
     assert counters is None or not np.any(counters)
@@ -81,13 +81,13 @@ def check(spec, implementation):
     """The bits of the two ops' kernels, which have contracts."""
     want = two_kernels(spec, case(spec, 0))
     for counts in (True, False):
-        got = run(spec, (implementation, implementation), case(spec, 0, counts))
+        got = run(spec, implementation, case(spec, 0, counts))
         for x, y in zip(got, want, strict=True):
             same_bits(x, y)
 
 
 def two_kernels(spec, inputs):
-    write, read = options(spec, "pallas", "pallas")
+    write, read = options(spec, "pallas")
     q, arena = compiled(kv_write, options=write)(*operands(inputs))
     numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
     attend = compiled(api.decode_attention, options=read)
@@ -99,8 +99,7 @@ def a_row_without_a_page_writes_nothing(implementation):
     inputs = case(spec, 0)
     one = int(np.flatnonzero(inputs["pages"] >= 0)[-1])
     pages = np.where(np.arange(len(inputs["pages"])) == one, -1, inputs["pages"])
-    names = implementation, implementation
-    all_rows, fewer = (run(spec, names, x)[1] for x in (inputs, inputs | {"pages": pages}))
+    all_rows, fewer = (run(spec, implementation, x)[1] for x in (inputs, inputs | {"pages": pages}))
     changed, still = (x != inputs["arena"] for x in (all_rows, fewer))
     assert (still <= changed).all() and 0 < still.sum() < changed.sum()
 
@@ -109,7 +108,7 @@ def refused(changed, dtype="bfloat16"):
     spec = dataclasses.replace(WRITING_SPECS[1], dtype=dtype)
     arrays = {name: shape and np.zeros(shape, np.int32) for name, shape in changed.items()}
     inputs = case(spec, 0) | arrays
-    write, read = options(spec, "pallas", "pallas")
+    write, read = options(spec, "pallas")
     given = *operands(inputs), *(inputs[name] for name in READING)
     return api.write_and_attend(*given, write=write, read=read)
 
