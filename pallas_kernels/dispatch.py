@@ -40,6 +40,46 @@ class Ops:
         """Op → implementation."""
         return {op: getattr(self, op) for op in OPS}
 
+    def are_kernels(self, *ops: str) -> bool:
+        """Whether all of these ops are kernels; what that decides beyond the ops themselves is
+        below, a question each."""
+        return all(getattr(self, op) == "pallas" for op in ops)
+
+    @property
+    def fuses_norm_route(self) -> bool:
+        """Whether norm_route_and_list may be one launch."""
+        return self.are_kernels("linear", "rms_norm", "route")
+
+    @property
+    def fuses_route_plan(self) -> bool:
+        """Whether route_and_plan may be one launch."""
+        return self.are_kernels("route", "plan")
+
+    @property
+    def fuses_fill(self) -> bool:
+        """Whether missing experts arrive within the launches that compute the others."""
+        return self.are_kernels("fill_ffn")
+
+    @property
+    def skips_plans(self) -> bool:
+        """Whether steps without a plan, where all experts are resident, have fewer launches."""
+        return self.are_kernels("route", "plan", "expert_ffn")
+
+    @property
+    def ends_layers(self) -> bool:
+        """Whether combine moves the layer's index on and gives squares in its own launch."""
+        return self.are_kernels("combine")
+
+    @property
+    def merges_by_counters(self) -> bool:
+        """Whether a layer's last programs, told by counters, do what follows their launch."""
+        return self.are_kernels("combine", "expert_ffn")
+
+    @property
+    def truncates_by_row(self) -> bool:
+        """Whether truncating a row's tokens has the same bits among any number of rows."""
+        return self.are_kernels("truncate")
+
 
 MADE_OF = {"fill_ffn": ("fill", "expert_ffn")}
 """Op that does at once what others do one after the other → those. Its "xla" stands for them, each

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.step.executor import Executor
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 
 QUEUED = {"cpu": 1}
 """Platform → calls dispatched before waiting for the last; elsewhere 8, so that the device never
@@ -56,16 +56,9 @@ def measure_link_rate(runner: Executor) -> float:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def move(arena, stores, layer):
-        return fill(
-            arena,
-            stores,
-            layer,
-            jnp.asarray(index),
-            jnp.asarray(index * rows),
-            jnp.zeros(count, jnp.int32),  # in the first version, the dense one
-            jnp.int32(count),
-            implementation=runner.ops.fill,
-        )
+        version = jnp.zeros(count, jnp.int32)  # the first, the dense one
+        fills = Fills(jnp.asarray(index), jnp.asarray(index * rows), version, jnp.int32(count))
+        return fill(arena, stores, layer, fills, implementation=runner.ops.fill)
 
     def fill_layer(i: int, arena: jax.Array) -> jax.Array:
         return move(arena, runner.stores, np.int32(i % layers))

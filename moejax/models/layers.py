@@ -16,8 +16,8 @@ from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
 from pallas_kernels.head_linear import head_linear
-from pallas_kernels.kv_write import KVPage, kv_write
-from pallas_kernels.latent_write import latent_write
+from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
+from pallas_kernels.latent_write import LatentHeads, latent_write
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     linear,
@@ -28,9 +28,11 @@ from pallas_kernels.linear import (
     normalises_within,
     sum_of_parts,
 )
+from pallas_kernels.paged_attention import AttentionOptions
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import (
+    RouteOperands,
     norm_route_and_list,
     route,
     route_and_list,
@@ -56,11 +58,11 @@ class Tokens(NamedTuple):
     row_tile: int
     """Rows of one matrix product."""
     attention: Callable[..., jax.Array]
-    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, window=, scale=) ->
+    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, options=) ->
     [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
     [T, H·latent]."""
     write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
-    """Decode's kv_write and attention in one, with the arguments of both; None: one by one."""
+    """Decode's kv_write and attention in one, of the step's block table; None: one by one."""
 
 
 class LayerStack(nnx.Module):
@@ -105,7 +107,7 @@ class LayerStack(nnx.Module):
         """Whether the router's product normalises so many rows of x itself, so that the `squares`
         of x that attend gives save its programs reading them."""
         within = normalises_within(rows, self.ops.linear, self.ops.rms_norm)
-        made = self.config.residual_multiplier == 1 and self.ops.combine == "pallas"
+        made = self.config.residual_multiplier == 1 and self.ops.ends_layers
         return self.is_moe and within and made and "post_norm_bias" not in self.weights
 
     def takes_squares(self, rows: int) -> bool:
@@ -217,18 +219,24 @@ class LayerStack(nnx.Module):
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
         if config.reorders_heads:
             qkv = self._pair_by_halves(qkv, page)
-        layer = self.first_layer + i
-        frequencies = self.inverse_frequencies[...]
-        where = tokens.positions, frequencies, arena, tokens.pages, layer
-        inputs = qkv, norms[0], norms[1], i, *where
-        write: dict = dict(
-            page=page, attention_factor=self.attention_factor, eps=config.rms_norm_eps
+        places = KVPlaces(tokens.positions, tokens.pages, self.first_layer + i)
+        heads = ProjectedHeads(qkv, *norms, i, self.inverse_frequencies[...])
+        write = WriteOptions(
+            page,
+            self.attention_factor,
+            config.rms_norm_eps,
+            implementation=self.ops.kv_write,
         )
-        read: dict = dict(window=self.window, scale=config.attention_scale)
+        read = self._attention_options(page)
         if tokens.write_and_attend is not None:
-            return tokens.write_and_attend(*inputs, counters, **write, **read)
-        q, arena = kv_write(*inputs, **write, implementation=self.ops.kv_write)
-        return tokens.attention(q, arena, layer=layer, **read), arena, counters
+            options = {"counters": counters, "write": write, "read": read}
+            return tokens.write_and_attend(heads, arena, places, **options)
+        q, arena = kv_write(heads, arena, places, write)
+        return tokens.attention(q, arena, layer=places.layer, options=read), arena, counters
+
+    def _attention_options(self, page):
+        scale, ops = self.config.attention_scale, self.ops
+        return AttentionOptions(page, self.window, scale, ops.paged_attention, ops.shared_kib)
 
     def _norm_projections(self, i, qkv, page):
         """qkv with q and k normalised, over as many values at once as the norms have: all heads
@@ -272,22 +280,18 @@ class LayerStack(nnx.Module):
         else:
             q = self._linear(normed, "q", i, tokens)
         q = q.reshape(q.shape[0], heads, -1)
-        q_rope, arena = latent_write(
+        latent = LatentHeads(
             self._linear(normed, "kv_a", i, tokens),
             self._weight("kv_a_norm"),
             i,
             q[..., nope:],
-            tokens.positions,
             self.inverse_frequencies[...],
-            arena,
-            tokens.pages,
-            self.first_layer + i,
-            page=page,
-            attention_factor=self.attention_factor,
-            eps=MLA_EPS,
-            interleave=mla.rope_interleave,
-            implementation=self.ops.latent_write,
         )
+        places = KVPlaces(tokens.positions, tokens.pages, self.first_layer + i)
+        write = WriteOptions(
+            page, self.attention_factor, MLA_EPS, mla.rope_interleave, self.ops.latent_write
+        )
+        q_rope, arena = latent_write(latent, arena, places, write)
         kv_b = self._weight("kv_b")  # of each head, rows of its keys, then of its values
         kv_b = kv_b.reshape(kv_b.shape[0], heads, -1, mla.kv_lora_rank)
 
@@ -303,14 +307,13 @@ class LayerStack(nnx.Module):
                 implementation=self.ops.head_linear,
             )
 
-        layer, scale = self.first_layer + i, config.attention_scale
+        layer = self.first_layer + i
         out = tokens.attention(
             by_head(q[..., :nope], (0, nope), True),
             arena,
             q_rope=q_rope,
             layer=layer,
-            window=self.window,
-            scale=scale,
+            options=self._attention_options(page),
         )
         out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
         return out.reshape(out.shape[0], -1), arena
@@ -358,7 +361,7 @@ class LayerStack(nnx.Module):
         with jax.named_scope("route"):
             x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens, squares))
             routed = route_and_plan(
-                *(logits, tokens.valid, self._correction(), i),
+                *(logits, RouteOperands(tokens.valid, self._correction(), i)),
                 *(tables, self.first_moe_layer + i, records),
                 rule=self.config.route_rule,
                 versions=versions,
@@ -378,16 +381,17 @@ class LayerStack(nnx.Module):
         """(x, normed, ids, weights) as of route, then the records, the list of experts, how many of
         it count and the counters, as of the op."""
         with jax.named_scope("route"):
-            kept = self._correction(), i, records, self.first_moe_layer + i, counters
+            operands = RouteOperands(tokens.valid, self._correction(), i)
+            kept = operands, records, self.first_moe_layer + i, counters
             rule = {"rule": self.config.route_rule, "implementation": self.ops.route}
-            kernels = self.ops.route == self.ops.linear == self.ops.rms_norm == "pallas"
-            if not kernels or "post_norm_bias" in self.weights:  # a LayerNorm
+            layer_norm = "post_norm_bias" in self.weights
+            if layer_norm or not self.ops.fuses_norm_route:
                 scored = self._scored(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
-                return x, normed, *route_and_list(logits, tokens.valid, *kept, **rule)
+                return x, normed, *route_and_list(logits, *kept, **rule)
             normed, *routed = norm_route_and_list(
                 *self._router_operands(x),
-                *(tokens.valid, *kept),
+                *kept,
                 **rule,
                 linear_implementation=self.ops.linear,
                 **self._router_options(tokens, squares),

@@ -17,7 +17,7 @@ from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
 from moejax.errors import UserError
 from pallas_kernels.cpu.arena import drain
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.records import decode
 
@@ -84,7 +84,8 @@ def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
 
         def brought(arena):
             said = {"formats": formats, "ahead": True, "implementation": "cpu"}
-            return drain(fill(arena, stores, 0, expert, row, none, jnp.int32(count), **said), row)
+            fills = Fills(expert, row, none, jnp.int32(count))
+            return drain(fill(arena, stores, 0, fills, **said), row)
 
         def decoded(arena):
             source = none + count * dense.rows

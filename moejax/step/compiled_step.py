@@ -45,7 +45,7 @@ from moejax.step.step_parts import (
     step_tokens,
 )
 from pallas_kernels.combine import row_squares
-from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size
+from pallas_kernels.expert_ffn import Combined, Epilogue, ExpertBatch, counters_size
 from pallas_kernels.plan import plan_resident
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.stage import Entries
@@ -113,7 +113,7 @@ def device_step(
         carry = _Carry(x, memory, trajectory=StepTrajectory.begun(look.arrays, ids.shape[0]))
     few, k = kind == "decode", model.config.num_experts_per_tok
     # With a stage list or a search the index is still read behind the last kernel.
-    counts = few and context.ops.combine == "pallas" and not (stages or look or context.arrays)
+    counts = few and context.ops.ends_layers and not (stages or look or context.arrays)
     most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
         carry = _with_shared(carry, k, context, counts)
@@ -205,7 +205,7 @@ def _with_shared(carry: _Carry, k: int, context: StepContext, counts: bool) -> _
     size = record_size(pairs, experts, len(context.stores)) if counted else 2 * pairs
     records = jnp.zeros((layers, size), jnp.int32)
     counters = None
-    if counts and context.ops.expert_ffn == "pallas":
+    if counts and context.ops.merges_by_counters:
         heads = carry.x.shape[0] * context.page.kv_heads
         counters = jnp.zeros(max(counters_size(*carry.x.shape), heads), jnp.int32)
     y = nothing_computed(pairs, carry.x.shape[1])
@@ -224,21 +224,21 @@ def _sparse(
     without records the layer's counts)."""
     x, memory, shared, records = carry.x, carry.memory, carry.y, carry.records
     layer = stack.first_moe_layer + i
-    kernels = context.ops.route == context.ops.plan == "pallas"
     if context.resident and shared is not None and records is not None:
         routed = stack.route_and_list(i, x, tokens, records, carry.squares, carry.counters)
         x, normed, ids, weights, records, active, count, counters = routed
         carry = carry._replace(records=records, counters=counters)
-        residents = memory.arena, memory.tables.address, memory.tables.version
-        end = _epilogue(stack, carry, x, weights)
-        y = compute(shared, normed, ids, residents, layer, active, count, context, epilogue=end)
+        end, batch = _epilogue(stack, carry, x, weights), ExpertBatch(active, count, ids, normed)
+        places = context.places(memory.tables, layer)
+        y = compute(shared, memory.arena, batch, places, context, end)
         y = lax.optimization_barrier(y)
         return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
     favour = favour_residents(memory.tables.address, layer, context)
     # A forced routing would come between router and plan; a window has no plan. That kernel takes
     # the model's own correction of scores only.
     between = forced is not None or favour is not None or context.window or context.in_place
-    if kernels and shared is not None and records is not None and not between:
+    fused = context.ops.fuses_route_plan and not between
+    if fused and shared is not None and records is not None:
         versions = len(context.stores)
         x, normed, ids, weights, tables, records, work = stack.route_and_plan(
             i, x, tokens, memory.tables, records, versions, carry.squares

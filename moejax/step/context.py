@@ -9,6 +9,7 @@ import jax
 
 from host_offload.memory.tables import Tables
 from pallas_kernels import Ops
+from pallas_kernels.expert_ffn import ExpertOptions, ExpertPlaces
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
@@ -43,6 +44,21 @@ class ExpertContext:
     packed: RecordFormat | None = None
     """Residents in cells of this format stream too, decoded into the window; None: there are none,
     or they are computed as they are."""
+
+    def places(self, tables: Tables, layer: jax.Array | int) -> ExpertPlaces:
+        """Where a layer's experts are by the tables."""
+        return ExpertPlaces(self.stores, layer, tables.address, tables.version)
+
+    def expert_options(self, implementation: str) -> ExpertOptions:
+        """Those of expert_ffn or fill_ffn."""
+        return ExpertOptions(
+            activation=self.activation,
+            row_tile=self.row_tile,
+            formats=self.formats,
+            implementation=implementation,
+            shared_kib=self.ops.shared_kib,
+            threads=self.threads,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

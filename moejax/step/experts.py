@@ -16,8 +16,14 @@ from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
 from pallas_kernels.combine import combine, combine_and_count, combine_with_squares
 from pallas_kernels.cpu.arena import OwnedArena
-from pallas_kernels.expert_ffn import Epilogue, expert_ffn, sorted_pairs
-from pallas_kernels.fill import fill
+from pallas_kernels.expert_ffn import (
+    Epilogue,
+    ExpertBatch,
+    ExpertPlaces,
+    expert_ffn,
+    sorted_pairs,
+)
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.fill_ffn import fill_ffn
 from pallas_kernels.plan import Plan, plan, plan_counts, plan_routed, routed_to
@@ -85,9 +91,8 @@ def page_and_compute(
         _, missing, tables, work = planned(ids, active, tables, layer, wave, context)
         if not context.in_place:
             arena = fill_planned(arena, layer, work, context)
-        residents = arena, tables.address, tables.version
-        listed = work.active, work.active_count
-        y = compute(y, x, ids, residents, layer, *listed, context, pairs)
+        batch = ExpertBatch(work.active, work.active_count, ids, x, pairs)
+        y = compute(y, arena, batch, context.places(tables, layer), context)
         if context.in_place:
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
@@ -143,51 +148,17 @@ def compute_planned(
 ) -> tuple[Any, DeviceMemory]:
     """(y, memory) as of page_and_compute, of a layer whose plan `work` the tables have already.
     epilogue: as of expert_ffn."""
-    tables = memory.tables
-    if context.ops.fill_ffn == "pallas":
-        arena, y = fill_and_compute(y, x, ids, memory, layer, work, context, epilogue)
+    arena, tables = memory
+    batch = ExpertBatch(work.active, work.active_count, ids, x)
+    places = context.places(tables, layer)
+    if context.ops.fuses_fill:
+        options = context.expert_options(context.ops.fill_ffn)
+        with jax.named_scope("expert_ffn"):
+            arena, y = fill_ffn(y, arena, batch, places, work.fills, options, epilogue)
     else:
-        arena = fill_planned(memory.arena, layer, work, context)
-        residents = arena, tables.address, tables.version
-        listed = work.active, work.active_count
-        y = compute(y, x, ids, residents, layer, *listed, context, epilogue=epilogue)
+        arena = fill_planned(arena, layer, work, context)
+        y = compute(y, arena, batch, places, context, epilogue)
     return lax.optimization_barrier(y), DeviceMemory(arena, tables)
-
-
-def fill_and_compute(
-    y: jax.Array,
-    x: jax.Array,
-    ids: jax.Array,
-    memory: DeviceMemory,
-    layer: jax.Array,
-    work: Plan,
-    context: ExpertContext,
-    epilogue: Epilogue | None = None,
-) -> tuple[jax.Array, Any]:
-    """(arena, y): fill_planned and compute as one op. memory: its tables after the plan `work`."""
-    with jax.named_scope("expert_ffn"):
-        return fill_ffn(
-            y,
-            x,
-            ids,
-            memory.arena,
-            context.stores,
-            layer,
-            memory.tables.address,
-            memory.tables.version,
-            work.active,
-            work.active_count,
-            work.fill_expert,
-            work.fill_row,
-            work.fill_version,
-            work.fill_count,
-            activation=context.activation,
-            row_tile=context.row_tile,
-            formats=context.formats,
-            implementation=context.ops.fill_ffn,
-            shared_kib=context.ops.shared_kib,
-            epilogue=epilogue,
-        )
 
 
 def with_record(
@@ -210,10 +181,7 @@ def fill_planned(
             arena,
             context.stores,
             layer,
-            work.fill_expert,
-            work.fill_row,
-            work.fill_version,
-            work.fill_count,
+            work.fills,
             formats=context.formats,
             implementation=context.ops.fill,
         )
@@ -281,39 +249,16 @@ def nothing_computed(pairs: int, hidden: int) -> jax.Array:
 
 def compute(
     y: jax.Array,
-    x: jax.Array,
-    ids: jax.Array,
-    residents: tuple[Any, jax.Array, jax.Array],
-    layer: jax.Array,
-    active: jax.Array,
-    count: jax.Array,
+    arena: Any,
+    batch: ExpertBatch,
+    places: ExpertPlaces,
     context: ExpertContext,
-    pairs: Any = None,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """y with the rows of the first `count` experts of int32[E] `active`. residents: the arena, as
-    of DeviceMemory, and where each expert is in it and in which version, as of expert_ffn. pairs,
-    epilogue: as of expert_ffn."""
+    """y with the rows of the batch's experts. arena: as of DeviceMemory."""
     with jax.named_scope("expert_ffn"):
-        return expert_ffn(
-            y,
-            x,
-            ids,
-            residents[0],
-            context.stores,
-            layer,
-            *residents[1:],
-            active,
-            count,
-            activation=context.activation,
-            row_tile=context.row_tile,
-            formats=context.formats,
-            implementation=context.ops.expert_ffn,
-            shared_kib=context.ops.shared_kib,
-            threads=context.threads,
-            pairs=pairs,
-            epilogue=epilogue,
-        )
+        options = context.expert_options(context.ops.expert_ffn)
+        return expert_ffn(y, arena, batch, places, options, epilogue)
 
 
 def compute_in_place(
@@ -332,13 +277,15 @@ def compute_in_place(
     # The reference slices an arena of at least a record, whatever it reads.
     rows = 1 if context.ops.expert_ffn == "cpu" else context.stores[0].shape[2]
     nowhere = jnp.zeros((rows, x.shape[1]), jnp.uint16)
-    residents = (
-        nowhere if reader is None else reader,
-        jnp.full(shape, -1, jnp.int32),
-        jnp.zeros(shape, jnp.int32),
-    )
+    nobody, first = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
     y = nothing_computed(ids.size, x.shape[1])
-    return compute(y, x, ids, residents, layer, listed, count, context)
+    return compute(
+        y,
+        nowhere if reader is None else reader,
+        ExpertBatch(listed, count, ids, x),
+        ExpertPlaces(context.stores, layer, nobody, first),
+        context,
+    )
 
 
 def materialize(
@@ -397,14 +344,14 @@ def load(
         packed = of_link & held & (tables.cell_version[layer, own] == PACKED_VERSION)
         of_link &= ~packed
     first = jnp.argsort(~of_link, stable=True)
+    fills = Fills(
+        expert[first], row[first], jnp.zeros_like(expert), jnp.sum(of_link, dtype=jnp.int32)
+    )
     arena = fill(
         arena,
         context.stores,
         layer,
-        expert[first],
-        row[first],
-        jnp.zeros_like(expert),
-        jnp.sum(of_link, dtype=jnp.int32),
+        fills,
         formats=context.formats,
         ahead=True,
         implementation=context.ops.fill,
@@ -433,7 +380,6 @@ def compute_materialized(
     cell; one whose bytes did not come in an earlier step has none, and is read through. Where
     records come in pieces (AbsentRecords) nothing flies into cells: those are listed that are used
     and there, and the rows of the others are zeros."""
-    ops = context.ops
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
     active = active_experts(ids, jnp.ones(experts, bool))
@@ -443,24 +389,8 @@ def compute_materialized(
         due = active & ~absent
         listed = jnp.argsort(~due, stable=True).astype(jnp.int32)
         count = jnp.sum(due, dtype=jnp.int32)
-    with jax.named_scope("expert_ffn"):
-        y = expert_ffn(
-            y,
-            x,
-            ids,
-            memory.arena,
-            context.stores,
-            layer,
-            tables.address,
-            tables.version,
-            listed,
-            count,
-            activation=context.activation,
-            row_tile=context.row_tile,
-            formats=context.formats,
-            implementation=ops.expert_ffn,
-            shared_kib=ops.shared_kib,
-        )
+    batch = ExpertBatch(listed, count, ids, x)
+    y = compute(y, memory.arena, batch, context.places(tables, layer), context)
     counts = _window_counts(active, absent, len(context.stores))
     return lax.optimization_barrier(y), memory, counts
 

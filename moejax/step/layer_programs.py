@@ -44,7 +44,7 @@ from moejax.step.step_parts import (
     step_output,
     step_tokens,
 )
-from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, expert_ffn
 from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size
 from pallas_kernels.records import decode
@@ -298,8 +298,8 @@ class _StepPart:
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
         """y with the rows of the first `count` experts of `listed`, which have cells."""
         context = self.context(stores)
-        residents = arena, tables.address, tables.version
-        return compute(y, x, ids, residents, layer, listed, count, context)
+        batch = ExpertBatch(listed, count, ids, x)
+        return compute(y, arena, batch, context.places(tables, layer), context)
 
     @_part(donated="y")
     def through(self, y, stores, x, ids, layer, expert, pieces):
@@ -308,9 +308,9 @@ class _StepPart:
         context, record = self.context(stores), jnp.concatenate(pieces)
         first = jnp.zeros(self.programs.tables.address.shape, jnp.int32)
         listed = jnp.full(first.shape[1], -1, jnp.int32).at[0].set(expert)
-        one = jnp.int32(1)
-        y = compute(y, x, ids, (record, first, first), layer, listed, one, context)
-        return y, record[0, 0]
+        batch = ExpertBatch(listed, jnp.int32(1), ids, x)
+        places = ExpertPlaces(context.stores, layer, first, first)
+        return compute(y, record, batch, places, context), record[0, 0]
 
     @_part()
     def absent(self, tables, layer):
@@ -378,26 +378,15 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
     second, context = programs.steps.second, programs.context(key)
     assert second is not None
     (record,), hidden = programs.steps.layout.records, programs.steps.layout.hidden
+    options = ExpertOptions(context.activation, context.row_tile, None, second.implementation)
 
     def beside(x, record, count):
         stores: tuple[Leaf, ...] = (AbsentRecords((1, 1, *record.shape)),)
         ids = (jnp.arange(rows, dtype=jnp.int32) >= count).astype(jnp.int32)[:, None]
         nothing = jnp.zeros((1, 1), jnp.int32)
-        return expert_ffn(
-            nothing_computed(rows, hidden),
-            x,
-            ids,
-            record,
-            stores,
-            0,
-            nothing,
-            nothing,
-            jnp.zeros(1, jnp.int32),
-            jnp.int32(1),
-            activation=context.activation,
-            row_tile=context.row_tile,
-            implementation=second.implementation,
-        )
+        batch = ExpertBatch(jnp.zeros(1, jnp.int32), jnp.int32(1), ids, x)
+        places = ExpertPlaces(stores, 0, nothing, nothing)
+        return expert_ffn(nothing_computed(rows, hidden), record, batch, places, options)
 
     x = jax.ShapeDtypeStruct((rows, hidden), programs.steps.dtype)
     held = jax.ShapeDtypeStruct((record.rows, hidden), jnp.uint16)

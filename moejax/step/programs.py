@@ -55,7 +55,7 @@ from moejax.step.step_parts import (
 )
 from pallas_kernels import Ops
 from pallas_kernels.cpu.arena import TOKEN, OwnedArena, abstract_arena, drain
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
 from pallas_kernels.records.versions import Formats
@@ -337,7 +337,7 @@ class Programs:
 
         by_row, shape = sums_in_one_order(self.steps.ops), self.results
         # Its programs have a row each; what else samples are elements by themselves and maxima.
-        any_rows = by_row or self.steps.ops.truncate == "pallas"
+        any_rows = by_row or self.steps.ops.truncates_by_row
 
         def drawn(function: Callable, *params: Leaf) -> Program:
             def advance(logits, tokens, update, results, *params):
@@ -430,8 +430,8 @@ def _populate(
     int32[E]."""
     given = cell_row >= 0
     first = jnp.argsort(~given, stable=True)
-    listed = first, cell_row[first], version[first], jnp.sum(given, dtype=jnp.int32)
-    return fill(arena, stores, layer, *listed, formats=formats, implementation=ops.fill)
+    fills = Fills(first, cell_row[first], version[first], jnp.sum(given, dtype=jnp.int32))
+    return fill(arena, stores, layer, fills, formats=formats, implementation=ops.fill)
 
 
 def _drain(arena: OwnedArena, tables: Tables) -> tuple[OwnedArena, Tables]:

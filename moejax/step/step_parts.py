@@ -27,6 +27,7 @@ from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
 from pallas_kernels.option_text import unknown
 from pallas_kernels.paged_attention import (
+    Chunks,
     decode_attention,
     prefill_attention,
     write_and_attend,
@@ -168,10 +169,13 @@ class StepSpec:
     def resident_steps(self) -> bool:
         """Whether there are decode steps for when every expert is in a cell of its own: of kernels,
         which a plan costs launches, where nothing but the host can change that."""
-        kernels = self.ops.route == self.ops.plan == self.ops.expert_ffn == "pallas"
         one = self.formats is None or len(self.formats) == 1
         plain = self.driver == "device" and one and self.queue is None
-        return kernels and plain and not (self.in_place or self.trace_arrays or self.cache_aware)
+        return (
+            self.ops.skips_plans
+            and plain
+            and not (self.in_place or self.trace_arrays or self.cache_aware)
+        )
 
     @property
     def packed(self) -> RecordFormat | None:
@@ -361,23 +365,15 @@ def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepCon
     tiles = jnp.int32(1)  # one tile is in use, or there is no step
     if positions.shape[0] > row_tile:
         tiles = (_rows_in_use(valid) + row_tile - 1) // row_tile
-    ops = context.ops
-    options: dict = dict(block_table=block_table, lengths=positions + 1, shared_kib=ops.shared_kib)
+    rows = {"block_table": block_table, "lengths": positions + 1}
     return Tokens(
         positions=positions,
         valid=valid,
         pages=_pages(block_table, positions, valid, context.page),
         tiles=tiles,
         row_tile=row_tile,
-        attention=functools.partial(
-            decode_attention,
-            page=context.page,
-            implementation=ops.paged_attention,
-            **options,
-        ),
-        write_and_attend=functools.partial(
-            write_and_attend, implementations=(ops.kv_write, ops.paged_attention), **options
-        ),
+        attention=functools.partial(decode_attention, **rows),
+        write_and_attend=functools.partial(write_and_attend, **rows),
     )
 
 
@@ -399,13 +395,7 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
         attention=functools.partial(
             prefill_attention,
             block_table=block_table,
-            row=prefill.row,
-            start=prefill.start,
-            length=prefill.length,
-            count=prefill.count,
-            page=context.page,
-            implementation=context.ops.paged_attention,
-            shared_kib=context.ops.shared_kib,
+            chunks=Chunks(prefill.row, prefill.start, prefill.length, prefill.count),
         ),
     )
 

@@ -2,5 +2,16 @@
 
 from pallas_kernels.expert_ffn.api import ACTIVATIONS, expert_ffn, sorted_pairs
 from pallas_kernels.expert_ffn.epilogue import Combined, Epilogue, counters_size
+from pallas_kernels.expert_ffn.operands import ExpertBatch, ExpertOptions, ExpertPlaces
 
-__all__ = ["ACTIVATIONS", "Combined", "Epilogue", "counters_size", "expert_ffn", "sorted_pairs"]
+__all__ = [
+    "ACTIVATIONS",
+    "Combined",
+    "Epilogue",
+    "ExpertBatch",
+    "ExpertOptions",
+    "ExpertPlaces",
+    "counters_size",
+    "expert_ffn",
+    "sorted_pairs",
+]

@@ -1,125 +1,85 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn import many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.epilogue import Epilogue, check_epilogue, combine_behind
+from pallas_kernels.expert_ffn.operands import ExpertBatch, ExpertOptions, ExpertPlaces
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.absent import stood_in
 from pallas_kernels.records.format import RecordFormat
-from pallas_kernels.records.versions import Formats, VersionFormats, check_formats
+from pallas_kernels.records.versions import VersionFormats, check_formats
 
 IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "cpu"))
 
 
 def expert_ffn(
     y: Float[Array, "TK D"],
-    x: Float[Array, "T D"],
-    ids: Int[Array, "T K"],
     arena: UInt16[Array, "rows D"],
-    stores: tuple[UInt16[Array, "L E _ D"], ...],
-    layer: Int[Array, ""] | int,
-    address: Int[Array, "L E"],
-    version: Int[Array, "L E"],
-    active: Int[Array, " A"],
-    active_count: Int[Array, ""],
-    *,
-    activation: str,
-    row_tile: int,
-    formats: Formats | None = None,
-    implementation: str = "xla",
-    shared_kib: int = CLASSES[-1],
-    threads: int = 0,
-    pairs: many_tokens.Pairs | None = None,
+    batch: ExpertBatch,
+    places: ExpertPlaces,
+    options: ExpertOptions,
     epilogue: Epilogue | None = None,
 ) -> Any:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
 
     y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
-    that several waves fill one y. ids: ascending within a token; E marks a padding row. address:
-    arena row of each expert's record, −1: read through from stores[version], which may not be where
-    that is AbsentRecords; the tables of all layers. active: the experts to compute, ascending;
-    entries from active_count on are ignored.
-    row_tile: rows of one product; constant for an engine, since the shape of a product decides its
-    bits. formats: of the versions, see VersionFormats; None: one version, dense. Whatever its
-    version, an expert's weights are computed with as they decode, in x's dtype. shared_kib: the
-    device's `cards.shared_class`, for the kernels. threads: of XLA's pool, the most that
-    the native op takes, so that another one can run beside; 0: all. No bit depends on it. pairs:
-    what sorted_pairs made of the same ids for this implementation, where several calls share it.
+    that several waves fill one y. Whatever its version, an expert's weights are computed with as
+    they decode, in x's dtype.
 
     epilogue: combine_and_count of y, to the bit, which gives Combined in place of y. A token's
     experts are different ones then and all of them active, since who comes last counts them:
     otherwise nothing is added for it and the index stays, which ends no loop. Padding has weights
-    too. layer: index[0] + first_layer.
+    too. The layer of `places` is index[0] + first_layer.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
-    check_operands(y, x, ids, arena, activation)
+    check_operands(y, arena, batch, options)
     if epilogue is not None:
-        check_epilogue(y, ids, epilogue)
-    fn = pick("expert_ffn", IMPLEMENTATIONS, implementation, shared_kib)
-    formats = formats_of(formats, stores, address.shape[0], x.dtype)
-    stores = stood_in(stores, arena, implementation)
-    part: dict[str, Any] = {"threads": threads} if implementation == "cpu" else {}
-    if pairs is not None:
-        part["pairs"] = pairs
-    if epilogue is not None and implementation == "pallas":
-        part["epilogue"] = epilogue
-    y = fn(
-        y,
-        x,
-        ids,
-        arena,
-        stores,
-        layer,
-        address,
-        version,
-        active,
-        active_count,
-        formats=formats,
-        activation=ACTIVATIONS[activation],
-        row_tile=row_tile,
-        **part,
-    )
-    if epilogue is None or implementation == "pallas":
-        return y
-    return combine_behind(y, epilogue, implementation)
+        check_epilogue(y, batch.ids, epilogue)
+    fn = pick("expert_ffn", IMPLEMENTATIONS, options.implementation)
+    options = with_formats(options, places, batch.x.dtype)
+    stores = stood_in(places.stores, arena, options.implementation)
+    operands = y, arena, batch, places._replace(stores=stores), options
+    if options.implementation == "pallas":
+        return fn(*operands, epilogue)
+    y = fn(*operands)
+    return y if epilogue is None else combine_behind(y, epilogue, options.implementation)
 
 
 def check_operands(
-    y: jax.Array, x: jax.Array, ids: jax.Array, arena: jax.Array, activation: str
+    y: jax.Array, arena: jax.Array, batch: ExpertBatch, options: ExpertOptions
 ) -> None:
     """Raises ValueError for shapes of expert_ffn that do not fit, or an unknown activation."""
+    x, ids = batch.x, batch.ids
     tokens, k = ids.shape
     if x.shape[0] != tokens or y.shape != (tokens * k, x.shape[1]):
         raise ValueError(f"x {x.shape}, ids {ids.shape} and y {y.shape} do not fit together")
     if arena.shape[1] != x.shape[1]:
         raise ValueError(f"arena rows have {arena.shape[1]} elements, x has {x.shape[1]} columns")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    if options.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"unknown activation {options.activation!r}; known: {known}")
 
 
-def formats_of(
-    formats: Formats | None,
-    stores: tuple[UInt16[Array, "L E _ D"], ...],
-    layers: int,
-    dtype: jnp.dtype,
-) -> Formats:
-    """The formats given, or those of one version, dense. layers: L of the tables; dtype: of x.
-    Raises ValueError where they are not those of the stores."""
-    check_formats(formats, stores, layers, dtype)
-    if formats is not None:
-        return formats
-    (store,) = stores
+def with_formats(options: ExpertOptions, places: ExpertPlaces, dtype: jnp.dtype) -> ExpertOptions:
+    """The options with formats: those given, or those of one version, dense. dtype: of x.
+
+    Raises ValueError where they are not those of the stores.
+    """
+    check_formats(options.formats, places.stores, places.address.shape[0], dtype)
+    if options.formats is not None:
+        return options
+    (store,) = places.stores
     width = store.shape[2] * 2 // (3 * dtype.itemsize)
     dense = RecordFormat("dense", store.shape[3], width, dtype.name)
-    return (VersionFormats(dense, dense),)
+    return dataclasses.replace(options, formats=(VersionFormats(dense, dense),))
 
 
 def sorted_pairs(

@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.combine.pallas_triton import SQUARES_TILE, move_on, squares_of, weighted_sum
-from pallas_kernels.expert_ffn.epilogue import MOST_SLOTS, Combined, Epilogue, combine_behind
+from pallas_kernels.expert_ffn.epilogue import MOST_SLOTS, Combined, combine_behind
+from pallas_kernels.expert_ffn.operands import ExpertBatch
 from pallas_kernels.expert_ffn.tile import (
     DOWN,
     GATE,
@@ -59,11 +60,10 @@ class Sizes(NamedTuple):
     """Most experts that are active."""
 
     @classmethod
-    def of(cls, ids: jax.Array, experts: int) -> Sizes:
-        """The sizes for these ids, as of expert_ffn. experts: that `active` has places for."""
-        tokens, k = ids.shape
+    def of(cls, batch: ExpertBatch) -> Sizes:
+        tokens, k = batch.ids.shape
         block = min(BLOCK, max(ROWS, pl.next_power_of_2(tokens)))
-        return cls(block, pl.cdiv(tokens, block), min(experts, tokens * k))
+        return cls(block, pl.cdiv(tokens, block), min(batch.active.shape[0], tokens * k))
 
     @property
     def rows(self) -> int:
@@ -79,74 +79,56 @@ class Place(NamedTuple):
     slot: Any
 
 
-def expert_ffn(
-    y,
-    x,
-    ids,
-    memory,
-    active,
-    active_count,
-    *,
-    formats,
-    activation,
-    gate_up,
-    down,
-    epilogue: Epilogue | None = None,
-):
-    """The reference's function. memory: Memory of arrays; active_count: int32[1]; gate_up, down:
+def expert_ffn(y, memory, batch, epilogue=None, *, formats, activation, gate_up, down):
+    """The reference's function. memory: Memory of arrays; batch: as kernels have it; gate_up, down:
     Tile; epilogue: as of the api.
 
     Between the kernels h [min(E, T·K), T rounded up to a block, I] of x's dtype lies in memory:
     12.6 MB for 64 tokens of Qwen3-30B-A3B. More than 64 tokens read an expert once per block.
     """
-    sizes, width = Sizes.of(ids, active.shape[0]), formats[0].cell.width
+    sizes, width = Sizes.of(batch), formats[0].cell.width
     h = triton_call(
-        functools.partial(
-            _gate_up, tile=gate_up, formats=formats, sizes=sizes, activation=activation
-        ),
+        functools.partial(_gate_up, tile=gate_up, formats=formats, activation=activation),
         name="expert_gate_up",
         grid=(sizes.blocks, pl.cdiv(width, gate_up.columns), sizes.slots),
-        out_shape=jax.ShapeDtypeStruct((sizes.rows, width), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((sizes.rows, width), batch.x.dtype),
         num_warps=gate_up.num_warps,
         num_stages=gate_up.num_stages,
-    )(memory, active, active_count, ids, x)
-    operands = y, h, ids, memory, active, active_count, epilogue
-    return expert_down(*operands, formats=formats, down=down)
+    )(memory, batch)
+    return expert_down(y, h, memory, batch, epilogue, formats=formats, down=down)
 
 
-def expert_down(y, h, ids, memory, active, active_count, epilogue=None, *, formats, down):
+def expert_down(y, h, memory, batch, epilogue=None, *, formats, down):
     """y with the rows of the active experts; with an epilogue Combined. h: of all of them, as
     gate_up leaves it."""
-    sizes, hidden = Sizes.of(ids, active.shape[0]), y.shape[1]
-    given = {"tile": down, "formats": formats, "sizes": sizes}
-    operands, changed = (memory, active, active_count, ids, h, y), (y,)
+    sizes, hidden = Sizes.of(batch), y.shape[1]
+    given = {"tile": down, "formats": formats}
+    # What down reads of tokens are their rows of h.
+    operands, changed = (memory, batch._replace(x=h), y), y
     place = len(jax.tree.leaves(operands)) - 1
-    within = epilogue is not None and _combines(formats, ids.shape[1], down.columns, hidden)
+    within = epilogue is not None and _combines(formats, batch.ids.shape[1], down.columns, hidden)
     if epilogue is not None and within:
         residual, weights, index, counters, first_layer, with_squares = epilogue
         if memory.layer.shape[0] == 1:
             operands = memory._replace(layer=None), *operands[1:]
         place = len(jax.tree.leaves(operands)) - 1
         kernel = functools.partial(_down_and_combine, **given, first_layer=first_layer)
-        operands += residual, weights, index, counters
-        changed += residual, index, counters
+        operands += ((residual, weights, index, counters),)
         tiles = len(residual), pl.cdiv(hidden, SQUARES_TILE)
-        changed += (jax.ShapeDtypeStruct(tiles, jnp.float32),) * with_squares
+        squares: Any = jax.ShapeDtypeStruct(tiles, jnp.float32) if with_squares else None
+        changed = Combined(y, residual, index, counters, squares)
     else:
         kernel = functools.partial(_down, **given)
-    results = triton_call(
+    (found,) = triton_call(
         kernel,
         name="expert_down_combine" if within else "expert_down",
         grid=(sizes.blocks, pl.cdiv(hidden, down.columns), sizes.slots),
-        out_shape=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in changed),
+        out_shape=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (changed,)),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
         aliases={place: 0} | ({place + 3: 2, place + 4: 3} if within else {}),
     )(*operands)
-    if within:
-        return Combined(*results)
-    (y,) = results
-    return y if epilogue is None else combine_behind(y, epilogue, "pallas")
+    return found if within or epilogue is None else combine_behind(found, epilogue, "pallas")
 
 
 def _combines(formats: Formats, top_k: int, columns: int, hidden: int) -> bool:
@@ -158,15 +140,11 @@ def _combines(formats: Formats, top_k: int, columns: int, hidden: int) -> bool:
 
 def _gate_up(
     memory: Memory,
-    active_ref,
-    count_ref,
-    ids_ref,
-    x_ref,
+    batch: ExpertBatch,
     h_ref,
     *,
     tile: Tile,
     formats: Formats,
-    sizes: Sizes,
     activation: Callable[[jax.Array], jax.Array],
 ) -> None:
     """h = act(gate(x))·up(x) of one expert's rows in one block.
@@ -176,28 +154,26 @@ def _gate_up(
     """
     place = _own_place()
 
-    @pl.when(place.slot < count_ref[0])
+    @pl.when(place.slot < batch.active_count[0])
     def _active():
-        operands = place, active_ref[place.slot], memory, ids_ref, x_ref, h_ref
-        gate_up_of(*operands, tile=tile, formats=formats, sizes=sizes, activation=activation)
+        operands = place, batch.active[place.slot], memory, batch, h_ref
+        gate_up_of(*operands, tile=tile, formats=formats, activation=activation)
 
 
 def gate_up_of(
     place: Place,
     expert: jax.Array,
     memory: Memory,
-    ids_ref: Any,
-    x_ref: Any,
+    batch: ExpertBatch,
     h_ref: Any,
     *,
     tile: Tile,
     formats: Formats,
-    sizes: Sizes,
     activation: Callable[[jax.Array], jax.Array],
 ) -> None:
     """One tile of h, of this expert of `active`, if it has rows in the block."""
-    column, first = place.tile * tile.columns, _first_row(place, sizes)
-    tokens, k = ids_ref.shape
+    column, first = place.tile * tile.columns, _first_row(place, batch)
+    tokens, k = batch.ids.shape
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
         # Places without a pair compute the last token; nobody reads the result.
@@ -206,7 +182,7 @@ def gate_up_of(
         def add(planes: list[Plane], depth: int, totals: list) -> list:
             (start, end, _), _ = planes
             gate, up = (plane.weights().T for plane in planes)
-            xs = [read_rows(x_ref, row, start, depth, end) for row in rows]
+            xs = [read_rows(batch.x, row, start, depth, end) for row in rows]
             return [
                 (a + plgpu.dot(x, gate), b + plgpu.dot(x, up))
                 for x, (a, b) in zip(xs, totals, strict=True)
@@ -218,22 +194,10 @@ def gate_up_of(
             h = (activation(a) * b).astype(h_ref.dtype)
             write_rows(h_ref, span(first + i * ROWS, ROWS), column, h)
 
-    _for_expert(compute, place, expert, memory, formats, ids_ref, sizes.block)
+    _for_expert(compute, place, expert, memory, formats, batch)
 
 
-def _down(
-    memory: Memory,
-    active_ref,
-    count_ref,
-    ids_ref,
-    h_ref,
-    _,
-    y_ref,
-    *,
-    tile: Tile,
-    formats: Formats,
-    sizes: Sizes,
-) -> None:
+def _down(memory: Memory, batch: ExpertBatch, _, y_ref, *, tile: Tile, formats: Formats) -> None:
     """y[t·K + k] = down(h) for one expert's rows in one block.
 
     Program (b, j, g) writes columns j of those rows t·K + k of y where t is in block b and
@@ -242,26 +206,24 @@ def _down(
     """
     place = _own_place()
 
-    @pl.when(place.slot < count_ref[0])
+    @pl.when(place.slot < batch.active_count[0])
     def _active():
-        operands = place, active_ref[place.slot], memory, ids_ref, h_ref, y_ref
-        _down_of(*operands, tile=tile, formats=formats, sizes=sizes)
+        operands = place, batch.active[place.slot], memory, batch, y_ref
+        _down_of(*operands, tile=tile, formats=formats)
 
 
 def _down_of(
     place: Place,
     expert: jax.Array,
     memory: Memory,
-    ids_ref: Any,
-    h_ref: Any,
+    batch: ExpertBatch,
     y_ref: Any,
     *,
     tile: Tile,
     formats: Formats,
-    sizes: Sizes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One tile of columns of y, of this expert's rows in the block; returns _routed's."""
-    column, first = place.tile * tile.columns, _first_row(place, sizes)
+    column, first = place.tile * tile.columns, _first_row(place, batch)
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
         places = [span(first + i * ROWS, ROWS) for i in range(len(tiles))]
@@ -269,7 +231,7 @@ def _down_of(
         def add(planes: list[Plane], depth: int, totals: list) -> list:
             ((start, end, read),) = planes
             weights = read()
-            hs = [read_rows(h_ref, rows, start, depth, end) for rows in places]
+            hs = [read_rows(batch.x, rows, start, depth, end) for rows in places]
             return [a + plgpu.dot(h, weights) for h, a in zip(hs, totals, strict=True)]
 
         totals = [jnp.zeros((ROWS, tile.columns), jnp.float32)] * len(tiles)
@@ -277,28 +239,18 @@ def _down_of(
         for pairs, total in zip(tiles, totals, strict=True):
             write_rows(y_ref, pairs, column, total, keep=pairs < y_ref.shape[0])
 
-    return _for_expert(compute, place, expert, memory, formats, ids_ref, sizes.block)
+    return _for_expert(compute, place, expert, memory, formats, batch)
 
 
 def _down_and_combine(
     memory: Memory,
-    active_ref,
-    count_ref,
-    ids_ref,
-    h_ref,
+    batch: ExpertBatch,
     _y,
-    residual_ref,
-    weights_ref,
-    _index,
-    _counters,
-    y_ref,
-    out_ref,
-    index_ref,
-    counters_ref,
-    *squares_ref,
+    given: tuple[Any, ...],
+    to: Combined,
+    *,
     tile: Tile,
     formats: Formats,
-    sizes: Sizes,
     first_layer: int,
 ) -> None:
     """_down, and for a token the last of whose experts it is, its columns of the weighted sum.
@@ -307,19 +259,22 @@ def _down_and_combine(
     them, J tiles of columns. Whoever has set the last of a token's K bits reads columns j of its
     rows of y and writes out[t] there, and its squares where there is such an array; those of
     padding, which no expert computes, write programs (b, j, 0). Each counts so many in the last
-    counter, and who completes T·J, when all who read the index have, moves it on.
+    counter, and who completes T·J, when all who read the index have, moves it on. given: residual
+    and weights, then what is updated in place.
     """
-    place, experts = _own_place(), memory.address.shape[1]
+    y_ref, out_ref, index_ref, counters_ref, squares_ref = to
+    place, experts, block = _own_place(), memory.address.shape[1], Sizes.of(batch).block
     if memory.layer is None:
         memory = memory._replace(layer=_Layer(index_ref, first_layer))
-    (tokens, k), tiles = ids_ref.shape, pl.cdiv(y_ref.shape[1], tile.columns)
+    ids: Any = batch.ids
+    (tokens, k), tiles = ids.shape, pl.cdiv(y_ref.shape[1], tile.columns)
 
     def routed():
-        operands = place, active_ref[place.slot], memory, ids_ref, h_ref, y_ref
-        pairs, rank, number = _down_of(*operands, tile=tile, formats=formats, sizes=sizes)
+        operands = place, batch.active[place.slot], memory, batch, y_ref
+        pairs, rank, number = _down_of(*operands, tile=tile, formats=formats)
 
         def completed(i, _):
-            mine = _gather(pairs, rank, i * ROWS, ids_ref)
+            mine = _gather(pairs, rank, i * ROWS, ids)
             mask = mine < tokens * k
             at = jnp.where(mask, mine // k * tiles + place.tile, tokens * tiles)
             last = are_last(counters_ref, at, 1 << mine % k, (1 << k) - 1, mask)
@@ -328,8 +283,8 @@ def _down_and_combine(
         lax.fori_loop(0, pl.cdiv(number, ROWS), completed, None)
 
     def padding(i, _):
-        token = place.block * sizes.block + span(i * ROWS, ROWS)
-        first = plgpu.load(ids_ref.at[token, 0], mask=token < tokens, other=0)
+        token = place.block * block + span(i * ROWS, ROWS)
+        first = plgpu.load(ids.at[token, 0], mask=token < tokens, other=0)
         combine(token, first >= experts)
 
     def combine(token: jax.Array, mask: jax.Array) -> None:
@@ -337,7 +292,8 @@ def _down_and_combine(
 
         @pl.when(number > 0)
         def _():
-            operands = y_ref, residual_ref, weights_ref, out_ref, *squares_ref
+            squares = () if squares_ref is None else (squares_ref,)
+            operands = y_ref, *given[:2], out_ref, *squares
             _combine_rows(token, mask, place.tile * tile.columns, tile.columns, *operands)
             every = jnp.int32(tokens * tiles)
             at = every + place.tile * 0  # traced, for Pallas's interpreter
@@ -349,8 +305,8 @@ def _down_and_combine(
                 counters_ref[at] = jnp.int32(0)
 
     # Who has no rows does not read the index, which may have moved on.
-    pl.when(place.slot < count_ref[0])(routed)
-    pl.when(place.slot == 0)(lambda: lax.fori_loop(0, sizes.block // ROWS, padding, None))
+    pl.when(place.slot < batch.active_count[0])(routed)
+    pl.when(place.slot == 0)(lambda: lax.fori_loop(0, block // ROWS, padding, None))
 
 
 class _Layer:
@@ -402,8 +358,9 @@ def _own_place() -> Place:
     return Place(*(pl.program_id(axis) for axis in range(3)))
 
 
-def _first_row(place: Place, sizes: Sizes) -> jax.Array:
+def _first_row(place: Place, batch: ExpertBatch) -> jax.Array:
     """Where a block and an expert lie in h."""
+    sizes = Sizes.of(batch)
     return (place.slot * sizes.blocks + place.block) * sizes.block
 
 
@@ -413,8 +370,7 @@ def _for_expert(
     expert: jax.Array,
     memory: Memory,
     formats: Formats,
-    ids_ref: Any,
-    block: int,
+    batch: ExpertBatch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs compute(record, tiles) for an expert and a block, if it has rows there. Returns
     _routed's.
@@ -422,10 +378,11 @@ def _for_expert(
     tiles: int32[16] each, pairs t·K + k in ascending order; T·K where the tile has no more. One
     tile, or where 16 rows are not enough, all of a block's: each case is a loop without branches.
     """
-    pairs, rank, routed = _routed(ids_ref, expert, place.block * block, block)
+    block = Sizes.of(batch).block
+    pairs, rank, routed = _routed(batch.ids, expert, place.block * block, block)
 
     def case(tiles: int) -> None:
-        gathered = [_gather(pairs, rank, i * ROWS, ids_ref) for i in range(tiles)]
+        gathered = [_gather(pairs, rank, i * ROWS, batch.ids) for i in range(tiles)]
         memory.with_record(expert, formats, lambda record: compute(record, gathered))
 
     pl.when((routed > 0) & (routed <= ROWS))(lambda: case(1))

@@ -63,16 +63,15 @@ class Groups(NamedTuple):
     """[N]: how many tiles that expert has."""
 
 
-def expert_ffn(
-    y, x, ids, memory, active, active_count, *, formats, activation, gate_up, down, pairs=None
-):
-    """The reference's function. memory: Memory of arrays; active_count: int32[1]; gate_up, down:
-    Tile; pairs: of ids, None: they are sorted here.
+def expert_ffn(y, memory, batch, *, formats, activation, gate_up, down):
+    """The reference's function. memory: Memory of arrays; batch: as kernels have it; gate_up, down:
+    Tile.
 
     Between the kernels h [64·N, I] of x's dtype lies in memory, N = T·K / 64 + min(E, T·K): 113 MB
     for 8192 tokens of Qwen3-30B-A3B, 484 MB of Mixtral-8x7B. An expert that is read through crosses
     the link once per tile of its rows, so give a prefill step's experts cells, in waves.
     """
+    active, active_count, ids, x, pairs = batch
     pairs = sort_pairs(ids, memory.address.shape[1]) if pairs is None else pairs
     groups = group(pairs, active, active_count)
     most, width, hidden = len(groups.expert), formats[0].cell.width, x.shape[1]

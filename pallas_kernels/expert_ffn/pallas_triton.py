@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,11 @@ from pallas_kernels.cards import CLASSES
 from pallas_kernels.expert_ffn import few_tokens, many_tokens
 from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.expert_ffn.epilogue import Epilogue, combine_behind
+from pallas_kernels.expert_ffn.operands import ExpertPlaces
 from pallas_kernels.expert_ffn.tile import Memory, Tile, fit
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
+from pallas_kernels.triton import scalar
 
 STAGES = {
     99: {"dense": (3, 3, 3, 3), "int": (2, 2, 2, 2), "lossless": (1, 2, 2, 2)},
@@ -79,46 +80,17 @@ def configuration(
     )
 
 
-def expert_ffn(
-    y,
-    x,
-    ids,
-    arena,
-    stores,
-    layer,
-    address,
-    version,
-    active,
-    active_count,
-    *,
-    formats,
-    activation,
-    row_tile,
-    shared_kib: int = CLASSES[-1],
-    pairs: many_tokens.Pairs | None = None,
-    epilogue: Epilogue | None = None,
-):
-    config = configuration_of(x, formats, row_tile, shared_kib)
-    memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
-    few = config.rows == few_tokens.ROWS
-    kernels = few_tokens if few else many_tokens
-    extra: dict[str, Any] = {} if pairs is None else {"pairs": pairs}
-    if few:
-        extra["epilogue"] = epilogue
-    found: Any = kernels.expert_ffn(
-        y,
-        x,
-        ids,
-        memory,
-        active,
-        jnp.asarray(active_count, jnp.int32).reshape(1),
-        formats=formats,
-        activation=in_kernels(activation),
-        gate_up=config.gate_up,
-        down=config.down,
-        **extra,
-    )
-    return found if few or epilogue is None else combine_behind(found, epilogue, "pallas")
+def expert_ffn(y, arena, batch, places, options, epilogue: Epilogue | None = None):
+    formats = options.formats
+    config = configuration_of(batch.x, formats, options.row_tile, options.shared_kib)
+    memory = memory_of(arena, places, formats, batch.x.dtype)
+    operands = y, memory, batch._replace(active_count=scalar(batch.active_count))
+    given = {"formats": formats, "activation": in_kernels(options.activation)}
+    given |= {"gate_up": config.gate_up, "down": config.down}
+    if config.rows == few_tokens.ROWS:
+        return few_tokens.expert_ffn(*operands, epilogue, **given)
+    y = many_tokens.expert_ffn(*operands, **given)
+    return y if epilogue is None else combine_behind(y, epilogue, "pallas")
 
 
 def configuration_of(x: jax.Array, formats: Formats, row_tile: int, shared_kib: int) -> Config:
@@ -128,18 +100,13 @@ def configuration_of(x: jax.Array, formats: Formats, row_tile: int, shared_kib: 
 
 
 def memory_of(
-    arena: jax.Array,
-    stores: tuple[jax.Array, ...],
-    layer: jax.Array | int,
-    address: jax.Array,
-    version: jax.Array,
-    formats: Formats,
-    dtype: jax.typing.DTypeLike,
+    arena: jax.Array, places: ExpertPlaces, formats: Formats, dtype: jax.typing.DTypeLike
 ) -> Memory:
-    """Where experts lie, for the kernels; arguments as of expert_ffn. dtype: of x."""
+    """Where experts lie, for the kernels. dtype: of x."""
+    stores, layer, address, version = places
     layers = [layer]
-    if any(places is not None for _, _, places in formats):
-        layers += [version_formats.place(layer) for version_formats in formats]
+    if any(f.places is not None for f in formats):
+        layers += [f.place(layer) for f in formats]
 
     # Free views. Converted in the kernels instead, weights that several products share would pass
     # through shared memory once more, and with them registers spill (jax 0.11.2).
@@ -159,9 +126,9 @@ def memory_of(
     )
 
 
-def in_kernels(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def in_kernels(activation: str) -> Callable[[jax.Array], jax.Array]:
     """The activation, as Triton can have it."""
-    return _gelu if activation is ACTIVATIONS["gelu"] else activation
+    return _gelu if activation == "gelu" else ACTIVATIONS[activation]
 
 
 def _gelu(x: jax.Array) -> jax.Array:

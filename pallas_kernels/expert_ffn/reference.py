@@ -2,25 +2,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.expert_ffn.activation import ACTIVATIONS
 from pallas_kernels.records.reference import decode
 
 
-def expert_ffn(
-    y,
-    x,
-    ids,
-    arena,
-    stores,
-    layer,
-    address,
-    version,
-    active,
-    active_count,
-    *,
-    formats,
-    activation,
-    row_tile,
-):
+def expert_ffn(y, arena, batch, places, options):
+    stores, layer, address, version = places
+    x, ids, row_tile, formats = batch.x, batch.ids, options.row_tile, options.formats
+    activation = ACTIVATIONS[options.activation]
     tokens, k = ids.shape
     pairs = tokens * k
     address = lax.dynamic_index_in_dim(address, layer, keepdims=False)
@@ -32,7 +21,7 @@ def expert_ffn(
     first = jnp.sum(flat < edges[:, None], axis=1, dtype=jnp.int32)
 
     def expert(i, y):
-        e = active[i]
+        e = batch.active[i]
         weights = _load(arena, stores, layer, e, address[e], version[e], formats)
         width = formats[0].cell.width
         gate, up, down = weights[:width], weights[width : 2 * width], weights[2 * width :]
@@ -48,7 +37,7 @@ def expert_ffn(
         tiles = (first[e + 1] - first[e] + row_tile - 1) // row_tile
         return lax.fori_loop(0, tiles, tile, y)
 
-    return lax.fori_loop(0, active_count, expert, y)
+    return lax.fori_loop(0, batch.active_count, expert, y)
 
 
 def _load(arena, stores, layer, expert, address, version, formats):

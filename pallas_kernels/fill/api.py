@@ -1,9 +1,24 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jaxtyping import Array, Int, UInt16
 
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.records.versions import Formats, check_formats
+
+
+class Fills(NamedTuple):
+    """Records of one layer that go into cells; entries from `count` on are ignored."""
+
+    expert: Int[Array, " A"]
+    row: Int[Array, " A"]
+    """Arena row of the cell."""
+    version: Int[Array, " A"]
+    """Whose store the record comes from."""
+    count: Int[Array, ""]
+    """int32[1] in kernels."""
+
 
 IMPLEMENTATIONS = implementations("fill", ("xla", "pallas", "cpu"))
 
@@ -12,10 +27,7 @@ def fill(
     arena: UInt16[Array, "rows D"],
     stores: tuple[UInt16[Array, "L E _ D"], ...],
     layer: Int[Array, ""] | int,
-    expert: Int[Array, " A"],
-    row: Int[Array, " A"],
-    version: Int[Array, " A"],
-    count: Int[Array, ""],
+    fills: Fills,
     *,
     formats: Formats | None = None,
     ahead: bool = False,
@@ -23,10 +35,9 @@ def fill(
 ) -> UInt16[Array, "rows D"]:
     """Copies records of one layer from pinned host memory into the arena.
 
-    stores: per version, all records, in pinned host memory. expert, row, version: what to move and
-    the arena row it goes to; entries from `count` on are ignored. formats: see VersionFormats; a
-    record whose cell has another format than its store is decoded on the way. None: every version
-    is copied as it is. ahead: nobody waits for these yet, so where a queue brings them others go
+    stores: per version, all records, in pinned host memory. formats: see VersionFormats; a record
+    whose cell has another format than its store is decoded on the way. None: every version is
+    copied as it is. ahead: nobody waits for these yet, so where a queue brings them others go
     first; who has no queue copies at once. The arena is updated in place when donated.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
@@ -39,4 +50,4 @@ def fill(
     check_formats(formats, stores)
     fn = pick("fill", IMPLEMENTATIONS, implementation)
     said = {"ahead": True} if ahead and implementation == "cpu" else {}
-    return fn(arena, stores, layer, expert, row, version, count, formats=formats, **said)
+    return fn(arena, stores, layer, fills, formats=formats, **said)

@@ -62,7 +62,7 @@ def configuration_for(arena: jax.Array, op: str) -> Config:
     return config
 
 
-def fill(arena, stores, layer, expert, row, version, count, *, formats):
+def fill(arena, stores, layer, fills, *, formats):
     hidden = arena.shape[1]
     config = configuration_for(arena, "fill")
     encoded = [None] * len(stores)
@@ -77,7 +77,7 @@ def fill(arena, stores, layer, expert, row, version, count, *, formats):
         sum(_decoded_chunks(fmt)) if fmt else pl.cdiv(store.shape[2], config.rows)
         for store, fmt in zip(views, encoded, strict=True)
     )
-    programs = min(config.programs, expert.shape[0] * chunks)
+    programs = min(config.programs, fills.expert.shape[0] * chunks)
     places = [layer]
     if formats is not None and any(f.places is not None for f in formats):
         places = [f.place(layer) for f in formats]
@@ -98,25 +98,21 @@ def fill(arena, stores, layer, expert, row, version, count, *, formats):
         aliases={5 + len(stores): 0},
     )(
         jnp.concatenate([jnp.reshape(place, 1).astype(jnp.int32) for place in places]),
-        jnp.reshape(count, 1).astype(jnp.int32),
-        expert,
-        row,
-        version,
+        jnp.reshape(fills.count, 1).astype(jnp.int32),
+        fills[:3],
         *views,
         view,
     )
     return filled.reshape(arena.shape)
 
 
-def _fill(
-    layer, count, expert, row, version, *refs, config, chunks, programs, rows_per_row, encoded
-):
+def _fill(layer, count, moves, *refs, config, chunks, programs, rows_per_row, encoded):
     """Program p copies chunks p, p + programs, … of all entries' chunks, entry after entry.
 
     Writes: a chunk of an entry is written by one program, the only one that has its number; two
     entries name disjoint cells. Nobody reads the arena.
     """
-    *stores, _, arena = refs
+    (expert, row, version), (*stores, _, arena) = moves, refs
     program = pl.program_id(0)
 
     def copy(turn, _):

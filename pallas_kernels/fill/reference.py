@@ -5,7 +5,9 @@ from jax import lax
 from pallas_kernels.records.reference import decode
 
 
-def fill(arena, stores, layer, expert, row, version, count, *, formats):
+def fill(arena, stores, layer, fills, *, formats):
+    expert, row, version, count = fills
+
     def move(i, arena):
         for v, store in enumerate(stores):
 

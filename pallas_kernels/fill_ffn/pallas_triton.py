@@ -23,10 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.cards import CLASSES
-from pallas_kernels.expert_ffn import ACTIVATIONS, Epilogue, few_tokens
+from pallas_kernels.expert_ffn import ExpertBatch, few_tokens
 from pallas_kernels.expert_ffn.pallas_triton import configuration_of, in_kernels, memory_of
 from pallas_kernels.expert_ffn.tile import Memory, Tile
+from pallas_kernels.fill import Fills
 from pallas_kernels.fill_ffn.versions import why_not_pallas
 from pallas_kernels.records.format import RecordFormat
 from pallas_kernels.records.versions import Formats
@@ -69,93 +69,61 @@ def configuration(x: jax.Array, formats: Formats, row_tile: int, shared_kib: int
     return Config(config.gate_up, config.down, COPIES[shared_kib], LATE)
 
 
-class Moves(NamedTuple):
-    """What is filled, as of fill; count: int32[1]."""
+class Shares(NamedTuple):
+    """How the programs of a block of tokens share the work of a launch."""
 
-    expert: Any
-    row: Any
-    version: Any
-    count: Any
+    chunks: _Chunks
+    copies: int
+    """Programs that copy, the first ones."""
+    tiles: int
+    """Tiles of columns of h, of which the others have one at a time."""
 
 
-def fill_ffn(
-    y,
-    x,
-    ids,
-    arena,
-    stores,
-    layer,
-    address,
-    version,
-    active,
-    active_count,
-    fill_expert,
-    fill_row,
-    fill_version,
-    fill_count,
-    *,
-    formats,
-    activation,
-    row_tile,
-    shared_kib: int = CLASSES[-1],
-    epilogue: Epilogue | None = None,
-):
-    config = configuration(x, formats, row_tile, shared_kib)
-    memory = memory_of(arena, stores, layer, address, version, formats, x.dtype)
-    moves = Moves(fill_expert, fill_row, fill_version, scalar(fill_count))
-    active_count = scalar(active_count)
-    operands = active, active_count, ids, x, moves
-    launch = functools.partial(
-        _launch, config=config, formats=formats, activation=in_kernels(ACTIVATIONS[activation])
-    )
-    memory, h = launch(memory, None, *operands, late=False)
-    memory, h = launch(memory, h, *operands, late=True)
-    operands = y, h, ids, memory, active, active_count, epilogue
-    y = few_tokens.expert_down(*operands, formats=formats, down=config.down)
+def fill_ffn(y, arena, batch, places, fills, options, epilogue):
+    formats, dtype = options.formats, batch.x.dtype
+    config = configuration(batch.x, formats, options.row_tile, options.shared_kib)
+    memory = memory_of(arena, places, formats, dtype)
+    fills = fills._replace(count=scalar(fills.count))
+    batch = batch._replace(active_count=scalar(batch.active_count))
+    given = {"config": config, "formats": formats, "activation": in_kernels(options.activation)}
+    memory, h = _launch(memory, None, batch, fills, **given, late=False)
+    memory, h = _launch(memory, h, batch, fills, **given, late=True)
+    y = few_tokens.expert_down(y, h, memory, batch, epilogue, formats=formats, down=config.down)
     view = memory.coded if memory.dense is None else memory.dense
     return lax.bitcast_convert_type(view, arena.dtype), y
 
 
-def _launch(memory, h, active, active_count, ids, x, moves, *, config, formats, activation, late):
+def _launch(memory, h, batch, fills, *, config, formats, activation, late):
     """(memory with the arena after the copies, h). late: the second launch."""
-    sizes = few_tokens.Sizes.of(ids, active.shape[0])
-    width = formats[0].cell.width
+    sizes, width = few_tokens.Sizes.of(batch), formats[0].cell.width
     tiles = pl.cdiv(width, config.gate_up.columns)
     parts = [_part(cell, late) for cell, _, _ in formats]
-    chunks = _Chunks.of(parts, x.shape[1])
+    chunks = _Chunks.of(parts, batch.x.shape[1])
     # The first of each block of tokens.
-    copies = pl.cdiv(min(config.copies, moves.expert.shape[0] * chunks.number), sizes.blocks)
+    copies = pl.cdiv(min(config.copies, fills.expert.shape[0] * chunks.number), sizes.blocks)
     items = tiles * sizes.slots
     view = memory.coded if memory.dense is None else memory.dense
-    without = memory._replace(dense=None, coded=None)
-    operands = without, active, active_count, ids, x, moves, view
-    place = len(jax.tree.leaves(operands)) - 1
+    changed = (view, h) if late else (view,)
+    operands = memory._replace(dense=None, coded=None), batch, fills
+    place = len(jax.tree.leaves(operands))
     view, h = triton_call(
         functools.partial(
             _late if late else _early,
-            dense=memory.dense is not None,
-            chunks=chunks,
-            copies=copies,
-            tiles=tiles,
+            shares=Shares(chunks, copies, tiles),
             gate_up=functools.partial(
-                few_tokens.gate_up_of,
-                tile=config.gate_up,
-                formats=formats,
-                sizes=sizes,
-                activation=activation,
+                few_tokens.gate_up_of, tile=config.gate_up, formats=formats, activation=activation
             ),
-            sizes=sizes,
         ),
         name="expert_gate_up_filled" if late else "expert_gate_up_hits",
         grid=(sizes.blocks, copies + (min(config.late, items) if late else items)),
         out_shape=(
             jax.ShapeDtypeStruct(view.shape, view.dtype),
-            jax.ShapeDtypeStruct((sizes.rows, width), x.dtype),
+            jax.ShapeDtypeStruct((sizes.rows, width), batch.x.dtype),
         ),
         num_warps=config.gate_up.num_warps,
         num_stages=config.gate_up.num_stages,
-        aliases={place: 0, place + 1: 1} if late else {place: 0},
-    )(*operands, *([h] if late else []))
+        aliases={place + i: i for i in range(len(changed))},
+    )(*operands, changed)
     return memory._replace(**{"coded" if memory.dense is None else "dense": view}), h
 
 
@@ -187,21 +155,14 @@ class _Chunks(NamedTuple):
 
 def _early(
     memory: Memory,
-    active: Any,
-    active_count: Any,
-    ids: Any,
-    x: Any,
-    moves: Moves,
+    batch: ExpertBatch,
+    fills: Fills,
     _,
     arena: Any,
     h: Any,
     *,
-    dense: bool,
-    chunks: _Chunks,
-    copies: int,
-    tiles: int,
+    shares: Shares,
     gate_up: Callable[..., None],
-    sizes: few_tokens.Sizes,
 ) -> None:
     """Programs below `copies` copy the first parts of records; each of the others has one tile of h
     of one place in `active`, whose expert is not filled.
@@ -211,39 +172,31 @@ def _early(
     expert, so nobody reads what another program writes.
     """
     block, program = pl.program_id(0), pl.program_id(1)
-    _copy((block, program), copies, sizes, memory, moves, arena, chunks)
+    _copy((block, program), shares, batch, memory, fills, arena)
 
-    @pl.when(program >= copies)
+    @pl.when(program >= shares.copies)
     def _computes():
-        place = _place(block, program - copies, tiles)
+        place = _place(block, program - shares.copies, shares.tiles)
 
-        @pl.when(place.slot < active_count[0])
+        @pl.when(place.slot < batch.active_count[0])
         def _active():
-            expert = active[place.slot]
+            expert = batch.active[place.slot]
 
-            @pl.when(~_is_filled(expert, moves))
+            @pl.when(~_is_filled(expert, fills))
             def _hit():
-                gate_up(place, expert, _with_arena(memory, arena, dense), ids, x, h)
+                gate_up(place, expert, _with_arena(memory, arena), batch, h)
 
 
 def _late(
     memory: Memory,
-    active: Any,
-    active_count: Any,
-    ids: Any,
-    x: Any,
-    moves: Moves,
-    _arena,
-    _h,
+    batch: ExpertBatch,
+    fills: Fills,
+    _,
     arena: Any,
     h: Any,
     *,
-    dense: bool,
-    chunks: _Chunks,
-    copies: int,
-    tiles: int,
+    shares: Shares,
     gate_up: Callable[..., None],
-    sizes: few_tokens.Sizes,
 ) -> None:
     """Programs below `copies` copy what is left of the records; the others take the tiles of h of
     the experts that are filled in turns.
@@ -253,19 +206,19 @@ def _late(
     dense have nothing left to copy.
     """
     block, program = pl.program_id(0), pl.program_id(1)
-    _copy((block, program), copies, sizes, memory, moves, arena, chunks)
+    _copy((block, program), shares, batch, memory, fills, arena)
 
-    @pl.when(program >= copies)
+    @pl.when(program >= shares.copies)
     def _computes():
-        first, programs = program - copies, pl.num_programs(1) - copies
+        first, programs = program - shares.copies, pl.num_programs(1) - shares.copies
 
         def turn(n, _):
-            place = _place(block, n * programs + first, tiles)
-            expert = moves.expert[place.slot]
-            place = place._replace(slot=_slot(expert, active, active_count))
-            gate_up(place, expert, _with_arena(memory, arena, dense), ids, x, h)
+            place = _place(block, n * programs + first, shares.tiles)
+            expert = fills.expert[place.slot]
+            place = place._replace(slot=_slot(expert, batch.active, batch.active_count))
+            gate_up(place, expert, _with_arena(memory, arena), batch, h)
 
-        lax.fori_loop(0, _turns(moves.count[0] * tiles, first, programs), turn, None)
+        lax.fori_loop(0, _turns(fills.count[0] * shares.tiles, first, programs), turn, None)
 
 
 def _place(block: jax.Array, number: jax.Array, tiles: int) -> few_tokens.Place:
@@ -273,8 +226,9 @@ def _place(block: jax.Array, number: jax.Array, tiles: int) -> few_tokens.Place:
     return few_tokens.Place(block, lax.rem(number, tiles), lax.div(number, tiles))
 
 
-def _with_arena(memory: Memory, arena: Any, dense: bool) -> Memory:
-    return memory._replace(dense=arena) if dense else memory._replace(coded=arena)
+def _with_arena(memory: Memory, arena: Any) -> Memory:
+    coded = arena.dtype == jnp.uint16
+    return memory._replace(coded=arena) if coded else memory._replace(dense=arena)
 
 
 def _turns(items: jax.Array, first: jax.Array, programs: int | jax.Array) -> jax.Array:
@@ -282,10 +236,11 @@ def _turns(items: jax.Array, first: jax.Array, programs: int | jax.Array) -> jax
     return lax.div(items - first + programs - 1, programs)
 
 
-def _is_filled(expert: jax.Array, moves: Moves) -> jax.Array:
-    """bool: whether the expert is among the moves."""
-    entry = jnp.arange(pl.next_power_of_2(moves.expert.shape[0]))
-    others = plgpu.load(moves.expert.at[entry], mask=entry < moves.count[0], other=-1)
+def _is_filled(expert: jax.Array, fills: Fills) -> jax.Array:
+    """bool: whether the expert is among the fills."""
+    listed: Any = fills.expert
+    entry = jnp.arange(pl.next_power_of_2(listed.shape[0]))
+    others = plgpu.load(listed.at[entry], mask=entry < fills.count[0], other=-1)
     return jnp.max((others == expert).astype(jnp.int32)) > 0
 
 
@@ -299,26 +254,25 @@ def _slot(expert: jax.Array, active: Any, count: Any) -> jax.Array:
 
 def _copy(
     at: tuple[jax.Array, jax.Array],
-    copies: int,
-    sizes: few_tokens.Sizes,
+    shares: Shares,
+    batch: ExpertBatch,
     memory: Memory,
-    moves: Moves,
+    fills: Fills,
     arena: Any,
-    chunks: _Chunks,
 ) -> None:
     """What programs below `copies` of each block do. at: the program's (block, number)."""
-    if not copies:
+    if not shares.copies:
         return
-    block, program = at
+    (block, program), blocks = at, few_tokens.Sizes.of(batch).blocks
 
-    @pl.when(program < copies)
+    @pl.when(program < shares.copies)
     def _copies():
-        number = program * sizes.blocks + block
-        _copy_chunks(number, copies * sizes.blocks, memory, moves, arena, chunks)
+        number = program * blocks + block
+        _copy_chunks(number, shares.copies * blocks, memory, fills, arena, shares.chunks)
 
 
 def _copy_chunks(
-    program: jax.Array, programs: int, memory: Memory, moves: Moves, arena: Any, chunks: _Chunks
+    program: jax.Array, programs: int, memory: Memory, fills: Fills, arena: Any, chunks: _Chunks
 ) -> None:
     """Chunks program, program + programs, … of all entries' chunks, entry after entry."""
     rows, columns, hidden = chunks.rows, chunks.columns, arena.shape[1]
@@ -331,7 +285,7 @@ def _copy_chunks(
         for v, (store, (first, length)) in enumerate(zip(memory.stores, chunks.parts, strict=True)):
             here = down < length
             if len(memory.stores) > 1:
-                here &= moves.version[entry] == v
+                here &= fills.version[entry] == v
 
             @pl.when(here)
             def _(v=v, store=store, first=first, length=length):
@@ -339,8 +293,8 @@ def _copy_chunks(
                 mask = tile_mask(*inside, (rows, columns))
                 layer = memory.layer[1 + v if memory.layer.shape[0] > 1 else 0]
                 at = pl.ds(first + down, rows), pl.ds(column, columns)
-                source = store.at[layer, moves.expert[entry], *at]
-                target = arena.at[pl.ds(moves.row[entry] + first + down, rows), at[1]]
+                source = store.at[layer, fills.expert[entry], *at]
+                target = arena.at[pl.ds(fills.row[entry] + first + down, rows), at[1]]
                 plgpu.store(target, plgpu.load(source, mask=mask), mask=mask)
 
-    lax.fori_loop(0, _turns(moves.count[0] * chunks.number, program, programs), copy, None)
+    lax.fori_loop(0, _turns(fills.count[0] * chunks.number, program, programs), copy, None)

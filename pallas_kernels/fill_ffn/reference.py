@@ -1,27 +1,11 @@
+import dataclasses
+
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.fill import fill
 
 
-def fill_ffn(
-    y,
-    x,
-    ids,
-    arena,
-    stores,
-    layer,
-    address,
-    version,
-    active,
-    active_count,
-    *moves,
-    formats,
-    activation,
-    row_tile,
-    epilogue=None,
-):
+def fill_ffn(y, arena, batch, places, fills, options, epilogue):
     """One after the other."""
-    arena = fill(arena, stores, layer, *moves, formats=formats)
-    options = {"activation": activation, "row_tile": row_tile, "formats": formats}
-    options["epilogue"] = epilogue
-    of = layer, address, version, active, active_count
-    return arena, expert_ffn(y, x, ids, arena, stores, *of, **options)
+    arena = fill(arena, places.stores, places.layer, fills, formats=options.formats)
+    options = dataclasses.replace(options, implementation="xla")
+    return arena, expert_ffn(y, arena, batch, places, options, epilogue)

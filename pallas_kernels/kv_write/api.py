@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int, UInt16
@@ -34,32 +35,55 @@ class KVPage(NamedTuple):
         return self.block_size * self.rows_per_token
 
 
+class ProjectedHeads(NamedTuple):
+    """Queries, keys and values of a layer's tokens before norm and rotation, and what both take."""
+
+    qkv: Float[Array, "T N"]
+    """Heads of q, then of k, then of v."""
+    q_norm: Float[Array, "L hd"] | None
+    """Weights, stacked over the run's layers; both None: q and k are rotated as they are."""
+    k_norm: Float[Array, "L hd"] | None
+    stack_layer: Int[Array, ""] | int
+    """The layer of the norms."""
+    inverse_frequencies: Float[Array, " half"]
+
+
+class KVPlaces(NamedTuple):
+    """Where the keys and values of tokens go."""
+
+    positions: Int[Array, " T"]
+    """Of the tokens in their sequences; −1 of padding."""
+    pages: Int[Array, " T"]
+    """KV row of the page that holds each token; −1 writes nothing, and its q means nothing."""
+    layer: Int[Array, ""] | int
+    """Whose part of the page, counted over all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteOptions:
+    """What decides the program of kv_write and latent_write, besides shapes."""
+
+    page: KVPage
+    attention_factor: float
+    """Scales cosine and sine (yarn)."""
+    eps: float
+    """Of the norms."""
+    interleave: bool = False
+    """As of latent_write; kv_write never pairs values so."""
+    implementation: str = "xla"
+
+
 IMPLEMENTATIONS = implementations("kv_write", ("xla", "pallas", "cpu"))
 
 
 def kv_write(
-    qkv: Float[Array, "T N"],
-    q_norm: Float[Array, "L hd"] | None,
-    k_norm: Float[Array, "L hd"] | None,
-    stack_layer: Int[Array, ""] | int,
-    positions: Int[Array, " T"],
-    inverse_frequencies: Float[Array, " half"],
+    heads: ProjectedHeads,
     arena: UInt16[Array, "rows D"],
-    pages: Int[Array, " T"],
-    layer: Int[Array, ""] | int,
-    *,
-    page: KVPage,
-    attention_factor: float,
-    eps: float,
-    implementation: str = "xla",
+    places: KVPlaces,
+    options: WriteOptions,
 ) -> tuple[Float[Array, "T H hd"], UInt16[Array, "rows D"]]:
     """Splits qkv, normalises and rotates q and k, writes k and v to the tokens' pages.
 
-    qkv: heads of q, then of k, then of v. q_norm, k_norm: stacked over the run's layers, indexed by
-    stack_layer; both None: q and k are rotated as they are. positions: of the tokens. pages: KV
-    row of the page that holds each token, −1 writes nothing, and its q means nothing (padding).
-    layer: which layer's part of the page, counted over all layers. attention_factor: scales cosine
-    and sine (yarn).
     The rotation is that of transformers' `apply_rotary_pos_emb` (halves, not pairs), its angles
     in float32.
 
@@ -68,31 +92,20 @@ def kv_write(
     Raises ValueError for shapes that do not fit, a latent page, one norm without the other, or an
     unknown implementation.
     """
-    check_operands(qkv, q_norm, k_norm, inverse_frequencies, page)
-    return pick("kv_write", IMPLEMENTATIONS, implementation)(
-        qkv,
-        q_norm,
-        k_norm,
-        stack_layer,
-        positions,
-        inverse_frequencies,
-        arena,
-        pages,
-        layer,
-        page=page,
-        attention_factor=attention_factor,
-        eps=eps,
-    )
+    check_operands(heads, options.page)
+    fn = pick("kv_write", IMPLEMENTATIONS, options.implementation)
+    return fn(heads, arena, places, options)
 
 
-def check_operands(qkv, q_norm, k_norm, inverse_frequencies, page: KVPage) -> None:
+def check_operands(heads: ProjectedHeads, page: KVPage) -> None:
     """Raises ValueError as kv_write does, for shapes."""
+    qkv, q_norm, k_norm, _, inverse_frequencies = heads
     if page.latent:
         raise ValueError("kv_write writes keys and values; latent_write writes latent pages")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm are both given or both None")
-    heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
-    if heads < 1 or qkv.shape[1] % page.head_dim:
+    queries = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
+    if queries < 1 or qkv.shape[1] % page.head_dim:
         raise ValueError(f"qkv has {qkv.shape[1]} columns for {page.kv_heads} KV heads")
     if inverse_frequencies.shape != (page.head_dim // 2,):
         raise ValueError(f"{inverse_frequencies.shape[0]} frequencies for head_dim {page.head_dim}")

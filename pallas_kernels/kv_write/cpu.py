@@ -5,27 +5,16 @@ import numpy as np
 from pallas_kernels.cpu.library import call, check_dtypes, int32
 
 
-def kv_write(
-    qkv,
-    q_norm,
-    k_norm,
-    stack_layer,
-    positions,
-    inverse_frequencies,
-    arena,
-    pages,
-    layer,
-    *,
-    page,
-    attention_factor,
-    eps,
-):
+def kv_write(heads, arena, places, options):
     """A place that is not in the arena is an error, before anything is written."""
+    qkv, q_norm, k_norm, stack_layer, inverse_frequencies = heads
+    positions, pages, layer = places
+    page = options.page
     check_dtypes("kv_write", qkv=qkv, q_norm=q_norm, k_norm=k_norm)
     if q_norm is None:
         q_norm = k_norm = jnp.zeros((0, page.head_dim), qkv.dtype)
-    tokens, heads = qkv.shape[0], qkv.shape[1] // page.head_dim - 2 * page.kv_heads
-    q = jax.ShapeDtypeStruct((tokens, heads, page.head_dim), qkv.dtype)
+    tokens, queries = qkv.shape[0], qkv.shape[1] // page.head_dim - 2 * page.kv_heads
+    q = jax.ShapeDtypeStruct((tokens, queries, page.head_dim), qkv.dtype)
     norms = q_norm, k_norm, int32(stack_layer)
     return call(
         "kv_write",
@@ -33,6 +22,6 @@ def kv_write(
         *(qkv, *norms, positions, inverse_frequencies, arena, pages, int32(layer)),
         aliases={6: 1},
         page=np.array(page, np.int64),
-        factor=np.float32(attention_factor),
-        eps=np.float32(eps),
+        factor=np.float32(options.attention_factor),
+        eps=np.float32(options.eps),
     )

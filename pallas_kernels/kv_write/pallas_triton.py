@@ -39,32 +39,17 @@ def configuration(heads: int, kv_heads: int, head_dim: int, dtype: jax.typing.DT
     return Config(tile, num_warps=min(max(tile * half // 256, 1), 4), num_stages=1)
 
 
-def kv_write(
-    qkv,
-    q_norm,
-    k_norm,
-    stack_layer,
-    positions,
-    inverse_frequencies,
-    arena,
-    pages,
-    layer,
-    *,
-    page,
-    attention_factor,
-    eps,
-):
+def kv_write(projected, arena, places, options):
+    qkv, q_norm, k_norm, stack_layer, inverse_frequencies = projected
+    page = options.page
     by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
     tokens, all_heads, head_dim = by_head.shape
     heads = all_heads - 2 * page.kv_heads
     config = configuration(heads, page.kv_heads, head_dim, qkv.dtype)
     view = arena.reshape(-1, head_dim)
-    kernel = functools.partial(
-        _kernel, page=page, attention_factor=attention_factor, eps=eps, config=config
-    )
     norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
     q, view = triton_call(
-        kernel,
+        functools.partial(_kernel, options=options, config=config),
         name="kv_write",
         grid=(tokens, all_heads // config.heads),
         out_shape=(
@@ -74,11 +59,14 @@ def kv_write(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         aliases={5 + len(norms): 1},
-    )(by_head, *norms, positions, inverse_frequencies, pages, scalar(layer), view)
+    )(
+        *(by_head, *norms, places.positions, inverse_frequencies, places.pages),
+        *(scalar(places.layer), view),
+    )
     return q, view.reshape(arena.shape)
 
 
-def _kernel(qkv, *refs, page, attention_factor, eps, config):
+def _kernel(qkv, *refs, options, config):
     """Norm, if there are weights for it, rotation and store of one token's tile of heads.
 
     Cross-program writes: program (t, i) of a q tile writes q_out[t, its heads], of a k or v tile
@@ -87,7 +75,7 @@ def _kernel(qkv, *refs, page, attention_factor, eps, config):
     writes no KV row.
     """
     *norms, positions, inverse_frequencies, pages, layer, _, q_out, kv_out = refs
-    t, tile = pl.program_id(0), pl.program_id(1)
+    t, tile, page = pl.program_id(0), pl.program_id(1), options.page
     heads, head_dim, dtype = q_out.shape[1], page.head_dim, qkv.dtype
     half = head_dim // 2
     first_head = tile * config.heads
@@ -114,12 +102,12 @@ def _kernel(qkv, *refs, page, attention_factor, eps, config):
         bits = [load_tile(0), load_tile(half)]
         low, high = (x.astype(jnp.float32) for x in bits)
         if norms:
-            scale = head_scale(low, high, head_dim, eps)
+            scale = head_scale(low, high, head_dim, options.eps)
             low, high = (
                 normed(x, load_weight(first), scale, dtype) for x, first in ((low, 0), (high, half))
             )
         frequency = plgpu.load(inverse_frequencies.at[column], mask=real, other=0)
-        angles = cosine_and_sine(positions[t], frequency, attention_factor, dtype)
+        angles = cosine_and_sine(positions[t], frequency, options.attention_factor, dtype)
         rotated = turned(low, high, -1.0, angles, dtype), turned(high, low, 1.0, angles, dtype)
 
         @pl.when(is_q)

@@ -5,36 +5,25 @@ from pallas_kernels.kv_write.rotary import cosine_and_sine, rotate
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
-def kv_write(
-    qkv,
-    q_norm,
-    k_norm,
-    stack_layer,
-    positions,
-    inverse_frequencies,
-    arena,
-    pages,
-    layer,
-    *,
-    page,
-    attention_factor,
-    eps,
-):
-    tokens = qkv.shape[0]
-    by_head = qkv.reshape(tokens, -1, page.head_dim)
-    heads = by_head.shape[1] - 2 * page.kv_heads
-    q, k, v = jnp.split(by_head, (heads, heads + page.kv_heads), axis=1)
+def kv_write(heads, arena, places, options):
+    qkv, q_norm, k_norm, stack_layer, inverse_frequencies = heads
+    page, eps = options.page, options.eps
+    by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
+    queries = by_head.shape[1] - 2 * page.kv_heads
+    q, k, v = jnp.split(by_head, (queries, queries + page.kv_heads), axis=1)
 
-    cos, sin = cosine_and_sine(positions, inverse_frequencies, attention_factor, qkv.dtype)
+    cos, sin = cosine_and_sine(
+        places.positions, inverse_frequencies, options.attention_factor, qkv.dtype
+    )
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, stack_layer, eps), rms_norm(k, k_norm, stack_layer, eps)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    return q, write_rows(arena, jnp.concatenate([k, v], axis=1), positions, pages, layer, page)
+    return q, write_rows(arena, jnp.concatenate([k, v], axis=1), places, page)
 
 
-def write_rows(arena, values, positions, pages, layer, page):
+def write_rows(arena, values, places, page):
     """The arena with the tokens' KV rows, values [T, rows_per_token, hd], in their pages."""
-    tokens = values.shape[0]
+    tokens, (positions, pages, layer) = values.shape[0], places
     bits = lax.bitcast_convert_type(values, jnp.uint16).reshape(tokens, page.rows_per_token, -1)
     view = arena.reshape(-1, bits.shape[-1])
     row = pages + layer * page.rows_per_layer + positions % page.block_size * page.rows_per_token

@@ -1,5 +1,5 @@
 """Normalisation, rotary embedding and the write of latent KV to its pages (MLA)."""
 
-from pallas_kernels.latent_write.api import latent_write
+from pallas_kernels.latent_write.api import LatentHeads, latent_write
 
-__all__ = ["latent_write"]
+__all__ = ["LatentHeads", "latent_write"]

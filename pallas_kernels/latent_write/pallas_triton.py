@@ -37,29 +37,15 @@ def configuration(heads: int, latent: int, rope: int, dtype: jax.typing.DTypeLik
     return Config(tile, num_warps=min(max(values // 512, 1), 4), num_stages=1)
 
 
-def latent_write(
-    kv,
-    kv_norm,
-    stack_layer,
-    q_rope,
-    positions,
-    inverse_frequencies,
-    arena,
-    pages,
-    layer,
-    *,
-    page,
-    attention_factor,
-    eps,
-    interleave,
-):
+def latent_write(projected, arena, places, options):
+    kv, kv_norm, stack_layer, q_rope, inverse_frequencies = projected
     tokens, heads, rope = q_rope.shape
+    page = options.page
     dtype = jnp.promote_types(jnp.promote_types(kv.dtype, q_rope.dtype), kv_norm.dtype)
     config = configuration(heads, page.latent, rope, dtype)
     view = arena.reshape(-1, page.head_dim)
-    options = dict(page=page, eps=eps, interleave=interleave, config=config)
     q_rope, view = triton_call(
-        functools.partial(_kernel, attention_factor=attention_factor, **options),
+        functools.partial(_kernel, options=options, config=config),
         name="latent_write",
         grid=(tokens, 1 + heads // config.heads),
         out_shape=(
@@ -70,45 +56,23 @@ def latent_write(
         num_stages=config.num_stages,
         aliases={8: 1},
     )(
-        kv,
-        kv_norm,
-        scalar(stack_layer),
-        q_rope,
-        positions,
-        inverse_frequencies,
-        pages,
-        scalar(layer),
+        (kv, kv_norm, scalar(stack_layer), q_rope),
+        (places.positions, inverse_frequencies, places.pages, scalar(places.layer)),
         view,
     )
     return q_rope, view.reshape(arena.shape)
 
 
-def _kernel(
-    kv,
-    kv_norm,
-    stack_layer,
-    q_rope,
-    positions,
-    inverse_frequencies,
-    pages,
-    layer,
-    _,
-    q_out,
-    kv_out,
-    *,
-    page,
-    attention_factor,
-    eps,
-    interleave,
-    config,
-):
+def _kernel(projected, where, _, q_out, kv_out, *, options, config):
     """The KV row of one token, normalised and rotated, or the rotation of a tile of its queries.
 
     Cross-program writes: program (t, 0) writes token t's row in its page, and nothing where the
     token has no page; program (t, 1 + i) writes q_out[t, head tile i]. No two tokens have the same
     place (the scheduler gives a page to one sequence).
     """
-    t, tile = pl.program_id(0), pl.program_id(1)
+    kv, kv_norm, stack_layer, q_rope = projected
+    positions, inverse_frequencies, pages, layer = where
+    t, tile, page = pl.program_id(0), pl.program_id(1), options.page
     half, dtype = q_rope.shape[2] // 2, kv.dtype
     column = jnp.arange(pl.next_power_of_2(half))
     real = column < half
@@ -118,10 +82,10 @@ def _kernel(
 
     frequency = plgpu.load(inverse_frequencies.at[column], mask=real, other=0)
     angle = positions[t].astype(jnp.float32) * frequency
-    cos = rounded(jnp.cos(angle) * attention_factor)
-    sin = rounded(jnp.sin(angle) * attention_factor)
+    cos = rounded(jnp.cos(angle) * options.attention_factor)
+    sin = rounded(jnp.sin(angle) * options.attention_factor)
     # The places of the two values of a pair in what is read; written as halves.
-    pairs = (2 * column, 2 * column + 1) if interleave else (column, half + column)
+    pairs = (2 * column, 2 * column + 1) if options.interleave else (column, half + column)
 
     def rotated(first, second):
         first, second = first.astype(jnp.float32), second.astype(jnp.float32)
@@ -145,7 +109,7 @@ def _kernel(
         held = of_latent < page.latent
         x = plgpu.load(kv.at[t, of_latent], mask=held, other=0).astype(jnp.float32)
         weight = plgpu.load(kv_norm.at[stack_layer[0], of_latent], mask=held, other=0)
-        scale = lax.rsqrt(jnp.sum(x * x) / page.latent + eps)
+        scale = lax.rsqrt(jnp.sum(x * x) / page.latent + options.eps)
         normed = (weight.astype(jnp.float32) * rounded(x * scale)).astype(dtype)
         plgpu.store(kv_out.at[place, of_latent], _as_uint16(normed), mask=held)
         parts = [plgpu.load(kv.at[t, page.latent + at], mask=real, other=0) for at in pairs]

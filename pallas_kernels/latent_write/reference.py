@@ -5,28 +5,17 @@ from pallas_kernels.kv_write.rotary import cosine_and_sine, rotate
 from pallas_kernels.rms_norm.reference import rms_norm
 
 
-def latent_write(
-    kv,
-    kv_norm,
-    stack_layer,
-    q_rope,
-    positions,
-    inverse_frequencies,
-    arena,
-    pages,
-    layer,
-    *,
-    page,
-    attention_factor,
-    eps,
-    interleave,
-):
+def latent_write(heads, arena, places, options):
+    kv, kv_norm, stack_layer, q_rope, inverse_frequencies = heads
+    page = options.page
     latent, key = jnp.split(kv[:, None], (page.latent,), axis=-1)
-    cos, sin = cosine_and_sine(positions, inverse_frequencies, attention_factor, kv.dtype)
-    if interleave:
+    cos, sin = cosine_and_sine(
+        places.positions, inverse_frequencies, options.attention_factor, kv.dtype
+    )
+    if options.interleave:
         key, q_rope = _halves(key), _halves(q_rope)
-    row = [rms_norm(latent, kv_norm, stack_layer, eps), rotate(key, cos, sin)]
-    arena = write_rows(arena, jnp.concatenate(row, axis=-1), positions, pages, layer, page)
+    row = [rms_norm(latent, kv_norm, stack_layer, options.eps), rotate(key, cos, sin)]
+    arena = write_rows(arena, jnp.concatenate(row, axis=-1), places, page)
     return rotate(q_rope, cos, sin), arena
 
 

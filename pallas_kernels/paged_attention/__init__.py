@@ -2,10 +2,20 @@
 
 from pallas_kernels.paged_attention.api import (
     SPAN,
+    AttentionOptions,
+    Chunks,
     decode_attention,
     prefill_attention,
     write_and_attend,
 )
 from pallas_kernels.paged_attention.pallas_triton import why_not_pallas
 
-__all__ = ["SPAN", "decode_attention", "prefill_attention", "why_not_pallas", "write_and_attend"]
+__all__ = [
+    "SPAN",
+    "AttentionOptions",
+    "Chunks",
+    "decode_attention",
+    "prefill_attention",
+    "why_not_pallas",
+    "write_and_attend",
+]

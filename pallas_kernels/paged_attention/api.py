@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 from jaxtyping import Array, Float, Int, UInt16
 
 from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.kv_write import KVPage, kv_write
+from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
 from pallas_kernels.kv_write.api import check_operands
 from pallas_kernels.paged_attention import writing
 from pallas_kernels.paged_attention.span import SPAN
@@ -16,29 +19,49 @@ DECODE = implementations("paged_attention", IMPLEMENTATIONS, "decode_attention")
 PREFILL = implementations("paged_attention", IMPLEMENTATIONS, "prefill_attention")
 
 
+class Chunks(NamedTuple):
+    """The N chunks of a prefill step, or a kernel's refs to them."""
+
+    row: Int[Array, " N"]
+    """Each chunk's sequence in the block table."""
+    start: Int[Array, " N"]
+    """Position of its first token."""
+    length: Int[Array, " N"]
+    """Its real tokens, ≥ 1."""
+    count: Int[Array, ""]
+    """Chunks in use, the first ones. int32[1] in kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """What decides the program of attention over pages, besides shapes."""
+
+    page: KVPage
+    window: int | None = None
+    """Keys at distance ≥ window are masked (`sliding_window`)."""
+    scale: float | None = None
+    """Of the scores; None: head_dim^−½. A latent page needs one."""
+    implementation: str = "xla"
+    shared_kib: int = CLASSES[-1]
+    """The device's `cards.shared_class`, for the kernels."""
+
+
 def decode_attention(
     q: Float[Array, "T H hd"],
     arena: UInt16[Array, "rows D"],
     block_table: Int[Array, "T B"],
     lengths: Int[Array, " T"],
     layer: Int[Array, ""] | int,
-    *,
-    page: KVPage,
-    window: int | None = None,
-    scale: float | None = None,
+    options: AttentionOptions,
     q_rope: Float[Array, "T H P"] | None = None,
-    implementation: str = "xla",
-    shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "T values"]:
     """One query per sequence over its pages, flash-style, by spans of tokens in ascending order, 64
     or, in the kernels of latent pages, 32.
 
     block_table: KV row of each page of each sequence, in order; entries past the length are not
-    read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0.
-    window: keys at distance ≥ window are masked (`sliding_window`). scale: of the scores,
-    head_dim^−½ by default; a latent page needs one. shared_kib: the device's `cards.shared_class`,
-    for the kernels. Softmax and sums in float32. The order of sums depends on the row's own length
-    only: not on block_size, T or other rows.
+    read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0. Softmax
+    and sums in float32. The order of sums depends on the row's own length only: not on block_size,
+    T or other rows.
 
     Of a latent page keys are whole rows and values their first `latent` values. A query is as wide
     as a key, but in two arrays as they are computed, q [T, H, latent] and q_rope [T, H, head_dim −
@@ -47,64 +70,48 @@ def decode_attention(
     Raises ValueError for shapes that do not fit, an unknown implementation, and what
     `why_not_pallas` says of kernels.
     """
-    _check(q, q_rope, arena, page)
+    _check(q, q_rope, arena, options.page)
     _check_rows(q, block_table, lengths)
-    fn = pick("paged_attention", DECODE, implementation, shared_kib)
-    options = dict(page=page, window=window, scale=_scale(page, scale), q_rope=q_rope)
-    return fn(q, arena, block_table, lengths, layer, **options)
+    fn = pick("paged_attention", DECODE, options.implementation)
+    return fn(q, arena, block_table, lengths, layer, _with_scale(options), q_rope)
 
 
 def write_and_attend(
-    qkv: Float[Array, "T N"],
-    q_norm: Float[Array, "L hd"] | None,
-    k_norm: Float[Array, "L hd"] | None,
-    stack_layer: Int[Array, ""] | int,
-    positions: Int[Array, " T"],
-    inverse_frequencies: Float[Array, " half"],
+    heads: ProjectedHeads,
     arena: UInt16[Array, "rows D"],
-    pages: Int[Array, " T"],
-    layer: Int[Array, ""] | int,
-    counters: Int[Array, " C"] | None = None,
-    *,
+    places: KVPlaces,
     block_table: Int[Array, "T B"],
     lengths: Int[Array, " T"],
-    page: KVPage,
-    attention_factor: float,
-    eps: float,
-    window: int | None = None,
-    scale: float | None = None,
-    implementations: tuple[str, str] = ("xla", "xla"),
-    shared_kib: int = CLASSES[-1],
+    counters: Int[Array, " C"] | None = None,
+    *,
+    write: WriteOptions,
+    read: AttentionOptions,
 ) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"], Int[Array, " C"] | None]:
     """kv_write, then decode_attention of the queries that it gives, with their arguments and their
-    bits. implementations: of the two; where both are kernels they are one.
+    bits; where both are kernels they are one.
 
-    positions: of each row's new token, −1 of an empty row, whose page is −1 too and its result 0.
+    places: of each row's new token; position and page of an empty row are −1, its result 0.
     lengths: positions + 1 (an argument, since in a loop over layers it would be a launch).
     No two rows may write to one page. counters: zeros, given back as zeros, of each row and KV
     head, in which a kernel's programs find out which is the last: without them another kernel
     merges what they make. Returns (attended, arena, counters); the arena and counters are updated
     in place when donated. Raises ValueError as both do, and for other counters.
     """
-    inputs = qkv, q_norm, k_norm, stack_layer, positions, inverse_frequencies, arena, pages, layer
-    options: dict = dict(page=page, attention_factor=attention_factor, eps=eps)
-    if implementations == ("pallas", "pallas"):
-        check_operands(qkv, q_norm, k_norm, inverse_frequencies, page)
-        heads = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
-        q = jax.ShapeDtypeStruct((qkv.shape[0], heads, page.head_dim), qkv.dtype)
+    if write.implementation == read.implementation == "pallas":
+        qkv, page = heads.qkv, read.page
+        check_operands(heads, page)
+        queries = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
+        q = jax.ShapeDtypeStruct((qkv.shape[0], queries, page.head_dim), qkv.dtype)
         _check(q, None, arena, page)
         if counters is not None:
             of = f"{len(qkv)} rows of {page.kv_heads} heads"
             check_counters(counters, len(qkv) * page.kv_heads, of)
-        for of_rows in (lengths, positions, pages):
+        for of_rows in (lengths, places.positions, places.pages):
             _check_rows(q, block_table, of_rows)
-        options |= dict(block_table=block_table, lengths=lengths, window=window)
-        options |= dict(scale=_scale(page, scale))
-        return writing.write_and_attend(*inputs, counters, **options, shared_kib=shared_kib)
-    write, read = implementations
-    q, arena = kv_write(*inputs, **options, implementation=write)
-    options = dict(page=page, window=window, scale=scale, shared_kib=shared_kib)
-    out = decode_attention(q, arena, block_table, lengths, layer, **options, implementation=read)
+        operands = heads, arena, places, block_table, lengths, counters
+        return writing.write_and_attend(*operands, write=write, read=_with_scale(read))
+    q, arena = kv_write(heads, arena, places, write)
+    out = decode_attention(q, arena, block_table, lengths, places.layer, read)
     return out, arena, counters
 
 
@@ -112,42 +119,35 @@ def prefill_attention(
     q: Float[Array, "NC H hd"],
     arena: UInt16[Array, "rows D"],
     block_table: Int[Array, "R B"],
-    row: Int[Array, " N"],
-    start: Int[Array, " N"],
-    length: Int[Array, " N"],
-    count: Int[Array, ""],
+    chunks: Chunks,
     layer: Int[Array, ""] | int,
-    *,
-    page: KVPage,
-    window: int | None = None,
-    scale: float | None = None,
+    options: AttentionOptions,
     q_rope: Float[Array, "NC H P"] | None = None,
-    implementation: str = "xla",
-    shared_kib: int = CLASSES[-1],
 ) -> Float[Array, "NC values"]:
     """Causal attention of a prefill step's chunks, their own keys already written to the pages.
 
-    q: N chunks of C rows. row: each chunk's sequence in the block table. start: position of its
-    first token. length: its real tokens, ≥ 1; the results of the rows after them, and of chunks
-    from `count` on, mean nothing. Otherwise as decode_attention.
+    q: N chunks of C rows; the results of rows behind a chunk's real tokens, and of chunks that are
+    not in use, mean nothing. Otherwise as decode_attention.
     """
-    _check(q, q_rope, arena, page)
+    _check(q, q_rope, arena, options.page)
+    row, start, length, _ = chunks
     if q.shape[0] % max(row.shape[0], 1) or not row.shape == start.shape == length.shape:
         raise ValueError(
             f"q {q.shape}, row {row.shape}, start {start.shape}, length {length.shape}"
         )
-    fn = pick("paged_attention", PREFILL, implementation, shared_kib)
-    numbers = row, start, length, count, layer
-    options = dict(page=page, window=window, scale=_scale(page, scale), q_rope=q_rope)
-    return fn(q, arena, block_table, *numbers, **options)
+    fn = pick("paged_attention", PREFILL, options.implementation)
+    return fn(q, arena, block_table, chunks, layer, _with_scale(options), q_rope)
 
 
-def _scale(page, scale):
-    if page.latent and scale is None:
+def _with_scale(options: AttentionOptions) -> AttentionOptions:
+    """The options with a scale: the one given, or its default."""
+    if options.scale is not None:
+        return options
+    if options.page.latent:
         raise ValueError(
             "a latent page needs a scale: its head_dim is not that of the model's keys"
         )
-    return page.head_dim**-0.5 if scale is None else scale
+    return dataclasses.replace(options, scale=options.page.head_dim**-0.5)
 
 
 def _check(q, q_rope, arena, page):

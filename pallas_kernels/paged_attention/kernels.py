@@ -4,6 +4,7 @@ Softmax is computed in powers of two: scores are scaled by log2(e) · scale.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,30 +31,26 @@ def tile_of_prefill(chunk_rows, queries):
     return tile // tiles, tile % tiles * queries
 
 
-def split(
-    q_in,
-    kv,
-    block_table,
-    lengths,
-    layer,
-    totals,
-    tops,
-    masses,
-    *,
-    page,
-    window,
-    scale,
-    groups,
-    config,
-):
+class Sums(NamedTuple):
+    """Softmax over parts of rows' tokens, or a kernel's refs to them; float32."""
+
+    totals: Any
+    """[T, H, splits, value_dim]: sums of values, weighted by powers of two below the top."""
+    tops: Any
+    """[T, H, splits]: the largest scores."""
+    masses: Any
+    """[T, H, splits]: sums of the weights."""
+
+
+def split(q_in, kv, block_table, lengths, layer, sums, *, options, config):
     """Softmax sums of one sequence's queries of one KV head over one split of its tokens.
 
     Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
     tops and masses, no other program the same. Splits that no query sees are not written.
     """
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    length = lengths[t]
-    low, begin = first_seen(length - 1, window), split * config.split
+    length, page, groups = lengths[t], options.page, q_in.shape[1] // options.page.kv_heads
+    low, begin = first_seen(length - 1, options.window), split * config.split
     end = jnp.minimum(begin + config.split, length)
 
     @pl.when((begin < length) & (begin + config.split > low))
@@ -67,17 +64,17 @@ def split(
         def span(s, sums):
             position, held = span_of(s, low, length - 1)
             keys, values = load(kv, block_table, t, position, held, layer[0], kv_head, page)
-            return attend(q, keys, values, held[None], sums, scale)
+            return attend(q, keys, values, held[None], sums, options.scale)
 
         first = jnp.maximum(begin, low) // SPAN
         total, top, mass = lax.fori_loop(first, pl.cdiv(end, SPAN), span, no_sums(q))
-        plgpu.store(totals.at[t, head, split, column[None]], total, mask=real)
+        plgpu.store(sums.totals.at[t, head, split, column[None]], total, mask=real)
         at = t, kv_head * groups + row, split
-        plgpu.store(tops.at[at], top, mask=row < groups)
-        plgpu.store(masses.at[at], mass, mask=row < groups)
+        plgpu.store(sums.tops.at[at], top, mask=row < groups)
+        plgpu.store(sums.masses.at[at], mass, mask=row < groups)
 
 
-def merge(lengths, totals, tops, masses, out, *, window, split):
+def merge(lengths, sums, out, *, window, split):
     """One query's softmax over its splits, added in ascending order.
 
     Cross-program writes: program (t, head) writes out[t, head]; zeros for an empty row.
@@ -85,10 +82,10 @@ def merge(lengths, totals, tops, masses, out, *, window, split):
     t, head = pl.program_id(0), pl.program_id(1) + jnp.arange(1)
     length = lengths[t]
     first, stop = first_seen(length - 1, window) // split, pl.cdiv(length, split)
-    merge_heads(t, head, head >= 0, totals, tops, masses, out, first, stop, MERGED)
+    merge_heads(t, head, head >= 0, sums, out, first, stop, MERGED)
 
 
-def merge_heads(t, head, real, totals, tops, masses, out, first, stop, many):
+def merge_heads(t, head, real, parts, out, first, stop, many):
     """The softmax of a row's queries int32[R] head, where real, over splits first to stop, added in
     ascending order; so many are loaded at once, and no bit depends on it."""
     head_dim = out.shape[2]
@@ -97,15 +94,15 @@ def merge_heads(t, head, real, totals, tops, masses, out, first, stop, many):
     at = head[:, None], column[None]
 
     def group(g, sums):
-        parts = []
+        loaded = []
         for i in range(many):  # loads that wait for no sum
             s = g * many + i
             written = (first <= s) & (s < stop)
-            part = plgpu.load(totals.at[t, at[0], s, at[1]], mask=written & inside, other=0)
-            top = plgpu.load(tops.at[t, head, s], mask=written & real, other=-jnp.inf)
-            mass = plgpu.load(masses.at[t, head, s], mask=written & real, other=0)
-            parts.append((part, top, mass))
-        for part, part_top, part_mass in parts:
+            part = plgpu.load(parts.totals.at[t, at[0], s, at[1]], mask=written & inside, other=0)
+            top = plgpu.load(parts.tops.at[t, head, s], mask=written & real, other=-jnp.inf)
+            mass = plgpu.load(parts.masses.at[t, head, s], mask=written & real, other=0)
+            loaded.append((part, top, mass))
+        for part, part_top, part_mass in loaded:
             total, top, mass = sums
             new_top = jnp.maximum(top, part_top)
             shrink, grow = power(top, new_top), power(part_top, new_top)
@@ -120,28 +117,14 @@ def merge_heads(t, head, real, totals, tops, masses, out, first, stop, many):
     plgpu.store(out.at[t, *at], attended, mask=inside)
 
 
-def prefill(
-    q_in,
-    kv,
-    block_table,
-    sequence,
-    start,
-    length,
-    count,
-    layer,
-    out,
-    *,
-    page,
-    window,
-    scale,
-    groups,
-    config,
-):
+def prefill(q_in, kv, block_table, chunks, layer, out, *, options, config):
     """Causal attention of a tile of one chunk's queries, for heads that share a KV head.
 
     Cross-program writes: program (tile, i) writes out[the tile's real rows and padding up to the
     tile's end, its heads], no other program the same. Tiles without a real row are not written.
     """
+    sequence, start, length, count = chunks
+    page, window, groups = options.page, options.window, q_in.shape[1] // options.page.kv_heads
     chunk_rows = q_in.shape[0] // sequence.shape[0]
     chunk, first_query = tile_of_prefill(chunk_rows, config.queries)
     heads_tile = pl.program_id(1)
@@ -170,7 +153,7 @@ def prefill(
             seen = position[None] <= row_position
             if window is not None:
                 seen &= position[None] > row_position - window
-            return attend(q, keys, values, seen, sums, scale)
+            return attend(q, keys, values, seen, sums, options.scale)
 
         total, _, mass = lax.fori_loop(low // SPAN, last // SPAN + 1, span, no_sums(q))
         plgpu.store(out.at[at], (total / mass[:, None]).astype(out.dtype), mask=real)

@@ -69,58 +69,51 @@ def prefill_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike)
     return dataclasses.replace(decode_configuration(heads, page, dtype), heads=tile)
 
 
-def decode_attention(q, q_rope, arena, block_table, lengths, layer, *, page, window, scale):
-    tokens, heads, latent = q.shape
+def decode_attention(q, q_rope, arena, block_table, lengths, layer, options):
+    (tokens, heads, latent), page = q.shape, options.page
     config = decode_configuration(heads, page, q.dtype)
-    options = dict(page=page, window=window, scale=scale, config=config)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
     partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
-    parts = triton_call(
-        functools.partial(latent_kernels.split, **options),
+    (sums,) = triton_call(
+        functools.partial(latent_kernels.split, options=options, config=config),
         name="decode_attention_latent_split",
         grid=(tokens, pl.cdiv(heads, config.rows), splits),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, heads, splits, latent), jnp.float32),
-            partial,
-            partial,
+            kernels.Sums(
+                jax.ShapeDtypeStruct((tokens, heads, splits, latent), jnp.float32),
+                partial,
+                partial,
+            ),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )(q, q_rope, kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
+    )((q, q_rope), kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
     return triton_call(
-        functools.partial(kernels.merge, window=window, split=config.split),
+        functools.partial(kernels.merge, window=options.window, split=config.split),
         name="decode_attention_latent_merge",
         grid=(tokens, heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=4,
         num_stages=1,
-    )(lengths, *parts).reshape(tokens, heads * latent)
+    )(lengths, sums).reshape(tokens, heads * latent)
 
 
-def prefill_attention(
-    q, q_rope, arena, block_table, row, start, length, count, layer, *, page, window, scale
-):
-    rows, heads, latent = q.shape
-    chunks = row.shape[0]
+def prefill_attention(q, q_rope, arena, block_table, chunks, layer, options):
+    (rows, heads, latent), page, number = q.shape, options.page, chunks.row.shape[0]
     config = prefill_configuration(heads, page, q.dtype)
-    options = dict(page=page, window=window, scale=scale, config=config)
-    tiles = pl.cdiv(rows // chunks, config.rows // config.heads)
+    tiles = pl.cdiv(rows // number, config.rows // config.heads)
     return triton_call(
-        functools.partial(latent_kernels.prefill, **options),
+        functools.partial(latent_kernels.prefill, options=options, config=config),
         name="prefill_attention_latent",
-        grid=(chunks * tiles, heads // config.heads),
+        grid=(number * tiles, heads // config.heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )(
-        q,
-        q_rope,
+        (q, q_rope),
         kernels.kv_rows(arena, page, q.dtype),
         block_table,
-        row,
-        start,
-        length,
-        scalar(count),
+        chunks._replace(count=scalar(chunks.count)),
         scalar(layer),
     ).reshape(rows, heads * latent)
 

@@ -16,76 +16,47 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.paged_attention.kernels import first_seen, power, tile_of_prefill
 
 
-def split(
-    q_in,
-    q_rope,
-    kv,
-    block_table,
-    lengths,
-    layer,
-    totals,
-    tops,
-    masses,
-    *,
-    page,
-    window,
-    scale,
-    config,
-):
+def split(q, kv, block_table, lengths, layer, sums, *, options, config):
     """Softmax sums of a tile of one sequence's queries over one split of its tokens.
 
     Cross-program writes: program (t, i, split) writes [t, head tile i, split] of totals, tops and
     masses, no other program the same. Splits that no query sees are not written.
     """
     t, tile, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    length = lengths[t]
-    low, begin = first_seen(length - 1, window), split * config.split
+    length, page = lengths[t], options.page
+    low, begin = first_seen(length - 1, options.window), split * config.split
     end = jnp.minimum(begin + config.split, length)
 
     @pl.when((begin < length) & (begin + config.split > low))
     def _():
         head = tile * config.rows + jnp.arange(config.rows)
-        real = head < q_in.shape[1]
-        q = _queries(q_in, q_rope, t, head, real, page, config)
+        real = head < q[0].shape[1]
+        queries = _queries(q, t, head, real, page, config)
 
         def span(s, sums):
             position, held = _span(s, low, length - 1, config)
             keys = _load(kv, block_table, t, position, held, layer[0], page, config)
-            return _attend(q, keys, held[None], sums, scale)
+            return _attend(queries, keys, held[None], sums, options.scale)
 
         first = jnp.maximum(begin, low) // config.span
-        sums = _no_sums(page, config)
-        *parts, top, mass = lax.fori_loop(first, pl.cdiv(end, config.span), span, sums)
+        none = _no_sums(page, config)
+        *parts, top, mass = lax.fori_loop(first, pl.cdiv(end, config.span), span, none)
         for column, total in zip(_value_columns(page, config), parts, strict=True):
             mask = real[:, None] & (column < page.latent)[None]
-            plgpu.store(totals.at[t, head[:, None], split, column[None]], total, mask=mask)
-        plgpu.store(tops.at[t, head, split], top, mask=real)
-        plgpu.store(masses.at[t, head, split], mass, mask=real)
+            plgpu.store(sums.totals.at[t, head[:, None], split, column[None]], total, mask=mask)
+        plgpu.store(sums.tops.at[t, head, split], top, mask=real)
+        plgpu.store(sums.masses.at[t, head, split], mass, mask=real)
 
 
-def prefill(
-    q_in,
-    q_rope,
-    kv,
-    block_table,
-    sequence,
-    start,
-    length,
-    count,
-    layer,
-    out,
-    *,
-    page,
-    window,
-    scale,
-    config,
-):
+def prefill(q, kv, block_table, chunks, layer, out, *, options, config):
     """Causal attention of a tile of one chunk's queries and heads.
 
     Cross-program writes: program (tile, i) writes out[the tile's real rows and padding up to the
     tile's end, head tile i], no other program the same. Tiles without a real row are not written.
     """
-    chunk_rows = q_in.shape[0] // sequence.shape[0]
+    sequence, start, length, count = chunks
+    page, window = options.page, options.window
+    chunk_rows = q[0].shape[0] // sequence.shape[0]
     queries = config.rows // config.heads
     chunk, first_query = tile_of_prefill(chunk_rows, queries)
     heads_tile = pl.program_id(1)
@@ -96,7 +67,7 @@ def prefill(
         query = first_query + row // config.heads
         head = heads_tile * config.heads + row % config.heads
         real, token = query < chunk_rows, chunk * chunk_rows + query
-        q = _queries(q_in, q_rope, token, head, real, page, config)
+        of_tile = _queries(q, token, head, real, page, config)
 
         # Padding rows repeat the last real position, so they look at no page that is not there.
         row_position = (start[chunk] + jnp.minimum(query, length[chunk] - 1))[:, None]
@@ -109,7 +80,7 @@ def prefill(
             seen = position[None] <= row_position
             if window is not None:
                 seen &= position[None] > row_position - window
-            return _attend(q, keys, seen, sums, scale)
+            return _attend(of_tile, keys, seen, sums, options.scale)
 
         spans = low // config.span, last // config.span + 1
         *parts, _, mass = lax.fori_loop(*spans, span, _no_sums(page, config))
@@ -132,10 +103,10 @@ def _key_columns(page):
     return column, column < rope
 
 
-def _queries(q_in, q_rope, token, head, real, page, config):
+def _queries(q, token, head, real, page, config):
     """A tile of queries in the parts of keys. token, head: of each row, real: which rows are."""
+    (q_in, q_rope), parts = q, []
     token, head = jnp.broadcast_to(token, head.shape)[:, None], head[:, None]
-    parts = []
     for column in _value_columns(page, config):
         mask = real[:, None] & (column < page.latent)[None]
         parts.append(plgpu.load(q_in.at[token, head, column[None]], mask=mask, other=0))

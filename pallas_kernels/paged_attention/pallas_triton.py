@@ -85,47 +85,35 @@ def prefill_configuration(
     return PrefillConfig(queries=64, heads=heads, num_warps=4 * heads, num_stages=stages)
 
 
-def decode_attention(
-    q,
-    arena,
-    block_table,
-    lengths,
-    layer,
-    *,
-    page,
-    window,
-    scale,
-    q_rope,
-    shared_kib: int = CLASSES[-1],
-):
+def decode_attention(q, arena, block_table, lengths, layer, options, q_rope):
+    page = options.page
     if page.latent:
         where = arena, block_table, lengths, layer
-        return latent.decode_attention(q, q_rope, *where, page=page, window=window, scale=scale)
+        return latent.decode_attention(q, q_rope, *where, options)
     tokens, heads, head_dim = q.shape
     groups = heads // page.kv_heads
-    config = decode_configuration(groups, head_dim, q.dtype, shared_kib)
-    options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
+    config = decode_configuration(groups, head_dim, q.dtype, options.shared_kib)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
-    parts = triton_call(
-        functools.partial(kernels.split, **options),
+    (sums,) = triton_call(
+        functools.partial(kernels.split, options=options, config=config),
         name="decode_attention_split",
         grid=(tokens, page.kv_heads, splits),
-        out_shape=parts_of(tokens, heads, splits, head_dim),
+        out_shape=(shapes_of_sums(tokens, heads, splits, head_dim),),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )(q, kernels.kv_rows(arena, page, q.dtype), block_table, lengths, scalar(layer))
-    return merged(lengths, parts, q.dtype, window=window, split=config.split)
+    return merge_splits(lengths, sums, q.dtype, window=options.window, split=config.split)
 
 
-def parts_of(tokens, heads, splits, head_dim):
-    """Shapes of the splits' sums: totals, tops, masses."""
+def shapes_of_sums(tokens, heads, splits, head_dim):
     partial = jax.ShapeDtypeStruct((tokens, heads, splits), jnp.float32)
-    return jax.ShapeDtypeStruct((*partial.shape, head_dim), jnp.float32), partial, partial
+    total = jax.ShapeDtypeStruct((*partial.shape, head_dim), jnp.float32)
+    return kernels.Sums(total, partial, partial)
 
 
-def merged(lengths, parts, dtype, *, window, split):
-    """[T, H·hd] of the sums (totals, tops, masses) of splits of so many tokens."""
-    tokens, heads, _, head_dim = parts[0].shape
+def merge_splits(lengths, sums, dtype, *, window, split):
+    """[T, H·hd] of the sums of splits of so many tokens."""
+    tokens, heads, _, head_dim = sums.totals.shape
     return triton_call(
         functools.partial(kernels.merge, window=window, split=split),
         name="decode_attention_merge",
@@ -133,37 +121,21 @@ def merged(lengths, parts, dtype, *, window, split):
         out_shape=jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype),
         num_warps=1,
         num_stages=1,
-    )(lengths, *parts).reshape(tokens, heads * head_dim)
+    )(lengths, sums).reshape(tokens, heads * head_dim)
 
 
-def prefill_attention(
-    q,
-    arena,
-    block_table,
-    row,
-    start,
-    length,
-    count,
-    layer,
-    *,
-    page,
-    window,
-    scale,
-    q_rope,
-    shared_kib: int = CLASSES[-1],
-):
+def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
+    page = options.page
     if page.latent:
-        where = arena, block_table, row, start, length, count, layer
-        return latent.prefill_attention(q, q_rope, *where, page=page, window=window, scale=scale)
+        return latent.prefill_attention(q, q_rope, arena, block_table, chunks, layer, options)
     rows, heads, head_dim = q.shape
-    groups, chunks = heads // page.kv_heads, row.shape[0]
-    config = prefill_configuration(groups, head_dim, q.dtype, shared_kib)
-    options = dict(page=page, window=window, scale=scale, groups=groups, config=config)
-    tiles = pl.cdiv(rows // chunks, config.queries)
+    groups, number = heads // page.kv_heads, chunks.row.shape[0]
+    config = prefill_configuration(groups, head_dim, q.dtype, options.shared_kib)
+    tiles = pl.cdiv(rows // number, config.queries)
     return triton_call(
-        functools.partial(kernels.prefill, **options),
+        functools.partial(kernels.prefill, options=options, config=config),
         name="prefill_attention",
-        grid=(chunks * tiles, heads // config.heads),
+        grid=(number * tiles, heads // config.heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -171,10 +143,7 @@ def prefill_attention(
         q,
         kernels.kv_rows(arena, page, q.dtype),
         block_table,
-        row,
-        start,
-        length,
-        scalar(count),
+        chunks._replace(count=scalar(chunks.count)),
         scalar(layer),
     ).reshape(rows, heads * head_dim)
 

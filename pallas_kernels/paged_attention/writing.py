@@ -13,10 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.cards import CLASSES
 from pallas_kernels.kv_write.pallas_triton import cosine_and_sine, head_scale, normed, turned
 from pallas_kernels.paged_attention import kernels
-from pallas_kernels.paged_attention.pallas_triton import decode_configuration, merged, parts_of
+from pallas_kernels.paged_attention.pallas_triton import (
+    decode_configuration,
+    merge_splits,
+    shapes_of_sums,
+)
 from pallas_kernels.paged_attention.span import SPAN
 from pallas_kernels.triton import is_last, scalar, triton_call
 
@@ -28,32 +31,14 @@ MERGED = 4
 """Splits that it loads at once."""
 
 
-def write_and_attend(
-    qkv,
-    q_norm,
-    k_norm,
-    stack_layer,
-    positions,
-    inverse_frequencies,
-    arena,
-    pages,
-    layer,
-    counters=None,
-    *,
-    block_table,
-    lengths,
-    page,
-    attention_factor,
-    eps,
-    window,
-    scale,
-    shared_kib: int = CLASSES[-1],
-):
+def write_and_attend(projected, arena, places, block_table, lengths, counters, *, write, read):
+    qkv, q_norm, k_norm, stack_layer, inverse_frequencies = projected
+    page = read.page
     by_head = qkv.reshape(qkv.shape[0], -1, page.head_dim)
     tokens, all_heads, head_dim = by_head.shape
     heads = all_heads - 2 * page.kv_heads
     groups = heads // page.kv_heads
-    config = decode_configuration(groups, head_dim, qkv.dtype, shared_kib)
+    config = decode_configuration(groups, head_dim, qkv.dtype, read.shared_kib)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
     norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
     # As bits: the rest of the arena are no values, and Pallas's interpreter would change NaNs.
@@ -63,22 +48,12 @@ def write_and_attend(
         attended = jax.ShapeDtypeStruct((tokens, heads, head_dim), qkv.dtype)
         merging = ((attended, jax.ShapeDtypeStruct(counters.shape, counters.dtype)),)
     merges, place = bool(merging), 6 + len(norms)
-    kernel = functools.partial(
-        _kernel,
-        page=page,
-        window=window,
-        scale=scale,
-        groups=groups,
-        config=config,
-        attention_factor=attention_factor,
-        eps=eps,
-    )
-    *parts, view, merged_within = triton_call(
-        kernel,
+    sums, view, merged_within = triton_call(
+        functools.partial(_kernel, write=write, read=read, config=config),
         name="decode_attention_write_merge" if merges else "decode_attention_write",
         grid=(tokens, page.kv_heads, splits),
         out_shape=(
-            *parts_of(tokens, heads, splits, head_dim),
+            shapes_of_sums(tokens, heads, splits, head_dim),
             jax.ShapeDtypeStruct(view.shape, view.dtype),
             merging,
         ),
@@ -87,7 +62,8 @@ def write_and_attend(
         aliases={place: 3} | ({place + 1: 5} if merges else {}),
     )(
         Inputs(
-            by_head, norms, positions, inverse_frequencies, pages, scalar(layer), block_table, view
+            *(by_head, norms, places.positions, inverse_frequencies, places.pages),
+            *(scalar(places.layer), block_table, view),
         ),
         (counters,) if merges else (),
     )
@@ -95,7 +71,7 @@ def write_and_attend(
         ((attended, counters),) = merged_within
         attended = attended.reshape(tokens, heads * head_dim)
     else:
-        attended = merged(lengths, parts, qkv.dtype, window=window, split=config.split)
+        attended = merge_splits(lengths, sums, qkv.dtype, window=read.window, split=config.split)
     return attended, view.reshape(arena.shape), counters
 
 
@@ -113,11 +89,9 @@ class Inputs(NamedTuple):
     arena: Any
 
 
-def _kernel(
-    inputs, _, totals, tops, masses, kv, merging, *, page, window, scale, groups, config, **options
-):
+def _kernel(inputs, _, sums, kv, merging, *, write, read, config):
     """kernels.split on queries that it turns itself, with the new token's key and value. merging:
-    of one pair of attended queries and counters, or none. options: of _turned.
+    of one pair of attended queries and counters, or none.
 
     Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
     tops and masses, where a query sees the split. If the split holds positions[t], it also writes
@@ -127,16 +101,17 @@ def _kernel(
     their sums in ascending order, so whichever it is, and writes attended[t, the head's queries];
     those of a row at position −1 are zeros and written by its first program.
     """
-    qkv, norms, positions, frequencies, pages, layer, block_table, _ = inputs
+    qkv, norms, positions, _, pages, layer, block_table, _ = inputs
+    page, window = read.page, read.window
+    groups = qkv.shape[1] // page.kv_heads - 2
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     last, begin = positions[t], split * config.split
     low, end = kernels.first_seen(last, window), begin + config.split
 
     def merge(out, first, stop):
         query = jnp.arange(pl.next_power_of_2(groups))
-        sums = totals, tops, masses
         heads = kv_head * groups + query, query < groups
-        kernels.merge_heads(t, *heads, *sums, out, first, stop, MERGED)
+        kernels.merge_heads(t, *heads, sums, out, first, stop, MERGED)
 
     for out, _ in merging:
         pl.when((last < 0) & (split == 0))(functools.partial(merge, out, 0, 0))
@@ -148,7 +123,7 @@ def _kernel(
         real = (row < groups)[:, None] & (column < page.head_dim)[None]
         head = kv_head * groups + row
         heads = page.kv_heads * groups
-        turn = functools.partial(_turned, qkv, t, positions, frequencies, page.head_dim, **options)
+        turn = functools.partial(_turn, inputs, t, write)
         q_norm, k_norm = ((norms[i], norms[2]) if norms else None for i in (0, 1))
         q = turn(head, row < groups, q_norm)
 
@@ -163,7 +138,7 @@ def _kernel(
         plgpu.store(kv.at[place, column[None]], _as_uint16(key), mask=new)
         plgpu.store(kv.at[place + page.kv_heads, column[None]], _as_uint16(value), mask=new)
 
-        def span(s, sums, newest=None):
+        def span(s, found, newest=None):
             position, held = kernels.span_of(s, low, last)
             there = held if newest is None else held & (position < last)
             keys, values = kernels.load(
@@ -175,25 +150,26 @@ def _kernel(
                     jnp.where((position == last)[:, None], latest, stored)
                     for latest, stored in zip(newest, (keys, values), strict=True)
                 )
-            return kernels.attend(q, keys, values, held[None], sums, scale)
+            return kernels.attend(q, keys, values, held[None], found, read.scale)
 
         # The select is kept out of the spans before the last, whose loads go past registers.
         spans = jnp.where(owns, last // SPAN, end // SPAN)
-        sums = lax.fori_loop(jnp.maximum(begin, low) // SPAN, spans, span, kernels.no_sums(q))
+        found = lax.fori_loop(jnp.maximum(begin, low) // SPAN, spans, span, kernels.no_sums(q))
         newest = functools.partial(span, last // SPAN, newest=(key, value))
-        total, top, mass = lax.cond(owns, newest, lambda sums: sums, sums)
-        plgpu.store(totals.at[t, head[:, None], split, column[None]], total, mask=real)
-        plgpu.store(tops.at[t, head, split], top, mask=row < groups)
-        plgpu.store(masses.at[t, head, split], mass, mask=row < groups)
+        total, top, mass = lax.cond(owns, newest, lambda found: found, found)
+        plgpu.store(sums.totals.at[t, head[:, None], split, column[None]], total, mask=real)
+        plgpu.store(sums.tops.at[t, head, split], top, mask=row < groups)
+        plgpu.store(sums.masses.at[t, head, split], mass, mask=row < groups)
         first, stop = low // config.split, last // config.split + 1
         for out, counters in merging:
             last_one = is_last(counters, (t * page.kv_heads + kv_head,), stop - first)
             pl.when(last_one)(functools.partial(merge, out, first, stop))
 
 
-def _turned(qkv, t, positions, frequencies, head_dim, heads, real, norm, *, attention_factor, eps):
+def _turn(inputs, t, write, heads, real, norm):
     """[R, width] of a token's heads as kv_write normalises and rotates them, zeros where not real.
     norm: stacked weights and their index; None: without."""
+    qkv, head_dim = inputs.qkv, write.page.head_dim
     half = head_dim // 2
     column = jnp.arange(kernels.width(head_dim))
     first, inside = column < half, column < head_dim
@@ -208,7 +184,7 @@ def _turned(qkv, t, positions, frequencies, head_dim, heads, real, norm, *, atte
         weights, layer = norm
         narrow = jnp.arange(pl.next_power_of_2(half))
         low, high = (load(start + narrow, narrow < half) for start in (0, half))
-        scale = head_scale(low, high, head_dim, eps)
+        scale = head_scale(low, high, head_dim, write.eps)
 
         def weighted(x, columns):
             weight = plgpu.load(weights.at[layer[0], columns], mask=inside, other=0)
@@ -216,8 +192,8 @@ def _turned(qkv, t, positions, frequencies, head_dim, heads, real, norm, *, atte
 
         x, other = weighted(x, column), weighted(other, partner)
     angle = jnp.where(first, column, column - half)
-    frequency = plgpu.load(frequencies.at[angle], mask=inside, other=0)
-    angles = cosine_and_sine(positions[t], frequency, attention_factor, qkv.dtype)
+    frequency = plgpu.load(inputs.frequencies.at[angle], mask=inside, other=0)
+    angles = cosine_and_sine(inputs.positions[t], frequency, write.attention_factor, qkv.dtype)
     return turned(x, other, jnp.where(first, -1.0, 1.0), angles, qkv.dtype)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.fill import Fills
 from pallas_kernels.implementations import implementations, pick
 from pallas_kernels.plan import pallas_triton
 from pallas_kernels.plan.record import active_experts, bits, record, record_size
@@ -57,6 +58,10 @@ class Plan(NamedTuple):
     hits: Int[Array, ""]
     read_through: Int[Array, ""]
     """Active experts that got no cell."""
+
+    @property
+    def fills(self) -> Fills:
+        return Fills(self.fill_expert, self.fill_row, self.fill_version, self.fill_count)
 
 
 IMPLEMENTATIONS = implementations("plan", ("xla", "pallas", "cpu"))

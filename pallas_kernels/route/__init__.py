@@ -1,6 +1,7 @@
 """Router: scores of experts, the choice of each token's experts, their weights."""
 
 from pallas_kernels.route.api import (
+    RouteOperands,
     RouteRule,
     norm_route_and_list,
     route,
@@ -11,6 +12,7 @@ from pallas_kernels.route.api import (
 from pallas_kernels.route.scores import route_scores
 
 __all__ = [
+    "RouteOperands",
     "RouteRule",
     "norm_route_and_list",
     "route",

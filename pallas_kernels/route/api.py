@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +22,7 @@ from pallas_kernels.triton import check_counters
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "RouteOperands",
     "RouteRule",
     "norm_route_and_list",
     "route",
@@ -68,11 +71,18 @@ def route(
     return fn(logits, valid, correction, layer, rule=rule)
 
 
+class RouteOperands(NamedTuple):
+    """What decides where tokens go beside their logits; as of route."""
+
+    valid: Bool[Array, " T"]
+    correction: Float[Array, "L E"] | None
+    stack_layer: Int[Array, ""] | int
+    """The layer of `correction`, and of the norm and the router that norm_route_and_list has."""
+
+
 def route_and_plan(
     logits: Float[Array, "*S T E"],
-    valid: Bool[Array, " T"],
-    correction: Float[Array, "L E"] | None,
-    i: Int[Array, ""] | int,
+    operands: RouteOperands,
     tables: Tables,
     layer: Int[Array, ""] | int,
     records: Int[Array, "M W"],
@@ -83,31 +93,27 @@ def route_and_plan(
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Tables, Int[Array, "M W"], Plan]:
     """route, then plan_routed of what it chose: (ids, weights, tables, records, plan).
 
-    i: the layer that `correction` is indexed by; layer: the one of tables and records.
-    implementation: of both ops. One kernel does both where the rows are few (`planned.rows_of`),
-    with the same bits.
+    layer: the one of tables and records. implementation: of both ops. One kernel does both where
+    the rows are few (`planned.rows_of`), with the same bits.
 
     Raises as the two do.
     """
     few = rows_of(logits.shape[-2], tables.owner.shape[1], logits.shape[-1], rule) is not None
     if few and implementation in AS_ONE:
-        _check(logits, correction, rule)
+        _check(logits, operands.correction, rule)
         check_records(tables, logits.shape[-2] * rule.top_k, records, versions)
-        operands = logits, valid, correction, i, tables, layer, records
-        *routed, parts = AS_ONE[implementation](*operands, rule=rule, versions=versions)
+        given = logits, operands, tables, layer, records
+        *routed, parts = AS_ONE[implementation](*given, rule=rule, versions=versions)
         return (*routed, Plan(*parts))
-    options = {"rule": rule, "implementation": implementation}
-    ids, weights = route(logits, valid, correction, i, **options)
-    operands = tables, layer, ids, weights, records
+    ids, weights = route(logits, *operands, rule=rule, implementation=implementation)
+    given = tables, layer, ids, weights, records
     options = {"versions": versions, "implementation": implementation}
-    return (ids, weights, *plan_routed(*operands, **options))
+    return (ids, weights, *plan_routed(*given, **options))
 
 
 def route_and_list(
     logits: Float[Array, "*S T E"],
-    valid: Bool[Array, " T"],
-    correction: Float[Array, "L E"] | None,
-    i: Int[Array, ""] | int,
+    operands: RouteOperands,
     records: Int[Array, "M W"],
     layer: Int[Array, ""] | int,
     counters: Int[Array, " C"] | None = None,
@@ -126,9 +132,9 @@ def route_and_list(
     planned: (ids, weights, records, active, count, counters).
 
     records: a layer's row has the ids and then the bits of the weights, W = 2·T·K; written in place
-    when donated. i: the layer that `correction` is indexed by; layer: the one of records. active:
-    the first `count` are different experts, ascending, all that some row chose among them.
-    Those of a kernel may be all E, where there are as many pairs. counters: zeros, given back as
+    when donated. layer: the one of records. active: the first `count` are different experts,
+    ascending, all that some row chose among them. Those of a kernel may be all E, where there are
+    as many pairs. counters: zeros, given back as
     zeros, in which a kernel's programs find out which is the last; None: it makes its own.
 
     Raises as route, and ValueError for records of another width and for other counters.
@@ -136,10 +142,9 @@ def route_and_list(
     pairs = logits.shape[-2] * rule.top_k
     _check_kept(records, counters, pairs)
     if implementation in LISTED:
-        _check(logits, correction, rule)
-        operands = logits, valid, correction, i, records, layer, counters
-        return LISTED[implementation](*operands, rule=rule)
-    ids, weights = route(logits, valid, correction, i, rule=rule, implementation=implementation)
+        _check(logits, operands.correction, rule)
+        return LISTED[implementation](logits, operands, records, layer, counters, rule=rule)
+    ids, weights = route(logits, *operands, rule=rule, implementation=implementation)
     row = record(ids, weights, jnp.zeros(0, jnp.int32))
     records = lax.dynamic_update_index_in_dim(records, row, layer, 0)
     active = active_experts(ids, jnp.ones(logits.shape[-1], bool))
@@ -152,9 +157,7 @@ def norm_route_and_list(
     norm_weights: Float[Array, "L D"],
     eps: float,
     weights: Float[Array, "L E D"],
-    valid: Bool[Array, " T"],
-    correction: Float[Array, "L E"] | None,
-    i: Int[Array, ""] | int,
+    operands: RouteOperands,
     records: Int[Array, "M W"],
     layer: Int[Array, ""] | int,
     counters: Int[Array, " C"] | None = None,
@@ -180,8 +183,7 @@ def norm_route_and_list(
     records, active, count, counters), in their bits.
 
     Where all three are kernels, there are counters and the rows are few (`normed.routes_last`) it
-    is one launch, the last program of which routes. i: the layer of norm_weights, weights and
-    correction; layer: the one of records. Other arguments and errors: as of both.
+    is one launch, the last program of which routes. Other arguments and errors: as of both.
     """
     options = {"row_tile": row_tile, "tiles": tiles, "squares": squares, "shared_kib": shared_kib}
     kernels = implementation == linear_implementation == norm_implementation == "pallas"
@@ -191,20 +193,21 @@ def norm_route_and_list(
         and counters is not None
         and routes_last(x.shape[0], experts, hidden, weights.dtype, rule)
     ):
-        _check(jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), x.dtype), correction, rule)
+        logits = jax.ShapeDtypeStruct((x.shape[0], experts), x.dtype)
+        _check(logits, operands.correction, rule)
         _check_kept(records, counters, x.shape[0] * rule.top_k)
         norm, options = norm_operands(x, norm_weights, eps, weights, **options)
-        operands = norm, weights, valid, correction, i, records, layer, counters
-        return norm_route_listed(x, *operands, rule=rule, **options)
+        given = x, norm, weights, operands, records, layer, counters
+        return norm_route_listed(*given, rule=rule, **options)
     normed, logits = norm_linear_parts(
-        *(x, norm_weights, eps, weights, i),
+        *(x, norm_weights, eps, weights, operands.stack_layer),
         implementation=linear_implementation,
         norm_implementation=norm_implementation,
         **options,
     )
     normed, logits = lax.optimization_barrier((normed, logits))
-    operands = logits, valid, correction, i, records, layer, counters
-    return normed, *route_and_list(*operands, rule=rule, implementation=implementation)
+    given = logits, operands, records, layer, counters
+    return normed, *route_and_list(*given, rule=rule, implementation=implementation)
 
 
 def _check_kept(records, counters, pairs):

@@ -5,6 +5,7 @@ very many rows: for steps that need no plan."""
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,62 +36,61 @@ def tile_of(tokens: int, experts: int, rule: RouteRule) -> tuple[int, int] | Non
     return (rows, warps) if tokens <= MOST_ROWS and fits and rule.groups == 1 else None
 
 
-def route_listed(logits, valid, correction, i, records, layer, counters=None, *, rule):
+class Routed(NamedTuple):
+    """Refs to what a kernel that lists experts writes, as of route_and_list."""
+
+    ids: Any
+    weights: Any
+    records: Any
+    active: Any
+
+
+def route_listed(logits, operands, records, layer, counters=None, *, rule):
     """As route_and_list of the api."""
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
     (tokens, experts), top_k = logits.shape[-2:], rule.top_k
     tile, many = tile_of(tokens, experts, rule), configuration()
     rows, warps = (many.rows, many.num_warps) if tile is None else tile
+    valid, correction, i = operands
     corrections = () if correction is None else (scalar(i), correction)
     programs, place = pl.cdiv(tokens, rows), 3 + len(corrections)
     flags = pl.next_power_of_2(programs), pl.next_power_of_2(experts)
-    outs = [((tokens, top_k), jnp.int32), ((tokens, top_k), jnp.float32)]
-    outs += [(records.shape, records.dtype), ((experts,), jnp.int32)]
     few = flags[0] * flags[1] <= MOST_FLAGS or tokens * top_k < experts
     by_last = programs > 1 and few
     lists = programs == 1 or by_last
     own = jnp.zeros(1, jnp.int32) if counters is None else counters
-    outs += [((1,), jnp.int32)] * lists
+    outs = [((1,), jnp.int32)] * lists
     outs += [(own.shape, jnp.int32), (flags, jnp.int32)] * by_last
-    ids, weights, records, active, *found = triton_call(
+    (ids, weights, records, active), *found = triton_call(
         functools.partial(_kernel, rows=rows, rule=rule, lists=lists, by_last=by_last),
         name="route_list_last" if by_last else "route_list" if lists else "route_record",
         grid=(programs,),
-        out_shape=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
+        out_shape=(
+            shapes_routed(tokens, experts, top_k, records),
+            *(jax.ShapeDtypeStruct(*out) for out in outs),
+        ),
         num_warps=warps,
         num_stages=many.num_stages,
         aliases={place: 2} | ({place + 1: 5} if by_last else {}),
     )(
         scalar(layer),
-        logits.astype(jnp.float32),
-        valid,
-        corrections,
-        records,
-        (own,) if by_last else (),
+        (logits.astype(jnp.float32), valid, corrections),
+        (records, *((own,) if by_last else ())),
     )
     count = found[0][0] if lists else jnp.int32(experts)
     after = found[1] if by_last and counters is not None else counters
     return ids, weights, records, active, count, after
 
 
-def _kernel(
-    layer,
-    logits,
-    valid,
-    correction,
-    _records,
-    _counters,
-    ids,
-    weights,
-    records,
-    active,
-    *more,
-    rows,
-    rule,
-    lists,
-    by_last,
-):
+def shapes_routed(tokens: int, experts: int, top_k: int, records: jax.Array) -> Routed:
+    pairs = tokens, top_k
+    shapes = pairs, pairs, records.shape, (experts,)
+    dtypes = jnp.int32, jnp.float32, records.dtype, jnp.int32
+    return Routed(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+
+
+def _kernel(layer, given, _, routed, *more, rows, rule, lists, by_last):
     """Program i: tokens [i · rows, (i + 1) · rows). One program lists the active experts, or of
     several with flags the last one to come, by what all have noted there. more: the count where it
     lists, then counters and flags.
@@ -100,9 +100,9 @@ def _kernel(
     rank. One program alone, the first or with flags the last, writes `active`, in which each expert
     has an element of its own, and its count.
     """
-    tokens, experts = logits.shape[-2:]
+    (tokens, experts), active = given[0].shape[-2:], routed.active
     row = pl.program_id(0) * rows + jnp.arange(rows)
-    used = keep(logits, valid, correction, layer, ids, weights, records, row, rule)
+    used = keep(given, layer, routed, row, rule)
     expert = jnp.arange(pl.next_power_of_2(experts))
     if by_last:
         counters, flags = more[1:]
@@ -125,10 +125,11 @@ def _kernel(
             plgpu.store(active.at[expert], expert, mask=expert < experts)
 
 
-def keep(logits, valid, correction, layer, ids, weights, records, row, rule):
+def keep(given, layer, routed, row, rule):
     """Routes the tokens of int32[rows] `row` and writes their rows of ids and weights, and of the
     layer's record. Returns int32[E], E rounded up to a power of two: 1 for experts that one of them
-    chose. correction: as of chosen."""
+    chose. given: logits, valid and correction, as of chosen."""
+    (logits, valid, correction), (ids, weights, records, _) = given, routed
     tokens, top_k = logits.shape[-2], rule.top_k
     found: Chosen = chosen(logits, valid, correction, row, rule)
     place = row[:, None], found.rank

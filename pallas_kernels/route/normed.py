@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.linear.pallas_triton import Last, Norm, norm_linear_parts_then, parts_of
-from pallas_kernels.route.listed import MOST_ROWS, keep, list_active
+from pallas_kernels.route.listed import MOST_ROWS, Routed, keep, list_active, shapes_routed
 from pallas_kernels.route.pallas_triton import why_not_pallas
 from pallas_kernels.route.planned import MOST_SCORES
 from pallas_kernels.route.rule import RouteRule
@@ -35,20 +35,19 @@ def routes_last(
 
 
 def norm_route_listed(
-    x, norm: Norm, weights, valid, correction, i, records, layer, counters, *, rule, **options
+    x, norm: Norm, weights, operands, records, layer, counters, *, rule, **options
 ):
     """As norm_route_and_list of the api, of what routes_last says. options: of
     norm_linear_parts_then."""
-    tokens, experts, top_k = x.shape[0], weights.shape[1], rule.top_k
-    shapes = [((tokens, top_k), jnp.int32), ((tokens, top_k), jnp.float32)]
-    shapes += [(records.shape, records.dtype), ((experts,), jnp.int32), ((1,), jnp.int32)]
+    tokens, (valid, correction, i) = x.shape[0], operands
+    shapes = shapes_routed(tokens, weights.shape[1], rule.top_k, records)
     corrections = () if correction is None else (scalar(i), correction)
     last = Last(
         name="norm_route_list",
         run=functools.partial(_route, rule=rule),
         counters=counters,
         operands=(records, scalar(layer), valid, corrections),
-        out_shape=tuple(jax.ShapeDtypeStruct(*each) for each in shapes),
+        out_shape=(*shapes, jax.ShapeDtypeStruct((1,), jnp.int32)),
         aliases={0: 2},
         num_warps=warps_of(tokens),
     )
@@ -65,7 +64,8 @@ def _route(logits, operands, results, *, rule):
     listed._kernel.
     """
     _records, layer, valid, correction = operands
-    ids, weights, records, active, number = results
-    row = jnp.arange(pl.next_power_of_2(ids.shape[0]))
-    used = keep(logits, valid, correction, layer, ids, weights, records, row, rule)
-    list_active(used, active, number)
+    *routed, number = results
+    routed = Routed(*routed)
+    row = jnp.arange(pl.next_power_of_2(routed.ids.shape[0]))
+    used = keep((logits, valid, correction), layer, routed, row, rule)
+    list_active(used, routed.active, number)

@@ -38,19 +38,18 @@ def rows_of(tokens: int, cells: int, experts: int, rule: RouteRule) -> int | Non
     return rows if tokens <= MOST_ROWS and fits and rule.groups == 1 else None
 
 
-def route_planned(logits, valid, correction, i, tables, layer, records, *, rule, versions):
+def route_planned(logits, operands, tables, layer, records, *, rule, versions):
     """As route_and_plan of the api."""
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
     (tokens, experts), top_k = logits.shape[-2:], rule.top_k
     rows = rows_of(tokens, tables.owner.shape[1], experts, rule)
-    operands = [logits.astype(jnp.float32), valid]
-    operands += [] if correction is None else [scalar(i), correction]
-    kernel = functools.partial(
-        _kernel, rows=rows, rule=rule, given=len(operands), versions=versions
-    )
+    valid, correction, i = operands
+    given = [logits.astype(jnp.float32), valid]
+    given += [] if correction is None else [scalar(i), correction]
+    kernel = functools.partial(_kernel, rows=rows, rule=rule, given=len(given), versions=versions)
     tables, (records, _, ids, weights), parts = call_plan(
-        *(kernel, tables, layer, operands, records),
+        *(kernel, tables, layer, given, records),
         name="route_plan",
         more=(
             jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.fill import pallas_triton
+from pallas_kernels.fill import Fills, pallas_triton
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.records.versions import stored_in_part
 from pallas_kernels.stage.admission import Cells, Residency, admit
@@ -44,7 +44,7 @@ def stage(arena, tables, stores, layer, entries, *, formats):
         *(tables.cell_row, tables.cell_version, tables.clock),
         *updated,
     ]
-    *updated, done, expert, row, version, moves = triton_call(
+    *updated, done, expert, row, version, number = triton_call(
         functools.partial(_admit, versions=len(stores), partial=partial),
         name="stage",
         grid=(1,),
@@ -57,7 +57,8 @@ def stage(arena, tables, stores, layer, entries, *, formats):
         num_stages=config.num_stages,
         aliases={len(operands) - len(updated) + i: i for i in range(len(updated))},
     )(*operands)
-    arena = pallas_triton.fill(arena, stores, layer, expert, row, version, moves, formats=formats)
+    fills = Fills(expert, row, version, number)
+    arena = pallas_triton.fill(arena, stores, layer, fills, formats=formats)
     return arena, tables._replace(**dict(zip(UPDATED, updated, strict=True))), done
 
 

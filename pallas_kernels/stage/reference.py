@@ -1,6 +1,7 @@
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fill.api import Fills
 from pallas_kernels.fill.reference import fill as fill_cells
 from pallas_kernels.plan.listing import count, places
 from pallas_kernels.records.versions import stored_in_part
@@ -14,7 +15,8 @@ def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
     place = places(done)
     fields = entries.expert, cell_row[entries.cell], entries.version
     expert, row, version = (field.at[place].set(field) for field in fields)
-    arena = fill(arena, stores, layer, expert, row, version, count(done), formats=formats)
+    moved = Fills(expert, row, version, count(done))
+    arena = fill(arena, stores, layer, moved, formats=formats)
     return arena, tables, done.astype(jnp.int32)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_write import KVPage, kv_write
-from pallas_kernels.paged_attention import decode_attention, prefill_attention, write_and_attend
+from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Chunks,
+    decode_attention,
+    prefill_attention,
+    write_and_attend,
+)
 from pallas_kernels.verification.check import (
     Check,
     ModelShape,
@@ -81,39 +87,26 @@ class Pages:
         return jax.lax.dynamic_update_slice(whole, bits, (self.unused, 0))
 
 
-def _projected(shape: ModelShape, tokens: int) -> tuple:
-    """qkv, the norms of q and k or None, and frequencies."""
+def _projected(shape: ModelShape, tokens: int) -> ProjectedHeads:
     columns = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     inverse = 1e4 ** (-jnp.arange(shape.head_dim // 2) / (shape.head_dim // 2))
-    norms = (None, None)
+    q_norm = k_norm = None
     if shape.qk_norm:
-        norms = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
-    return draw(0, (tokens, columns), shape.dtype), *norms, inverse
+        q_norm, k_norm = (draw(i, (2, shape.head_dim), shape.dtype) for i in (1, 2))
+    qkv = draw(0, (tokens, columns), shape.dtype)
+    return ProjectedHeads(qkv, q_norm, k_norm, jnp.int32(1), inverse)
 
 
 def _kv_write_check(pages: Pages) -> Check:
     shape = pages.shape
 
     def operands():
-        return *_projected(shape, 33), pages.table()
+        return _projected(shape, 33), pages.table()
 
-    def written(name, arena, qkv, q_norm, k_norm, inverse, table):
-        positions, at = pages.written(table)
-        q, result = kv_write(
-            qkv,
-            q_norm,
-            k_norm,
-            jnp.int32(1),
-            positions,
-            inverse,
-            arena,
-            at,
-            jnp.int32(1),
-            page=pages.page,
-            attention_factor=1.0,
-            eps=1e-6,
-            implementation=name,
-        )
+    def written(name, arena, heads, table):
+        places = KVPlaces(*pages.written(table), jnp.int32(1))
+        options = WriteOptions(pages.page, 1.0, 1e-6, implementation=name)
+        q, result = kv_write(heads, arena, places, options)
         return result, q
 
     what = pages.what if shape.qk_norm else f"{pages.what} no norms"
@@ -127,38 +120,30 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
     shape = pages.shape
 
     def operands():
-        return *_projected(shape, 4), pages.table()
+        return _projected(shape, 4), pages.table()
 
-    def attended(name, arena, qkv, q_norm, k_norm, inverse, table):
+    def attended(name, arena, heads, table):
         results = []
         for window in _windows(shape):
-            given = qkv, q_norm, k_norm, inverse, table
-            arena, out, *counted = within(name, window, arena, *given)
+            arena, out, *counted = within(name, window, arena, heads, table)
             arena = behind(arena, out, name)
             results += [out, *counted]
         return arena, *results
 
-    def within(name, window, arena, qkv, q_norm, k_norm, inverse, table):
+    def within(name, window, arena, heads, table):
         last = jnp.asarray(positions, jnp.int32)
         block = jnp.maximum(last, 0) // shape.block_size
         at = jnp.where(last < 0, -1, table[jnp.arange(4), block])
-        numbers = last, inverse, arena, at, jnp.int32(1)
-        op = functools.partial(
-            write_and_attend,
-            block_table=table,
-            lengths=last + 1,
-            page=pages.page,
-            attention_factor=1.0,
-            eps=1e-6,
-            window=window,
-            implementations=(name, name),
-            shared_kib=shared_kib,
-        )
+        where = KVPlaces(last, at, jnp.int32(1)), table, last + 1
+        options: dict[str, Any] = {
+            "write": WriteOptions(pages.page, 1.0, 1e-6, implementation=name),
+            "read": AttentionOptions(pages.page, window, None, name, shared_kib),
+        }
         counters = jnp.zeros(4 * shape.kv_heads, jnp.int32)
-        out, result, _ = op(qkv, q_norm, k_norm, jnp.int32(1), *numbers)
+        out, result, _ = write_and_attend(heads, arena, *where, **options)
         # On its result, since XLA would copy an arena that both write.
-        numbers = *numbers[:2], behind(result, out, name), *numbers[3:]
-        again, result, after = op(qkv, q_norm, k_norm, jnp.int32(1), *numbers, counters)
+        arena = behind(result, out, name)
+        again, result, after = write_and_attend(heads, arena, *where, counters, **options)
         return result, out, same_rows(again, out), after
 
     what = f"decode and write {pages.what} window {shape.window} {shared_kib} KiB"
@@ -171,8 +156,10 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
 
 
 def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
-    shape, page = pages.shape, pages.page
-    options = {"page": page, "shared_kib": shared_kib}
+    shape = pages.shape
+
+    def options(name: str, window: int | None) -> AttentionOptions:
+        return AttentionOptions(pages.page, window, None, name, shared_kib)
 
     def queries(count: int):
         size = count, shape.heads, shape.head_dim
@@ -181,25 +168,17 @@ def _attention_checks(pages: Pages, shared_kib: int) -> Iterator[Check]:
     def decoded(name, q, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
         given = q, arena, table, lengths, jnp.int32(1)
-        return [
-            decode_attention(*given, **options, window=window, implementation=name)
-            for window in _windows(shape)
-        ]
+        return [decode_attention(*given, options(name, window)) for window in _windows(shape)]
 
     what = f"decode {pages.what} window {shape.window} {shared_kib} KiB"
     yield make_check("paged_attention", what, shape.dtype, queries(4), decoded, wide=pages.wide)
 
     def prefilled(name, q, arena, table):
         start, length = jnp.asarray([0, 64, 640, 0]), jnp.asarray([64, 64, 17, 1])
-        chunks = jnp.asarray([0, 0, 2, 3]), start, length, jnp.int32(4)
+        chunks = Chunks(jnp.asarray([0, 0, 2, 3]), start, length, jnp.int32(4))
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
         every = [
-            prefill_attention(
-                *(q, arena, table, *chunks, jnp.int32(1)),
-                **options,
-                window=window,
-                implementation=name,
-            )
+            prefill_attention(q, arena, table, chunks, jnp.int32(1), options(name, window))
             for window in _windows(shape)
         ]
         return [jnp.where(real[:, None], out, 0) for out in every]

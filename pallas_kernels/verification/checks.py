@@ -22,11 +22,7 @@ def checks(shape: ModelShape, ops: Ops, wide_bytes: int = WIDE_BYTES) -> list[Ch
     offsets."""
     # Products of equal sizes are one check.
     every = {check.key: check for check in _all(shape, ops, wide_bytes)}
-    return [check for check in every.values() if _runs(check, ops)]
-
-
-def _runs(check: Check, ops: Ops) -> bool:
-    return all(getattr(ops, op) == "pallas" for op in (check.op, *check.beside))
+    return [check for check in every.values() if ops.are_kernels(check.op, *check.beside)]
 
 
 def _all(shape: ModelShape, ops: Ops, wide_bytes: int) -> Iterator[Check]:

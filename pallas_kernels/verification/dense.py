@@ -28,7 +28,13 @@ from pallas_kernels.linear.pallas_triton import NORMED_ROWS, configuration, part
 from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm, tile_squares
-from pallas_kernels.route import norm_route_and_list, route, route_and_list, route_and_plan
+from pallas_kernels.route import (
+    RouteOperands,
+    norm_route_and_list,
+    route,
+    route_and_list,
+    route_and_plan,
+)
 from pallas_kernels.route.normed import routes_last
 from pallas_kernels.route.planned import MOST_ROWS, rows_of
 from pallas_kernels.verification.check import (
@@ -336,7 +342,7 @@ def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
         records, i = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32), jnp.int32(1)
         counters = jnp.zeros(1, jnp.int32)
         ids, weights, records, active, count, counters = route_and_list(
-            *(logits, valid, correction, i, records, i, counters),
+            *(logits, RouteOperands(valid, correction, i), records, i, counters),
             rule=shape.rule,
             implementation=name,
         )
@@ -369,7 +375,7 @@ def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> C
         records = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32)
         layer, i, counters = jnp.int32(1), jnp.int32(0), jnp.zeros(1, jnp.int32)
         names = {"norm_implementation": name, "shared_kib": shared_kib, "squares": squares}
-        given = valid, correction, i, records, layer, counters
+        given = RouteOperands(valid, correction, i), records, layer, counters
         routing = {"rule": shape.rule, "implementation": name}
         got = norm_route_and_list(
             *(x, norm, 1e-6, weights, *given), **routing, linear_implementation=name, **names
@@ -402,7 +408,8 @@ def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check
         def step(carry, given):
             (tables, records), (logits, valid) = carry, given
             ids, weights, *carry, work = route_and_plan(
-                *(logits, valid, correction, jnp.int32(1), tables, jnp.int32(1), records),
+                *(logits, RouteOperands(valid, correction, jnp.int32(1))),
+                *(tables, jnp.int32(1), records),
                 rule=shape.rule,
                 versions=versions,
                 implementation=name,

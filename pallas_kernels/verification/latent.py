@@ -7,8 +7,14 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from pallas_kernels.head_linear import head_linear
-from pallas_kernels.latent_write import latent_write
-from pallas_kernels.paged_attention import decode_attention, prefill_attention
+from pallas_kernels.kv_write import KVPlaces, WriteOptions
+from pallas_kernels.latent_write import LatentHeads, latent_write
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Chunks,
+    decode_attention,
+    prefill_attention,
+)
 from pallas_kernels.verification.attention import Pages
 from pallas_kernels.verification.check import Check, ModelShape, draw, make_check
 from pallas_kernels.verification.dense import ROW_TILES, product_rows
@@ -60,32 +66,19 @@ def _latent_write_check(pages: Pages) -> Check:
     rope = shape.head_dim - shape.latent
 
     def operands():
-        return (
+        heads = LatentHeads(
             draw(0, (33, shape.head_dim), shape.dtype),
             draw(1, (2, shape.latent), shape.dtype),
+            jnp.int32(1),
             draw(2, (33, shape.heads, rope), shape.dtype),
             1e4 ** (-jnp.arange(rope // 2) / (rope // 2)),
-            pages.table(),
         )
+        return heads, pages.table()
 
-    def written(name, arena, kv, norm, q_rope, inverse, table):
-        positions, at = pages.written(table)
-        q, result = latent_write(
-            kv,
-            norm,
-            jnp.int32(1),
-            q_rope,
-            positions,
-            inverse,
-            arena,
-            at,
-            jnp.int32(1),
-            page=pages.page,
-            attention_factor=1.1,
-            eps=1e-6,
-            interleave=shape.interleave,
-            implementation=name,
-        )
+    def written(name, arena, heads, table):
+        places = KVPlaces(*pages.written(table), jnp.int32(1))
+        options = WriteOptions(pages.page, 1.1, 1e-6, shape.interleave, name)
+        q, result = latent_write(heads, arena, places, options)
         return result, q
 
     what = f"{pages.what} {'pairs' if shape.interleave else 'halves'}"
@@ -105,17 +98,16 @@ def _queries(pages: Pages, count: int):
     )
 
 
-def _options(pages: Pages, name: str) -> dict:
+def _options(pages: Pages, name: str) -> AttentionOptions:
     scale = pages.shape.head_dim**-0.5
-    window = pages.shape.window
-    return {"page": pages.page, "window": window, "scale": scale, "implementation": name}
+    return AttentionOptions(pages.page, pages.shape.window, scale, name)
 
 
 def _decode_check(pages: Pages) -> Check:
     def decoded(name, q, q_rope, arena, table):
         lengths = jnp.asarray([1, 0, 65, 1000], jnp.int32)
         options = _options(pages, name)
-        return decode_attention(q, arena, table, lengths, jnp.int32(1), q_rope=q_rope, **options)
+        return decode_attention(q, arena, table, lengths, jnp.int32(1), options, q_rope)
 
     what = f"decode {pages.what} window {pages.shape.window}"
     queries, dtype = _queries(pages, 4), pages.shape.dtype
@@ -127,9 +119,9 @@ def _prefill_check(pages: Pages) -> Check:
         row, start, length = (
             jnp.asarray(numbers) for numbers in ([0, 0, 2, 3], [0, 64, 640, 0], [64, 64, 17, 1])
         )
-        numbers = row, start, length, jnp.int32(4), jnp.int32(1)
+        chunks = Chunks(row, start, length, jnp.int32(4))
         options = _options(pages, name)
-        out = prefill_attention(q, arena, table, *numbers, q_rope=q_rope, **options)
+        out = prefill_attention(q, arena, table, chunks, jnp.int32(1), options, q_rope)
         real = (jnp.arange(64) < length[:, None]).reshape(-1)
         return jnp.where(real[:, None], out, 0)
 

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.combine import combine_and_count, combine_with_squares
 from pallas_kernels.dispatch import Ops
-from pallas_kernels.expert_ffn import Combined, Epilogue, counters_size, expert_ffn
-from pallas_kernels.fill import fill
+from pallas_kernels.expert_ffn import (
+    Combined,
+    Epilogue,
+    ExpertBatch,
+    ExpertOptions,
+    ExpertPlaces,
+    counters_size,
+    expert_ffn,
+)
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill_ffn import fill_ffn, why_not_pallas
 from pallas_kernels.linear import normalises_within
 from pallas_kernels.move import Moves, move
@@ -142,6 +150,17 @@ class _Records:
         ids = jax.lax.top_k(scores, self.shape.rule.top_k)[1]
         return jnp.where(jnp.arange(tokens)[:, None] % 5 == 3, experts, ids)
 
+    def options(self, name: str, shared_kib: int, row_tile: int) -> ExpertOptions:
+        """Those of an implementation."""
+        return ExpertOptions(self.shape.activation, row_tile, self.given, name, shared_kib)
+
+    def places(self, stores: tuple[jax.Array, ...], cells: jax.Array) -> ExpertPlaces:
+        """Where experts are. cells: as of `cells`."""
+        table, layer = (self.layers, self.experts), self.layer
+        address = jnp.full(table, -1, jnp.int32).at[layer].set(cells)
+        version = jnp.zeros(table, jnp.int32).at[layer].set(self.version_of)
+        return ExpertPlaces(stores, layer, address, version)
+
     def changed(self) -> dict[str, Any]:
         """Keywords of make_check for an op that changes an empty arena."""
         seen = lambda arena: arena[self.first :]  # noqa: E731
@@ -169,9 +188,9 @@ def _copy_checks(records: _Records) -> Iterator[Check]:
         expert = jnp.append(jnp.arange(count, dtype=jnp.int32)[::-1], jnp.asarray([count, -1]))
         row = jnp.append(cell_row[: count + 1], -1)
         version = jnp.append(records.version_of[expert[:-1]], 0)
-        work = expert, row, version, jnp.int32(count + 1)
+        fills = Fills(expert, row, version, jnp.int32(count + 1))
         options = {"formats": records.given, "implementation": name}
-        return (fill(arena, stores, records.layer, *work, **options),)
+        return (fill(arena, stores, records.layer, fills, **options),)
 
     given: dict[str, Any] = records.changed() | {"stores": records.stores}
     yield make_check("fill", records.what, "uint16", tuple, filled, **given)
@@ -220,8 +239,14 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
         return records.held(), x, records.routed(tokens)
 
     def computed(name, stores, arena, x, ids):
-        of = functools.partial(_experts, records, shared_kib, name, stores, arena)
-        return tuple(of(x[:n], ids[:n], min(n, row_tile)) for n in together(tokens))
+        return tuple(
+            _experts(
+                records,
+                records.options(name, shared_kib, min(n, row_tile)),
+                *(stores, arena, x[:n], ids[:n]),
+            )
+            for n in together(tokens)
+        )
 
     rows = together(tokens) if row_tile == DECODE_ROWS else ()
     what = f"{records.what} {shape.activation} top {k} tokens {tokens} rows {row_tile}"
@@ -245,10 +270,10 @@ def _combined_check(records: _Records, shared_kib: int, tokens: int, squares: bo
         )
 
     def of(name, stores, arena, x, ids, residual, weights):
-        experts = functools.partial(_experts, records, shared_kib, name, stores, arena)
-        row_tile = min(len(x), DECODE_ROWS)
+        options = records.options(name, shared_kib, min(len(x), DECODE_ROWS))
+        experts = functools.partial(_experts, records, options, stores, arena, x, ids)
         epilogue = _epilogue(records, residual, weights, squares)
-        both, y = experts(x, ids, row_tile, epilogue), experts(x, ids, row_tile)
+        both, y = experts(epilogue), experts()
         return *both[:4], same_rows(both.y, y), *_as_combined(name, both, y, epilogue)
 
     what = f"{records.what} {_combined_name(shape, k, squares)} tokens {tokens} {shared_kib} KiB"
@@ -296,37 +321,19 @@ def _as_combined(
 
 def _experts(
     records: _Records,
-    shared_kib: int,
-    name: str,
+    options: ExpertOptions,
     stores: tuple[jax.Array, ...],
     arena: jax.Array,
     x: jax.Array,
     ids: jax.Array,
-    row_tile: int,
     epilogue: Epilogue | None = None,
 ) -> Any:
     """expert_ffn of the experts that are used."""
-    experts, layer = records.experts, records.layer
-    table = records.layers, experts
-    used = _used(ids, experts)
-    return expert_ffn(
-        jnp.zeros((ids.size, x.shape[1]), jnp.float32),
-        x,
-        ids,
-        arena,
-        stores,
-        layer,
-        jnp.full(table, -1, jnp.int32).at[layer].set(records.cells()),
-        jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
-        _listed(used),
-        jnp.sum(used, dtype=jnp.int32),
-        activation=records.shape.activation,
-        row_tile=row_tile,
-        formats=records.given,
-        implementation=name,
-        shared_kib=shared_kib,
-        epilogue=epilogue,
-    )
+    used = _used(ids, records.experts)
+    y = jnp.zeros((ids.size, x.shape[1]), jnp.float32)
+    places = records.places(stores, records.cells())
+    batch = ExpertBatch(_listed(used), jnp.sum(used, dtype=jnp.int32), ids, x)
+    return expert_ffn(y, arena, batch, places, options, epilogue)
 
 
 def _used(ids: jax.Array, experts: int) -> jax.Array:
@@ -352,8 +359,9 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
     def computed(name, arena, stores, x, ids):
         results = []
         for place, rows in enumerate(together(tokens), 1):
+            options = records.options(name, shared_kib, min(rows, DECODE_ROWS))
             given = x[:rows], ids[:rows], place
-            arena, y = _fill_experts(records, shared_kib, name, arena, stores, *given)
+            arena, y = _fill_experts(records, options, arena, stores, *given)
             arena = behind(arena, y, name)
             results.append(y)
         return arena, *results
@@ -378,8 +386,9 @@ def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, square
         for place, rows in enumerate(together(tokens), 1):
             x, ids, residual, weights = (array[:rows] for array in every)
             epilogue = _epilogue(records, residual, weights, squares)
+            options = records.options(name, shared_kib, min(rows, DECODE_ROWS))
             given = x, ids, place, epilogue
-            arena, both = _fill_experts(records, shared_kib, name, arena, stores, *given)
+            arena, both = _fill_experts(records, options, arena, stores, *given)
             arena = behind(arena, both.y, name)
             results += *both[:4], *_as_combined(name, both, both.y, epilogue)
         return arena, *results
@@ -392,8 +401,7 @@ def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, square
 
 def _fill_experts(
     records: _Records,
-    shared_kib: int,
-    name: str,
+    options: ExpertOptions,
     arena: jax.Array,
     stores: tuple[jax.Array, ...],
     x: jax.Array,
@@ -403,37 +411,20 @@ def _fill_experts(
 ) -> Any:
     """fill_ffn of the experts that are used: the second of each version gets a cell that is empty
     still, the place-th of the arena."""
-    experts, count, layer = records.experts, records.count, records.layer
+    experts, count = records.experts, records.count
     row = records.cell_row[place * count : (place + 1) * count] if place < 3 else records.free_row
     expert, used = jnp.arange(experts), _used(ids, experts)
     filled = used & (expert // count == 1)
     moved = _listed(filled)[:count]
     rows = row[jnp.clip(expert - count, 0, count - 1)]
     cells = jnp.where(filled, rows, records.cells())
-    table = records.layers, experts
 
     def padded(listed):
         return jnp.append(listed, jnp.full(experts - count, -1, jnp.int32))
 
-    return fill_ffn(
-        jnp.zeros((ids.size, x.shape[1]), jnp.float32),
-        x,
-        ids,
-        arena,
-        stores,
-        layer,
-        jnp.full(table, -1, jnp.int32).at[layer].set(cells),
-        jnp.zeros(table, jnp.int32).at[layer].set(records.version_of),
-        _listed(used),
-        jnp.sum(used, dtype=jnp.int32),
-        padded(moved),
-        padded(rows[moved]),
-        padded(records.version_of[moved]),
-        jnp.sum(filled, dtype=jnp.int32),
-        activation=records.shape.activation,
-        row_tile=min(len(x), DECODE_ROWS),
-        formats=records.given,
-        implementation=name,
-        shared_kib=shared_kib,
-        epilogue=epilogue,
-    )
+    y = jnp.zeros((ids.size, x.shape[1]), jnp.float32)
+    places = records.places(stores, cells)
+    batch = ExpertBatch(_listed(used), jnp.sum(used, dtype=jnp.int32), ids, x)
+    listed = padded(moved), padded(rows[moved]), padded(records.version_of[moved])
+    fills = Fills(*listed, jnp.sum(filled, dtype=jnp.int32))
+    return fill_ffn(y, arena, batch, places, fills, options, epilogue)

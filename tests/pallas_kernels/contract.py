@@ -46,6 +46,18 @@ class Mutant:
     table: dict[str, Callable] | None = None
     of: str = "xla"
 
+    @classmethod
+    def in_record(cls, name: str, field: str, change: Callable, *rest: Any) -> Mutant:
+        """Of a field of the record, or of the options, that is the argument `name`."""
+
+        def changed(given):
+            fields = {field: change(getattr(given[name], field))}
+            options = dataclasses.is_dataclass(given[name])
+            replace = dataclasses.replace if options else type(given[name])._replace
+            return {name: replace(given[name], **fields)}
+
+        return cls(changed, *rest)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contract:
@@ -129,6 +141,12 @@ if jaxlib.__version__.startswith("0.10."):  # jaxlib 0.11 has it no more
     QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
+def implementations_of(static: dict) -> set:
+    """Those that static arguments name, themselves or in an op's options."""
+    named = (getattr(value, "implementation", None) for value in static.values())
+    return {static.get("implementation"), *named}
+
+
 @functools.cache
 def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
     """The op compiled as the engine compiles it; its kernels interpreted where there is no GPU."""
@@ -138,7 +156,7 @@ def compiled(op: Callable, donate: tuple[str, ...] = (), **static) -> Callable:
         with contextlib.nullcontext() if _on_gpu() else interpreted():
             return op(*args, **kwargs)
 
-    of_kernel = str(static.get("implementation", "")).startswith("pallas") and not _on_gpu()
+    of_kernel = "pallas" in implementations_of(static) and not _on_gpu()
     return jax.jit(
         functools.partial(traced, **static),
         donate_argnames=donate,

@@ -22,17 +22,16 @@ def write(op, page, place, position=3):
     """Writes a token's KV to an arena of 32 KV rows."""
     arena = jnp.zeros((16, 16), jnp.uint16)
     positions, pages = jnp.array([position], jnp.int32), jnp.array([place], jnp.int32)
-    given = dict(page=page, attention_factor=1.0, eps=1e-6, implementation="cpu")
+    places = kv_write.KVPlaces(positions, pages, 0)
+    options = kv_write.WriteOptions(page, 1.0, 1e-6, op == "latent_write", "cpu")
     if op == "kv_write":
         qkv, frequencies = jnp.ones((1, 24), jnp.bfloat16), jnp.ones(4)
-        return kv_write.kv_write(
-            *(qkv, None, None, 0, positions, frequencies, arena, pages, 0), **given
-        )
+        heads = kv_write.ProjectedHeads(qkv, None, None, 0, frequencies)
+        return kv_write.kv_write(heads, arena, places, options)
     kv, norm = jnp.ones((1, 8), jnp.bfloat16), jnp.ones((1, 4), jnp.bfloat16)
     q_rope = jnp.ones((1, 2, 4), jnp.bfloat16)
-    return latent_write.latent_write(
-        *(kv, norm, 0, q_rope, positions, jnp.ones(2), arena, pages, 0), interleave=True, **given
-    )
+    heads = latent_write.LatentHeads(kv, norm, 0, q_rope, jnp.ones(2))
+    return latent_write.latent_write(heads, arena, places, options)
 
 
 @pytest.mark.parametrize("op", PAGES)

@@ -8,7 +8,7 @@ import pytest
 from host_offload.memory.layout import PageLayout
 from host_offload.memory.swap import move_pages, read_pages, write_pages
 from pallas_kernels.cpu.arena import ArenaMemory, OwnedArena, move_rows, read_rows, write_rows
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 from tests.faults import delay_arena
 from tests.pallas_kernels.contract import NATIVE, pinned
 
@@ -38,8 +38,8 @@ def on(memory: ArenaMemory) -> OwnedArena:
 
 
 def filled(arena, *, row=8, expert=2, layer=1, version=0):
-    moves = ints(expert), ints(row), ints(version), np.int32(1)
-    return fill(arena, (pinned(STORE), pinned(STORE)), layer, *moves, implementation="cpu")
+    fills = Fills(ints(expert), ints(row), ints(version), np.int32(1))
+    return fill(arena, (pinned(STORE), pinned(STORE)), layer, fills, implementation="cpu")
 
 
 def test_writes_are_where_those_of_an_array_are(memory):
@@ -127,9 +127,9 @@ def test_more_memory_than_there_is_is_refused():
 
 
 def test_other_ops_do_not_take_it(memory):
-    moves = *map(jnp.array, (ints(2), ints(8), ints(0))), jnp.int32(1)
+    fills = Fills(*map(jnp.array, (ints(2), ints(8), ints(0))), jnp.int32(1))
     with pytest.raises(TypeError, match="OwnedArena"):
-        fill(on(memory), (pinned(STORE),), 1, *moves, implementation="xla")
+        fill(on(memory), (pinned(STORE),), 1, fills, implementation="xla")
 
 
 def test_a_read_that_a_write_overtakes_is_found(memory):
@@ -144,8 +144,8 @@ def test_a_read_that_a_write_overtakes_is_found(memory):
     def step(arena, x, dependent):
         (got,) = read_rows(arena, late(x), 8, width=HIDDEN)
         after = late(got[:1].reshape(1, 1).astype(jnp.float32)) if dependent else 0
-        moves = ints(2) + after, ints(8), ints(0), np.int32(1)
-        return fill(arena, (pinned(STORE),), 1, *moves, implementation="cpu"), got
+        fills = Fills(ints(2) + after, ints(8), ints(0), np.int32(1))
+        return fill(arena, (pinned(STORE),), 1, fills, implementation="cpu"), got
 
     x = jnp.ones((768, 768))
     for dependent in (True, False):

@@ -418,8 +418,8 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-HOST = ("stores", "store")
-"""Arguments of ops that lie in pinned host memory."""
+HOST = {"stores", "store"}
+"""Arguments of ops, and fields of records, that lie in pinned host memory."""
 
 
 _compiled: dict[Any, CompiledCall] = {}
@@ -441,8 +441,12 @@ def interpret(
     PTX of each kernel, for tests of this tool. launch: fields of machine.Launch.
     """
 
+    kib = shared_class(device_of(card))
     if "shared_kib" in inspect.signature(op).parameters:
-        static = {"shared_kib": shared_class(device_of(card)), **static}
+        static = {"shared_kib": kib, **static}
+    for name, value in static.items():
+        if hasattr(value, "shared_kib"):
+            static[name] = dataclasses.replace(value, shared_kib=kib)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(inspect.signature(op).bind_partial(*args, **kwargs).arguments)
@@ -451,12 +455,17 @@ def interpret(
             lambda given: op(**given, **static),
             (given,),
             donated=lambda path: path[1].key in donate,
-            on_host=lambda path: path[1].key in HOST,
+            on_host=lambda path: not HOST.isdisjoint(_names(path)),
             key=(op, repr(static)),
         )
         return compiled.run(given, launch=launch or {}, edit=edit)[0]
 
     return call
+
+
+def _names(path: tuple) -> list[str]:
+    """Of arguments and fields on the way to a leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -531,8 +540,7 @@ def patched(module: Any, **options: Any) -> Iterator[None]:
     it compiles, as ever. options: as interpret's."""
 
     def compiled(op: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
-        named = static.get("implementation"), *static.get("implementations", ())
-        if "pallas" not in named:
+        if "pallas" not in contract.implementations_of(static):
             return contract.compiled(op, donate, **static)
         return interpret(op, donate, **options, **static)
 

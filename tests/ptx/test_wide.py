@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from pallas_kernels.fill import fill
+from pallas_kernels.fill import Fills, fill
 from tests.ptx.memory import zeros
 from tests.ptx.parse import Fault
 from tests.ptx.program import interpret
@@ -24,10 +24,10 @@ def filled(edit=lambda ptx: ptx):
     store = zeros((LAYERS, EXPERTS, ROWS, HIDDEN), np.dtype(np.uint16))
     store[-1] = np.random.default_rng(0).integers(1, 1 << 16, store.shape[1:])
     row = (CELLS - 1) * ROWS
-    moves = (np.array(entry, np.int32) for entry in ([2, -1], [row, -1], [0, 0]))
+    moves = (np.array(entry, np.int32) for entry in ([2, -1], [row, -1], [0, 0], 1))
     run = interpret(fill, ("arena",), implementation="pallas", edit=edit)
     try:
-        changed = run(arena, (store,), np.int32(LAYERS - 1), *moves, np.int32(1))
+        changed = run(arena, (store,), np.int32(LAYERS - 1), Fills(*moves))
     except Fault as fault:
         return str(fault)
     return "" if np.array_equal(changed[row:], store[-1, 2]) else "wrong values"

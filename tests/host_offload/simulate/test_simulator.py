@@ -199,7 +199,10 @@ def test_other_models_and_versions_are_refused(trace):
         ({"eviction": "mru"}, "unknown eviction policy 'mru'"),
         ({"policies": [scripted(moments={Moment.ROUTED})]}, "which driver='device' lacks"),
         ({"policies": [scripted(needs={"kv_used"})]}, "needs 'kv_used', which step 0 does not say"),
-        ({"policies": [scripted(needs={"embedding"})]}, "record one with --trace DIR,arrays=embedding"),
+        (
+            {"policies": [scripted(needs={"embedding"})]},
+            "record one with --trace DIR,arrays=embedding",
+        ),
         ({"policies": [scripted(needs={"router"})]}, "needs 'router', which this Spec does not"),
     ],
 )

@@ -8,8 +8,8 @@ from pallas_kernels.expert_ffn import Epilogue, api, counters_size, expert_ffn
 from pallas_kernels.fill_ffn import api as fill_api
 from pallas_kernels.fill_ffn import fill_ffn
 from pallas_kernels.fill_ffn.specs import SPECS, Spec
-from tests.pallas_kernels.contract import Contract, compiled, draw, same_bits, stored
-from tests.pallas_kernels.ops.fill_ffn import ROW_TILE, case
+from tests.pallas_kernels.contract import Contract, compiled, draw, same_bits
+from tests.pallas_kernels.ops.fill_ffn import case
 
 COMBINED_SPECS = (
     *SPECS,
@@ -22,40 +22,22 @@ codes, and several tiles of columns, the last one masked."""
 
 
 def combined(
-    y,
-    index,
-    counters,
-    residual,
-    weights,
-    x,
-    ids,
-    arena,
-    stores,
-    experts,
-    moves,
-    *,
-    first_layer,
-    within,
-    formats,
-    implementation,
+    y, arena, index, counters, residual, batch, places, fills, *, first_layer, within, options
 ):
-    """Combined, of one op or of two. experts, moves: what experts there are, what fill_ffn moves;
-    without moves of expert_ffn."""
-    options = {"activation": "silu", "row_tile": ROW_TILE, "formats": formats}
-    options |= {"implementation": implementation}
+    """Combined, of one op or of two. residual: and weights. fills: what fill_ffn moves; without, it
+    is expert_ffn."""
+    residual, weights = residual
     epilogue = Epilogue(residual, weights, index, counters, first_layer, with_squares=True)
-    if within:
-        options["epilogue"] = epilogue
-    operands = y, x, ids, arena, stores, index[0] + first_layer, *experts
-    if moves is not None:
-        _, y = fill_ffn(*operands, *moves, **options)
+    operands = batch, places._replace(layer=index[0] + first_layer)
+    given = (options, epilogue) if within else (options,)
+    if fills is not None:
+        _, y = fill_ffn(y, arena, *operands, fills, *given)
     else:
-        y = expert_ffn(*operands, **options)
+        y = expert_ffn(y, arena, *operands, *given)
     if within:
         return y
-    rows = y.reshape(*weights.shape, -1)
-    made = combine_with_squares(residual, rows, weights, index, implementation=implementation)
-    out, squares, index = made
+    rows, name = y.reshape(*weights.shape, -1), options.implementation
+    out, squares, index = combine_with_squares(residual, rows, weights, index, implementation=name)
     return y, out, index, counters, squares
 
 
@@ -64,18 +46,17 @@ def check(spec, implementation, fills=False):
     residual = draw(rng, c.x.shape, spec.dtype)
     weights = rng.dirichlet(np.ones(spec.top_k), len(c.ids)).astype(np.float32)
     counters = np.zeros(counters_size(*c.x.shape), np.int32)
-    layer, *rest = c.arguments
-    experts, moves = rest[:4], rest[4:] if fills else None
-    stores = tuple(stored(store, implementation) for store in c.stores)
-    arena = c.arena if fills else c.filled
+    places, arena = c.places(implementation), c.arena if fills else c.filled
+    layer = places.layer
     found = []
     for within in (False, True):
         donate = ("y", "index", "counters")
-        static = {"first_layer": 1, "within": within, "formats": c.formats}
-        op = compiled(combined, donate=donate, **static, implementation=implementation)
+        static = {"first_layer": 1, "within": within, "options": c.options(implementation)}
+        op = compiled(combined, donate=donate, **static)
         counts = jnp.array([layer - 1], jnp.int32), jnp.array(counters)
-        operands = jnp.array(c.y), *counts, residual, weights, c.x, c.ids, jnp.array(arena)
-        found.append([np.asarray(a) for a in op(*operands, stores, experts, moves)])
+        operands = jnp.array(c.y), jnp.array(arena), *counts, (residual, weights)
+        given = c.batch, places._replace(layer=None), c.fills if fills else None
+        found.append([np.asarray(a) for a in op(*operands, *given)])
     for want, got in zip(*found, strict=True):
         same_bits(got, want)
     np.testing.assert_array_equal(found[1][2], [layer])
@@ -91,9 +72,8 @@ def refused(op, change):
     c = case(SPECS[0], 0)
     made = (jnp.zeros(shape, jnp.int32) for shape in shapes.values())
     epilogue = Epilogue(*made, first_layer=0)
-    arguments = c.arguments if op is fill_ffn else c.arguments[:5]
-    options = {"activation": "silu", "row_tile": ROW_TILE, "epilogue": epilogue}
-    return op(c.y, c.x, c.ids, c.arena, c.stores, *arguments, **options)
+    fills = (c.fills,) if op is fill_ffn else ()
+    return op(c.y, c.arena, c.batch, c.places("xla"), *fills, c.options("xla"), epilogue)
 
 
 REFUSALS = (

@@ -33,13 +33,8 @@ def laid_out(spec, keys, values, seed=0, **options):
 
 
 def run(spec, implementation, q, kv):
-    op = compiled(
-        api.decode_attention,
-        page=spec.page,
-        window=spec.window,
-        scale=spec.scale,
-        implementation=implementation,
-    )
+    options = api.AttentionOptions(spec.page, spec.window, spec.scale, implementation)
+    op = compiled(api.decode_attention, options=options)
     numbers = (np.int32(spec.lengths), np.int32(LAYER))
     q, q_rope = in_parts(q, spec.page)
     return np.asarray(op(q, kv.arena, kv.block_table, *numbers, q_rope=q_rope))
@@ -106,18 +101,21 @@ ROPE = {"q_rope": jnp.zeros((2, 4, 8)), "scale": 1.0}
 def refused(q, page=PAGE, options=None, table=(2, 1), lengths=2, arena=(64, 32), dtype="float32"):
     numbers = jnp.zeros(table, jnp.int32), jnp.zeros(lengths, jnp.int32), 0
     arena = jnp.zeros(arena, jnp.uint16)
-    return api.decode_attention(jnp.zeros(q, dtype), arena, *numbers, page=page, **(options or {}))
+    options = dict(options or {})
+    operands = jnp.zeros(q, dtype), arena, *numbers
+    q_rope = options.pop("q_rope", None)
+    return api.decode_attention(*operands, api.AttentionOptions(page, **options), q_rope)
 
 
 def refused_by_kernels(decodes, page, dtype):
     arena, table = jnp.zeros((2, page.head_dim), jnp.uint16), jnp.zeros((2, 1), jnp.int32)
-    options: dict = dict(page=page, scale=1.0, implementation="pallas")
+    options = api.AttentionOptions(page, scale=1.0, implementation="pallas")
     q, two = jnp.zeros((2, 4, page.head_dim), dtype), jnp.ones(2, jnp.int32)
-    if page.latent:
-        q, options["q_rope"] = q[..., : page.latent], q[..., page.latent :]
+    q, q_rope = (q[..., : page.latent], q[..., page.latent :]) if page.latent else (q, None)
     if decodes:
-        return api.decode_attention(q, arena, table, two, 0, **options)
-    return api.prefill_attention(q, arena, table, two, two, two, jnp.int32(2), 0, **options)
+        return api.decode_attention(q, arena, table, two, 0, options, q_rope)
+    chunks = api.Chunks(two, two, two, jnp.int32(2))
+    return api.prefill_attention(q, arena, table, chunks, 0, options, q_rope)
 
 
 CONTRACTS = (

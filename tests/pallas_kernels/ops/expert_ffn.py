@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.expert_ffn import api
+from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, api
 from pallas_kernels.expert_ffn.specs import SPECS, VERSIONED, Spec
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import LOSSY
@@ -106,12 +106,12 @@ def run(spec, implementation, c, active=None, y=None, activation="silu", pairs=N
     active = c.active if active is None else active
     listed = np.full(spec.experts, -1, np.int32)
     listed[: len(active)] = active
-    static = {"row_tile": spec.row_tile, "formats": c.formats, "implementation": implementation}
-    op = compiled(api.expert_ffn, activation=activation, **static)
+    options = ExpertOptions(activation, spec.row_tile, c.formats, implementation)
+    op = compiled(api.expert_ffn, options=options)
     stores = tuple(contract.stored(store, implementation) for store in c.stores)
-    rows = c.y if y is None else y, c.x, c.ids
-    numbers = np.int32(LAYER), c.address, c.version, listed, np.int32(len(active))
-    return op(*rows, c.arena, stores, *numbers, pairs=pairs)
+    batch = ExpertBatch(listed, np.int32(len(active)), c.ids, c.x, pairs)
+    places = ExpertPlaces(stores, np.int32(LAYER), c.address, c.version)
+    return op(c.y if y is None else y, c.arena, batch, places)
 
 
 def check(spec, implementation, activation="silu"):
@@ -223,13 +223,13 @@ DECODED = Spec(300, "bfloat16", "one", hidden=512, width=84)
 
 def refused(y=(6, 8), arena=(9, 8), versions=None, dtype="bfloat16", **options):
     table = jnp.zeros((1, 4), jnp.int32)
-    rows = jnp.zeros(y), jnp.zeros((3, 8), dtype), jnp.zeros((3, 2), jnp.int32)
-    stores = (jnp.zeros((1, 4, 6, 8), jnp.uint16),)
-    numbers = 0, table, table, table[0], jnp.int32(0)
+    rows = jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 8), dtype)
+    places = ExpertPlaces((jnp.zeros((1, 4, 6, 8), jnp.uint16),), 0, table, table)
     if versions is not None:
         options["formats"] = tuple(VersionFormats(*given) for given in versions)
-    arguments = *rows, jnp.zeros(arena, jnp.uint16), stores, *numbers
-    return api.expert_ffn(*arguments, **{"activation": "silu", "row_tile": 16, **options})
+    batch, options = ExpertBatch(table[0], 0, *rows), {"activation": "silu"} | options
+    given = jnp.zeros(y), jnp.zeros(arena, jnp.uint16), batch, places
+    return api.expert_ffn(*given, ExpertOptions(row_tile=16, **options))
 
 
 DENSE = RecordFormat("dense", 8, 2, "bfloat16")
@@ -249,8 +249,10 @@ CONTRACTS = (
             bits_in_waves,
             bits_of_a_row,
         ),
-        mutant=Mutant(
-            lambda a: {"address": jnp.where(a["address"] < 0, -1, a["address"] + 1)},
+        mutant=Mutant.in_record(
+            "places",
+            "address",
+            lambda a: jnp.where(a < 0, -1, a + 1),
             Spec(17, "bfloat16", "padded"),
         ),
         refused=lambda options: refused(**options),
@@ -272,7 +274,7 @@ CONTRACTS = (
         VERSIONED,
         check,
         facts=(a_lossless_expert_has_the_bits_of_a_dense_one,),
-        mutant=Mutant(lambda a: {"version": 1 - a["version"]}, VERSIONED[0]),
+        mutant=Mutant.in_record("places", "version", lambda v: 1 - v, VERSIONED[0]),
         refused=lambda *versions: refused(versions=versions),
         refusals=(
             ("0 formats for 1 stores",),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fill import api
+from pallas_kernels.fill import Fills, api
 from pallas_kernels.fill.specs import SPECS, TRANSIT_SPECS, Spec, TransitSpec
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, compiled
@@ -29,22 +29,22 @@ def case(spec, seed, count):
     expert = np.int32(rng.permutation(spec.experts))
     row = np.int32(rng.permutation(2 * spec.experts)[: spec.experts] * cell + GAP)
     version = np.int32(rng.integers(0, len(stores), spec.experts))
-    return arena, stores, expert, row, version, np.int32(count)
+    return arena, stores, Fills(expert, row, version, np.int32(count))
 
 
-def run(implementation, arena, stores, layer, *moves):
+def run(implementation, arena, stores, layer, fills):
     op = compiled(api.fill, donate=("arena",), implementation=implementation)
     stores = tuple(contract.stored(store, implementation) for store in stores)
-    return op(jnp.array(arena), stores, np.int32(layer), *moves)
+    return op(jnp.array(arena), stores, np.int32(layer), fills)
 
 
 def check(spec, implementation):
     for seed in contract.SEEDS:
         for count in {0, 1, spec.experts // 2, spec.experts}:
-            arena, stores, *moves = case(spec, seed, count)
+            arena, stores, fills = case(spec, seed, count)
             layer = seed % spec.layers
-            got = run(implementation, arena, stores, layer, *moves)
-            for e, row, v in zip(*(m[:count] for m in moves[:3]), strict=True):
+            got = run(implementation, arena, stores, layer, fills)
+            for e, row, v in zip(*(field[:count] for field in fills[:3]), strict=True):
                 arena[row : row + stores[v].shape[2]] = stores[v][layer, e]
             np.testing.assert_array_equal(got, arena, strict=True)
 
@@ -71,8 +71,8 @@ def check_in_transit(spec, implementation, places=None):
         want[r : r + f.cell.rows] = recode(record[None], f)[0]
     op = compiled(api.fill, donate=("arena",), formats=of_versions, implementation=implementation)
     stores = tuple(contract.stored(store, implementation) for store in stores)
-    moves = expert, row, version, np.int32(spec.experts)
-    got = op(jnp.array(arena), stores, np.int32(layer), *moves)
+    fills = Fills(expert, row, version, np.int32(spec.experts))
+    got = op(jnp.array(arena), stores, np.int32(layer), fills)
     np.testing.assert_array_equal(got, want, strict=True)
 
 
@@ -86,8 +86,8 @@ def stores_that_lack_layers(implementation):
 
 def refused(stores, options):
     stores = tuple(jnp.zeros(shape, jnp.uint16) for shape in stores)
-    moves = [jnp.zeros(2, jnp.int32)] * 3
-    return api.fill(jnp.zeros((9, 8), jnp.uint16), stores, 0, *moves, jnp.int32(0), **options)
+    fills = Fills(*[jnp.zeros(2, jnp.int32)] * 3, jnp.int32(0))
+    return api.fill(jnp.zeros((9, 8), jnp.uint16), stores, 0, fills, **options)
 
 
 def refused_by_kernels(rows, hidden):
@@ -97,7 +97,7 @@ def refused_by_kernels(rows, hidden):
     moves = [jax.ShapeDtypeStruct((1,), jnp.int32)] * 3
     fill = functools.partial(api.fill, implementation="pallas")
     one = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.eval_shape(fill, arena, stores, one, *moves, one)
+    return jax.eval_shape(fill, arena, stores, one, Fills(*moves, one))
 
 
 CONTRACTS = (
@@ -106,7 +106,7 @@ CONTRACTS = (
         api.IMPLEMENTATIONS,
         SPECS,
         check,
-        mutant=Mutant(lambda a: {"row": a["row"] + 1}, Spec((12, 4))),
+        mutant=Mutant.in_record("fills", "row", lambda r: r + 1, Spec((12, 4))),
         refused=refused,
         refusals=(
             ([], {}, "fill needs at least one store"),
@@ -121,7 +121,7 @@ CONTRACTS = (
         TRANSIT_SPECS,
         check_in_transit,
         facts=(stores_that_lack_layers,),
-        mutant=Mutant(lambda a: {"expert": a["expert"][::-1]}, TRANSIT_SPECS[0]),
+        mutant=Mutant.in_record("fills", "expert", lambda e: e[::-1], TRANSIT_SPECS[0]),
         refused=refused_by_kernels,
         refusals=((2**29, 7, r"rows of 1 elements.*'xla' takes it"),),
     ),

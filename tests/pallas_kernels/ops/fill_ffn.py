@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.expert_ffn import expert_ffn
-from pallas_kernels.fill import fill
+from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, expert_ffn
+from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill_ffn import api
 from pallas_kernels.fill_ffn.specs import SPECS, Spec
 from tests.host_offload.versions.numpy_decoder import decode
@@ -38,9 +38,8 @@ class Case:
     address: np.ndarray
     version: np.ndarray
     active: np.ndarray
-    fills: tuple[np.ndarray, ...]
-    """Experts, rows and versions; those behind the last one would show if they were copied."""
-    count: int
+    fills: Fills
+    """Entries behind the last one would show if they were copied."""
     weights: np.ndarray
     filled: np.ndarray
     """The arena after the fills."""
@@ -50,13 +49,17 @@ class Case:
         return _formats(self.spec) if self.spec.versions else None
 
     @property
-    def arguments(self):
-        """Of the op, behind stores."""
+    def batch(self):
         listed = np.full(self.spec.experts, -1, np.int32)
         listed[: len(self.active)] = self.active
-        layer = np.int32(self.spec.layers - 1)
-        of = layer, self.address, self.version, listed, np.int32(len(self.active))
-        return *of, *self.fills, np.int32(self.count)
+        return ExpertBatch(listed, np.int32(len(self.active)), self.ids, self.x)
+
+    def places(self, implementation):
+        stores = tuple(contract.stored(store, implementation) for store in self.stores)
+        return ExpertPlaces(stores, np.int32(self.spec.layers - 1), self.address, self.version)
+
+    def options(self, implementation):
+        return ExpertOptions("silu", ROW_TILE, self.formats, implementation)
 
 
 def _formats(spec):
@@ -102,8 +105,7 @@ def case(spec, seed) -> Case:
         address,
         version,
         active,
-        (listed, rows[listed], np.int32(of[listed])),
-        len(moved),
+        Fills(listed, rows[listed], np.int32(of[listed]), np.int32(len(moved))),
         np.stack([decode(m[None], of_versions[v].cell)[0] for m, v in zip(made, of, strict=True)]),
         filled,
     )
@@ -111,22 +113,18 @@ def case(spec, seed) -> Case:
 
 def run(c, implementation):
     """(arena, y)."""
-    static = {"activation": "silu", "row_tile": ROW_TILE, "implementation": implementation}
-    op = compiled(api.fill_ffn, donate=("arena", "y"), formats=c.formats, **static)
-    stores = tuple(contract.stored(store, implementation) for store in c.stores)
-    return op(jnp.array(c.y), c.x, c.ids, jnp.array(c.arena), stores, *c.arguments)
+    op = compiled(api.fill_ffn, donate=("arena", "y"), options=c.options(implementation))
+    given = c.batch, c.places(implementation), c.fills
+    return op(jnp.array(c.y), jnp.array(c.arena), *given)
 
 
 def run_both(c, implementation):
     """The same of the two ops' kernels, one after the other."""
-    layer, address, version, active, count, *moves = c.arguments
-    stores = tuple(contract.stored(store, implementation) for store in c.stores)
-    static = {"formats": c.formats, "implementation": implementation}
-    filled = compiled(fill, donate=("arena",), **static)
-    arena = filled(jnp.array(c.arena), stores, layer, *moves)
-    op = compiled(expert_ffn, donate=("y",), activation="silu", row_tile=ROW_TILE, **static)
-    numbers = layer, address, version, active, count
-    return arena, op(jnp.array(c.y), c.x, c.ids, arena, stores, *numbers)
+    places, static = c.places(implementation), {"implementation": implementation}
+    filled = compiled(fill, donate=("arena",), formats=c.formats, **static)
+    arena = filled(jnp.array(c.arena), places.stores, places.layer, c.fills)
+    op = compiled(expert_ffn, donate=("y",), options=c.options(implementation))
+    return arena, op(jnp.array(c.y), arena, c.batch, places)
 
 
 def check(spec, implementation):
@@ -158,10 +156,11 @@ def a_store_that_lacks_layers(implementation):
     """The place of the layer in each store, as fill and expert_ffn have it."""
     c = case(SPECS[0], 0)
     (version,) = formats(("dense",), SPECS[0].hidden, SPECS[0].width, "bfloat16", ((-1, 0),))
-    static = {"activation": "silu", "row_tile": ROW_TILE, "implementation": implementation}
-    op = compiled(api.fill_ffn, donate=("arena",), formats=(version,), **static)
+    options = ExpertOptions("silu", ROW_TILE, (version,), implementation)
+    op = compiled(api.fill_ffn, donate=("arena",), options=options)
     stores = tuple(contract.stored(store[-1:], implementation) for store in c.stores)
-    arena, y = op(c.y, c.x, c.ids, jnp.array(c.arena), stores, *c.arguments)
+    places = c.places(implementation)._replace(stores=stores)
+    arena, y = op(c.y, jnp.array(c.arena), c.batch, places, c.fills)
     want = run(c, implementation)
     np.testing.assert_array_equal(arena, want[0], strict=True)
     same_bits(np.asarray(y), np.asarray(want[1]))
@@ -172,11 +171,11 @@ def refused(change):
     table, listed = jnp.zeros((2, 8), jnp.int32), jnp.zeros(8, jnp.int32)
     options = {"activation": "silu", "row_tile": 16}
     options |= {name: of[name] for name in (*options, "implementation") if name in of}
-    rows = jnp.zeros((3, 32), jnp.bfloat16), jnp.zeros((3, 2), jnp.int32)
-    stores = (jnp.zeros(of["store"], jnp.uint16),)
-    numbers = 0, table, table, listed, jnp.int32(0), listed, listed, listed, jnp.int32(0)
-    arena = jnp.zeros(of["arena"], jnp.uint16)
-    return api.fill_ffn(jnp.zeros(of["y"]), *rows, arena, stores, *numbers, **options)
+    rows = jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 32), jnp.bfloat16)
+    batch, arena = ExpertBatch(listed, 0, *rows), jnp.zeros(of["arena"], jnp.uint16)
+    places = ExpertPlaces((jnp.zeros(of["store"], jnp.uint16),), 0, table, table)
+    fills = Fills(listed, listed, listed, 0)
+    return api.fill_ffn(jnp.zeros(of["y"]), arena, batch, places, fills, ExpertOptions(**options))
 
 
 CONTRACTS = (
@@ -186,7 +185,7 @@ CONTRACTS = (
         SPECS,
         check,
         facts=(a_store_that_lacks_layers,),
-        mutant=Mutant(lambda a: {"version": 0 * a["version"]}, SPECS[9]),
+        mutant=Mutant.in_record("places", "version", lambda v: 0 * v, SPECS[9]),
         refused=refused,
         refusals=(
             ({"y": (5, 32)}, "do not fit together"),

@@ -2,13 +2,15 @@
 right pages."""
 
 import functools
+import operator
 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_write import KVPage
+from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions
 from pallas_kernels.kv_write import api as kv_api
 from pallas_kernels.kv_write.specs import SPECS, Spec
+from pallas_kernels.latent_write import LatentHeads
 from pallas_kernels.latent_write import api as latent_api
 from pallas_kernels.latent_write.specs import SPECS as LATENT_SPECS
 from pallas_kernels.latent_write.specs import Spec as LatentSpec
@@ -73,8 +75,16 @@ def op_of(spec):
     return latent_api.latent_write if isinstance(spec, LatentSpec) else kv_api.kv_write
 
 
+def operands(inputs):
+    """The op's arguments, of inputs by name."""
+    kind = LatentHeads if "kv" in inputs else ProjectedHeads
+    heads, places = (of(*map(inputs.get, of._fields)) for of in (kind, KVPlaces))
+    return heads, inputs["arena"], places
+
+
 def run(spec, implementation, inputs):
-    return compiled(op_of(spec), **static_of(spec, implementation))(**inputs)
+    op = compiled(op_of(spec), options=WriteOptions(**static_of(spec, implementation)))
+    return op(*operands(inputs))
 
 
 def rotated(spec, inputs, x, interleave=False):
@@ -174,7 +184,7 @@ def bits_of_a_token_of_latent_pages(implementation):
 def refused(changed, options, spec=None):
     spec = spec or Spec(3, "float32")
     inputs = case(spec, 0) | {name: shape and jnp.zeros(shape) for name, shape in changed.items()}
-    return op_of(spec)(**inputs, **(static_of(spec, "xla") | options))
+    return op_of(spec)(*operands(inputs), WriteOptions(**static_of(spec, "xla") | options))
 
 
 def refused_latent(changed, options):
@@ -188,7 +198,9 @@ CONTRACTS = (
         SPECS,
         check,
         facts=(bits_of_a_token,),
-        mutant=Mutant(lambda a: {"pages": jnp.maximum(a["pages"], 0)}, Spec(17, "bfloat16")),
+        mutant=Mutant.in_record(
+            "places", "pages", lambda p: jnp.maximum(p, 0), Spec(17, "bfloat16")
+        ),
         refused=refused,
         refusals=(
             ({"qkv": (3, 64)}, {}, "qkv has 64 columns for 2 KV heads"),
@@ -206,7 +218,7 @@ CONTRACTS = (
         LATENT_SPECS,
         check_latent,
         facts=(bits_of_a_token_of_latent_pages,),
-        mutant=Mutant(lambda a: {"interleave": not a["interleave"]}, LatentSpec(17, "bfloat16")),
+        mutant=Mutant.in_record("options", "interleave", operator.not_, LatentSpec(17, "bfloat16")),
         refused=refused_latent,
         refusals=(
             ({"kv": (3, 23)}, {}, r"kv \(3, 23\), kv_norm \(3, 16\), q_rope .* for rows of 16"),

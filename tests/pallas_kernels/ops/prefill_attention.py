@@ -45,31 +45,16 @@ def laid_out(spec, keys, values, seed=0, **options):
 def run(spec, implementation, q, kv, count=None):
     """Real rows of each chunk [C, H·hd]. The chunks' sequences stand in the block table backwards,
     `count` chunks are in use (default: all)."""
-    op = compiled(
-        api.prefill_attention,
-        page=spec.page,
-        window=spec.window,
-        scale=spec.scale,
-        implementation=implementation,
-    )
+    options = api.AttentionOptions(spec.page, spec.window, spec.scale, implementation)
+    op = compiled(api.prefill_attention, options=options)
     chunks = len(spec.chunks)
     starts = np.int32([start for start, _ in spec.chunks])
     ends = np.int32([len(k) for k in kv.keys])
     row = np.arange(chunks, dtype=np.int32)[::-1]
     queries, q_rope = in_parts(q.reshape(-1, spec.heads, spec.head_dim), spec.page)
-    got = np.asarray(
-        op(
-            queries,
-            kv.arena,
-            kv.block_table[::-1],
-            row,
-            starts,
-            ends - starts,
-            np.int32(chunks if count is None else count),
-            np.int32(LAYER),
-            q_rope=q_rope,
-        )
-    )
+    number = np.int32(chunks if count is None else count)
+    given = api.Chunks(row, starts, ends - starts, number), np.int32(LAYER)
+    got = np.asarray(op(queries, kv.arena, kv.block_table[::-1], *given, q_rope=q_rope))
     assert got.dtype == spec.dtype
     chunks = got.reshape(chunks, spec.size, -1)
     return [rows[:n] for rows, n in zip(chunks[:count], ends - starts, strict=False)]
@@ -135,9 +120,9 @@ PAGE = PrefillSpec((), 1, "float32").page
 
 def refused(q, page, row, arena, options):
     table, two = jnp.zeros((1, 1), jnp.int32), jnp.zeros(2, jnp.int32)
-    numbers = jnp.zeros(row, jnp.int32), two, two, jnp.int32(2), 0
-    arena = jnp.zeros(arena, jnp.uint16)
-    return api.prefill_attention(jnp.zeros(q), arena, table, *numbers, page=page, **options)
+    chunks = api.Chunks(jnp.zeros(row, jnp.int32), two, two, jnp.int32(2))
+    operands = jnp.zeros(q), jnp.zeros(arena, jnp.uint16), table, chunks, 0
+    return api.prefill_attention(*operands, api.AttentionOptions(page, **options))
 
 
 CONTRACTS = (
@@ -147,8 +132,10 @@ CONTRACTS = (
         PREFILL_SPECS,
         check,
         facts=(bits,),
-        mutant=Mutant(
-            lambda a: {"start": a["start"] + 1},
+        mutant=Mutant.in_record(
+            "chunks",
+            "start",
+            lambda start: start + 1,
             PrefillSpec(((48, 16), (128, 5)), 16, "bfloat16", window=20),
         ),
         refused=refused,
@@ -167,6 +154,6 @@ CONTRACTS = (
         LATENT_PREFILL_SPECS,
         check,
         facts=(bits_of_latent_pages,),
-        mutant=Mutant(lambda a: {"scale": 0.9 * a["scale"]}, LATENT_PREFILL_SPECS[0]),
+        mutant=Mutant.in_record("options", "scale", lambda s: 0.9 * s, LATENT_PREFILL_SPECS[0]),
     ),
 )

@@ -13,7 +13,7 @@ from pallas_kernels.combine import row_squares
 from pallas_kernels.linear import norm_linear_parts, sum_of_parts
 from pallas_kernels.plan import plan_routed
 from pallas_kernels.plan.record import record_size
-from pallas_kernels.route import api
+from pallas_kernels.route import RouteOperands, api
 from pallas_kernels.route.specs import PLANNED_SPECS, RULES, PlannedSpec
 from tests.pallas_kernels.contract import Contract, Mutant, close, compiled, same_bits
 from tests.pallas_kernels.ops.plan import cold
@@ -34,14 +34,13 @@ def case(spec, seed):
     if spec.correction:
         correction = np.full((2, spec.experts), np.nan, np.float32)
         correction[STACK_LAYER] = rng.standard_normal(spec.experts) / 8
-    return logits, valid, correction
+    return logits, RouteOperands(valid, correction, np.int32(STACK_LAYER))
 
 
 def check_routing(spec, implementation, given, ids, weights):
     """Ids are the reference's, weights too but for rounding; both have the bits that route by
     itself has."""
-    rule, (logits, valid, correction) = RULES[spec.rule], given
-    of = valid, correction, np.int32(STACK_LAYER)
+    rule, (logits, of) = RULES[spec.rule], given
     want_ids, near = compiled(api.route, rule=rule, implementation="xla")(sum_of_parts(logits), *of)
     np.testing.assert_array_equal(ids, want_ids)
     close("route", "float32", np.asarray(weights), np.asarray(near, np.float64))
@@ -73,7 +72,7 @@ def check_planned(spec, implementation):
     layer = np.int32(LAYER)
     for seed in range(STEPS):
         given = case(spec, seed)
-        made = both(*given, np.int32(STACK_LAYER), tables, layer, records)
+        made = both(*given, tables, layer, records)
         ids, weights, *rest = jax.device_get(made)
         check_routing(spec, implementation, given, ids, weights)
         same = functools.partial(np.testing.assert_array_equal, strict=True)
@@ -87,11 +86,11 @@ def check_listed(spec, implementation):
     """The layer's record has ids and weights; active experts are listed once each, ascending."""
     rule = RULES[spec.rule]
     both = compiled(api.route_and_list, rule=rule, implementation=implementation)
-    pairs, layers = spec.tokens * rule.top_k, (np.int32(STACK_LAYER), np.int32(LAYER))
+    pairs = spec.tokens * rule.top_k
     for seed, counters in enumerate((None, np.zeros(2, np.int32))):
         given = case(spec, seed)
         records = np.full((2, 2 * pairs), LONE, np.int32)
-        made = both(*given, layers[0], records, layers[1], counters)
+        made = both(*given, records, np.int32(LAYER), counters)
         ids, weights, records, active, count, after = jax.device_get(made)
         if counters is not None:
             np.testing.assert_array_equal(after, counters)
@@ -99,7 +98,7 @@ def check_listed(spec, implementation):
         kept = np.concatenate([ids.ravel(), weights.ravel().view(np.int32)])
         np.testing.assert_array_equal(records[LAYER], kept)
         assert np.all(records[1 - LAYER] == LONE)
-        np.testing.assert_array_equal(active[: int(count)], np.unique(ids[given[1]]))
+        np.testing.assert_array_equal(active[: int(count)], np.unique(ids[given[1].valid]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,15 +138,16 @@ def scored_case(spec, seed):
     x, factors = draw(spec.tokens, spec.hidden), draw(2, spec.hidden, scale=0.5)
     weights = draw(2, spec.experts, spec.hidden, scale=spec.hidden**-0.5)
     correction = rng.standard_normal((2, spec.experts)).astype(np.float32) / 8
-    valid = np.arange(spec.tokens) % 3 != 1
-    return x, factors, weights, valid, correction if spec.correction else None
+    valid, i = np.arange(spec.tokens) % 3 != 1, np.int32(1)
+    return x, factors, weights, RouteOperands(valid, correction if spec.correction else None, i)
 
 
-def one_by_one(operands, i, records, layer, counters, squares, *, eps, rule, implementation):
-    x, factors, weights, valid, correction = operands
+def one_by_one(given, records, layer, counters, squares, *, eps, rule, implementation):
+    x, factors, weights, operands = given
     names = dict.fromkeys(("implementation", "norm_implementation"), implementation)
-    rows, logits = norm_linear_parts(x, factors, eps, weights, i, squares=squares, **names)
-    of = jax.lax.optimization_barrier(logits), valid, correction, i, records, layer, counters
+    of = x, factors, eps, weights, operands.stack_layer
+    rows, logits = norm_linear_parts(*of, squares=squares, **names)
+    of = jax.lax.optimization_barrier(logits), operands, records, layer, counters
     return rows, *api.route_and_list(*of, rule=rule, implementation=implementation)
 
 
@@ -164,11 +164,11 @@ def check_scored(spec, implementation):
     counters = np.zeros(2, np.int32)
     for seed in range(2):
         operands = scored_case(spec, seed)
-        of = np.int32(1), records, np.int32(2), counters
+        of = records, np.int32(2), counters
         squares = row_squares(operands[0]) if spec.squares else None
-        fields = "x", "norm_weights", "weights", "valid", "correction"
+        fields = "x", "norm_weights", "weights", "operands"
         named = dict(zip(fields, operands, strict=True))
-        named |= dict(zip(("i", "records", "layer", "counters"), of, strict=True))
+        named |= dict(zip(("records", "layer", "counters"), of, strict=True))
         *got, active, count, after = map(np.asarray, op(**named, squares=squares))
         *wanted, listed, number, _ = map(np.asarray, apart(operands, *of, squares))
         for mine, other in zip(got, wanted, strict=True):
@@ -181,22 +181,23 @@ def check_scored(spec, implementation):
 def refused_planned(logits, records, correction, implementation):
     records = jnp.zeros(records or (2, record_size(8, 8)), jnp.int32)
     correction = None if correction is None else jnp.zeros(correction)
-    operands = jnp.zeros(logits), jnp.ones(4, bool), correction, 0, empty_tables(2, 3, 8), 1
+    operands = RouteOperands(jnp.ones(4, bool), correction, 0)
+    given = jnp.zeros(logits), operands, empty_tables(2, 3, 8), 1
     rule = api.RouteRule(2)
-    return api.route_and_plan(*operands, records, rule=rule, implementation=implementation)
+    return api.route_and_plan(*given, records, rule=rule, implementation=implementation)
 
 
 def refused_listed(counters, width, implementation):
     records = jnp.zeros((2, width), jnp.int32)
-    operands = jnp.zeros((4, 8)), jnp.ones(4, bool), None, 0, records, 0
+    operands = jnp.zeros((4, 8)), RouteOperands(jnp.ones(4, bool), None, 0), records, 0
     rule = RULES["phi-3.5"]
     return api.route_and_list(*operands, counters, rule=rule, implementation=implementation)
 
 
 def refused_scored(dtype="bfloat16", factors=512, width=24):
-    x, of_norm, weights, valid, _ = scored_case(SCORED[0], 0)
+    x, of_norm, weights, to = scored_case(SCORED[0], 0)
     records, norm = jnp.zeros((3, width), jnp.int32), (of_norm[:, :factors], EPS)
-    operands = x.astype(dtype), *norm, weights, valid, None, 0, records, 0, jnp.zeros(1, jnp.int32)
+    operands = x.astype(dtype), *norm, weights, to, records, 0, jnp.zeros(1, jnp.int32)
     rule = RULES[SCORED[0].rule]
     return api.norm_route_and_list(*operands, rule=rule, **dict.fromkeys(NAMES, "pallas"))
 
@@ -226,8 +227,8 @@ CONTRACTS = (
         api.IMPLEMENTATIONS,
         PLANNED_SPECS,
         check_listed,
-        mutant=Mutant(
-            lambda a: {"valid": a["valid"].at[0].set(False)}, WRONG, api.LISTED, "pallas"
+        mutant=Mutant.in_record(
+            "operands", "valid", lambda v: v.at[0].set(False), WRONG, api.LISTED, "pallas"
         ),
         refused=refused_listed,
         refusals=[

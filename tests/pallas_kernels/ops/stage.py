@@ -84,8 +84,7 @@ def check(spec: Spec, implementation: str, history) -> None:
             # The one that compiles fast: the pager says what is expected of either.
             native = "xla" if why_not_cpu() else "cpu"
             tables, work = compiled(plan, implementation=native)(tables, INT(layer), mask)
-            moves = work.fill_expert, work.fill_row, work.fill_version, work.fill_count
-            arena = compiled(fill)(arena, pinned, INT(layer), *moves)
+            arena = compiled(fill)(arena, pinned, INT(layer), work.fills)
         elif kind == "regrant":
             memory.regrant(*action)
             tables = compiled(regrant)(tables, memory.tables.cell_row)

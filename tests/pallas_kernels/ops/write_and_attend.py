@@ -4,10 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from pallas_kernels.kv_write import kv_write
+from pallas_kernels.kv_write import WriteOptions, kv_write
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.specs import EDGES, LONG, DecodeSpec
 from tests.pallas_kernels.contract import Contract, compiled, draw, same_bits
+from tests.pallas_kernels.ops.page_writes import operands
 from tests.pallas_kernels.paged_kv import draw_kv, lay_out
 
 LAYER, STACK_LAYER = 1, 2
@@ -16,7 +17,7 @@ SPLITS = (2047, 257, 0, 1024, 255, 256, 511)
 """Lengths around the ends of splits, of which there are eight or four."""
 
 READING = "block_table", "lengths", "counters"
-"""Arguments that kv_write has not."""
+"""Arguments beside kv_write's."""
 
 WRITING_SPECS = (
     DecodeSpec(EDGES, "bfloat16", block_size=32),
@@ -63,17 +64,15 @@ def case(spec, seed, counts=True) -> dict:
     )
 
 
-def run(spec, implementations, inputs):
-    op = compiled(
-        api.write_and_attend,
-        page=spec.page,
-        attention_factor=1.25,
-        eps=1e-6,
-        window=spec.window,
-        scale=spec.scale,
-        implementations=implementations,
-    )
-    *made, counters = op(**inputs)
+def options(spec, name):
+    write = WriteOptions(spec.page, attention_factor=1.25, eps=1e-6, implementation=name)
+    return write, api.AttentionOptions(spec.page, spec.window, spec.scale, name)
+
+
+def run(spec, implementation, inputs):
+    write, read = options(spec, implementation)
+    op = compiled(api.write_and_attend, write=write, read=read)
+    *made, counters = op(*operands(inputs), *(inputs[name] for name in READING))
     assert counters is None or not np.any(counters)
     return [np.asarray(x) for x in made]
 
@@ -82,19 +81,17 @@ def check(spec, implementation):
     """The bits of the two ops' kernels, which have contracts."""
     want = two_kernels(spec, case(spec, 0))
     for counts in (True, False):
-        got = run(spec, (implementation, implementation), case(spec, 0, counts))
+        got = run(spec, implementation, case(spec, 0, counts))
         for x, y in zip(got, want, strict=True):
             same_bits(x, y)
 
 
 def two_kernels(spec, inputs):
-    options: dict = dict(page=spec.page, attention_factor=1.25, eps=1e-6)
-    written: dict = {k: v for k, v in inputs.items() if k not in READING}
-    q, arena = compiled(kv_write, **options, implementation="pallas")(**written)
-    options = dict(page=spec.page, window=spec.window, scale=spec.scale, implementation="pallas")
+    write, read = options(spec, "pallas")
+    q, arena = compiled(kv_write, options=write)(*operands(inputs))
     numbers = inputs["block_table"], inputs["lengths"], inputs["layer"]
-    read = compiled(api.decode_attention, **options)
-    return [np.asarray(read(q, arena, *numbers)), np.asarray(arena)]
+    attend = compiled(api.decode_attention, options=read)
+    return [np.asarray(attend(q, arena, *numbers)), np.asarray(arena)]
 
 
 def a_row_without_a_page_writes_nothing(implementation):
@@ -102,8 +99,7 @@ def a_row_without_a_page_writes_nothing(implementation):
     inputs = case(spec, 0)
     one = int(np.flatnonzero(inputs["pages"] >= 0)[-1])
     pages = np.where(np.arange(len(inputs["pages"])) == one, -1, inputs["pages"])
-    names = implementation, implementation
-    all_rows, fewer = (run(spec, names, x)[1] for x in (inputs, inputs | {"pages": pages}))
+    all_rows, fewer = (run(spec, implementation, x)[1] for x in (inputs, inputs | {"pages": pages}))
     changed, still = (x != inputs["arena"] for x in (all_rows, fewer))
     assert (still <= changed).all() and 0 < still.sum() < changed.sum()
 
@@ -112,8 +108,9 @@ def refused(changed, dtype="bfloat16"):
     spec = dataclasses.replace(WRITING_SPECS[1], dtype=dtype)
     arrays = {name: shape and np.zeros(shape, np.int32) for name, shape in changed.items()}
     inputs = case(spec, 0) | arrays
-    options: dict = dict(page=spec.page, attention_factor=1.0, eps=1e-6)
-    return api.write_and_attend(**inputs, **options, implementations=("pallas", "pallas"))
+    write, read = options(spec, "pallas")
+    given = *operands(inputs), *(inputs[name] for name in READING)
+    return api.write_and_attend(*given, write=write, read=read)
 
 
 KERNEL = {"pallas": api.DECODE["pallas"]}
