@@ -142,7 +142,10 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     (
         {**PLACED, "enable_prefix_caching": False},
         [
-            ({"driver": "device"}, "Placement asks for EXPERTS_BEGIN, which driver='device' lacks"),
+            (
+                {"driver": "device"},
+                "PlacementPolicy asks for EXPERTS_BEGIN, which driver='device' lacks",
+            ),
             ({"placement": "cpu"}, "unknown placement 'cpu'; known: prescope"),
             ({"placement": None, "driver": "host,threads=1+1"}, "name one, placement='prescope'"),
             ({"driver": "host,threads=2"}, "threads='2' is not A+B"),
@@ -158,7 +161,10 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"placement": "prescope"}, "(a placement takes stated ones: per_token=TIME,startup="),
             ({"driver": "host,threads=1+1"}, "two groups of a CPU's cores, which transfers='queu"),
             ({"transfers": "queue,chunk_bytes=16KiB"}, "in one piece, and chunk_bytes cuts it"),
-            ({"driver": "device"}, "Placement asks for EXPERTS_BEGIN, which driver='device' lacks"),
+            (
+                {"driver": "device"},
+                "PlacementPolicy asks for EXPERTS_BEGIN, which driver='device' lacks",
+            ),
             ({"placement": "recorded=nowhere"}, "nowhere"),
         ],
     ),
