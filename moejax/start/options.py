@@ -125,8 +125,8 @@ class MemoryOptions:
     )
     store: Store = same_bits(
         "where experts are beside the arena: memory, all of them; shared, the same in memory that "
-        "other processes of this machine share (CPU only); or file, in the files that `moejax "
-        "convert` wrote, read as they are computed (default: memory)",
+        "other processes of this machine share (CPU only); or file, in the checkpoint's own files, "
+        "safetensors or what `moejax convert` wrote, read as they are computed (default: memory)",
         settings=settings_help(Store),
         default="memory",
         converter=read_store,

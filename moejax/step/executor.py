@@ -132,22 +132,22 @@ class Executor:
     def _layer_experts(self) -> tuple[ExpertDispatch, Processor | None]:
         """What computes a layer's experts, and the processor beside the device."""
         steps, buffers, transport = self.steps, self.buffers, self.transport
-        if steps.second is None or isinstance(self.stream, CopiedStream):
-            if isinstance(self.stream, CopiedStream):
-                return FilledExperts(buffers, self.stream), None
-            if isinstance(transport, CopyTransport):
-                return CopiedExperts(buffers, transport, steps.shapes.waves), None
-            return FilledExperts(buffers, None), None
-        if isinstance(transport, CopyTransport):
-            device = CopiedExperts(buffers, transport, steps.shapes.waves)
-            wanted = *self.keys.decodes, ProgramKey("prefill")
-            records = transport.records
-            beside = HostProcessor(buffers, self.compiler, device, records, self.programs, wanted)
-            return beside, beside
-        stated = steps.second.stated
-        clock = WallClock() if stated is None else StatedClock(stated)
-        in_place = InPlaceProcessor(steps, buffers, clock)
-        return in_place, in_place
+        if isinstance(self.stream, CopiedStream):
+            return FilledExperts(buffers, self.stream), None
+        if not isinstance(transport, CopyTransport):
+            if steps.second is None:
+                return FilledExperts(buffers, None), None
+            stated = steps.second.stated
+            clock = WallClock() if stated is None else StatedClock(stated)
+            in_place = InPlaceProcessor(steps, buffers, clock)
+            return in_place, in_place
+        copied = CopiedExperts(buffers, transport, steps.shapes.waves)
+        if steps.second is None:
+            return copied, None
+        wanted = *self.keys.decodes, ProgramKey("prefill")
+        records = transport.records
+        beside = HostProcessor(buffers, self.compiler, copied, records, self.programs, wanted)
+        return beside, beside
 
     def _compile_first(self) -> None:
         """Begins to compile what the first requests need, then what later ones may, while those
