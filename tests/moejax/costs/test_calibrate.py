@@ -206,19 +206,13 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     assert f"measured before, in {path}" in words
     for name, figures in (
         ("decode of 8 rows", vars(MODEL.decode[8]).values()),
-        ("decode of 16 rows", vars(MODEL.decode[16]).values()),
         ("prefill", vars(MODEL.prefill).values()),
         ("fill", MODEL.fill[:, 1]),
         ("read through", MODEL.read_through[:, 1]),
         ("staged", MODEL.stage[:, 1]),
         ("policies that look at a step", [MODEL.control]),
-        ("policies that look between layers", [17]),
-        ("another look in the same layer", [5]),
-        ("a list of transfers between layers", [19]),
         ("a list of transfers in a step", [MODEL.stage_list]),
         ("expert filled in a prefill step", [MODEL.prefill_fill]),
-        ("expert read through in a prefill step", [MODEL.prefill_read_through]),
-        ("a prompt computed again", [MODEL.recompute_per_token]),
         ("expert on the CPU", [70]),
         ("a load beats the CPU from", []),
     ):
