@@ -243,7 +243,7 @@ def test_experts_are_paged_from_the_files_that_people_download(options, demo_dir
     original, tokens = copied(demo_dir, tmp_path / "original"), range(300, 306)
     with open_llm(demo_dir) as llm:
         wanted = answered(llm, tokens)
-    with open_llm(original, chunk_bytes=2000, **options) as llm:
+    with open_llm(original, **{**options, "transfers": "queue,chunk_bytes=2000"}) as llm:
         assert answered(llm, tokens) == wanted and not llm.engine.runner.faults()
         assert llm.stats()["store"]["verify_reads"] is False
         os.utime(path := original / "model.safetensors", ns=(1, 1))

@@ -20,6 +20,7 @@ from moejax.serve.cluster import part_files as parts_module
 from moejax.serve.cluster import ray_cluster
 from moejax.serve.cluster.cluster_job import open_cluster_job
 from moejax.serve.cluster.inputs import ClusterInputs
+from moejax.start.provenance import decided_by
 from tests.moejax.serve.test_batch import FakeLLM
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -226,7 +227,8 @@ def test_without_ray(tmp_path, monkeypatch, capsys):
 
 def test_a_job_that_is_done_starts_nothing(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", LINES)
-    run(source, tmp_path / "out", sampling={"max_tokens": 128})
+    made_with = {"sampling": {"max_tokens": 128}, "decided_by": decided_by("demo", {})}
+    run(source, tmp_path / "out", **made_with)
     arguments = ["--input", source, "--output", str(tmp_path / "out"), "--ray", "127.0.0.1:1"]
     assert cli.main(["generate", *arguments]) == 0
     assert f"{len(LINES)} results" in capsys.readouterr().err

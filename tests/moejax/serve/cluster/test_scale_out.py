@@ -51,17 +51,17 @@ def results(directory: Path) -> list[str]:
     return file_jobs.results(whole)
 
 
-def test_two_workers_give_the_results_of_one_process(ray, tmp_path):
+def test_two_workers_give_the_results_of_one_process(ray, tmp_path, demo_dir):
     """Also where one of them is killed. Lines of both forms, turns of sessions, bad ones."""
     source = tmp_path / "in.jsonl"
     file_jobs.write_input(source, 120, 3)
     job = Job(str(source), str(tmp_path / "one"), sampling={"max_tokens": 128}, on_error="skip")
-    with LLM("demo", progress=False, **LIMITS) as llm, open_job(job) as work:
+    with LLM(demo_dir, progress=False, **LIMITS) as llm, open_job(job) as work:
         work.run(llm)
     job, said = dataclasses.replace(job, output=str(tmp_path / "many")), []
     with (
         open_cluster_job(job, [job.input]) as work,
-        Killing("demo", LIMITS, Scale(ray, 2, 1), said.append) as fleet,
+        Killing(str(demo_dir), LIMITS, Scale(ray, 2, 1), said.append) as fleet,
     ):
         work.run(fleet)
         stats = fleet.stats()
