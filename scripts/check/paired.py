@@ -1,9 +1,9 @@
 """Is another checkout slower, or does it answer otherwise? Both, each in processes of its own.
 
-python -m scripts.check paired OTHER_CHECKOUT [--runs 10]
+python -m scripts.check paired OTHER_CHECKOUT [--runs 10] [--models DIR]
 python -m scripts.check paired OTHER_CHECKOUT --requests [--models demo DIR]
 
-Start-up and decode time, in turns: a run starts the embedded model with a quarter of its experts,
+Start-up and decode time, in turns: a run starts a model with a quarter of its experts,
 generates one token, then 8 × 200. The first pair fills the compilation cache and is not counted.
 --requests: what 20 requests give, bit for bit, in place of times. A checkout must have the public
 names of this one; both use this Python and its compilation cache. Exit status 1 where a request
@@ -28,11 +28,11 @@ from scripts.parts.commands import new_parser, positive, refusing
 HERE = Path(__file__).resolve().parents[2]
 
 RUN = """
-import json, time
+import json, sys, time
 began = time.perf_counter()
 from moejax import LLM, SamplingParams
 limits = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=512)
-with LLM("demo", expert_budget="25%", device="cpu", progress=False, **limits) as llm:
+with LLM(sys.argv[1], expert_budget="25%", device="cpu", progress=False, **limits) as llm:
     llm.generate("The old house", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     start = time.perf_counter() - began
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -77,18 +77,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, help="the checkout to compare with")
     parser.add_argument("--runs", type=int, default=10, help="pairs (default: 10)")
     parser.add_argument("--requests", action="store_true", help="compare answers, not times")
-    parser.add_argument("--models", nargs="+", default=["demo"], help="demo and directories")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["demo"],
+        help="demo and directories, the first of which is timed",
+    )
     args = parser.parse_args(arguments)
     positive(args, "runs")
     checkouts = HERE, args.other.resolve()
+    places = [name if name == "demo" else str(Path(name).resolve()) for name in args.models]
     if args.requests:
-        places = [name if name == "demo" else str(Path(name).resolve()) for name in args.models]
         found = [f"differs: {name}" for name in different(checkouts, places)]
         print(*(found or ["all bits are equal"]), sep="\n")
         return 1 if found else 0
     pairs = []
     for run in range(args.runs + 1):
-        pair = [json.loads(python_in(checkout, "-c", RUN)) for checkout in checkouts]
+        pair = [json.loads(python_in(checkout, "-c", RUN, places[0])) for checkout in checkouts]
         if run:
             pairs.append(pair)
             print(json.dumps({"here": pair[0], "other": pair[1]}), flush=True)
