@@ -3,6 +3,7 @@ are read by tasks that several threads carry out."""
 
 from __future__ import annotations
 
+import abc
 import collections
 import concurrent.futures
 import contextlib
@@ -72,7 +73,7 @@ class CheckpointReader(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint(StoredModel):
+class Checkpoint(StoredModel, abc.ABC):
     """A checkpoint of which headers alone are read, and checked. config: with a dtype."""
 
     nonfinite: Counter[str] = dataclasses.field(default_factory=Counter, kw_only=True)
@@ -80,11 +81,13 @@ class Checkpoint(StoredModel):
     quantizers: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     """Version → how it was made from the dense one."""
 
+    @abc.abstractmethod
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
         """Version → MoE layers that a run in this dtype loads to have these versions, or dense,
         from which they can be made. Raises UserError for files that are missing or too short."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def record_files(
         self,
         dtype: str,
@@ -96,15 +99,17 @@ class Checkpoint(StoredModel):
         """The experts where they are, by version. held: of `hold`. verify: what is read has a
         checksum that is compared. as_stored: nobody converts what is read. Raises UserError where
         a run in this dtype with these versions cannot compute with them as the files hold them."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
         """What reading all parameters and these experts reads."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def open(self) -> AbstractContextManager[CheckpointReader]:
         """Raises UserError at either end of the `with` for files that have changed."""
-        raise NotImplementedError
+        ...
 
 
 def run_tasks(

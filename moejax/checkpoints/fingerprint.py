@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO
 
 from moejax.checkpoints.orbax.steps import Step, find_items, is_orbax
@@ -35,20 +35,16 @@ def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
     Raises UserError for a directory that is not there or cannot be read.
     """
     directory = checkpoint_directory(path)
-    found = hashlib.sha256()
     try:
         files = [*directory.iterdir()]
         if is_orbax(directory):
             items = find_items(directory, step)
             files = [file for around in items.directories for file in around.iterdir()]
             files += [file for item in items.items.values() for file in item.rglob("*")]
-        for file in sorted(f for f in set(files) if _counts(f) and f.is_file()):
-            found.update(os.path.relpath(file, directory).encode())
-            for piece in _pieces(file):
-                found.update(piece)
+        counting = sorted(f for f in set(files) if _counts(f) and f.is_file())
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-    return found.hexdigest()[:16]
+    return _digest({os.path.relpath(file, directory): file for file in counting})
 
 
 def _counts(file: pathlib.Path) -> bool:
@@ -58,15 +54,19 @@ def _counts(file: pathlib.Path) -> bool:
 
 def file_fingerprint(path: str | os.PathLike[str]) -> str:
     """The same of one file, or of a directory's files. Raises UserError."""
-    path = pathlib.Path(path)
-    if path.is_dir():
-        return fingerprint(path)
+    return fingerprint(path) if os.path.isdir(path) else _digest({"": pathlib.Path(path)})
+
+
+def _digest(files: Mapping[str, pathlib.Path]) -> str:
+    """Of files by the names that count. Raises UserError."""
     found = hashlib.sha256()
-    try:
-        for piece in _pieces(path):
-            found.update(piece)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    for name, path in files.items():
+        found.update(name.encode())
+        try:
+            for piece in _pieces(path):
+                found.update(piece)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
     return found.hexdigest()[:16]
 
 

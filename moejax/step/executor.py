@@ -52,7 +52,7 @@ from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
 from moejax.step.transports.native import NativeTransport
 from moejax.step.transports.transport import InStepTransport, Transport
-from moejax.step.walk import CompiledWalk, Walk
+from moejax.step.walk import CompiledWalk, StepRequest, Walk
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
@@ -307,7 +307,8 @@ class Executor:
         - `hooks`: called between a layer's parts, by a walk of layers only.
         """
         args, key = (self.tokens.tokens, positions, block_table), self.keys.decode(positions)
-        return self._run(key, args, forced, stages, hooks)
+        request = StepRequest(key, args, forced, stages, hooks, self.maps)
+        return self.tokens.follow(self.walk.run(request))
 
     def prefill(
         self,
@@ -328,17 +329,8 @@ class Executor:
         if key.rows is not None:
             prefill = prefill.of_chunks(key.rows)
         args = prefill, block_table, self.tokens.tokens
-        return self._run(key, args, forced, stages, hooks)
-
-    def _run(
-        self,
-        key: ProgramKey,
-        args: tuple,
-        forced: Routing | None,
-        stages: Entries | None,
-        hooks: Hooks | None,
-    ) -> StepOutput:
-        return self.tokens.follow(self.walk.run(key, args, forced, stages, hooks, self.maps))
+        request = StepRequest(key, args, forced, stages, hooks, self.maps)
+        return self.tokens.follow(self.walk.run(request))
 
     def failures(self, writes: int) -> list[TransferFailure]:
         """The experts that a step could not compute, as of Transport and Processor."""

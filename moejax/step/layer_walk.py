@@ -23,6 +23,7 @@ from moejax.step.processors.processor import LayerInputs, Parts, Processor
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.step_parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.transports.transport import Transport
+from moejax.step.walk import StepRequest
 from pallas_kernels.stage import Entries
 
 
@@ -111,15 +112,8 @@ class LayerWalk:
 
     # ---- steps
 
-    def run(
-        self,
-        step: ProgramKey,
-        args: tuple,
-        forced: Routing | None,
-        stages: Entries | None,
-        hooks: Hooks | None,
-        maps: DeviceMaps | None,
-    ) -> StepOutput:
+    def run(self, request: StepRequest) -> StepOutput:
+        step, args, forced, stages, hooks, _ = request
         if hooks is not None:
             self._compiler.start(self._transport.stage_key)
         if self._processor is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
@@ -14,6 +14,18 @@ from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import Routing, StepOutput, StepSpec, TraceArrays
 from pallas_kernels.stage import Entries
+
+
+class StepRequest(NamedTuple):
+    """A step to dispatch."""
+
+    key: ProgramKey
+    args: tuple
+    """Of `Programs.batch`."""
+    forced: Routing | None
+    stages: Entries | None
+    hooks: Hooks | None
+    maps: DeviceMaps | None
 
 
 class Walk(Protocol):
@@ -37,19 +49,8 @@ class Walk(Protocol):
         """
         ...
 
-    def run(
-        self,
-        step: ProgramKey,
-        args: tuple,
-        forced: Routing | None,
-        stages: Entries | None,
-        hooks: Hooks | None,
-        maps: DeviceMaps | None,
-    ) -> StepOutput:
-        """Dispatches a step.
-
-        - `args`: of `Programs.batch`.
-        """
+    def run(self, request: StepRequest) -> StepOutput:
+        """Dispatches a step."""
         ...
 
     def delete(self) -> None: ...
@@ -83,15 +84,8 @@ class CompiledWalk:
         traced = bool(self._steps.trace_arrays)
         return [step._replace(traced=traced, staged=staged, maps=search)]
 
-    def run(
-        self,
-        step: ProgramKey,
-        args: tuple,
-        forced: Routing | None,
-        stages: Entries | None,
-        hooks: Hooks | None,
-        maps: DeviceMaps | None,
-    ) -> StepOutput:
+    def run(self, request: StepRequest) -> StepOutput:
+        step, args, forced, stages, hooks, maps = request
         check_hooks(self._steps.driver, hooks)
         buffers = self._buffers
         (key,) = self.calls(step, staged=stages is not None, maps=maps)
