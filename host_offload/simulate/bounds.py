@@ -1,4 +1,4 @@
-"""What no policy can do better than: bounds on experts moved, bytes moved and time lost.
+"""What no policy can do better than: the fewest experts moved.
 
 A cache holds experts between two steps, at most as many as it has cells. A step costs a transfer
 for each expert that it needs and that is not there; a transfer ahead of need costs as much. So an
@@ -123,62 +123,6 @@ def min_transfers(references: References, cells: int | Sequence[int] | np.ndarra
         flat[needed] = rank[now]
         _keep_nearest(kept, held)
     return moved
-
-
-def min_bytes(references: References, sizes: np.ndarray, capacity: int) -> int:
-    """The fewest bytes that any policy must move where experts differ in size and share `capacity`
-    bytes: PFOO-L of Berger, Beckmann & Harchol-Balter, "Practical Bounds on Optimal Caching with
-    Variable Object Sizes" (2018), weighted by size.
-
-    It lets the cache be over-full at one moment if it is that much emptier at another: intervals
-    between uses are kept, the one that saves most bytes for its size × time first, the last one in
-    part, until capacity × time is used up. So it lies below the optimum, and below min_transfers
-    where sizes are equal.
-
-    sizes: int64[L, E], bytes of each expert in the version it has. Raises ValueError where the
-    largest step set does not fit the capacity.
-    """
-    sizes = np.asarray(sizes, np.int64)
-    if sizes.shape != (references.layers, references.experts) or sizes.min(initial=1) < 1:
-        raise ValueError(
-            f"sizes must be positive and of shape {(references.layers, references.experts)}, not "
-            f"{sizes.shape}"
-        )
-    size = sizes[references.layer, references.expert]
-    largest = int(np.bincount(references.step, size, references.steps).max(initial=0))
-    if largest > capacity:
-        raise ValueError(f"a step needs {largest} bytes of experts, more than {capacity}: no bound")
-    place = references.layer * references.experts + references.expert
-    following = _next_use(references, place)
-    again = following >= 0
-    length, value = [(following - references.step)[again]], [size[again]]
-    for start, first in _first_uses(references, place).items():
-        length.append(references.step[first] - start + 1)
-        value.append(size[first])
-    length, value = np.concatenate(length), np.concatenate(value)
-    # Bytes saved for each byte and moment are 1 / length, whatever the size.
-    order = np.argsort(length, kind="stable")
-    length, value = length[order], value[order]
-    # Moments between steps, and one before each run that may begin with anything.
-    moments = references.steps - 1 + (0 in references.unknown)
-    room, used = int(capacity) * moments, np.cumsum(length * value)
-    whole = int(np.searchsorted(used, room, side="right"))
-    saved = int(value[:whole].sum())
-    if whole < len(length):
-        saved += (room - (int(used[whole - 1]) if whole else 0)) // int(length[whole])
-    return int(size.sum()) - saved
-
-
-def stall_bound(moved: float, compute_s: float, *, seconds_per_byte: float) -> float:
-    """Seconds that steps which compute for `compute_s` in all must at least wait for a link that
-    moves `moved` bytes, however well both overlap: what the link needs beyond that time.
-
-    With the bytes of min_transfers or min_bytes it bounds every policy, with those of a run that
-    run. Raises ValueError for a negative number.
-    """
-    if min(moved, compute_s, seconds_per_byte) < 0:
-        raise ValueError("bytes and seconds cannot be negative")
-    return max(moved * seconds_per_byte - compute_s, 0.0)
 
 
 def _checked(references: References, cells: int | Sequence[int] | np.ndarray) -> np.ndarray:

@@ -21,7 +21,6 @@ from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.placement.placement_policy import PlacementPolicy, costs_of
 from host_offload.policies.placement.presched import PlacementCosts
 from host_offload.policies.prefetch.prefetch_names import with_prefetch
-from host_offload.simulate.bounds import stall_bound
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate, spec_of
 from host_offload.simulate.step_timeline import Looks, StepLoad, StepTimeline
@@ -71,7 +70,7 @@ class Prediction:
         """What of `stall_share` no overlap of the link with computing could hide: the same bytes at
         the link's rate, less the time in which steps compute, over the time that both take."""
         compute = float(self.compute_s.sum())
-        least = stall_bound(self.bytes, compute, seconds_per_byte=self.link_per_byte)
+        least = max(self.bytes * self.link_per_byte - compute, 0.0)
         return least / (compute + least)
 
     @property

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-ALLOCATIONS = ("uniform", "marginal", "optimal")
+ALLOCATIONS = ("uniform", "marginal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,6 @@ class Allocation:
     """int64[L]"""
     misses: float
     """The curves' sum at `cells`."""
-    gap: float
-    """The optimum is at most so far below `misses`; 0 for `optimal`."""
 
 
 def allocate(
@@ -28,8 +26,8 @@ def allocate(
     """Shares slots over layers by one of ALLOCATIONS; what no layer can use stays unused.
 
     misses: float64[L, C + 1], non-increasing along c, in any unit that adds up over layers (misses,
-    seconds). least: the least cells, of every layer or int[L]. optimal takes O(L·slots·C) at worst;
-    optimal ≤ marginal ≤ uniform in misses.
+    seconds). least: the least cells, of every layer or int[L]. marginal ≤ uniform in misses, and
+    above hull_misses by what one piece of a hull saves at most.
 
     Raises ValueError for another rule, for curves that increase, and for fewer slots than `least`
     takes.
@@ -47,16 +45,12 @@ def allocate(
             f"of at most {most} each"
         )
     slots = min(int(slots), layers * most)
-    pieces, cells = _Pieces(curves, floor), _uniform(layers, most, slots, floor)
-    if rule != "uniform":
-        greedy = _marginal(curves, slots, floor, pieces)
+    cells = _uniform(layers, most, slots, floor)
+    if rule == "marginal":
+        greedy = _marginal(curves, slots, floor)
         if _total(curves, greedy) < _total(curves, cells):
             cells = greedy
-    if rule == "optimal":
-        cells = _optimal(curves, slots, floor, pieces, cells)
-    total = _total(curves, cells)
-    bound = float(pieces.misses(np.array([slots]))[0])
-    return Allocation(cells, total, 0.0 if rule == "optimal" else max(total - bound, 0.0))
+    return Allocation(cells, _total(curves, cells))
 
 
 def shared_anew(
@@ -108,17 +102,6 @@ class _Pieces:
         self.layer, self.width, self.saved = layer[order], width[order], saved[order]
         self.used = np.concatenate([[0], np.cumsum(self.width)]) + int(floor.sum())
         """Slots after so many pieces."""
-        self._before = _total(curves, floor)
-
-    def misses(self, slots: np.ndarray) -> np.ndarray:
-        """float64[n], see hull_misses."""
-        saved = np.concatenate([[0.0], np.cumsum(self.saved)])
-        return self._before - np.interp(slots, self.used, saved)
-
-    def rate(self, slots: int) -> float:
-        """What the next slot after so many saves, along the hulls."""
-        piece = int(np.searchsorted(self.used, slots, side="right")) - 1
-        return float(self.saved[piece] / self.width[piece]) if piece < len(self.width) else 0.0
 
 
 def lower_hulls(curves: np.ndarray, floor: np.ndarray) -> np.ndarray:
@@ -143,11 +126,14 @@ def hull_misses(misses: np.ndarray, slots: np.ndarray, least: int | np.ndarray =
     the marginal one is equal."""
     curves = np.asarray(misses, np.float64)
     floor = np.broadcast_to(np.asarray(least, np.int64), len(curves))
-    return _Pieces(curves, floor).misses(slots)
+    pieces = _Pieces(curves, floor)
+    saved = np.concatenate([[0.0], np.cumsum(pieces.saved)])
+    return _total(curves, floor) - np.interp(slots, pieces.used, saved)
 
 
-def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray, pieces: _Pieces) -> np.ndarray:
-    cells = floor.copy()
+def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray) -> np.ndarray:
+    """The steepest pieces of the hulls first."""
+    cells, pieces = floor.copy(), _Pieces(curves, floor)
     whole = int(np.searchsorted(pieces.used, slots, side="right")) - 1
     np.add.at(cells, pieces.layer[:whole], pieces.width[:whole])
     room = slots - int(cells.sum())
@@ -161,56 +147,3 @@ def _marginal(curves: np.ndarray, slots: int, floor: np.ndarray, pieces: _Pieces
         cells[layer] = reach[layer, more]
         room = slots - int(cells.sum())
     return cells
-
-
-def _optimal(
-    curves: np.ndarray, slots: int, floor: np.ndarray, pieces: _Pieces, known: np.ndarray
-) -> np.ndarray:
-    """Min-plus products, a layer at a time, of what a layer may have in an allocation that is
-    better than `known`.
-
-    With a price on slots, the hulls' slope, each layer has a cheapest number of cells, and their
-    sum is a bound that no allocation of all slots is below (Lagrange). So an allocation that is
-    better than `known` spends more than those by less than known's gap: all layers together, thus
-    each layer too. Along convex curves next to nothing is left to try.
-    """
-    price = pieces.rate(slots)
-    cost = curves + price * np.arange(curves.shape[1])
-    cost[np.arange(curves.shape[1]) < floor[:, None]] = np.inf
-    cheapest = cost.min(axis=1)
-    total = _total(curves, known)
-    gap = total - (float(cheapest.sum()) - price * slots)
-    rounding = 1e-12 * (abs(total) + price * slots)
-    if gap <= rounding:
-        return known
-    spare = cost - cheapest[:, None]
-    open_to = [np.flatnonzero(row <= gap + rounding) for row in spare]
-    # Slots that the layers after each one take: so many at least, so many at most.
-    ends = np.array([cells[[0, -1]] for cells in open_to])
-    after = ends.sum(axis=0) - np.cumsum(ends, axis=0)
-    best, first = np.zeros(1), 0
-    chosen: list[tuple[int, np.ndarray]] = []
-    for row, cells, (least, most) in zip(spare, open_to, after.tolist(), strict=True):
-        low = max(first + int(cells[0]), slots - most)
-        high = min(first + len(best) - 1 + int(cells[-1]), slots - least)
-        grown, taken = np.full(high - low + 1, np.inf), np.zeros(high - low + 1, np.int64)
-        for c in cells.tolist():
-            begin, end = max(low - first - c, 0), min(high + 1 - first - c, len(best))
-            if begin >= end:
-                continue
-            at = slice(first + c + begin - low, first + c + end - low)
-            sums = best[begin:end] + row[c]
-            better = sums < grown[at]
-            np.copyto(grown[at], sums, where=better)
-            np.copyto(taken[at], c, where=better)
-        chosen.append((low, taken))
-        worth = np.flatnonzero(grown <= gap + rounding)
-        if not len(worth):
-            return known
-        best, first = grown[worth[0] : worth[-1] + 1], low + int(worth[0])
-    found, left = np.zeros(len(curves), np.int64), slots
-    for layer in range(len(curves) - 1, -1, -1):
-        low, taken = chosen[layer]
-        found[layer] = taken[left - low]
-        left -= int(found[layer])
-    return found if _total(curves, found) < total else known

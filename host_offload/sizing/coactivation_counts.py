@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 REACH = 4
 """Layers that are looked back."""
-
-BLOCK = 1024
-"""Tokens that are counted together."""
-
-
-def one_hot(ids: np.ndarray, experts: int) -> np.ndarray:
-    """float32[…, E]: 1 for who is in ids int[…, k]."""
-    hot = np.zeros((*ids.shape[:-1], experts), np.float32)
-    np.put_along_axis(hot, ids.astype(np.int64), 1, axis=-1)
-    return hot
-
-
-def add_pairs(pairs: np.ndarray, used: Sequence[np.ndarray] | np.ndarray) -> None:
-    """Counts a layer's tokens into its pairs float32[reach, E, E]. used: float32[N, E] of each of
-    the layers up to this one, 1 for who was chosen."""
-    for d, source in enumerate(used[-2::-1][: len(pairs)]):
-        pairs[d] += source.T @ used[-1]
 
 
 def pair_counts(source: np.ndarray, chosen: np.ndarray, experts: int) -> np.ndarray:
@@ -41,10 +22,9 @@ def coactivation_counts(ids: np.ndarray, experts: int, reach: int = REACH) -> np
     i in the layer d + 1 before l, and j in l. ids int[N, L, k]: what each token was routed to."""
     layers = ids.shape[1]
     pairs = np.zeros((layers, reach, experts, experts), np.float32)
-    for first in range(0, len(ids), BLOCK):
-        used = one_hot(ids[first : first + BLOCK].swapaxes(0, 1), experts)
-        for layer in range(1, layers):
-            add_pairs(pairs[layer], used[: layer + 1])
+    for layer in range(1, layers):
+        for d in range(min(reach, layer)):
+            pairs[layer, d] = pair_counts(ids[:, layer - 1 - d], ids[:, layer], experts)
     return pairs
 
 

@@ -84,7 +84,7 @@ class Streams(NamedTuple):
 
 def cap_misses(expert_misses: np.ndarray, allocation: str = "uniform") -> np.ndarray:
     """float64[E + 1]: M_E by cap of curves [L, E + 1], with cap·L slots shared by the allocation
-    (by the hulls, for `marginal` and `optimal` alike)."""
+    (`marginal` by the hulls)."""
     if allocation == "uniform":
         return expert_misses.sum(axis=0)
     layers, columns = expert_misses.shape

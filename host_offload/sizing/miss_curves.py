@@ -61,129 +61,89 @@ def cold_curves(layers: int, experts: int) -> LiveCurves:
 
 @dataclasses.dataclass(frozen=True)
 class MissCurves:
-    """Misses by the number of cells, of M rows (layers; with V versions V·L of them) of E items."""
+    """Misses by the number of cells, of L layers of E experts."""
 
     misses: np.ndarray
-    """int64[M, E + 1]: column c is with c cells, by distances. From `exact_from` on it is what the
+    """int64[L, E + 1]: column c is with c cells, by distances. From `exact_from` on it is what the
     pager does; below, where a set does not fit, an estimate."""
-    least: np.ndarray
-    """int64[M, E + 1]: a lower bound everywhere, equal to `misses` from `exact_from` on."""
     exact_from: np.ndarray
-    """int64[M]: the largest set that was referenced, counted or not."""
-    references: np.ndarray
-    """int64[M]: items referenced, each once in a set."""
+    """int64[L]: the largest set that was referenced, counted or not."""
     first: np.ndarray
-    """int64[M]: those of them that were never used before; they are in `misses`."""
+    """int64[L]: references to what was never used before; they are in `misses`."""
     steps: int
     """Steps that were counted."""
 
     @property
+    def references(self) -> np.ndarray:
+        """int64[L]: experts referenced, each once in a set."""
+        return self.misses[:, 0]
+
+    @property
     def warm(self) -> np.ndarray:
-        """int64[M, E + 1]: misses without first sights; 0 in the last column."""
+        """int64[L, E + 1]: misses without first sights; 0 in the last column."""
         return self.misses - self.first[:, None]
 
 
 class CurveCounts:
-    """Gathers references of M rows of E items into curves."""
+    """Gathers references of L layers of E experts into curves."""
 
-    def __init__(self, rows: int, items: int):
-        self.items = items
-        self.recency = cold_recency(rows, items)
-        self._largest = np.zeros(rows, np.int64)
-        self._steps = 0
-        self._sizes: list[np.ndarray] = []
-        self._distances: list[np.ndarray] = []
+    def __init__(self, layers: int, experts: int):
+        self._recency = cold_recency(layers, experts)
+        self._largest = np.zeros(layers, np.int64)
+        self._counts = np.zeros(layers * (experts + 1), np.int64)
+        """References by distance; in the last column of a layer first sights."""
+        self.steps = 0
 
     def add(self, active: np.ndarray, *, counted: bool = True) -> None:
-        """A reference to sets bool[M, E]. counted: it is in the curves; else it only moves the
+        """A reference to sets bool[L, E]. counted: it is in the curves; else it only moves the
         recency list."""
-        self.recency, found = reference(self.recency, active)
+        self._recency, found = reference(self._recency, active)
         np.maximum(self._largest, found.sizes, out=self._largest)
         if counted:
-            self._sizes.append(found.sizes.astype(np.int32))
-            distances = np.where(found.is_first, self.items, found.place % self.items)
-            self._distances.append(distances.astype(np.int32))
-
-    def end_step(self) -> None:
-        """What was counted since the last one is a step, for `MissCurves.steps`."""
-        self._steps += 1
+            layers, experts = active.shape
+            layer = np.repeat(np.arange(layers), found.sizes)
+            distance = np.where(found.is_first, experts, found.place % experts)
+            place = layer * (experts + 1) + distance
+            self._counts += np.bincount(place, minlength=len(self._counts))
 
     def curves(self) -> MissCurves:
-        rows, items = len(self._largest), self.items
-        sizes = np.array(self._sizes, np.int64).reshape(-1, rows)
-        distances = np.concatenate([np.zeros(0, np.int32), *self._distances])
-        row = np.repeat(np.tile(np.arange(rows), len(sizes)), sizes.ravel())
-        counts = np.bincount(row * (items + 1) + distances, minlength=rows * (items + 1))
-        counts = counts.reshape(rows, items + 1)
-        misses = tails(counts)[:, :-1]
-        # With all that the largest set needs, a set has these misses, and with fewer cells no
-        # fewer (docs/miss_curves.md); with c cells at most c of its members can be there.
-        missed = distances >= self._largest[row]
-        place = np.repeat(np.arange(sizes.size), sizes.ravel())
-        missing = np.bincount(place[missed], minlength=sizes.size).reshape(sizes.shape)
-        least = misses.copy()
-        for c in range(int(self._largest.max(initial=0))):
-            bound = np.maximum(sizes - c, missing).sum(axis=0)
-            least[:, c] = np.where(c < self._largest, bound, least[:, c])
-        return MissCurves(
-            misses, least, self._largest.copy(), counts.sum(axis=1), counts[:, items], self._steps
-        )
+        counts = self._counts.reshape(len(self._largest), -1)
+        return MissCurves(tails(counts)[:, :-1], self._largest, counts[:, -1], self.steps)
 
 
 def curves_of(references: Iterable[np.ndarray]) -> MissCurves:
-    """Curves of references to sets bool[M, E], one after the other, each a step. Raises ValueError
+    """Curves of references to sets bool[L, E], one after the other, each a step. Raises ValueError
     for none."""
     counts = None
     for active in references:
         counts = counts or CurveCounts(*active.shape)
         counts.add(active)
-        counts.end_step()
+        counts.steps += 1
     if counts is None:
         raise ValueError("a miss curve needs at least one reference")
     return counts.curves()
 
 
-def trace_curves(
-    trace: Trace,
-    *,
-    kind: str | None = None,
-    user: int | None = None,
-    first: int = 0,
-    last: int | None = None,
-    versions: np.ndarray | None = None,
-) -> MissCurves:
+def trace_curves(trace: Trace, *, kind: str | None = None, user: int | None = None) -> MissCurves:
     """Curves of the steps of a trace, from a cold start.
 
-    kind (`prefill` or `decode`), first, last: count only steps of that kind, and of the trace's
-    steps first … last − 1; the others still move the recency list. user: only the tokens of that
-    user (token.user), as if served alone. versions int8[L, E]: each expert's version; cells of a
-    version hold experts of that version only, so row v·L + l is the list of layer l's version v.
+    kind (`prefill` or `decode`): count only steps of that kind; the others still move the recency
+    list. user: only the tokens of that user (token.user), as if served alone.
 
     Raises TraceError as read_step_sets does, and for a trace without such a step.
     """
     header = trace.header
-    if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if kind is not None and "step.kind" in header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
-    number = 1 if versions is None else int(versions.max()) + 1
-    counts = CurveCounts(number * header.layers, header.experts)
-    for place, step in enumerate(read_step_sets(trace, user=user)):
-        wanted = first <= place and (last is None or place < last)
-        wanted &= kind is None or step.kind == KINDS.index(kind)
+    counts = CurveCounts(header.layers, header.experts)
+    for step in read_step_sets(trace, user=user):
         if user is not None and not step.active.any():
             continue  # others' steps, which are no reference of this user's
+        wanted = kind is None or step.kind == KINDS.index(kind)
         for due in in_waves(step.active, step.waves):
-            if versions is not None:
-                due = np.concatenate([due & (versions == v) for v in range(number)])
             counts.add(due, counted=wanted)
-        if wanted and step.active.any():
-            counts.end_step()
-    curves = counts.curves()
-    if not curves.steps:
+        counts.steps += wanted
+    if not counts.steps:
         whose = "" if user is None else f" of user {user}"
-        raise TraceError(
-            f"the trace {trace.directory} has no {kind or 'steps'} to look at{whose}, in steps "
-            f"{first}…{'' if last is None else last - 1}"
-        )
-    return curves
+        raise TraceError(f"the trace {trace.directory} has no {kind or 'steps'} to look at{whose}")
+    return counts.curves()

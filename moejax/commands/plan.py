@@ -182,8 +182,8 @@ def _check_of_a_trace(args: argparse.Namespace) -> None:
     named += ["--" + name.replace("_", "-") for name in sorted(options.keys() - _SPLIT)]
     if named:
         raise UserError(f"{named[0]} is of --dry-run; a plan from a trace has no such option")
-    if options.get("cells") not in (None, "uniform", "marginal", "optimal"):
-        raise UserError("--cells of a plan is uniform, marginal or optimal")
+    if options.get("cells") not in (None, "uniform", "marginal"):
+        raise UserError("--cells of a plan is uniform or marginal")
 
 
 def _dry_run(args: argparse.Namespace) -> int:

@@ -207,7 +207,7 @@ class PolicyOptions:
         common=True,
     )
     cells: str | Sequence[int] = same_bits(
-        "what each layer gets of the experts' share: uniform, marginal or optimal, by the miss "
+        "what each layer gets of the experts' share: uniform, or marginal by the miss "
         "curves of a trace or, without one, live; split=TRACE puts the line between experts and KV "
         "where it costs least on that trace's requests; or a number a layer such as 9,8,8,7; see "
         "docs/memory.md (default: uniform)",

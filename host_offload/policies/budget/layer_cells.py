@@ -27,7 +27,7 @@ class LayerCells:
     """Shares the cells that there are over the layers anew, where that is predicted to save enough
     (ours; WiSP gives every layer as many). The number of cells stays as it is.
 
-    allocation: `marginal` or `optimal`, see cell_allocation. decay: of the distances, once an
+    allocation: see cell_allocation. decay: of the distances, once an
     interval. gate: the least saving that moves cells, as a part of the misses.
     """
 

@@ -13,7 +13,6 @@ from host_offload.sizing.configurator import Streams, cap_misses, histograms_of,
 from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
-from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import read_trace
 from host_offload.traces.recency import tails
 
@@ -28,7 +27,6 @@ class LearnedCurves(NamedTuple):
     pages: np.ndarray
     """float64[P]: the decayed histogram of KV's distances."""
     held: PageRecency = PageRecency()
-    times: StepTimes = StepTimes()
     load: tuple[tuple[int, int], ...] = ((0, 0),)
     """(sequences that ran or waited, summed over steps; steps): of the turn that runs, then of
     those before it."""
@@ -58,18 +56,17 @@ class MvWsa:
 
     A step is one reference of every layer, a prefill step's waves taken together.
 
-    allocation: how cap·L slots are shared over layers; other than `uniform` is ours. calibrate:
-    what a miss costs is learned from the steps (step_times). kv_miss: see split.miss_costs. costs:
-    instead of measured ones. concurrent: n_conc of the admission floor (6), each with the context
-    of the last turns; None: as many as ran or waited in the mean over the steps of the last
-    `window` turns, no more than can run at once. floor_share: the part of the memory that this
-    floor takes at most. expect_returns: see kv_reuse.expected_returns. trace: of the workload; the
-    histograms begin with its turns, as if they had just ended, recency lists and the floor empty.
+    allocation: how cap·L slots are shared over layers; other than `uniform` is ours. kv_miss: see
+    split.miss_costs. costs: instead of measured ones. concurrent: n_conc of the admission floor
+    (6), each with the context of the last turns; None: as many as ran or waited in the mean over
+    the steps of the last `window` turns, no more than can run at once. floor_share: the part of the
+    memory that this floor takes at most. expect_returns: see kv_reuse.expected_returns. trace: of
+    the workload; the histograms begin with its turns, as if they had just ended, recency lists and
+    the floor empty.
     """
 
     rule: SplitRule = dataclasses.field(default_factory=SplitRule)
     allocation: str = "uniform"
-    calibrate: bool = True
     kv_miss: str = "swap"
     costs: MissCosts | None = None
     concurrent: int | None = None
@@ -84,8 +81,6 @@ class MvWsa:
     @property
     def needs(self) -> frozenset[str]:
         needs = {"ids", "kv_refs", "kv_pages", "running", "waiting", "bucket", "phase"}
-        if self.calibrate:
-            needs |= {"missed", "compiled"}
         return frozenset(needs if self.costs is not None else needs | {"costs"})
 
     def init(self, spec: Spec) -> LearnedCurves:
@@ -131,8 +126,6 @@ class MvWsa:
     ) -> tuple[LearnedCurves, Decision]:
         seen: Any = observation
         if seen.moment == Moment.STEP_END:
-            if self.calibrate:
-                state = state._replace(times=self._timed(state, seen))
             (load, steps), *before = state.load
             rows = max(state.rows, seen.bucket) if seen.phase.all() else state.rows
             now = load + seen.running + seen.waiting, steps + 1
@@ -172,11 +165,10 @@ class MvWsa:
             before = max(1 - units * division.unit / division.total_bytes, 0.0)
         misses = state.curves.misses[:, : division.caps + 1]
         curve = cap_misses(misses, self.allocation)
-        costs = self.costs_now(state)
         pages = state.pages
         if self.expect_returns:
             pages = pages + expected_returns(held, len(pages), self.rule.decay, state.ended)
-        split = self.rule.next_split(before, division, curve, tails(pages), costs)
+        split = self.rule.next_split(before, division, curve, tails(pages), state.costs)
         state, cap = state._replace(split=split), division.cap_at(split)
         slots, cells = cap * len(misses), None
         if split != before:
@@ -193,27 +185,6 @@ class MvWsa:
         cells = cells.astype(np.int32)
         state = state._replace(cells=cells, pool=kv_pages, shared=0)
         return state, Decision(cells=cells, kv_pages=kv_pages)
-
-    def costs_now(self, state: LearnedCurves) -> MissCosts:
-        """What misses cost by what is known so far."""
-        if not self.calibrate:
-            return state.costs
-        expert_s, page_s = state.costs
-        if self.kv_miss == "recompute" and page_s > 0:
-            tokens = state.division.page_tokens
-            page_s = tokens * state.times.token_s(page_s / tokens)
-        return MissCosts(state.times.miss_s(expert_s), page_s)
-
-    def _timed(self, state: LearnedCurves, seen: Any) -> StepTimes:
-        prompt = len(seen.phase) - int(np.count_nonzero(seen.phase))
-        return state.times.see(
-            bucket=seen.bucket,
-            tokens=prompt,
-            misses=int(np.count_nonzero(seen.missed)),
-            read_s=seen.seconds,
-            usable=not seen.compiled and prompt in (0, len(seen.phase)),
-            miss_s=state.times.miss_s(state.costs.expert_s) if prompt else 0.0,
-        )
 
 
 def again(state: LearnedCurves, seen: Any) -> Decision:

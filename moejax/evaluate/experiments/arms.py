@@ -64,7 +64,6 @@ def _mv_wsa(
     """MvWsa, told what things cost by the grid's prices."""
     return MvWsa(
         rule=SplitRule(decay=decay),
-        calibrate=False,
         expect_returns=expect_returns,
         allocation=allocation,
         window=window,

@@ -34,7 +34,7 @@ KEYS = (*PLACE, "repeat")
 TIMES = ("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s")
 """Columns whose medians have intervals, and that are compared in pairs; a processor's time too."""
 
-UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s", "energy_j")
+UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s")
 """Columns in which two runs of the same definition may differ; in all others they must not."""
 
 COUNTS = tuple(
@@ -109,7 +109,7 @@ class Records:
         place = {**found, "policy": self.asked["baseline"]}
         others = cells.get(tuple(place[key] for key in PLACE), ())
         pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
-        for name in (*TIMES, "cpu_s", "energy_j"):
+        for name in (*TIMES, "cpu_s"):
             values = [row[name] for row in whole if row.get(name) is not None]
             if not values:
                 continue

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from moejax.costs.energy import joules, read_energy
 from moejax.engine.loop import Engine
 from moejax.engine.step_work import Step, chosen_in_step, moved_bytes
 from moejax.requests.request import Request
@@ -129,7 +128,7 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
     statistics, control = engine.statistics, engine.control
     before, requests = dict(statistics.seconds), []
     engine.listener = counter
-    energy, began, processor = read_energy(), time.perf_counter(), time.process_time()
+    began, processor = time.perf_counter(), time.process_time()
     try:
         for first in range(0, len(workload.prompts), workload.batch):
             for place in range(first, min(first + workload.batch, len(workload.prompts))):
@@ -148,7 +147,6 @@ def run(engine: Engine, workload: Workload, counter: Counter | None = None) -> d
     spent = {
         "wall_s": time.perf_counter() - began,
         "cpu_s": time.process_time() - processor,
-        "energy_j": joules(energy, read_energy()),
     }
     seconds = {kind: statistics.seconds[kind] - before[kind] for kind in KINDS}
     transfers: Mapping[str, Mapping[str, int]] = {}

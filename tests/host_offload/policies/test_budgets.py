@@ -1,5 +1,5 @@
-"""Budget policies over streams of turns: the online controller finds the split, follows a shift and
-costs what a miss was seen to cost; the closed form as printed and by turns; width, KV and cells
+"""Budget policies over streams of turns: the online controller finds the split and follows a shift;
+the closed form as printed and by turns; width, KV and cells
 together."""
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from host_offload.sizing.split import (
     division_of,
     peak_headroom,
 )
-from host_offload.sizing.step_times import StepTimes
 from host_offload.traces.reader import TraceError
 from tests.host_offload.control.policy_runs import spec
 from tests.host_offload.memory.resident_device import resident, spec_for
@@ -62,7 +61,7 @@ class Run:
         self.decisions: list[Decision] = []
 
     def ask(self, moment: Moment, **fields) -> Decision:
-        known = dict(kv_pages=self.kv_pages, bucket=8, compiled=False, phase=np.ones(1, np.uint8))
+        known = dict(kv_pages=self.kv_pages, bucket=8, phase=np.ones(1, np.uint8))
         known |= dict(running=1, waiting=0, waiting_tokens=0, kv_swapped=0) | self.facts | fields
         place = moment, self.step, 1, 0, -1, -1, self.seconds
         self.state, decision = self.policy.decide(self.state, Observation(*place, **known))
@@ -72,16 +71,11 @@ class Run:
             self.kv_pages = decision.kv_pages
         return decision
 
-    def turn(
-        self, ids: np.ndarray, pages: np.ndarray, *, miss_s: float = 0.0, rng=None
-    ) -> Decision:
-        """ids int[steps, L, k] of one row. miss_s: what a miss costs in this world."""
+    def turn(self, ids: np.ndarray, pages: np.ndarray) -> Decision:
+        """ids int[steps, L, k] of one row."""
         for row in ids:
-            missed = np.zeros((LAYERS, EXPERTS), bool)
-            if rng is not None:
-                missed = rng.random(missed.shape) < rng.random()
-            self.seconds += 0.01 + miss_s * np.count_nonzero(missed)
-            self.ask(Moment.STEP_END, ids=row[None].astype(np.int16), missed=missed)
+            self.seconds += 0.01
+            self.ask(Moment.STEP_END, ids=row[None].astype(np.int16))
             self.step += 1
         return self.ask(Moment.TURN_END, kv_refs=pages)
 
@@ -110,7 +104,7 @@ def turns(
 def test_it_follows_a_workflow():
     """Experts matter first, then a crowd of sessions returns: the line moves over and back. Every
     decision is legal, changes at most `rate` of the memory and keeps equal memory (D1)."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 10.0), calibrate=False))
+    run = Run(MvWsa(costs=MissCosts(1.0, 10.0)))
     division, splits, before = division_of(TOLD), [], None
     for phase in (1, 8, 1):
         for ids, held in turns(phase, sessions=phase, pages=18, skew=0.6, count=40):
@@ -140,10 +134,10 @@ def test_the_floor_is_what_runs_at_once():
         return run.kv_pages
 
     costs = MissCosts(1.0, 1.0)
-    assert pages(MvWsa(costs=costs, calibrate=False, concurrent=1), 9) == 40  # all experts fit
-    assert 4 * 12 <= pages(MvWsa(costs=costs, calibrate=False), 2) < 4 * 12 + 10
-    assert 8 * 12 <= pages(MvWsa(costs=costs, calibrate=False), 90) < 8 * 12 + 10  # of 8 rows
-    assert pages(MvWsa(costs=costs, calibrate=False, floor_share=0.25), 90) == 50
+    assert pages(MvWsa(costs=costs, concurrent=1), 9) == 40  # all experts fit
+    assert 4 * 12 <= pages(MvWsa(costs=costs), 2) < 4 * 12 + 10
+    assert 8 * 12 <= pages(MvWsa(costs=costs), 90) < 8 * 12 + 10  # of 8 rows
+    assert pages(MvWsa(costs=costs, floor_share=0.25), 90) == 50
 
 
 def turns_in_a_trace(directory: Path, stream, **header) -> Path:
@@ -171,7 +165,7 @@ def test_a_trace_is_what_it_begins_with(tmp_path):
     """The histograms that turns in an engine would have left, so that KV has a worth before a
     session returns; without them experts grow at KV's cost."""
     stream = [*turns(0, sessions=4, pages=20, skew=1.0, count=12)]
-    plain = dict(costs=MissCosts(1.0, 10.0), calibrate=False, expect_returns=False)
+    plain = dict(costs=MissCosts(1.0, 10.0), expect_returns=False)
     cold = MvWsa(**plain)
     warm = MvWsa(**plain, trace=str(turns_in_a_trace(tmp_path, stream)))
     live = Run(cold)
@@ -197,7 +191,7 @@ def kv_pages_after(policy: MvWsa, stream) -> int:
 def test_sessions_are_expected_back_until_they_had_time_to_return():
     """Without that (as printed) KV shrinks before the first session returns, and must grow again.
     Where none ever returns it wears off; requests without a session are not expected at all."""
-    plain = MvWsa(costs=MissCosts(1.0, 10.0), calibrate=False, expect_returns=False)
+    plain = MvWsa(costs=MissCosts(1.0, 10.0), expect_returns=False)
     hopeful = dataclasses.replace(plain, expect_returns=True)
     stream = [*turns(0, sessions=4, pages=20, skew=1.0, count=60)]
     assert kv_pages_after(plain, stream[:4]) + 10 <= kv_pages_after(hopeful, stream[:4])
@@ -232,7 +226,7 @@ def test_traces_that_are_of_no_use(tmp_path):
 def test_a_wish_that_was_not_carried_out_is_wished_again():
     """The device refuses every copy, so the pool stays as it was; the policy goes on wishing what
     it decided last. Once the pool is as wished it says nothing."""
-    run = Run(MvWsa(costs=MissCosts(1.0, 1.0), calibrate=False), kv_pages=150)
+    run = Run(MvWsa(costs=MissCosts(1.0, 1.0)), kv_pages=150)
     for ids, held in turns(0, sessions=1, pages=12, skew=0.2, count=40, steps=20):
         run.turn(ids, held)
         run.kv_pages = 150
@@ -241,37 +235,6 @@ def test_a_wish_that_was_not_carried_out_is_wished_again():
     run.decisions, run.kv_pages = [], last
     run.turn(ids, held)
     assert run.decisions == []
-
-
-def test_it_learns_what_a_miss_costs():
-    """The start value is ten times too small; steps say 2 ms."""
-    policy = MvWsa(costs=MissCosts(2e-4, 1.0))
-    run, rng = Run(policy), np.random.default_rng(0)
-    for ids, held in turns(0, sessions=2, pages=3, skew=1.0, count=30):
-        run.turn(ids, held, miss_s=2e-3, rng=rng)
-    # It may leave the start value by a factor of 10 and no more.
-    assert policy.costs_now(run.state).expert_s == pytest.approx(2e-3, rel=0.1)
-    still = MvWsa(costs=MissCosts(2e-4, 1.0), calibrate=False)
-    assert still.costs_now(run.state).expert_s == 2e-4
-
-
-def test_prefill_steps_say_what_a_prompt_token_costs():
-    """0.3 ms a token beside 1 ms a miss; the start value is 1 ms. Where KV is moved out instead of
-    computed again, they say nothing."""
-    rng, times, now = np.random.default_rng(0), StepTimes(), 0.0
-    for _ in range(600):
-        tokens, misses = int(rng.integers(10, 200)), int(rng.integers(30))
-        pause = 30.0 * (rng.random() < 0.02)
-        now += 3e-4 * tokens + 1e-3 * misses + pause
-        times = times.see(
-            bucket=4, tokens=tokens, misses=misses, read_s=now, usable=True, miss_s=1e-3
-        )
-    assert times.token_s(1e-3) == pytest.approx(3.9e-4, rel=0.1)  # 64 of 500 steps are 1 ms
-    assert StepTimes().token_s(1e-3) == 1e-3
-    policy = MvWsa(costs=MissCosts(1.0, 16e-3), kv_miss="recompute")
-    state = policy.init(TOLD)._replace(times=times)
-    assert policy.costs_now(state).page_s == pytest.approx(16 * times.token_s(1e-3))
-    assert MvWsa(costs=MissCosts(1.0, 16e-3)).costs_now(state).page_s == 16e-3
 
 
 def test_layer_cells_keeps_the_number_of_cells():
@@ -401,8 +364,8 @@ ONE = MissCosts(1, 1)
 @pytest.mark.parametrize(
     ("policy", "changes", "error", "match"),
     [
-        (MvWsa(allocation="x", costs=ONE), {}, ValueError, "are uniform, marginal, optimal, not"),
-        (LayerCells(allocation="x"), {}, ValueError, "are uniform, marginal, optimal, not 'x'"),
+        (MvWsa(allocation="x", costs=ONE), {}, ValueError, "are uniform, marginal, not"),
+        (LayerCells(allocation="x"), {}, ValueError, "are uniform, marginal, not 'x'"),
         (MvWsa(window=0, costs=ONE), {}, ValueError, "at least 1"),
         (MvWsa(concurrent=0, costs=ONE), {}, ValueError, "at least 1"),
         (MvWsa(floor_share=2.0, costs=ONE), {}, ValueError, "lies in"),

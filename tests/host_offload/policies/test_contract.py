@@ -44,7 +44,7 @@ from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.prefetch_names import FIT, PREFETCH
 from host_offload.policies.prefetch.promoe import promoe_policy as promoe
 from host_offload.queue.transfer import Progress
-from host_offload.simulate.bounds import in_one_pool, min_bytes, min_transfers, read_references
+from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.sizing.split import MissCosts
 from host_offload.traces.reader import Trace
@@ -301,9 +301,6 @@ def test_it_pages_as_plain_python_and_moves_no_less_than_min(name, seed, tmp_pat
     found = simulate(trace, policies=[policy], **run)
     pool = in_one_pool(references)
     assert found.transfers.sum() >= min_transfers(pool, cells * LAYERS).sum()
-    size = np.full((LAYERS, EXPERTS), 100)
-    assert found.bytes is not None
-    assert found.bytes.sum() >= min_bytes(references, size, cells * LAYERS * 100)
     if name != "static-layers" and not wants_pool(policy):
         assert (found.transfers.sum(axis=0) >= min_transfers(references, cells)).all()
     if isinstance(policy, ExpertMap):

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.simulate.bounds import (
-    min_bytes,
-    min_transfers,
-    read_references,
-    stall_bound,
-)
+from host_offload.simulate.bounds import min_transfers, read_references
 from host_offload.traces.reader import TraceError
 from tests.host_offload.traces.traces_of import random_routing, references_of, write_trace
 
@@ -65,34 +60,6 @@ def test_min_is_the_optimum(sets, more, unknown):
     assert min_transfers(references, cells).tolist() == [optimum(sets, [1] * 5, cells, unknown)]
 
 
-@settings(max_examples=60)
-@given(
-    sets=SETS,
-    sizes=st.lists(st.integers(1, 6), min_size=5, max_size=5),
-    more=st.integers(0, 9),
-    unknown=st.sets(st.integers(0, 6)),
-)
-def test_pfoo_is_below_the_optimum(sets, sizes, more, unknown):
-    unknown = tuple(sorted(step for step in unknown if step < len(sets)))
-    capacity = max(sum(sizes[e] for e in members) for members in sets) + more
-    found = min_bytes(references_of(as_array(sets), unknown), np.array([sizes]), capacity)
-    best = optimum(sets, sizes, capacity, unknown)
-    assert found <= best
-    if capacity >= sum(sizes):
-        assert found == best  # everything fits, so nothing is traded between moments
-
-
-def test_pfoo_trades_moments():
-    """By hand: capacity 1, experts 0 1 0 1 and 0 again; at each moment one of two could stay."""
-    sets = as_array([{0}, {1}, {0}, {1}, {0}], 2)
-    references = references_of(sets)
-    assert min_transfers(references, 1).tolist() == [optimum([{0}, {1}, {0}, {1}, {0}], [1, 1], 1)]
-    # Three intervals of length 2 in four moments of room: two of them.
-    assert min_transfers(references, 1).tolist() == [3]
-    assert min_bytes(references, np.array([[1, 1]]), 1) == 3
-    assert min_bytes(references, np.array([[4, 4]]), 5) == 10  # 10 of 12 bytes × moments: 2.5
-
-
 @pytest.mark.parametrize(
     ("cells", "match"),
     [
@@ -105,17 +72,9 @@ def test_no_bound_below_the_largest_step_set(cells, match):
     sets[1, 0, :2] = sets[0, 1, 2] = True
     with pytest.raises(ValueError, match=match):
         min_transfers(references_of(sets), cells)
-    with pytest.raises(ValueError, match="step needs 20 bytes of experts, more than 19: no"):
-        min_bytes(references_of(sets), np.full((2, 3), 10), 19)
 
 
 def test_what_bounds_refuse(tmp_path):
-    references = references_of(np.ones((2, 1, 3), bool))
-    for sizes in (np.ones((3, 1)), np.array([[1, 1, 0]])):
-        with pytest.raises(ValueError, match=r"sizes must be positive and of shape \(1, 3\)"):
-            min_bytes(references, sizes, 9)
-    with pytest.raises(ValueError, match="bytes and seconds cannot be negative"):
-        stall_bound(1, -1.0, seconds_per_byte=1.0)
     routing = random_routing(np.random.default_rng(0), 5, 1, 4, 2)
     trace = write_trace(tmp_path / "t", routing, 4)
     with pytest.raises(TraceError, match="has no prefill to look at"):
@@ -123,8 +82,3 @@ def test_what_bounds_refuse(tmp_path):
     header = dataclasses.replace(trace.header, absent=["step.kind"])
     with pytest.raises(TraceError, match=r"has no step\.kind: it was converted or generated"):
         read_references(dataclasses.replace(trace, header=header), "decode")
-
-
-def test_the_link_is_busy_or_the_steps_are():
-    assert stall_bound(2e9, 0.5, seconds_per_byte=1e-9) == pytest.approx(1.5)
-    assert stall_bound(2e9, 3.0, seconds_per_byte=1e-9) == 0

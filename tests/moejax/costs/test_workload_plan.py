@@ -53,7 +53,7 @@ def costs(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("cells", ["uniform", "optimal"])
+@pytest.mark.parametrize("cells", ["uniform", "marginal"])
 def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cells):
     """Experts' misses bound what LRU does from below where a set does not fit, within a third here;
     KV's are those of an exact replay."""

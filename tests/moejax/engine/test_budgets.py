@@ -41,14 +41,14 @@ def parsed(**options):
         ({"resize": "peak_headroom"}, (PeakHeadroom(),)),
         ({"resize": "mv_wsa"}, (MvWsa(),)),
         (
-            {"resize": "mv_wsa", "cells": "optimal", "kv_overflow": "recompute"},
-            (MvWsa(allocation="optimal", kv_miss="recompute"),),
+            {"resize": "mv_wsa", "cells": "marginal", "kv_overflow": "recompute"},
+            (MvWsa(allocation="marginal", kv_miss="recompute"),),
         ),
         ({"resize": "joint"}, (JointBudget(),)),
         ({"cells": "marginal"}, (LayerCells(allocation="marginal"),)),
         # A trace says it once; nothing moves while requests run.
-        ({"cells": "optimal=trace"}, ()),
-        ({"cells": "optimal,split=trace"}, ()),
+        ({"cells": "marginal=trace"}, ()),
+        ({"cells": "marginal,split=trace"}, ()),
         ({"cells": "uniform,split=trace", "resize": "mv_wsa"}, (MvWsa(trace="trace"),)),
         ({"cells": [1, 2, 3, 4]}, ()),
         ({"cells": "1,2,3,4"}, ()),
@@ -63,9 +63,9 @@ def test_names_are_policies(options, policies):
     [
         ({"cells": "uniform,spilt=t"}, r"no setting 'spilt=t', did you mean 'split'\?; known: sp"),
         ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
-        ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal, optimal"),
+        ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal"),
         ({"cells": ""}, "unknown cells ''"),
-        ({"cells": "optimal=a,split=b"}, "shares its cells by its own trace; leave out =a of"),
+        ({"cells": "marginal=a,split=b"}, "shares its cells by its own trace; leave out =a of"),
         ({"cells": "uniform=t"}, "cells uniform needs no trace"),
         (
             {"cells": "uniform,split=t", "kv_budget": 1 << 20},
@@ -134,7 +134,7 @@ def test_width_kv_and_cells_together(llm):
 @pytest.mark.slow
 def test_cells_of_a_trace_or_in_numbers():
     directory, _ = recorded()
-    plan = planned(cells=f"optimal={directory}")
+    plan = planned(cells=f"marginal={directory}")
     assert sum(plan.cells) == 28 and len(set(plan.cells)) > 1
     assert plan.budget.pages == 4 * PER_SLOT
     assert planned(cells=[9, 8, 6, 5]).cells == (9, 8, 6, 5)
@@ -151,13 +151,13 @@ def test_cells_of_a_trace_or_in_numbers():
 def test_traces_that_are_of_no_use_are_refused(tmp_path):
     directory, _ = recorded()
     with pytest.raises(UserError, match=r"nowhere"):
-        planned(cells=f"optimal={tmp_path / 'nowhere'}")
+        planned(cells=f"marginal={tmp_path / 'nowhere'}")
     header = (directory / "trace.json").read_text()
     other = tmp_path / "other"
     other.mkdir()
     (other / "trace.json").write_text(re.sub(r'"layers": 4', '"layers": 5', header))
     with pytest.raises(UserError, match="of another model: 5 layers"):
-        planned(cells=f"optimal={other}")
+        planned(cells=f"marginal={other}")
     # Without a cost nothing can be weighed.
     free = COSTS.costs()
     free = type(free)(**{**vars(free), "fill": np.zeros(2)})

@@ -46,7 +46,7 @@ def test_stats_without_control_say_what_was_asked_for():
         ({"precision": "dynaexq,interval=4 bytes"}, "interval '4 bytes' is not a number of"),
         ({"precision": "dynaexq", "cells": "marginal"}, "cells that layers share, so cells say no"),
         (
-            {"precision": "dynaexq,paged=true", "cells": "optimal"},
+            {"precision": "dynaexq,paged=true", "cells": "marginal"},
             "cells of both versions once, at",
         ),
         ({"precision": "dynaexq,paged=true,spares=2"}, "spares means nothing where experts are"),
