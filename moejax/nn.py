@@ -13,7 +13,6 @@ For inference: nothing here can be differentiated. docs/paged_moe.md is the tuto
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ from moejax.step.experts import (
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cards import shared_class
 from pallas_kernels.expert_ffn import ACTIVATIONS
-from pallas_kernels.linear import linear_parts
+from pallas_kernels.linear import LinearOptions, linear_parts
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule, route, why_not_pallas
 from pallas_kernels.verification import Check, ModelShape, checks, require_verified
@@ -261,7 +260,7 @@ class PagedMoE(nnx.Module):
                 no_kernel={} if reason is None else {"route": reason},
                 shared_kib=shared_class(experts.device),
             )
-            if "pallas" in dataclasses.astuple(self.ops) and row_tile not in KERNEL_ROW_TILES:
+            if self.ops.has_kernels and row_tile not in KERNEL_ROW_TILES:
                 raise ValueError(
                     f"row_tile is {row_tile}; kernels are checked for {KERNEL_ROW_TILES} rows"
                 )
@@ -304,14 +303,12 @@ class PagedMoE(nnx.Module):
         padding = -count % self.row_tile
         rows, given = jnp.pad(rows, ((0, padding), (0, 0))), jnp.pad(given, (0, padding))
         with jax.named_scope("route"):
-            logits = linear_parts(
-                rows,
-                self.router.get_value()[None],
-                0,
-                row_tile=self.row_tile,
+            options = LinearOptions(
+                self.row_tile,
                 implementation=self.ops.linear,
                 shared_kib=self.ops.shared_kib,
             )
+            logits = linear_parts(rows, self.router.get_value()[None], 0, options)
             ids, weights = route(logits, given, rule=self.rule, implementation=self.ops.route)
             rows, ids, weights = lax.optimization_barrier((rows, ids, weights))
         context = ExpertContext(

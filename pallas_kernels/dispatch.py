@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from pallas_kernels.cards import CLASSES
@@ -44,6 +44,11 @@ class Ops:
         """Whether all of these ops are kernels; what that decides beyond the ops themselves is
         below, a question each."""
         return all(getattr(self, op) == "pallas" for op in ops)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether any op is a kernel."""
+        return "pallas" in self.chosen().values()
 
     @property
     def fuses_norm_route(self) -> bool:
@@ -120,6 +125,51 @@ def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
     return {op: chosen.get(op, "auto") for op in OPS}
 
 
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a backend must run on."""
+
+    platform: str
+    """The device's, "cpu" or "gpu"."""
+    dtype: str
+    no_kernel: Mapping[str, str]
+    """Op whose kernel this model cannot use → why (its `why_not_pallas`)."""
+
+
+def why_not_native(op: str, target: Target) -> str | None:
+    """Why the library of native CPU ops cannot run an op; None: it can."""
+    if target.platform != "cpu":
+        return "the native CPU ops run on CPUs; here use pallas or auto"
+    if reason := why_not_cpu():
+        return f"{reason}; or use xla or auto"
+    if target.dtype not in DTYPES:
+        known = " or ".join(DTYPES)
+        return f"the native CPU ops compute in {known}, not {target.dtype}; use xla or auto"
+    return None
+
+
+def why_not_kernel(op: str, target: Target) -> str | None:
+    """Why the Triton-lowered Pallas kernel of an op cannot run; None: it can."""
+    if target.platform != "gpu" and not is_interpreted():
+        return "Pallas kernels need an NVIDIA GPU; here use xla or auto"
+    if target.dtype not in KERNEL_DTYPES:
+        known = " or ".join(KERNEL_DTYPES)
+        return f"Pallas kernels compute in {known}, not {target.dtype}; use xla or auto"
+    if op in target.no_kernel:
+        return f"{target.no_kernel[op]}; use xla or auto"
+    return None
+
+
+WHY_NOT: dict[str, Callable[[str, Target], str | None]] = {
+    "pallas": why_not_kernel,
+    "cpu": why_not_native,
+}
+"""Backend → why it cannot run an op. What is not here, such as "xla", runs everywhere."""
+
+AUTO = {"gpu": ("pallas", "xla"), "cpu": ("cpu", "xla")}
+"""Platform → what "auto" takes, the first that has the op and can run it."""
+
+
 def resolve_ops(
     ops: str | Mapping[str, str] = "auto",
     *,
@@ -130,44 +180,30 @@ def resolve_ops(
 ) -> Ops:
     """Decides an implementation for each op.
 
-    ops: as for parse_ops. platform: the device's, "cpu" or "gpu". dtype: the run's. no_kernel: ops
-    whose kernel this model cannot use, and why (paged_attention's `why_not_pallas`). shared_kib:
-    the device's `cards.shared_class`. Auto is "pallas" on a GPU for the 16-bit dtypes where the op
-    has a kernel for the model, "cpu" on a CPU where the library of native ops is loaded and has the
-    op, else "xla", which runs everywhere. An op of MADE_OF is by itself a kernel where all that it
-    is made of are.
+    ops: as for parse_ops. platform, dtype, no_kernel: as of Target. shared_kib: the device's
+    `cards.shared_class`. An op of MADE_OF is by itself a kernel where all that it is made of are.
 
-    Raises ValueError for what parse_ops refuses, for kernels asked for where they cannot run, and
-    for a class that does not exist.
+    Raises ValueError for what parse_ops refuses, for a backend asked for where it cannot run
+    (WHY_NOT), and for a class that does not exist.
     """
     if shared_kib not in CLASSES:
         raise ValueError(f"kernels have tables for {CLASSES} KiB a program, not {shared_kib}")
-    wanted = parse_ops(ops)
-    runs = platform == "gpu" or is_interpreted()
-    wide = dtype not in KERNEL_DTYPES
-    no_kernel = no_kernel or {}
-    native = platform == "cpu" and dtype in DTYPES and not why_not_cpu()
-    resolved = {}
-    for op, name in wanted.items():
-        if op in MADE_OF and name == "auto":
+
+    target = Target(platform, dtype, no_kernel or {})
+
+    def why_not(op: str, name: str) -> str | None:
+        return WHY_NOT[name](op, target) if name in WHY_NOT else None
+
+    resolved: dict[str, str] = {}
+    for op, name in parse_ops(ops).items():
+        if name != "auto":
+            if reason := why_not(op, name):
+                raise ValueError(f"op {op!r}: {reason}")
+        elif op in MADE_OF:
             parts = {resolved[part] for part in MADE_OF[op]}
-            name = "pallas" if parts == {"pallas"} and op not in no_kernel else "xla"
-        if name == "auto":
-            kernel = platform == "gpu" and not wide and op not in no_kernel
-            usable = {"pallas": kernel, "cpu": native}
-            name = next((n for n in usable if usable[n] and n in OPS[op]), "xla")
-        if name == "cpu" and platform != "cpu":
-            raise ValueError(f"op {op!r}: the native CPU ops run on CPUs; here use pallas or auto")
-        if name == "cpu" and (reason := why_not_cpu()):
-            raise ValueError(f"op {op!r}: {reason}; or use xla or auto")
-        if name == "pallas" and not runs:
-            raise ValueError(f"op {op!r}: Pallas kernels need an NVIDIA GPU; here use xla or auto")
-        if name == "pallas" and wide:
-            raise ValueError(
-                f"op {op!r}: Pallas kernels compute in {' or '.join(KERNEL_DTYPES)}, not {dtype}; "
-                "use xla or auto"
-            )
-        if name == "pallas" and op in no_kernel:
-            raise ValueError(f"op {op!r}: {no_kernel[op]}; use xla or auto")
+            name = "pallas" if parts == {"pallas"} and op not in target.no_kernel else "xla"
+        else:
+            able = (n for n in AUTO[target.platform] if n in OPS[op] and why_not(op, n) is None)
+            name = next(able, "xla")
         resolved[op] = name
     return Ops(**resolved, shared_kib=shared_kib)

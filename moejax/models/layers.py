@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptio
 from pallas_kernels.latent_write import LatentHeads, latent_write
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
+    LinearOptions,
+    Norm,
     linear,
     linear_parts,
     linear_with_squares,
@@ -32,6 +35,7 @@ from pallas_kernels.paged_attention import AttentionOptions
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import (
+    NormRouteOptions,
     RouteOperands,
     norm_route_and_list,
     route,
@@ -63,6 +67,17 @@ class Tokens(NamedTuple):
     [T, H·latent]."""
     write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
     """Decode's kv_write and attention in one, of the step's block table; None: one by one."""
+
+
+def linear_options(ops: Ops, tokens: Tokens | None = None) -> LinearOptions:
+    """How the ops compute products, of the tokens' row tiles or, without tokens, of all rows."""
+    rows = {} if tokens is None else {"row_tile": tokens.row_tile, "tiles": tokens.tiles}
+    return LinearOptions(
+        **rows,
+        implementation=ops.linear,
+        norm_implementation=ops.rms_norm,
+        shared_kib=ops.shared_kib,
+    )
 
 
 class LayerStack(nnx.Module):
@@ -106,7 +121,7 @@ class LayerStack(nnx.Module):
     def gives_squares(self, rows: int) -> bool:
         """Whether the router's product normalises so many rows of x itself, so that the `squares`
         of x that attend gives save its programs reading them."""
-        within = normalises_within(rows, self.ops.linear, self.ops.rms_norm)
+        within = normalises_within(rows, linear_options(self.ops))
         made = self.config.residual_multiplier == 1 and self.ops.ends_layers
         return self.is_moe and within and made and "post_norm_bias" not in self.weights
 
@@ -115,19 +130,14 @@ class LayerStack(nnx.Module):
         several products read what latent attention normalises, so it has a kernel for that."""
         return self.gives_squares(rows) and self.config.mla is None
 
+    def _product_operands(self, name, i, tokens):
+        """Weights, their layer, the bias and options of a product."""
+        bias = self._optional(f"{name}_bias")
+        return self._weight(name), i, bias, linear_options(self.ops, tokens)
+
     def _linear(self, x, name, i, tokens, out_dtype=None, residual=None):
-        return linear(
-            x,
-            self._weight(name),
-            i,
-            self._optional(f"{name}_bias"),
-            row_tile=tokens.row_tile,
-            tiles=tokens.tiles,
-            out_dtype=out_dtype,
-            residual=residual,
-            implementation=self.ops.linear,
-            shared_kib=self.ops.shared_kib,
-        )
+        operands = self._product_operands(name, i, tokens)
+        return linear(x, *operands, out_dtype=out_dtype, residual=residual)
 
     def _plus(self, x, y, name, i, tokens):
         """x plus the product of y, one op where the model has no factor between."""
@@ -137,14 +147,7 @@ class LayerStack(nnx.Module):
 
     def _plus_with_squares(self, x, y, name, i, tokens):
         """(_plus where there is no factor, its tile_squares)."""
-        return linear_with_squares(
-            *(y, self._weight(name), i, self._optional(f"{name}_bias")),
-            residual=x,
-            row_tile=tokens.row_tile,
-            tiles=tokens.tiles,
-            implementation=self.ops.linear,
-            shared_kib=self.ops.shared_kib,
-        )
+        return linear_with_squares(y, *self._product_operands(name, i, tokens), residual=x)
 
     def _norm(self, x, name, i, eps=None):
         eps = self.config.rms_norm_eps if eps is None else eps
@@ -154,20 +157,8 @@ class LayerStack(nnx.Module):
         """The product of x behind its norm, where nothing else reads what is normalised."""
         if f"{norm_name}_bias" in self.weights:  # a LayerNorm
             return self._linear(self._norm(x, norm_name, i), name, i, tokens)
-        return norm_linear(
-            x,
-            self._weight(norm_name),
-            self.config.rms_norm_eps,
-            self._weight(name),
-            i,
-            self._optional(f"{name}_bias"),
-            row_tile=tokens.row_tile,
-            tiles=tokens.tiles,
-            squares=squares,
-            implementation=self.ops.linear,
-            norm_implementation=self.ops.rms_norm,
-            shared_kib=self.ops.shared_kib,
-        )
+        norm = Norm(self._weight(norm_name), self.config.rms_norm_eps, squares)
+        return norm_linear(x, norm, *self._product_operands(name, i, tokens))
 
     def _added(self, y):
         """What a layer adds to its input; of routed experts the weights have the factor."""
@@ -383,19 +374,15 @@ class LayerStack(nnx.Module):
         with jax.named_scope("route"):
             operands = RouteOperands(tokens.valid, self._correction(), i)
             kept = operands, records, self.first_moe_layer + i, counters
-            rule = {"rule": self.config.route_rule, "implementation": self.ops.route}
+            rule, name = self.config.route_rule, self.ops.route
             layer_norm = "post_norm_bias" in self.weights
             if layer_norm or not self.ops.fuses_norm_route:
                 scored = self._scored(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
-                return x, normed, *route_and_list(logits, *kept, **rule)
-            normed, *routed = norm_route_and_list(
-                *self._router_operands(x),
-                *kept,
-                **rule,
-                linear_implementation=self.ops.linear,
-                **self._router_options(tokens, squares),
-            )
+                return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
+            options = NormRouteOptions(rule, linear_options(self.ops, tokens), name)
+            router = self._post_norm(squares), self._weight("router")
+            normed, *routed = norm_route_and_list(x, *router, *kept, options=options)
             if "shared_down" in self.weights:
                 x = self._plus_shared_expert(i, x, normed, tokens)
             return lax.optimization_barrier((x, normed, *routed))
@@ -406,28 +393,14 @@ class LayerStack(nnx.Module):
             normed = self._norm(x, "post_norm", i)
             logits = self._router_logits(i, normed, tokens)
         else:
-            normed, logits = norm_linear_parts(
-                *self._router_operands(x),
-                i,
-                implementation=self.ops.linear,
-                **self._router_options(tokens, squares),
-            )
+            router = self._weight("router"), i, linear_options(self.ops, tokens)
+            normed, logits = norm_linear_parts(x, self._post_norm(squares), *router)
         if "shared_down" in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
 
-    def _router_operands(self, x):
-        """x, its norm and the router."""
-        return x, self._weight("post_norm"), self.config.rms_norm_eps, self._weight("router")
-
-    def _router_options(self, tokens, squares) -> dict[str, Any]:
-        return {
-            "row_tile": tokens.row_tile,
-            "tiles": tokens.tiles,
-            "squares": squares,
-            "norm_implementation": self.ops.rms_norm,
-            "shared_kib": self.ops.shared_kib,
-        }
+    def _post_norm(self, squares):
+        return Norm(self._weight("post_norm"), self.config.rms_norm_eps, squares)
 
     def _correction(self):
         """[L, E], of tensors [E] or [1, E]."""
@@ -441,15 +414,7 @@ class LayerStack(nnx.Module):
 
     def _router_logits(self, i, normed, tokens):
         """float32[S, T, E], in parts."""
-        return linear_parts(
-            normed,
-            self._weight("router"),
-            i,
-            row_tile=tokens.row_tile,
-            tiles=tokens.tiles,
-            implementation=self.ops.linear,
-            shared_kib=self.ops.shared_kib,
-        )
+        return linear_parts(normed, self._weight("router"), i, linear_options(self.ops, tokens))
 
     def _plus_shared_expert(self, i, x, normed, tokens):
         """x plus the expert that every token goes through, behind a gate of its own in
@@ -537,17 +502,9 @@ class Decoder(nnx.Module):
             bias = None if bias is None else bias[...][None]
             x = norm(x, weight, bias, 0, self.config.rms_norm_eps, self.ops)
             head = self.embedding if self.lm_head is None else self.lm_head
-            logits = linear(
-                x,
-                head[...][None],
-                0,
-                None if self.lm_head_bias is None else self.lm_head_bias[...][None],
-                row_tile=row_tile,
-                tiles=tiles,
-                out_dtype=jnp.float32,
-                implementation=self.ops.linear,
-                shared_kib=self.ops.shared_kib,
-            )
+            bias = None if self.lm_head_bias is None else self.lm_head_bias[...][None]
+            options = dataclasses.replace(linear_options(self.ops), row_tile=row_tile, tiles=tiles)
+            logits = linear(x, head[...][None], 0, bias, options, out_dtype=jnp.float32)
             scaling = self.config.logits_scaling
             return logits if scaling == 1 else logits / scaling
 

@@ -145,7 +145,7 @@ class _StepPart:
     def program(self, name: str) -> Program:
         """The program of a part."""
         method, donated, summed = _PARTS[name]
-        if self.programs.steps.ops.combine != "pallas":
+        if not self.programs.steps.ops.ends_layers:
             donated |= summed
         _, *parameters = inspect.signature(method).parameters  # the first one is self
         shapes = self.shapes()

@@ -18,6 +18,12 @@ from pallas_kernels.records.versions import VersionFormats, check_formats
 
 IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "cpu"))
 
+FUSES = {"pallas"}
+"""Implementations that take an epilogue themselves."""
+
+SORTS = {"pallas"}
+"""Implementations that sort the pairs of many tokens by expert."""
+
 
 def expert_ffn(
     y: Float[Array, "TK D"],
@@ -47,7 +53,7 @@ def expert_ffn(
     options = with_formats(options, places, batch.x.dtype)
     stores = stood_in(places.stores, arena, options.implementation)
     operands = y, arena, batch, places._replace(stores=stores), options
-    if options.implementation == "pallas":
+    if options.implementation in FUSES:
         return fn(*operands, epilogue)
     y = fn(*operands)
     return y if epilogue is None else combine_behind(y, epilogue, options.implementation)
@@ -87,6 +93,6 @@ def sorted_pairs(
 ) -> many_tokens.Pairs | None:
     """What the implementation makes of ids alone, which is the same in all waves over a layer's
     experts: in a loop over them XLA would make it anew in each. None: nothing."""
-    if implementation != "pallas" or row_tile < many_tokens.ROWS:
+    if implementation not in SORTS or row_tile < many_tokens.ROWS:
         return None
     return many_tokens.sort_pairs(ids, experts)

@@ -5,11 +5,11 @@ import numpy as np
 from pallas_kernels.cpu.library import call, check_dtypes, int32
 
 
-def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype):
+def linear(x, weights, layer, bias, tiling, out_dtype):
     """Sums of a row in one order whatever T is, so row_tile decides no bits; rows of tiles that are
     not needed are 0."""
     check_dtypes("linear", x=x, weights=weights, bias=bias)
     out = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.dtype(out_dtype))
     bias = jnp.zeros((0, 0), x.dtype) if bias is None else bias
-    tile = np.int64(row_tile)
-    return call("linear", out, x, weights, int32(layer), bias, int32(tiles), row_tile=tile)
+    tile, tiles = np.int64(tiling.row_tile), int32(tiling.tiles)
+    return call("linear", out, x, weights, int32(layer), bias, tiles, row_tile=tile)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cards import CLASSES
+from pallas_kernels.linear.operands import Norm, Tiling
 from pallas_kernels.rms_norm.pallas_triton import rms_norm, sum_of_row, sum_of_squares
 from pallas_kernels.triton import (
     KERNEL_DTYPES,
@@ -99,14 +100,19 @@ def configuration(
     return Config(rows=16, columns=columns, depth=depth, num_warps=4, num_stages=stages)
 
 
-class Norm(NamedTuple):
-    """The rms_norm that a product's x goes through first."""
+class Fused(NamedTuple):
+    """What happens to a product in its own launch."""
 
-    weights: jax.Array
-    """[L, K]."""
-    eps: float
-    squares: jax.Array | None = None
-    """As of tile_squares; None: each program reads its rows for them."""
+    residual: Any = None
+    """[T, N], added to it. None: nothing."""
+    norm: Norm | None = None
+    """Of x before it."""
+    with_squares: bool = False
+    """As linear_with_squares."""
+
+
+ALONE = Fused()
+"""Nothing."""
 
 
 class Last(NamedTuple):
@@ -151,59 +157,47 @@ def parts_of(
     return Parts(count, turns, dataclasses.replace(tile, depth=depth))
 
 
-def linear(
-    x,
-    weights,
-    layer,
-    bias,
-    *,
-    row_tile,
-    tiles,
-    out_dtype,
-    residual=None,
-    norm: Norm | None = None,
-    with_squares: bool = False,
-    shared_kib: int = CLASSES[-1],
-):
-    """norm: of the rms_norm that x goes through first. with_squares: as linear_with_squares."""
-    tokens, outputs = x.shape[0], weights.shape[1]
+def linear(x, weights, layer, bias, tiling: Tiling, out_dtype, fused: Fused = ALONE):
+    """fused: what else the launch does."""
+    (tokens, _), outputs, norm = x.shape, weights.shape[1], fused.norm
     dtype, eps = jnp.promote_types(x.dtype, weights.dtype), None
     if norm is not None:
         dtype, eps = jnp.promote_types(dtype, norm.weights.dtype), norm.eps
-    config = configuration(row_tile, outputs, dtype, shared_kib)
+    config = configuration(tiling.row_tile, outputs, dtype, tiling.shared_kib)
     column_tiles = pl.cdiv(outputs, config.columns)
     out = jax.ShapeDtypeStruct((tokens, outputs), out_dtype)
     squares = jax.ShapeDtypeStruct((tokens, column_tiles), jnp.float32)
     return triton_call(
-        functools.partial(_kernel, config=config, row_tile=row_tile, eps=eps),
+        functools.partial(_kernel, config=config, row_tile=tiling.row_tile, eps=eps),
         name="linear" if norm is None else "norm_linear",
         # Row tiles run first: those that share weights read them from HBM once.
         grid=(pl.cdiv(tokens, config.rows), column_tiles),
-        out_shape=(out, squares) if with_squares else out,
+        out_shape=(out, squares) if fused.with_squares else out,
         num_warps=config.num_warps,
         num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
     )(
         scalar(layer),
-        scalar(tiles),
+        scalar(tiling.tiles),
         x,
         weights,
-        () if bias is None else (bias,),
-        () if residual is None else (residual,),
-        _norm_operands(norm),
+        (
+            () if bias is None else (bias,),
+            () if fused.residual is None else (fused.residual,),
+            _norm_operands(norm),
+        ),
     )
 
 
-def _kernel(
-    layer, tiles, x, weights, bias, residual, norm, out, *out_squares, config, row_tile, eps
-):
-    """Program (i, j) computes row tile i and column tile j of the product; K ascends. bias,
-    residual: of one array or none; norm: of _norm_operands, with which each program first sums up
-    its rows; out_squares: of one array or none.
+def _kernel(layer, tiles, x, weights, beside, out, *out_squares, config, row_tile, eps):
+    """Program (i, j) computes row tile i and column tile j of the product; K ascends. beside: bias
+    and residual, of one array or none each, and _norm_operands, with which each program first sums
+    up its rows; out_squares: of one array or none.
 
     Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns] and
     out_squares[i·rows:(i+1)·rows, j], and nothing if the tile lies behind the rows in use.
     """
     (tokens, inputs), outputs, j = x.shape, weights.shape[1], pl.program_id(1)
+    bias, residual, norm = beside
     first_row, first_column = pl.program_id(0) * config.rows, j * config.columns
     rows, columns = pl.ds(first_row, config.rows), pl.ds(first_column, config.columns)
     row_mask = edge_mask(first_row, config.rows, tokens)
@@ -290,42 +284,38 @@ def _scales(x, squares, first_row, rows, eps):
     return jnp.broadcast_to(scale[None], (rows // few, few)).reshape(rows, 1)
 
 
-def linear_parts(x, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]):
+def linear_parts(x, weights, layer, tiling: Tiling):
     dtype = jnp.promote_types(x.dtype, weights.dtype)
-    parts = _several_parts(row_tile, weights.shape, dtype, shared_kib)
+    parts = _several_parts(weights.shape, dtype, tiling)
     if parts is None:
-        options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
-        return linear(x, weights, layer, None, out_dtype=jnp.float32, **options)[None]
-    return _in_parts(x, weights, layer, None, parts=parts, row_tile=row_tile, tiles=tiles)
+        return linear(x, weights, layer, None, tiling, jnp.float32)[None]
+    return _in_parts(x, weights, layer, None, parts, tiling)
 
 
-def norm_linear_parts(
-    x, norm: Norm, weights, layer, *, row_tile, tiles, shared_kib: int = CLASSES[-1]
-) -> tuple[jax.Array, jax.Array]:
+def norm_linear_parts(x, norm: Norm, weights, layer, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
     """(rms_norm of x, its linear_parts) as one launch, or as two where there is one part."""
-    parts = _several_parts(row_tile, weights.shape, _normed_dtype(x, norm, weights), shared_kib)
+    parts = _several_parts(weights.shape, _normed_dtype(x, norm, weights), tiling)
     if parts is None:
         normed = rms_norm(x, norm.weights, layer, norm.eps)
-        options = {"row_tile": row_tile, "tiles": tiles, "shared_kib": shared_kib}
-        return normed, linear_parts(normed, weights, layer, **options)
-    return _in_parts(x, weights, layer, norm, parts=parts, row_tile=row_tile, tiles=tiles)
+        return normed, linear_parts(normed, weights, layer, tiling)
+    return _in_parts(x, weights, layer, norm, parts, tiling)
 
 
 def norm_linear_parts_then(
-    x, norm: Norm, weights, layer, last: Last, *, row_tile, tiles, shared_kib: int = CLASSES[-1]
+    x, norm: Norm, weights, layer, last: Last, tiling: Tiling
 ) -> tuple[jax.Array, ...]:
     """norm_linear_parts of several parts, and in the same launch what the last program goes on
     with: (normed, parts, counters, *results)."""
     (tokens, _), outputs, norms = x.shape, weights.shape[1], _norm_operands(norm)
-    parts = _several_parts(row_tile, weights.shape, _normed_dtype(x, norm, weights), shared_kib)
+    parts = _several_parts(weights.shape, _normed_dtype(x, norm, weights), tiling)
     assert parts is not None, f"{last.name} is of several parts"
     config, counters, first = parts.tile, last.counters, 4 + len(norms)
     grid = (pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count)
 
     def kernel(layer, tiles, x, weights, norms, _counters, operands, *outs):
         normed, out, counters, *results = outs
-        options = {"parts": parts, "row_tile": row_tile, "eps": norm.eps}
-        _parts_kernel(layer, tiles, x, weights, norms, normed, out, **options)
+        static = {"parts": parts, "row_tile": tiling.row_tile, "eps": norm.eps}
+        _parts_kernel(layer, tiles, x, weights, norms, normed, out, **static)
 
         @pl.when(is_last(counters, (pl.program_id(0) * 0,), math.prod(grid)))
         def _():
@@ -344,36 +334,36 @@ def norm_linear_parts_then(
         num_warps=last.num_warps,
         num_stages=_normed_stages(config, tokens),
         aliases={first: 2} | {first + 1 + leaf: 3 + out for leaf, out in last.aliases.items()},
-    )(scalar(layer), scalar(tiles), x, weights, norms, counters, last.operands)
+    )(scalar(layer), scalar(tiling.tiles), x, weights, norms, counters, last.operands)
 
 
 def _normed_dtype(x, norm: Norm, weights) -> jnp.dtype:
     return jnp.promote_types(jnp.promote_types(x.dtype, weights.dtype), norm.weights.dtype)
 
 
-def _several_parts(row_tile, weights_shape, dtype, shared_kib) -> Parts | None:
+def _several_parts(weights_shape, dtype, tiling: Tiling) -> Parts | None:
     """The parts of a product with weights [L, N, K]; None: it has one, as `linear` makes it."""
-    if row_tile >= 64:
+    if tiling.row_tile >= 64:
         return None
     _, outputs, inputs = weights_shape
-    parts = parts_of(outputs, inputs, dtype, shared_kib)
+    parts = parts_of(outputs, inputs, dtype, tiling.shared_kib)
     return None if parts.count == 1 else parts
 
 
-def _in_parts(x, weights, layer, norm, *, parts, row_tile, tiles):
+def _in_parts(x, weights, layer, norm, parts: Parts, tiling: Tiling):
     """norm: of the rms_norm that x goes through first, or None."""
     (tokens, _), outputs, config = x.shape, weights.shape[1], parts.tile
     out = jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32)
     normed = jax.ShapeDtypeStruct(x.shape, x.dtype)
     eps = None if norm is None else norm.eps
     return triton_call(
-        functools.partial(_parts_kernel, parts=parts, row_tile=row_tile, eps=eps),
+        functools.partial(_parts_kernel, parts=parts, row_tile=tiling.row_tile, eps=eps),
         name="linear_parts" if norm is None else "norm_linear_parts",
         grid=(pl.cdiv(tokens, config.rows), pl.cdiv(outputs, config.columns), parts.count),
         out_shape=out if norm is None else (normed, out),
         num_warps=config.num_warps if norm is None else NORMED_PARTS_WARPS,
         num_stages=config.num_stages if norm is None else _normed_stages(config, tokens),
-    )(scalar(layer), scalar(tiles), x, weights, _norm_operands(norm))
+    )(scalar(layer), scalar(tiling.tiles), x, weights, _norm_operands(norm))
 
 
 def _parts_kernel(layer, tiles, x, weights, norm, *outs, parts, row_tile, eps):

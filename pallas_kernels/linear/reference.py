@@ -2,7 +2,8 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype):
+def linear(x, weights, layer, bias, tiling, out_dtype):
+    row_tile = tiling.row_tile
     weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
 
     def product(rows):
@@ -24,4 +25,4 @@ def linear(x, weights, layer, bias, *, row_tile, tiles, out_dtype):
         rows = lax.dynamic_slice_in_dim(x, i * row_tile, row_tile)
         return lax.dynamic_update_slice_in_dim(y, product(rows), i * row_tile, 0)
 
-    return lax.fori_loop(0, tiles, tile, jnp.zeros((x.shape[0], weight.shape[0]), out_dtype))
+    return lax.fori_loop(0, tiling.tiles, tile, jnp.zeros((x.shape[0], weight.shape[0]), out_dtype))

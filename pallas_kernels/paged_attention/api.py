@@ -18,6 +18,9 @@ IMPLEMENTATIONS = ("xla", "pallas", "cpu")
 DECODE = implementations("paged_attention", IMPLEMENTATIONS, "decode_attention")
 PREFILL = implementations("paged_attention", IMPLEMENTATIONS, "prefill_attention")
 
+WRITES = {"pallas": writing.write_and_attend}
+"""Implementations, of kv_write too, that do all of write_and_attend at once."""
+
 
 class Chunks(NamedTuple):
     """The N chunks of a prefill step, or a kernel's refs to them."""
@@ -97,7 +100,7 @@ def write_and_attend(
     merges what they make. Returns (attended, arena, counters); the arena and counters are updated
     in place when donated. Raises ValueError as both do, and for other counters.
     """
-    if write.implementation == read.implementation == "pallas":
+    if write.implementation == read.implementation and read.implementation in WRITES:
         qkv, page = heads.qkv, read.page
         check_operands(heads, page)
         queries = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
@@ -109,7 +112,8 @@ def write_and_attend(
         for of_rows in (lengths, places.positions, places.pages):
             _check_rows(q, block_table, of_rows)
         operands = heads, arena, places, block_table, lengths, counters
-        return writing.write_and_attend(*operands, write=write, read=_with_scale(read))
+        as_one = WRITES[read.implementation]
+        return as_one(*operands, write=write, read=_with_scale(read))
     q, arena = kv_write(heads, arena, places, write)
     out = decode_attention(q, arena, block_table, lengths, places.layer, read)
     return out, arena, counters

@@ -1,6 +1,7 @@
 """Router: scores of experts, the choice of each token's experts, their weights."""
 
 from pallas_kernels.route.api import (
+    NormRouteOptions,
     RouteOperands,
     RouteRule,
     norm_route_and_list,
@@ -12,6 +13,7 @@ from pallas_kernels.route.api import (
 from pallas_kernels.route.scores import route_scores
 
 __all__ = [
+    "NormRouteOptions",
     "RouteOperands",
     "RouteRule",
     "norm_route_and_list",

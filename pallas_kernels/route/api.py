@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -7,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.cards import CLASSES
 from pallas_kernels.implementations import implementations, pick
-from pallas_kernels.linear import norm_linear_parts, norm_operands, sum_of_parts
+from pallas_kernels.linear import LinearOptions, Norm, check_normed, norm_linear_parts, sum_of_parts
 from pallas_kernels.plan import Plan, Tables, plan_routed
 from pallas_kernels.plan.api import check_records
 from pallas_kernels.plan.record import active_experts, record
@@ -22,6 +22,7 @@ from pallas_kernels.triton import check_counters
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "NormRouteOptions",
     "RouteOperands",
     "RouteRule",
     "norm_route_and_list",
@@ -38,6 +39,12 @@ AS_ONE = {"pallas": route_planned}
 
 LISTED = {"pallas": route_listed}
 """Implementations that do all of route_and_list at once."""
+
+NORMED = {"pallas": norm_route_listed}
+"""Implementations, of all three of its ops, that do all of norm_route_and_list at once."""
+
+IN_PARTS = {"pallas"}
+"""Implementations that add up the parts of logits themselves."""
 
 
 def route(
@@ -66,7 +73,7 @@ def route(
     """
     _check(logits, correction, rule)
     fn = pick("route", IMPLEMENTATIONS, implementation)
-    if implementation != "pallas":
+    if implementation not in IN_PARTS:
         logits = summed(logits)
     return fn(logits, valid, correction, layer, rule=rule)
 
@@ -152,24 +159,34 @@ def route_and_list(
     return ids, weights, records, first, jnp.sum(active, dtype=jnp.int32), counters
 
 
+@dataclasses.dataclass(frozen=True)
+class NormRouteOptions:
+    """What decides the program of norm_route_and_list, besides shapes."""
+
+    rule: RouteRule
+    linear: LinearOptions
+    """Of the norm and the router's product."""
+    implementation: str = "xla"
+
+    @property
+    def implementations(self) -> set[str]:
+        return {
+            self.implementation,
+            self.linear.implementation,
+            self.linear.norm_implementation,
+        }
+
+
 def norm_route_and_list(
     x: Float[Array, "T D"],
-    norm_weights: Float[Array, "L D"],
-    eps: float,
+    norm: Norm,
     weights: Float[Array, "L E D"],
     operands: RouteOperands,
     records: Int[Array, "M W"],
     layer: Int[Array, ""] | int,
     counters: Int[Array, " C"] | None = None,
     *,
-    rule: RouteRule,
-    row_tile: int | None = None,
-    tiles: Int[Array, ""] | int | None = None,
-    squares: Float[Array, "T C"] | None = None,
-    implementation: str = "xla",
-    linear_implementation: str = "xla",
-    norm_implementation: str = "xla",
-    shared_kib: int = CLASSES[-1],
+    options: NormRouteOptions,
 ) -> tuple[
     Float[Array, "T D"],
     Int[Array, "T K"],
@@ -183,31 +200,26 @@ def norm_route_and_list(
     records, active, count, counters), in their bits.
 
     Where all three are kernels, there are counters and the rows are few (`normed.routes_last`) it
-    is one launch, the last program of which routes. Other arguments and errors: as of both.
+    is one launch, the last program of which routes. Raises ValueError as both.
     """
-    options = {"row_tile": row_tile, "tiles": tiles, "squares": squares, "shared_kib": shared_kib}
-    kernels = implementation == linear_implementation == norm_implementation == "pallas"
+    rule, name = options.rule, options.implementation
     _, experts, hidden = weights.shape
     if (
-        kernels
+        options.implementations == {name}
+        and name in NORMED
         and counters is not None
         and routes_last(x.shape[0], experts, hidden, weights.dtype, rule)
     ):
         logits = jax.ShapeDtypeStruct((x.shape[0], experts), x.dtype)
         _check(logits, operands.correction, rule)
         _check_kept(records, counters, x.shape[0] * rule.top_k)
-        norm, options = norm_operands(x, norm_weights, eps, weights, **options)
+        tiling = check_normed(x, norm, weights, options.linear)
         given = x, norm, weights, operands, records, layer, counters
-        return norm_route_listed(*given, rule=rule, **options)
-    normed, logits = norm_linear_parts(
-        *(x, norm_weights, eps, weights, operands.stack_layer),
-        implementation=linear_implementation,
-        norm_implementation=norm_implementation,
-        **options,
-    )
+        return NORMED[name](*given, rule=rule, tiling=tiling)
+    normed, logits = norm_linear_parts(x, norm, weights, operands.stack_layer, options.linear)
     normed, logits = lax.optimization_barrier((normed, logits))
     given = logits, operands, records, layer, counters
-    return normed, *route_and_list(*given, rule=rule, implementation=implementation)
+    return normed, *route_and_list(*given, rule=rule, implementation=name)
 
 
 def _check_kept(records, counters, pairs):

@@ -34,11 +34,8 @@ def routes_last(
     return fits and several and rule.groups == 1 and why_not_pallas(rule) is None
 
 
-def norm_route_listed(
-    x, norm: Norm, weights, operands, records, layer, counters, *, rule, **options
-):
-    """As norm_route_and_list of the api, of what routes_last says. options: of
-    norm_linear_parts_then."""
+def norm_route_listed(x, norm: Norm, weights, operands, records, layer, counters, *, rule, tiling):
+    """As norm_route_and_list of the api, of what routes_last says."""
     tokens, (valid, correction, i) = x.shape[0], operands
     shapes = shapes_routed(tokens, weights.shape[1], rule.top_k, records)
     corrections = () if correction is None else (scalar(i), correction)
@@ -52,7 +49,7 @@ def norm_route_listed(
         num_warps=warps_of(tokens),
     )
     normed, _, counters, ids, weights, records, active, count = norm_linear_parts_then(
-        *(x, norm, weights, i, last), **options
+        x, norm, weights, i, last, tiling
     )
     return normed, ids, weights, records, active, count[0], counters
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +18,8 @@ from pallas_kernels.combine import (
 )
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
+    LinearOptions,
+    Norm,
     linear,
     linear_parts,
     linear_with_squares,
@@ -29,6 +32,7 @@ from pallas_kernels.plan import Tables, plan, plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.rms_norm import rms_norm, tile_squares
 from pallas_kernels.route import (
+    NormRouteOptions,
     RouteOperands,
     norm_route_and_list,
     route,
@@ -133,21 +137,18 @@ def _product_check(
         )
 
     def run(name, *operands):
-        x, *others, residual = operands
+        x, weights, layer, added, residual = operands
 
         def of(rows):
-            options = {"row_tile": min(rows, row_tile), "out_dtype": out}
-            options |= {"shared_kib": shared_kib}
-            few = x[:rows], *others
-            alone = linear(*few, **options, implementation=name)
+            options = LinearOptions(min(rows, row_tile), implementation=name, shared_kib=shared_kib)
+            few = x[:rows], weights, layer, added, options
+            alone = linear(*few, out_dtype=out)
             if in_parts:
-                del options["out_dtype"]
-                parts = linear_parts(*few[:3], **options, implementation=name)
+                parts = linear_parts(x[:rows], weights, layer, options)
                 return alone, sum_of_parts(parts)
             if residual is None:
                 return alone
-            options |= {"residual": residual[:rows], "implementation": name}
-            return alone, _added(few, options)
+            return alone, _add(few, out, residual[:rows])
 
         return tuple(of(rows) for rows in every)
 
@@ -155,13 +156,12 @@ def _product_check(
     return make_check("linear", what, dtype, operands, run, out)
 
 
-def _added(operands: tuple, options: dict) -> tuple:
+def _add(operands: tuple, out_dtype: str, residual) -> tuple:
     """linear with a residual; of decode's rows also whether it is the same beside its squares."""
-    out = linear(*operands, **options)
-    if options["row_tile"] >= 64:
+    out = linear(*operands, out_dtype=out_dtype, residual=residual)
+    if operands[-1].row_tile >= 64:
         return (out,)
-    options = {name: value for name, value in options.items() if name != "out_dtype"}
-    again, squares = linear_with_squares(*operands, **options)
+    again, squares = linear_with_squares(*operands, residual=residual)
     return out, same_rows(again, out), _of(squares, again)
 
 
@@ -190,21 +190,29 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
         added, layer = biases if bias else None, jnp.int32(0)
 
         def of(rows):
-            few, tile = x[:rows], min(rows, DECODE_ROWS)
-            options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
-            both = few, norm, 1e-6, weights, layer, added
-            got = norm_linear(*both, norm_implementation=name, **options)
-            options["squares"] = row_squares(few, implementation=name)
-            by_squares = norm_linear(*both, norm_implementation=name, **options)
-            del options["squares"]
+            few, options = x[:rows], _few_options(rows, name, shared_kib)
+            product = weights, layer, added, options
+            got = norm_linear(few, Norm(norm, 1e-6), *product)
+            squares = row_squares(few, implementation=name)
+            by_squares = norm_linear(few, Norm(norm, 1e-6, squares), *product)
             normed = rms_norm(few, norm, layer, 1e-6, implementation=name)
-            alone = linear(normed, weights, layer, added, **options)
+            alone = linear(normed, *product)
             return got, same_rows(got, alone), same_rows(by_squares, alone)
 
         return tuple(of(rows) for rows in (*FEW_ROWS, DECODE_ROWS, NORMED_ROWS))
 
     what = f"normed {outputs}x{d} bias {bias} {shared_kib} KiB"
     return make_check("linear", what, dtype, operands, run, beside=("rms_norm",))
+
+
+def _few_options(rows: int, name: str, shared_kib: int) -> LinearOptions:
+    """Of decode's rows, norm and product by one implementation."""
+    return LinearOptions(
+        min(rows, DECODE_ROWS),
+        implementation=name,
+        norm_implementation=name,
+        shared_kib=shared_kib,
+    )
 
 
 def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
@@ -219,15 +227,12 @@ def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
 
     def run(name, x, norm, weights, squares):
         def of(rows):
-            few, layer, tile = x[:rows], jnp.int32(0), min(rows, DECODE_ROWS)
-            options = {"row_tile": tile, "shared_kib": shared_kib, "implementation": name}
-            both = few, norm, 1e-6, weights, layer
-            normed, parts = norm_linear_parts(*both, norm_implementation=name, **options)
-            options["squares"] = squares[:rows]
-            by_squares = norm_linear_parts(*both, norm_implementation=name, **options)
-            del options["squares"]
+            few, layer = x[:rows], jnp.int32(0)
+            product = weights, layer, _few_options(rows, name, shared_kib)
+            normed, parts = norm_linear_parts(few, Norm(norm, 1e-6), *product)
+            by_squares = norm_linear_parts(few, Norm(norm, 1e-6, squares[:rows]), *product)
             alone = rms_norm(few, norm, layer, 1e-6, implementation=name)
-            parts_alone = linear_parts(alone, weights, layer, **options)
+            parts_alone = linear_parts(alone, *product)
             found = ((normed, parts), by_squares)
             same = [
                 same_rows(got, wanted).reshape(-1, rows).min(axis=0)  # of all parts
@@ -374,13 +379,13 @@ def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> C
     def of(name, squares, x, norm, weights, valid, correction):
         records = jnp.zeros((2, 2 * rows * shape.rule.top_k), jnp.int32)
         layer, i, counters = jnp.int32(1), jnp.int32(0), jnp.zeros(1, jnp.int32)
-        names = {"norm_implementation": name, "shared_kib": shared_kib, "squares": squares}
+        norm, options = Norm(norm, 1e-6, squares), _few_options(rows, name, shared_kib)
+        options = dataclasses.replace(options, row_tile=None)
         given = RouteOperands(valid, correction, i), records, layer, counters
         routing = {"rule": shape.rule, "implementation": name}
-        got = norm_route_and_list(
-            *(x, norm, 1e-6, weights, *given), **routing, linear_implementation=name, **names
-        )
-        normed, parts = norm_linear_parts(x, norm, 1e-6, weights, i, implementation=name, **names)
+        both = NormRouteOptions(shape.rule, options, name)
+        got = norm_route_and_list(x, norm, weights, *given, options=both)
+        normed, parts = norm_linear_parts(x, norm, weights, i, options)
         normed, parts = lax.optimization_barrier((normed, parts))
         alone = normed, *route_and_list(parts, *given, **routing)
         pairs = ((got[n], alone[n]) for n in range(4))

@@ -22,7 +22,7 @@ from pallas_kernels.expert_ffn import (
 )
 from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill_ffn import fill_ffn, why_not_pallas
-from pallas_kernels.linear import normalises_within
+from pallas_kernels.linear import LinearOptions, normalises_within
 from pallas_kernels.move import Moves, move
 from pallas_kernels.plan import Tables
 from pallas_kernels.records import RecordFormat, decode
@@ -59,9 +59,10 @@ def record_checks(shape: ModelShape, ops: Ops, least: int) -> Iterator[Check]:
     yield from _copy_checks(records)
     yield _move_check(records)
     yield _expert_ffn_check(records, shared_kib, 192, 64)
+    product = LinearOptions(implementation=ops.linear, norm_implementation=ops.rms_norm)
     for tokens in DECODED:
         yield _expert_ffn_check(records, shared_kib, tokens, DECODE_ROWS)
-        squares = shape.squares and normalises_within(tokens, ops.linear, ops.rms_norm)
+        squares = shape.squares and normalises_within(tokens, product)
         yield _combined_check(records, shared_kib, tokens, squares)
         if why_not_pallas(shape.versions) is None:
             yield _fill_ffn_check(records, shared_kib, tokens)

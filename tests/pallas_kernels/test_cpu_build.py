@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import resolve_ops
 from pallas_kernels.cpu import build, library
-from pallas_kernels.linear import api
+from pallas_kernels.linear import LinearOptions, api
 from tests.pallas_kernels.contract import NATIVE
 
 
@@ -86,7 +86,9 @@ def test_a_missing_library_is_refused_with_the_command_that_mends_it(monkeypatch
     with pytest.raises(ValueError, match=r"op 'linear': the native CPU ops are not built; `python"):
         resolve_ops("linear=cpu")
     with pytest.raises(ValueError, match="the native CPU ops are not built"):
-        api.linear(jnp.ones((1, 2)), jnp.ones((1, 3, 2)), 0, implementation="cpu")
+        api.linear(
+            jnp.ones((1, 2)), jnp.ones((1, 3, 2)), 0, None, LinearOptions(implementation="cpu")
+        )
     assert set(resolve_ops("auto").chosen().values()) == {"xla"}
 
 
@@ -165,7 +167,13 @@ def test_the_environment_names_the_instruction_set():
 )
 def test_refuses_other_dtypes(x, weights, message):
     with pytest.raises(ValueError, match=message):
-        api.linear(jnp.ones((1, 2), x), jnp.ones((1, 3, 2), weights), 0, implementation="cpu")
+        api.linear(
+            jnp.ones((1, 2), x),
+            jnp.ones((1, 3, 2), weights),
+            0,
+            None,
+            LinearOptions(implementation="cpu"),
+        )
 
 
 SHARED = ("select", "arena", "supply", "transfer_queue", "transfer_calls", "checksums")

@@ -63,8 +63,9 @@ def test_a_layer_that_is_not_there_is_not_read(layer):
     x, weights = jnp.ones((1, 8)), jnp.ones((2, 8))
     with pytest.raises(ERRORS, match=f"rms_norm: layer {layer}"):
         jax.block_until_ready(rms_norm.rms_norm(x, weights, layer, 1e-6, implementation="cpu"))
+    options = linear.LinearOptions(implementation="cpu")
     with pytest.raises(ERRORS, match=f"linear: layer {layer}"):
-        jax.block_until_ready(linear.linear(x, jnp.ones((2, 3, 8)), layer, implementation="cpu"))
+        jax.block_until_ready(linear.linear(x, jnp.ones((2, 3, 8)), layer, None, options))
     logits, valid, correction = jnp.ones((1, 4)), jnp.ones(1, bool), jnp.ones((2, 4))
     given = dict(rule=route.RouteRule(2), implementation="cpu")
     with pytest.raises(ERRORS, match=f"route: layer {layer}"):

@@ -109,8 +109,8 @@ def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     """Whether decode is compiled for fewer rows too: where kernels compute every product. Those of
     XLA are held to one number of rows (contract 1e): in another program the same product is fused
     with other neighbours."""
-    products = {ops.linear, ops.expert_ffn, ops.paged_attention}
-    return (products | {ops.head_linear} if config.mla else products) == {"pallas"}
+    products = "linear", "expert_ffn", "paged_attention"
+    return ops.are_kernels(*products, *(("head_linear",) if config.mla else ()))
 
 
 def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:

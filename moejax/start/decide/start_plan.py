@@ -165,9 +165,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
             max_model_len=length,
             max_num_batched_tokens=tokens,
             waves=options.transfer.driver.waves
-            or (KERNEL_WAVES if ops.expert_ffn == "pallas" else 1),
+            or (KERNEL_WAVES if ops.are_kernels("expert_ffn") else 1),
             bucketed=decodes_in_buckets(config, ops),
-            kernels="pallas" in ops.chosen().values(),
+            kernels=ops.has_kernels,
         ),
         formats=formats,
         tiers=options.transfer.driver.tiers or "",

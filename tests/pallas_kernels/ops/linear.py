@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.linear import api, pallas_triton, sum_of_parts
+from pallas_kernels.linear import LinearOptions, Norm, api, pallas_triton, sum_of_parts
 from pallas_kernels.linear.specs import SPECS, Spec
 from pallas_kernels.rms_norm import rms_norm, tile_squares
 from tests.pallas_kernels import contract
@@ -33,11 +33,40 @@ def tiles_of(spec):
     return None if spec.tiles is None else np.int32(spec.tiles)
 
 
+def options_of(spec, implementation):
+    """Norm and product by one implementation; tiles are an operand, as in steps."""
+    names = dict.fromkeys(("implementation", "norm_implementation"), implementation)
+    return LinearOptions(spec.row_tile, **names)
+
+
+def linear(x, weights, layer, bias, tiles, *, options, **more):
+    return api.linear(x, weights, layer, bias, dataclasses.replace(options, tiles=tiles), **more)
+
+
+def linear_with_squares(x, weights, layer, bias, tiles, *, options, residual):
+    options = dataclasses.replace(options, tiles=tiles)
+    return api.linear_with_squares(x, weights, layer, bias, options, residual=residual)
+
+
+def linear_parts(x, weights, layer, tiles, *, options):
+    return api.linear_parts(x, weights, layer, dataclasses.replace(options, tiles=tiles))
+
+
+def norm_linear(x, factors, squares, weights, layer, bias, tiles, *, options):
+    norm, options = Norm(factors, EPS, squares), dataclasses.replace(options, tiles=tiles)
+    return api.norm_linear(x, norm, weights, layer, bias, options)
+
+
+def norm_linear_parts(x, factors, squares, weights, layer, tiles, *, options):
+    norm, options = Norm(factors, EPS, squares), dataclasses.replace(options, tiles=tiles)
+    return api.norm_linear_parts(x, norm, weights, layer, options)
+
+
 def run(spec, implementation, x, weights, bias, residual=None):
-    options = dict(out_dtype=spec.out_dtype, row_tile=spec.row_tile)
-    op = compiled(api.linear, implementation=implementation, **options)
+    options = options_of(spec, implementation)
+    op = compiled(linear, options=options, out_dtype=spec.out_dtype)
     more = {} if residual is None else {"residual": residual}
-    return np.asarray(op(x, weights, np.int32(LAYER), bias, tiles=tiles_of(spec), **more))
+    return np.asarray(op(x, weights, np.int32(LAYER), bias, tiles_of(spec), **more))
 
 
 def check(spec, implementation):
@@ -92,8 +121,8 @@ def check_squares(spec, implementation):
     needed = needed_rows(spec)
     x[needed:] = residual[needed:] = np.nan
     want = run(spec, implementation, x, weights, bias, residual)
-    op = compiled(api.linear_with_squares, row_tile=spec.row_tile, implementation=implementation)
-    got = op(x, weights, np.int32(LAYER), bias, residual=residual, tiles=tiles_of(spec))
+    op = compiled(linear_with_squares, options=options_of(spec, implementation))
+    got = op(x, weights, np.int32(LAYER), bias, tiles_of(spec), residual=residual)
     out, squares = map(np.asarray, got)
     same_bits(out[:needed], want[:needed])
     columns = api.SQUARES_TILE
@@ -134,14 +163,13 @@ def norm_case(spec):
 def check_normed(spec, implementation):
     """The bits of both ops, whether squares of tiles of some width are given or not."""
     x, factors, weights, bias, needed = norm_case(spec)
-    names = {"implementation": implementation, "norm_implementation": implementation}
-    op = compiled(api.norm_linear, eps=EPS, row_tile=spec.row_tile, **names)
+    op = compiled(norm_linear, options=options_of(spec, implementation))
     norm = compiled(rms_norm, eps=EPS, implementation=implementation)
     rows = np.asarray(norm(x, factors, np.int32(LAYER)))
     want = run(spec, implementation, rows, weights, bias)
     for tile in (None, 16, 256):
-        given = {"weights": weights, "layer": np.int32(LAYER), "squares": squares_of(x, tile)}
-        got = np.asarray(op(x, factors, **given, bias=bias, tiles=tiles_of(spec)))
+        given = squares_of(x, tile), weights, np.int32(LAYER), bias, tiles_of(spec)
+        got = np.asarray(op(x, factors, *given))
         assert got.dtype == want.dtype == spec.dtype
         same_bits(got[:needed], want[:needed])
 
@@ -163,8 +191,8 @@ of one; prefill's only one; what has no kernel."""
 
 
 def parts(spec, implementation, x, weights):
-    op = compiled(api.linear_parts, implementation=implementation, row_tile=spec.row_tile)
-    return np.asarray(op(x, weights, np.int32(LAYER), tiles=tiles_of(spec)))
+    op = compiled(linear_parts, options=options_of(spec, implementation))
+    return np.asarray(op(x, weights, np.int32(LAYER), tiles_of(spec)))
 
 
 def check_parts(spec, implementation):
@@ -210,14 +238,13 @@ and the second one not needed; more rows than are normalised in a product; what 
 def check_normed_parts(spec, implementation):
     """The bits of both ops, of what is normalised and of its parts; as check_normed."""
     x, factors, weights, _, needed = norm_case(spec)
-    names = {"implementation": implementation, "norm_implementation": implementation}
-    op = compiled(api.norm_linear_parts, eps=EPS, row_tile=spec.row_tile, **names)
+    op = compiled(norm_linear_parts, options=options_of(spec, implementation))
     norm = compiled(rms_norm, eps=EPS, implementation=implementation)
     rows = np.asarray(norm(x, factors, np.int32(LAYER)))
     want = parts(spec, implementation, rows, weights)
     for tile in (None, 16, 256):
-        given = {"weights": weights, "layer": np.int32(LAYER), "squares": squares_of(x, tile)}
-        got = [np.asarray(y) for y in op(x, factors, **given, tiles=tiles_of(spec))]
+        given = squares_of(x, tile), weights, np.int32(LAYER), tiles_of(spec)
+        got = [np.asarray(y) for y in op(x, factors, *given)]
         assert got[0].dtype == spec.dtype and got[1].dtype == np.float32
         same_bits(got[0][:needed], rows[:needed])
         same_bits(got[1][:, :needed], want[:, :needed])
@@ -253,20 +280,26 @@ def bits_of_a_row_in_parts(implementation):
 
 
 def refused(x, bias, options):
+    options = dict(options)
     bias = None if bias is None else jnp.zeros(bias)
-    return api.linear(jnp.zeros(x), jnp.zeros((2, 6, 4)), 0, bias, **options)
+    linear = {name: options.pop(name) for name in ("row_tile", "implementation") if name in options}
+    operands = jnp.zeros(x), jnp.zeros((2, 6, 4)), 0, bias, LinearOptions(**linear)
+    return api.linear(*operands, **options)
 
 
 def refused_parts(columns, row_tile, implementation):
     x, weights = jnp.zeros((3, columns)), jnp.zeros((2, 6, 4))
-    return api.linear_parts(x, weights, 0, row_tile=row_tile, implementation=implementation)
+    options = LinearOptions(row_tile, implementation=implementation)
+    return api.linear_parts(x, weights, 0, options)
 
 
 def refused_norm(op, factors, options):
     """x is bfloat16 [3, 4], as the weights and as factors of that size are."""
+    options = dict(options)
     x, weights = jnp.zeros((3, 4), "bfloat16"), jnp.zeros((2, 6, 4), "bfloat16")
     names = dict.fromkeys(("implementation", "norm_implementation"), "pallas")
-    return op(x, factors, EPS, weights, 0, **names, **options)
+    norm = Norm(factors, EPS, options.pop("squares", None))
+    return op(x, norm, weights, 0, options=LinearOptions(**names, **options))
 
 
 FACTORS = jnp.zeros((2, 4), "bfloat16")

@@ -10,7 +10,7 @@ import numpy as np
 
 from host_offload.memory.tables import empty_tables
 from pallas_kernels.combine import row_squares
-from pallas_kernels.linear import norm_linear_parts, sum_of_parts
+from pallas_kernels.linear import LinearOptions, Norm, norm_linear_parts, sum_of_parts
 from pallas_kernels.plan import plan_routed
 from pallas_kernels.plan.record import record_size
 from pallas_kernels.route import RouteOperands, api
@@ -142,35 +142,39 @@ def scored_case(spec, seed):
     return x, factors, weights, RouteOperands(valid, correction if spec.correction else None, i)
 
 
-def one_by_one(given, records, layer, counters, squares, *, eps, rule, implementation):
-    x, factors, weights, operands = given
+def options_of(rule, implementation):
     names = dict.fromkeys(("implementation", "norm_implementation"), implementation)
-    of = x, factors, eps, weights, operands.stack_layer
-    rows, logits = norm_linear_parts(*of, squares=squares, **names)
+    return api.NormRouteOptions(rule, LinearOptions(**names), implementation)
+
+
+def as_one(given, records, layer, counters, squares, *, options):
+    x, factors, weights, operands = given
+    of = operands, records, layer, counters
+    return api.norm_route_and_list(x, Norm(factors, EPS, squares), weights, *of, options=options)
+
+
+def one_by_one(given, records, layer, counters, squares, *, options):
+    x, factors, weights, operands = given
+    of = Norm(factors, EPS, squares), weights, operands.stack_layer, options.linear
+    rows, logits = norm_linear_parts(x, *of)
     of = jax.lax.optimization_barrier(logits), operands, records, layer, counters
-    return rows, *api.route_and_list(*of, rule=rule, implementation=implementation)
-
-
-NAMES = ("implementation", "linear_implementation", "norm_implementation")
+    name = options.implementation
+    return rows, *api.route_and_list(*of, rule=options.rule, implementation=name)
 
 
 def check_scored(spec, implementation):
     """The bits of both ops, of all that they give; counters are zeros again."""
     rule = RULES[spec.rule]
-    names = dict.fromkeys(NAMES, implementation)
-    op = compiled(api.norm_route_and_list, eps=EPS, rule=rule, **names)
-    apart = compiled(one_by_one, eps=EPS, rule=rule, implementation=implementation)
+    options = options_of(rule, implementation)
+    op, apart = compiled(as_one, options=options), compiled(one_by_one, options=options)
     records = np.full((3, 2 * spec.tokens * rule.top_k), LONE, np.int32)
     counters = np.zeros(2, np.int32)
     for seed in range(2):
         operands = scored_case(spec, seed)
-        of = records, np.int32(2), counters
         squares = row_squares(operands[0]) if spec.squares else None
-        fields = "x", "norm_weights", "weights", "operands"
-        named = dict(zip(fields, operands, strict=True))
-        named |= dict(zip(("records", "layer", "counters"), of, strict=True))
-        *got, active, count, after = map(np.asarray, op(**named, squares=squares))
-        *wanted, listed, number, _ = map(np.asarray, apart(operands, *of, squares))
+        of = operands, records, np.int32(2), counters, squares
+        *got, active, count, after = map(np.asarray, op(*of))
+        *wanted, listed, number, _ = map(np.asarray, apart(*of))
         for mine, other in zip(got, wanted, strict=True):
             same_bits(mine, other)
         assert count == number
@@ -196,10 +200,10 @@ def refused_listed(counters, width, implementation):
 
 def refused_scored(dtype="bfloat16", factors=512, width=24):
     x, of_norm, weights, to = scored_case(SCORED[0], 0)
-    records, norm = jnp.zeros((3, width), jnp.int32), (of_norm[:, :factors], EPS)
-    operands = x.astype(dtype), *norm, weights, to, records, 0, jnp.zeros(1, jnp.int32)
-    rule = RULES[SCORED[0].rule]
-    return api.norm_route_and_list(*operands, rule=rule, **dict.fromkeys(NAMES, "pallas"))
+    records, norm = jnp.zeros((3, width), jnp.int32), Norm(of_norm[:, :factors], EPS)
+    operands = x.astype(dtype), norm, weights, to, records, 0, jnp.zeros(1, jnp.int32)
+    options = options_of(RULES[SCORED[0].rule], "pallas")
+    return api.norm_route_and_list(*operands, options=options)
 
 
 WRONG = PlannedSpec(4, 16, 5, "moonlight", correction=True)

@@ -1,0 +1,55 @@
+"""What the products of `linear` take besides x and the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cards import CLASSES
+
+
+class Norm(NamedTuple):
+    """The rms_norm that x goes through before a product."""
+
+    weights: Float[Array, "L K"]
+    eps: float
+    squares: Float[Array, "T C"] | None = None
+    """tile_squares of x, of tiles of any width, which a kernel reads in place of the rows, with the
+    same bits. None: each program reads its rows for them."""
+
+
+class Tiling(NamedTuple):
+    """How an implementation divides the rows; as of LinearOptions."""
+
+    row_tile: int
+    tiles: Int[Array, ""] | int
+    shared_kib: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearOptions:
+    """Which rows are computed, and by what."""
+
+    row_tile: int | None = None
+    """Rows of one product, a divisor of T; it decides the bits, T does not. None: all rows."""
+    tiles: Int[Array, ""] | int | None = None
+    """Only the first so many row tiles are needed; the rows behind them mean nothing. None: all."""
+    implementation: str = "xla"
+    norm_implementation: str = "xla"
+    """Of the rms_norm, where there is one."""
+    shared_kib: int = CLASSES[-1]
+    """The device's `cards.shared_class`, for the kernel."""
+
+    def tiling(self, rows: int) -> Tiling:
+        """Of so many rows. Raises ValueError where they are no whole tiles."""
+        tile = rows if self.row_tile is None else self.row_tile
+        if tile < 1 or rows % tile:
+            raise ValueError(f"{rows} rows are not whole tiles of {tile}")
+        tiles = rows // tile if self.tiles is None else self.tiles
+        return Tiling(tile, tiles, self.shared_kib)
+
+
+EVERY_ROW = LinearOptions()
+"""All rows, by XLA."""
