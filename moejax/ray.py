@@ -27,10 +27,9 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
 from moejax.serve.batch.result_lines import failure, success
-from moejax.serve.cluster.fleet import Scale, worker_options
+from moejax.serve.cluster.fleet import Generator, Scale, worker_options
 from moejax.serve.cluster.part_files import columns, result_schema
 from moejax.serve.cluster.ray_cluster import connected, require_ray
-from moejax.serve.cluster.worker import Generator
 from moejax.serve.llm import LLM
 from moejax.start.provenance import decided_by
 
@@ -76,9 +75,10 @@ def generate(
     if not ray.is_initialized():
         connected(address, scale.cpus).__enter__()  # for the process's life, as Ray Data's own
     asked = worker_options(Generator, model, options, scale)
-    given = SamplingParams() if sampling_params is None else sampling_params
+    given = asked.arguments[1]
+    params = SamplingParams() if sampling_params is None else sampling_params
     fields = (f.name for f in dataclasses.fields(SamplingParams) if f.init and f.name != "seed")
-    plain = {n: getattr(given, n) for n in fields}
+    plain = {n: getattr(params, n) for n in fields}
     plain = {n: value for n, value in plain.items() if value != getattr(SamplingParams(), n)}
     data: Any = dataset
     if not isinstance(data, ray.data.Dataset):
@@ -87,15 +87,15 @@ def generate(
     job = Job(
         "rows",
         "rows",
-        model=asked.model,
-        dtype=str(asked.options.get("dtype", "auto")),
-        decided_by=decided_by(asked.model, asked.options),
+        model=model,
+        dtype=str(given.get("dtype", "auto")),
+        decided_by=decided_by(model, given),
         sampling=plain,
-        seed=given.seed or seed,
+        seed=params.seed or seed,
     )
     return data.map_batches(
         Rows,
-        fn_constructor_args=(job, dict(asked.options)),
+        fn_constructor_args=(job, given),
         compute=ray.data.ActorPoolStrategy(size=asked.count),
         batch_size=batch_size,
         batch_format="pyarrow",

@@ -249,7 +249,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         overwrite=args.overwrite,
     )
     if args.ray is not None:
-        from moejax.serve.cluster.cluster_job import open_cluster_job
+        from moejax.serve.cluster.part_files import open_cluster_job
 
         if args.trace is not None:
             raise UserError("--trace is of one model, not of many; leave out --trace or --ray")
@@ -276,7 +276,7 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with (
         connected(scale.address, scale.cpus),
-        Fleet(args.model, options, scale, warn=say) as fleet,
+        Fleet(args.model, options, scale, work.turns, say) as fleet,
     ):
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()

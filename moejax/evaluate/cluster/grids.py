@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,24 @@ from moejax.evaluate.experiments.records import KEYS, Records, read_results
 from moejax.evaluate.json_lines import LineFile
 from moejax.progress import grid_progress
 from moejax.serve.cluster.fleet import Scale
-from moejax.serve.cluster.pool import Pool, Task, WorkerOptions, WorkersEnded
 from moejax.serve.cluster.ray_cluster import nodes
-from moejax.serve.cluster.worker import Outcome, Started, Worker
+from moejax.serve.cluster.workers import (
+    Started,
+    Worker,
+    WorkerOptions,
+    Workers,
+    WorkersEnded,
+)
 
 Key = tuple[Any, ...]
 
-
-@dataclasses.dataclass(frozen=True)
-class _List:
-    """A task: all runs, by the engine that they are for, once policies have learned."""
+_LIST = "list"
+"""Work: all runs, by the engine that they are for, once policies have learned."""
 
 
 @dataclasses.dataclass
 class _Part:
-    """A task: runs of one engine. What has come is taken out here, so that a worker that goes on
+    """Work: runs of one engine. What has come is taken out here, so that a worker that goes on
     where another ended does the rest."""
 
     runs: list[Run]
@@ -88,20 +91,19 @@ class GridWorker(Worker):
     """A worker that runs parts of a grid. Needs the model, the texts and the policies' files at the
     paths that the definition gives them, and nothing of the directory of results."""
 
-    async def start(self, model: str, options: Mapping[str, Any]) -> Started | str:
-        """Reads the definition: options are `asked`, what it says and digests of its files, and
-        `home`, from where on paths are meant. What is wrong with it here, as text."""
+    async def start(self, asked: Mapping[str, Any], home: str) -> Started | str:
+        """Reads the definition: asked: what it says, and digests of its files. home: from where on
+        paths are meant. What is wrong with it here, as text."""
         began = time.perf_counter()
         try:
-            await asyncio.to_thread(self._read, options)
+            await asyncio.to_thread(self._read, dict(asked), home)
         except (UserError, MemoryError, ValueError) as error:
             return str(error) or type(error).__name__
         return Started(1, time.perf_counter() - began)
 
-    def _read(self, options: Mapping[str, Any]) -> None:
-        asked = dict(options["asked"])
+    def _read(self, asked: dict[str, Any], home: str) -> None:
         files = asked.pop("files")
-        self._experiment = read_experiment(asked, home=Path(options["home"]))
+        self._experiment = read_experiment(asked, home=Path(home))
         here = self._experiment.asked["files"]
         for name, digest in files.items():
             if here.get(name) != digest:
@@ -109,18 +111,25 @@ class GridWorker(Worker):
         self._scratch = _scratch()
         self._taught: Experiment | None = None
 
-    async def _work(self, number: int, payload: _List | _Part) -> Any:
-        loop = asyncio.get_running_loop()
+    async def run(self, items: Sequence[str | _Part]) -> AsyncIterator[list[tuple[int, Any, bool]]]:
+        """Its room is one piece of work, whose lines come one by one."""
+        loop, (part,) = asyncio.get_running_loop(), items
+        news: asyncio.Queue[_Piece | None] = asyncio.Queue()
 
-        def tell(piece: _Piece) -> None:
-            loop.call_soon_threadsafe(self._say, Outcome(number, piece, part=True))
+        def tell(piece: _Piece | None) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, piece)
 
-        if isinstance(payload, _List):
-            return await asyncio.to_thread(self._listed)
-        return await asyncio.to_thread(self._run, payload, tell)
-
-    def _listed(self) -> dict[Group, list[Run]]:
-        return runs_of(self._told())
+        if isinstance(part, str):
+            running = asyncio.create_task(asyncio.to_thread(lambda: runs_of(self._told())))
+        else:
+            running = asyncio.create_task(asyncio.to_thread(self._run, part, tell))
+        running.add_done_callback(lambda _: tell(None))
+        while (piece := await news.get()) is not None:
+            yield [(0, piece, False)]
+        try:
+            yield [(0, await running, True)]
+        except UserError as error:
+            yield [(0, UserError(str(error)), True)]
 
     def _told(self) -> Experiment:
         """The experiment whose policies have learned: once a process."""
@@ -225,7 +234,7 @@ class _ClusterGrid:
         with grid_progress(total, done, progress) as advance:
             for measured in (True, False):
                 if chosen := [part for part in parts if part.measured == measured]:
-                    with Pool(self._workers(measured, len(chosen)), self._warn) as pool:
+                    with Workers(self._workers(measured, len(chosen)), self._warn) as pool:
                         self._carried_out(pool, chosen, advance)
 
     def _groups(self) -> dict[Group, list[Run]]:
@@ -233,8 +242,8 @@ class _ClusterGrid:
         worker."""
         if not self._experiment.learns:
             return runs_of(self._experiment)
-        with Pool(self._workers(True, 1), self._warn) as pool:
-            ((_, found),) = (each for each in pool.run([Task(_List())]))
+        with Workers(self._workers(True, 1), self._warn) as pool:
+            ((_, found),) = pool.run([_LIST])
         if isinstance(found, UserError):
             raise found
         return found
@@ -247,16 +256,9 @@ class _ClusterGrid:
         useful = [node for node in alive if node.cpus >= 1 and node.gpus >= gpus]
         count = len(useful) if measured else self._scale.workers or len(useful)
         cpus = 1 if measured else self._scale.cores_per_worker or 1
-        given = {"asked": _with_whole_paths(self._experiment), "home": str(self._experiment.home)}
-        return WorkerOptions(
-            GridWorker,
-            self._experiment.model,
-            given,
-            max(min(count, parts), 1),
-            cpus,
-            gpus,
-            whole_nodes=measured,
-        )
+        given = _with_whole_paths(self._experiment), str(self._experiment.home)
+        on = tuple(useful) if measured else ()
+        return WorkerOptions(GridWorker, given, max(min(count, parts), 1), cpus, gpus, on)
 
     def _parts(self, left: Mapping[Group, Sequence[Run]]) -> Iterator[_Part]:
         """What is measured, by engines; what is counted, each engine's shared out."""
@@ -279,11 +281,10 @@ class _ClusterGrid:
                 scored.add(of)
                 yield _Part(cut, own, quality, cut is measured)
 
-    def _carried_out(self, pool: Pool, parts: list[_Part], advance: Callable[[], None]) -> None:
+    def _carried_out(self, pool: Workers, parts: list[_Part], advance: Callable[[], None]) -> None:
         while parts:
             again = []
-            for task, news in pool.run([Task(part, len(part.runs)) for part in parts]):
-                part = task.payload
+            for part, news in pool.run(parts):
                 if isinstance(news, _Piece):
                     self._take(part, news, advance)
                 elif isinstance(news, WorkersEnded) and len(part.runs) > 1:

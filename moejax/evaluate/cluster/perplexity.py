@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,75 +17,61 @@ from moejax.evaluate.evaluation import (
     Cost,
     EncodedText,
     PerplexityResult,
+    Window,
     encoded_texts,
     likelihood,
 )
 from moejax.evaluate.evaluation_report import model_report, run_report
 from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
-from moejax.serve.cluster.fleet import Scale, worker_options
-from moejax.serve.cluster.pool import Pool, Task
-from moejax.serve.cluster.worker import ModelWorker, Started
+from moejax.serve.cluster.fleet import ModelWorker, Scale, worker_options
+from moejax.serve.cluster.workers import Workers
 from moejax.serve.llm import LLM
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prepare:
-    """A task: the windows of the texts, as this model has them."""
-
-    texts: Mapping[str, str | TokenIds]
-    window: int | None
-    stride: int | None
-    limit: int | None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """What the model says of the texts and of itself."""
+    """What a worker's model says of the texts and of itself. together: windows that fill two
+    prefill steps."""
 
     window: int
     stride: int
     texts: list[EncodedText]
     together: int
-    """Windows that fill two prefill steps."""
     model: dict[str, Any]
     run: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Score:
-    """A task: sequences of token ids."""
-
-    sequences: list[np.ndarray]
-
-
 class Scorer(ModelWorker):
-    """A worker that scores windows of texts."""
+    """A worker whose work is a function of its LLM."""
 
-    def _begin(self, llm: LLM) -> Started:
-        self._turn, self._scored = threading.Lock(), 0
-        # The next task is there when one ends.
-        return Started(2, llm.stats()["time"]["total_s"])
+    def _begin(self, llm: LLM) -> int:
+        self._turn = threading.Lock()
+        return 2  # the next work is there when one ends
 
-    def _tokens(self) -> int:
-        return self._scored
+    async def _work(self, item: Callable[[LLM], Any]) -> Any:
+        return await asyncio.to_thread(self._do, item)
 
-    async def _work(self, number: int, payload: _Prepare | _Score) -> _Prepared | list[np.ndarray]:
-        return await asyncio.to_thread(self._do, payload)
-
-    def _do(self, payload: _Prepare | _Score) -> _Prepared | list[np.ndarray]:
-        llm = self._llm
-        assert llm is not None
+    def _do(self, item: Callable[[LLM], Any]) -> Any:
+        assert self._llm is not None
         with self._turn:
-            if isinstance(payload, _Prepare):
-                found = encoded_texts(
-                    llm, payload.texts, payload.window, payload.stride, payload.limit
-                )
-                together = 2 * llm.engine.scheduler.prefill_chunks
-                return _Prepared(*found, together, model_report(llm), run_report(llm))
-            scores = llm.score_batch([ids.tolist() for ids in payload.sequences])
-            self._scored += sum(map(len, scores))
-            return scores
+            return item(self._llm)
+
+
+def _prepare(
+    llm: LLM,
+    texts: Mapping[str, str | TokenIds],
+    window: int | None,
+    stride: int | None,
+    limit: int | None,
+) -> _Prepared:
+    found = encoded_texts(llm, texts, window, stride, limit)
+    together = 2 * llm.engine.scheduler.prefill_chunks
+    return _Prepared(*found, together, model_report(llm), run_report(llm))
+
+
+def _score(llm: LLM, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    return llm.score_batch([ids.tolist() for ids in sequences])
 
 
 def cluster_perplexity(
@@ -104,42 +91,37 @@ def cluster_perplexity(
     one worker and the number of all. Costs are sums over workers, seconds those that passed. Raises
     UserError as perplexity does."""
     began = time.perf_counter()
-    with Pool(worker_options(Scorer, model, options, scale), warn) as pool:
-        prepare = _Prepare(texts, window, stride, limit)
-        ((_, prepared),) = pool.run([Task(prepare)])
+    with Workers(worker_options(Scorer, model, options, scale), warn) as workers:
+        prepare = functools.partial(
+            _prepare, texts=texts, window=window, stride=stride, limit=limit
+        )
+        ((_, prepared),) = workers.run([prepare])
         if isinstance(prepared, UserError):
             raise prepared
-        assert isinstance(prepared, _Prepared)
         # With log-probabilities of their own: what Ray brings is read-only.
-        texts_here = [dataclasses.replace(text) for text in prepared.texts]
-        prepared = dataclasses.replace(prepared, texts=texts_here)
-        total = sum(w.end - w.first for text in prepared.texts for w in text.windows)
-        scored = 0
+        encoded = [dataclasses.replace(text) for text in prepared.texts]
+        windows = [(text, w) for text in encoded for w in text.windows]
+        total, scored = sum(w.end - w.first for _, w in windows), 0
+        size = prepared.together
+        parts = (windows[first : first + size] for first in range(0, len(windows), size))
         with token_progress("scoring", total, 0, None, progress) as report:
-            for task, scores in pool.run(_tasks(prepared)):
+            for part, scores in workers.run(parts, _sent):
                 if isinstance(scores, UserError):
                     raise scores
-                places = task.tag
-                assert isinstance(places, list)
-                for (text, w), values in zip(places, scores, strict=True):
+                for (text, w), values in zip(part, scores, strict=True):
                     text.logprobs[w.first : w.end] = values[w.first - w.begin - 1 :]
                     scored += w.end - w.first
                 report(scored)
-        stats = [worker["stats"] for worker in pool.stats()]
-    cost = _cost(stats, prepared.texts, time.perf_counter() - began)
+        stats = [worker["stats"] for worker in workers.stats()]
+    cost = _cost(stats, encoded, time.perf_counter() - began)
     result = PerplexityResult(
-        prepared.window, prepared.stride, limit, tuple(map(likelihood, prepared.texts)), cost
+        prepared.window, prepared.stride, limit, tuple(map(likelihood, encoded)), cost
     )
     return result, prepared.model, {**prepared.run, "workers": len(stats)}
 
 
-def _tasks(prepared: _Prepared) -> Iterator[Task]:
-    """Windows of all texts, as many together as fill a worker's prefill steps."""
-    windows = [(text, w) for text in prepared.texts for w in text.windows]
-    for first in range(0, len(windows), prepared.together):
-        part = windows[first : first + prepared.together]
-        ids = [text.ids[w.begin : w.end] for text, w in part]
-        yield Task(_Score(ids), sum(map(len, ids)), tag=part)
+def _sent(part: Sequence[tuple[EncodedText, Window]]) -> Callable[[LLM], list[np.ndarray]]:
+    return functools.partial(_score, sequences=[text.ids[w.begin : w.end] for text, w in part])
 
 
 def _cost(stats: list[dict[str, Any]], texts: list[EncodedText], seconds: float) -> Cost:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from moejax.errors import UserError, as_user_error, shown
 from moejax.progress import token_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
-from moejax.serve.batch.lines import Line, bounded_lines, read_lines
+from moejax.serve.batch.inputs import JobInput, open_input
+from moejax.serve.batch.lines import Line, read_lines
 from moejax.serve.batch.result_file import open_results
 from moejax.serve.batch.result_lines import failure, success
+from moejax.serve.batch.results import Results
 
 MOST_MESSAGE = 500
 """Characters of what is said about a bad line, which may quote it."""
@@ -72,45 +73,13 @@ class Model(Protocol):
     def end_session(self, session_id: str, /) -> None: ...
 
 
-class Lines(Protocol):
-    """What a job uses of a binary stream, or of many."""
-
-    def readline(self, most: int, /) -> bytes: ...
-
-    def seekable(self) -> bool: ...
-
-    def tell(self) -> int: ...
-
-    def seek(self, place: int, /) -> object: ...
-
-
-class JobResults(Protocol):
-    """What a job uses of a ResultFile, whose fields and methods these are."""
-
-    name: str
-    regular: bool
-    keys: set[bytes]
-    errors: int
-    count: int
-
-    def begin(self, *, overwrite: bool) -> None: ...
-
-    def append(self, line: bytes, /) -> None: ...
-
-    def first_not_in(self, keys: set[bytes], /) -> tuple[str, str | int]: ...
-
-    def options(self) -> dict[str, Any] | None: ...
-
-
 @dataclasses.dataclass
 class OpenJob:
     """A job whose files are open and checked. Made by `open_job`."""
 
     job: Job
-    input: Lines
-    results: JobResults
-    place: Callable[[int], str]
-    """Where the line of that number stands, for messages."""
+    input: JobInput
+    results: Results
     total: int | None = None
     """Input lines that are not blank; None where the input can be read only once."""
     errors: int = 0
@@ -139,8 +108,8 @@ class OpenJob:
         return self.done == self.total
 
     def lines(self) -> Iterator[Line]:
-        """All lines of the input from where it stands."""
-        job, lines = self.job, bounded_lines(self.input)
+        """All lines of the input."""
+        job, lines = self.job, self.input.lines()
         return read_lines(lines, sampling=job.sampling, seed=job.seed, made_with=job.made_with)
 
     def run(
@@ -223,7 +192,7 @@ class OpenJob:
 
     def _bad(self, line: Line, message: str, warn: Callable[[str], None]) -> None:
         message = message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}…"
-        message_with_place = f"{self.place(line.number)}: {message}"
+        message_with_place = f"{self.input.place(line.number)}: {message}"
         if self.job.on_error == "fail":
             if self._running:
                 # Said at once, since what runs may take minutes.
@@ -242,27 +211,25 @@ def open_job(job: Job) -> Iterator[OpenJob]:
     Raises UserError for what cannot be read or written, and for results that are not of this input
     with these options.
     """
-    with _open_input(job.input) as stream:
-        if job.output != "-" and _same_file(stream, job.output):
+    with open_input(job.input) as source:
+        if job.output != "-" and source.is_at(job.output):
             raise UserError(f"{job.output} is both --input and --output; choose another --output")
         with open_results(job.output, overwrite=job.overwrite) as results:
-            yield surveyed(job, stream, results, lambda number: f"{job.input}, line {number}")
+            yield survey(job, source, results)
 
 
-def surveyed(job: Job, stream: Lines, results: JobResults, place: Callable[[int], str]) -> OpenJob:
+def survey(job: Job, source: JobInput, results: Results) -> OpenJob:
     """The job of an open input and output, once the input was read through for its size, its
-    sessions and what the results are of; place: as of OpenJob. Raises UserError for results that
-    are not of this input with these options."""
-    opened = OpenJob(job, stream, results, place, errors=results.errors)
-    if stream.seekable():
-        begin, opened.total, sessions = stream.tell(), 0, False
-        for raw in bounded_lines(stream):
+    sessions and what the results are of. Raises UserError for results that are not of this input
+    with these options."""
+    opened = OpenJob(job, source, results, errors=results.errors)
+    if source.again:
+        opened.total, sessions = 0, False
+        for raw in source.lines():
             opened.total += bool(raw.strip())
             sessions |= b'"session_id"' in raw
-        stream.seek(begin)
         if results.keys or sessions:
-            _survey(opened)
-            stream.seek(begin)
+            _compare_lines(opened)
     elif results.keys:
         raise UserError(
             f"{job.output} has results, and what comes from {job.input} cannot be compared "
@@ -272,7 +239,7 @@ def surveyed(job: Job, stream: Lines, results: JobResults, place: Callable[[int]
     return opened
 
 
-def _survey(opened: OpenJob) -> None:
+def _compare_lines(opened: OpenJob) -> None:
     """Reads the input through for its sessions, and raises UserError unless every result in the
     output belongs to one of its lines."""
     job, keys = opened.job, opened.results.keys
@@ -306,23 +273,3 @@ def _difference(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
 
 def _given(name: str, options: Mapping[str, Any]) -> str:
     return shown(options[name]) if name in options else "its default"
-
-
-@contextmanager
-def _open_input(name: str) -> Iterator[IO[bytes]]:
-    if name == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        stream = open(name, "rb")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"cannot open {name}: {error.strerror}") from error
-    with stream:
-        yield stream
-
-
-def _same_file(stream: IO[bytes], output: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(stream.fileno()), os.stat(output))
-    except OSError:  # no such output yet, or an input that is no file
-        return False

@@ -7,18 +7,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.batch.inputs import MOST_LINE
 from moejax.serve.batch.openai_fields import completion_request
 from pallas_kernels.option_text import nearest
-
-MOST_LINE = 16 * 2**20
-"""Bytes of a line: a prompt of millions of tokens, and no more than a few hundred MB of objects
-while it is read."""
 
 EXAMPLE = '{"prompt": "The old house", "max_tokens": 16}'
 """A line, for messages."""
@@ -70,21 +67,6 @@ def derived_seed(seed: int, id: str | int) -> int:
     In [0, 2^31), so that seed + index of n sequences stays a legal seed.
     """
     return int.from_bytes(_digest(json.dumps([seed, id]).encode(), 4), "big") >> 1
-
-
-class LineStream(Protocol):
-    """What is read of a binary stream."""
-
-    def readline(self, most: int, /) -> bytes: ...
-
-
-def bounded_lines(stream: LineStream) -> Iterator[bytes]:
-    """The lines of a stream; of one with more than MOST_LINE bytes MOST_LINE + 1, so that no line
-    takes more memory."""
-    while raw := stream.readline(MOST_LINE + 1):
-        yield raw
-        while len(raw) > MOST_LINE and not raw.endswith(b"\n"):
-            raw = stream.readline(MOST_LINE + 1)
 
 
 def read_lines(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.output_lock import lock_output
-from moejax.serve.batch.result_lines import read_result
+from moejax.serve.batch.results import Results, not_a_result
 
 SYNC_S = 10.0
 """Seconds of results that a power cut may take; a killed process loses nothing."""
@@ -24,37 +22,25 @@ SYNC_S = 10.0
 _LINE_BEGIN = b'{"id": '
 
 
-@dataclasses.dataclass
-class ResultFile:
-    """Results already in an output, and the place for more. Made by `open_results`.
+class ResultFile(Results):
+    """A file of lines, or output that is none (a pipe, a device, `-`). Made by `open_results`.
+    file: unbuffered."""
 
-    Output that is no regular file (a pipe, a device, `-`) has no results and no lock.
-    """
-
-    name: str
-    file: IO[bytes]
-    """Unbuffered."""
-    regular: bool
-    keys: set[bytes] = dataclasses.field(default_factory=set)
-    """`results.read_result` keys of what was there when it was opened."""
-    errors: int = 0
-    """Errors among them."""
-    count: int = 0
-    """Whole results in it now."""
-    size: int = 0
-    """Bytes of whole results; what comes after is torn."""
-    checked: bool = False
-    """Whether the file is this job's to write, so that it has to keep its name and size."""
-    synced_s: float = dataclasses.field(default_factory=time.monotonic)
+    def __init__(self, name: str, file: IO[bytes], regular: bool):
+        super().__init__(name, regular)
+        self._file = file
+        self._checked = False
+        """Whether the file is this job's to write, so that it has to keep its name and size."""
+        self._synced_s = time.monotonic()
 
     def begin(self, *, overwrite: bool) -> None:
-        """Cuts off a torn last line, or everything; until now the file is as it was found."""
+        """Cuts off a torn last line, or everything."""
         if overwrite:
-            self.keys, self.errors, self.count, self.size = set(), 0, 0, 0
+            self.forget()
         if self.regular:
-            self.file.truncate(self.size)
-            self.file.seek(self.size)
-            self.checked = True
+            self._file.truncate(self.size)
+            self._file.seek(self.size)
+            self._checked = True
 
     def append(self, line: bytes) -> None:
         """Writes one whole line, with one call unless the system takes only a part.
@@ -65,9 +51,9 @@ class ResultFile:
             with deferred_interrupt():
                 rest = memoryview(line)
                 while rest:
-                    rest = rest[self.file.write(rest) :]
+                    rest = rest[self._file.write(rest) :]
                 if not self.regular:
-                    self.file.flush()
+                    self._file.flush()
                 self.size += len(line)
                 self.count += 1
         except BrokenPipeError:
@@ -75,9 +61,9 @@ class ResultFile:
         except OSError as error:
             if self.regular:
                 with suppress(OSError):
-                    self.file.truncate(self.size)
+                    self._file.truncate(self.size)
             raise self._unwritable(error) from error
-        if time.monotonic() - self.synced_s > SYNC_S:
+        if time.monotonic() - self._synced_s > SYNC_S:
             self.sync()
 
     def sync(self) -> None:
@@ -85,18 +71,18 @@ class ResultFile:
         where another program has removed, moved or changed the file meanwhile."""
         if self.regular:
             try:
-                os.fsync(self.file.fileno())
-                if self.checked:
+                os.fsync(self._file.fileno())
+                if self._checked:
                     self._check_place()
             except OSError as error:
                 raise self._unwritable(error) from error
-        self.synced_s = time.monotonic()
+        self._synced_s = time.monotonic()
 
     def _check_place(self) -> None:
         """Raises UserError unless the file has its name and its size. Results that nobody could
         find any more are copied beside it."""
-        self.checked = False  # once it is said
-        held = os.fstat(self.file.fileno())
+        self._checked = False  # once it is said
+        held = os.fstat(self._file.fileno())
         if held.st_size != self.size:
             raise UserError(
                 f"{self.name} has {held.st_size} bytes and not the {self.size} that were written: "
@@ -105,17 +91,17 @@ class ResultFile:
             )
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.name), held):
-                self.checked = True
+                self._checked = True
                 return
         with suppress(OSError):  # Linux says where the file is now; elsewhere it is copied
-            moved = os.readlink(f"/proc/self/fd/{self.file.fileno()}")
+            moved = os.readlink(f"/proc/self/fd/{self._file.fileno()}")
             if held.st_nlink and os.path.samestat(os.stat(moved), held):
                 raise UserError(
                     f"{self.name} was moved to {moved} while this job wrote it; its "
                     f"{self.count} results are there: move it back, and the same command goes on"
                 )
         kept = f"{self.name}.recovered-{os.getpid()}"
-        with open(self.file.fileno(), "rb", closefd=False) as reader, open(kept, "xb") as copy:
+        with open(self._file.fileno(), "rb", closefd=False) as reader, open(kept, "xb") as copy:
             reader.seek(0)
             shutil.copyfileobj(reader, copy)
             os.fsync(copy.fileno())
@@ -132,34 +118,21 @@ class ResultFile:
         )
         return UserError(f"cannot write to {self.name}: {error.strerror}{kept}")
 
-    def lines(self) -> Iterator[bytes]:
-        """What is in a regular file, line by line."""
+    def stored(self) -> Iterator[tuple[str, bytes]]:
         # Reading from the unbuffered file itself would be one call for every byte.
-        with open(self.file.fileno(), "rb", closefd=False) as reader:
+        with open(self._file.fileno(), "rb", closefd=False) as reader:
             try:
                 reader.seek(0)
-                yield from reader
+                for number, raw in enumerate(reader, 1):
+                    place = f"{self.name}, line {number}"
+                    if raw.endswith(b"\n"):
+                        yield place, raw
+                        continue
+                    begin = raw.rstrip(b"\0")  # a file system's own, of bytes that a power cut took
+                    if not (_LINE_BEGIN.startswith(begin) or begin.startswith(_LINE_BEGIN)):
+                        raise not_a_result(place)
             except OSError as error:
                 raise UserError(f"cannot read {self.name}: {error.strerror}") from error
-
-    def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
-        """(place, id) of the first result that is not among the keys."""
-        for number, raw in enumerate(self.lines(), 1):
-            id, key, _ = read_result(raw)
-            if key not in keys:
-                return f"{self.name}, line {number}", id
-        raise LookupError(f"every result of {self.name} is among the keys")
-
-    def options(self) -> dict[str, Any] | None:
-        """Those of the run that wrote the results, as the first one of it says. None: an earlier
-        version wrote them."""
-        for raw in self.lines():
-            if raw.endswith(b"\n"):
-                metrics = json.loads(raw).get("metrics")
-                job = metrics.get("job") if isinstance(metrics, dict) else None
-                if isinstance(job, dict):
-                    return job
-        return None
 
 
 READER_S = 5.0
@@ -185,9 +158,9 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         results = ResultFile(output, file, regular=not special)
         if results.regular:
-            lock_output(results.file, results.name)
+            lock_output(file, results.name)
             if not overwrite:
-                _scan(results)
+                results.scan()
         try:
             yield results
         finally:
@@ -212,29 +185,3 @@ def _opened(output: str, flags: int) -> int:
             else:
                 reason = f"it is a pipe that nobody reads for {READER_S:.0f} s; start its reader"
             raise UserError(f"cannot open {output} for writing: {reason}") from error
-
-
-def _scan(results: ResultFile) -> None:
-    for number, raw in enumerate(results.lines(), 1):
-        torn = not raw.endswith(b"\n")
-        try:
-            begin = raw.rstrip(b"\0")  # a file system's own, of bytes that a power cut took
-            if torn and not (_LINE_BEGIN.startswith(begin) or begin.startswith(_LINE_BEGIN)):
-                raise ValueError("not the beginning of a result either")
-            if torn:
-                return
-            _, key, error = read_result(raw)
-        except (ValueError, RecursionError):
-            raise UserError(
-                f"{results.name}, line {number}, is no result of moejax; choose another --output, "
-                f"or start anew with --overwrite"
-            ) from None
-        if key in results.keys:
-            raise UserError(
-                f"{results.name}, line {number}: this result is there twice; take one out, or "
-                f"start anew with --overwrite"
-            )
-        results.keys.add(key)
-        results.errors += error
-        results.count += 1
-        results.size += len(raw)

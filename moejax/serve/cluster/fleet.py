@@ -1,26 +1,32 @@
-"""LLM.generate_each on the workers of a cluster."""
+"""Models on the workers of a cluster, and LLM.generate_each on them."""
 
 from __future__ import annotations
 
+import abc
+import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 from host_offload.memory.budget import format_bytes
+from moejax.checkpoints.shared_memory import NoSharedMemory
+from moejax.device import select_device
 from moejax.errors import UserError
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
-from moejax.serve.cluster.pool import Pool, Task, WorkerOptions
-from moejax.serve.cluster.ray_cluster import LOCAL, Node, nodes, own_cpus
-from moejax.serve.cluster.worker import Generator, Worker
+from moejax.serve.async_llm import AsyncLLM
+from moejax.serve.cluster.ray_cluster import LOCAL, nodes, own_cpus
+from moejax.serve.cluster.workers import Started, Worker, WorkerOptions, Workers
+from moejax.serve.llm import LLM
 from moejax.start.options import Config, refuse_cache_aware
 
-TOKEN_COST = 8.0
-"""What a generated token costs, in prompt tokens: it is a step of its own, shared with the rows
-beside it. Only the order depends on it."""
+log = logging.getLogger("moejax")
 
-CHARACTERS = 4
-"""Characters of a token, roughly."""
+ROOMS = 4
+"""Requests of a worker, by the rows of its steps: what it does while results go one way and new
+requests the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +48,7 @@ class Scale:
     def cpus(self) -> int:
         """CPUs of a Ray of one's own: what its workers ask for, so that more of them than there are
         cores are possible."""
-        cores = self.cores_per_worker
-        return max(own_cpus(), (self.workers or 1) * (cores or 1))
+        return max(own_cpus(), (self.workers or 1) * (self.cores_per_worker or 1))
 
 
 def worker_options(
@@ -60,7 +65,9 @@ def worker_options(
     useful = [node for node in alive if node.gpus >= 1] if on_gpu else alive
     default = sum(int(node.gpus) for node in useful) if on_gpu else len(useful)
     count = scale.workers or max(default, 1)
-    cores = scale.cores_per_worker or _cores(useful, count, on_gpu)
+    a_node = -(-count // max(len(useful), 1))
+    free = min((node.cpus / (node.gpus if on_gpu else a_node) for node in useful), default=1)
+    cores = scale.cores_per_worker or max(int(free), 1)
     if all(node.cpus < cores for node in useful):
         most = max((int(node.cpus) for node in useful), default=0)
         raise UserError(
@@ -69,20 +76,105 @@ def worker_options(
         )
     if not on_gpu:
         given.setdefault("threads", cores)
-    return WorkerOptions(kind, model, given, count, cores, 1.0 if on_gpu else 0.0)
+    return WorkerOptions(kind, (model, given), count, cores, 1.0 if on_gpu else 0.0)
 
 
-def _cores(useful: list[Node], count: int, on_gpu: bool) -> int:
-    """CPUs of a worker where nobody said."""
-    if on_gpu:
-        return max(int(min(node.cpus / node.gpus for node in useful)), 1)
-    a_node = -(-count // max(len(useful), 1))
-    return max(int(min((node.cpus for node in useful), default=1) / a_node), 1)
+class ModelWorker(Worker):
+    """A worker with one LLM."""
+
+    def __init__(self) -> None:
+        self._llm: LLM | None = None
+
+    async def start(self, model: str, options: Mapping[str, Any]) -> Started | str:
+        """Loads the model."""
+        try:
+            self._llm = await asyncio.to_thread(load_on_worker, model, options)
+            seconds = self._llm.stats()["time"]["total_s"]
+            return Started(self._begin(self._llm), seconds)
+        except (UserError, MemoryError, ValueError) as error:
+            return str(error) or type(error).__name__
+
+    @abc.abstractmethod
+    def _begin(self, llm: LLM) -> int:
+        """Begins to serve with a model that was loaded; returns how much work it should have."""
+
+    def _moves(self) -> float:
+        return 0 if self._llm is None else sum(self._llm.engine.statistics.steps.values())
+
+    async def stats(self) -> dict[str, Any]:
+        """`LLM.stats`."""
+        assert self._llm is not None
+        return await asyncio.to_thread(self._llm.stats)
+
+    async def close(self) -> None:
+        """Frees the model: the last one of a machine removes shared experts."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.close)
+
+
+def load_on_worker(model: str, options: Mapping[str, Any]) -> LLM:
+    """The LLM. Its experts lie where the workers of this machine share them, unless the options say
+    where; with a warning in the log where there is no such memory."""
+    given = {name: value for name, value in options.items() if value is not None}
+    dense = given.get("precision") in (None, "dense") and not ({"hi", "lo"} & given.keys())
+    on_cpu = select_device(given.get("device"), given.get("threads")).platform == "cpu"
+    if dense and on_cpu and "store" not in given:
+        try:
+            return LLM(model, progress=False, store="shared", **given)
+        except NoSharedMemory as error:
+            log.warning("each worker holds the experts for itself: %s", error)
+    return LLM(model, progress=False, **given)
+
+
+class Generator(ModelWorker):
+    """A worker whose work is lists of requests, of which those of a session are one."""
+
+    def _begin(self, llm: LLM) -> int:
+        self._async = AsyncLLM(llm)
+        shapes = llm.engine.runner.shapes
+        return ROOMS * shapes.rows + shapes.prefill_chunks
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self._llm is None else self._llm.generated_tokens
+
+    async def _work(self, item: list[GenerationRequest]) -> list[RequestOutput | UserError]:
+        found = [await self._generate(asked) for asked in item]
+        session_id = item[0].session_id
+        if session_id is not None and any(isinstance(one, RequestOutput) for one in found):
+            await self._async.end_session(session_id)
+        return found
+
+    async def _generate(self, asked: GenerationRequest) -> RequestOutput | UserError:
+        try:
+            return [
+                output
+                async for output in self._async.generate(
+                    asked.prompt,
+                    asked.sampling_params,
+                    session_id=asked.session_id,
+                    priority=asked.priority,
+                    last_only=True,
+                )
+            ][-1]
+        except UserError as error:
+            return UserError(str(error))
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._async.stats()
+
+    async def close(self) -> None:
+        await self._async.close()
+        await super().close()
 
 
 class Fleet:
     """An LLM on every worker of a connected cluster, for requests in any number; a context manager,
-    which ends the workers. Arguments as of worker_options; warn as of Pool.
+    which ends the workers.
+
+    - `model`, `options`, `scale`: see worker_options.
+    - `turns`: session id → its requests that will come. They are run together, by one worker.
+    - `warn`: see Workers.
 
     A request's output has the bits that one LLM with these options gives it, whoever its worker is,
     and however many there are: contract 1.
@@ -93,73 +185,73 @@ class Fleet:
         model: str,
         options: Mapping[str, Any],
         scale: Scale,
+        turns: Mapping[str, int],
         warn: Callable[[str], None] = lambda text: None,
     ):
-        self._pool = Pool(worker_options(Generator, model, options, scale), warn)
+        self._workers = Workers(worker_options(Generator, model, options, scale), warn)
+        self._turns = dict(turns)
 
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._pool.close()
+    def __exit__(self, *exception: Any) -> None:
+        self._workers.__exit__(*exception)
 
     @property
     def generated_tokens(self) -> int:
         """Tokens of all workers."""
-        return self._pool.tokens
+        return self._workers.tokens
 
     def generate_each(
         self, requests: Iterable[GenerationRequest]
     ) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
-        """`LLM.generate_each`; requests of one session run on one worker. A request that ends a
-        worker, and then alone another one, is yielded with a UserError."""
-        for task, output in self._pool.run(map(_task, requests)):
-            assert isinstance(task.tag, GenerationRequest)
-            yield task.tag, output
+        """`LLM.generate_each`. A request that ends workers is yielded with a UserError."""
+        for item, found in self._workers.run(self._items(requests), _untagged):
+            yield from zip(item, found if isinstance(found, list) else repeat(found), strict=False)
+
+    def _items(self, requests: Iterable[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
+        """What a worker gets at once: a request, or all of a session."""
+        begun: dict[str, list[GenerationRequest]] = {}
+        for asked in requests:
+            if asked.session_id is None:
+                yield [asked]
+                continue
+            together = begun.setdefault(asked.session_id, [])
+            together.append(asked)
+            if len(together) == self._turns[asked.session_id]:
+                yield begun.pop(asked.session_id)
+        yield from begun.values()  # of an input that a bad line ended early
 
     def end_session(self, session_id: str) -> None:
-        """`LLM.end_session`."""
-        self._pool.end_group(session_id)
+        """A worker ends a session after its last request."""
 
     def stats(self) -> dict[str, Any]:
-        """What the workers say of themselves, and their sums (`merged`)."""
-        return merged(self._pool.stats(), self._pool.ended)
+        """What the workers say of themselves, and their sums."""
+        return sum_stats(self._workers.stats(), self._workers.ended)
 
 
-def _task(asked: GenerationRequest) -> Task:
-    # The tag is the caller's and stays here.
-    sent = dataclasses.replace(asked, tag=None)
-    return Task(sent, _cost(asked), asked.session_id, tag=asked)
+def _untagged(item: list[GenerationRequest]) -> list[GenerationRequest]:
+    return [dataclasses.replace(asked, tag=None) for asked in item]
 
 
-def _cost(asked: GenerationRequest) -> float:
-    """Roughly, in prompt tokens. What runs earlier by its priority costs more than all others."""
-    prompt, params = asked.prompt, asked.sampling_params
-    if isinstance(prompt, Mapping):
-        prompt = str(prompt)
-    tokens = len(prompt) / (CHARACTERS if isinstance(prompt, str) else 1)
-    return -asked.priority * 1e12 + tokens + TOKEN_COST * params.max_tokens * params.n
+_SUMS = ("results", "generated_tokens", "prompt_tokens", "misses", "moved_bytes")
 
 
-def merged(workers: list[dict[str, Any]], ended: int) -> dict[str, Any]:
-    """Sums over workers, and a row for each. workers: as Pool.stats. ended: workers that ended
-    before their time, whose counts are lost.
-
-    tokens_per_s is the sum of what each generated a second of its own steps. A straggler is a
-    worker with less than 70% of the median rate.
-    """
+def sum_stats(workers: list[dict[str, Any]], ended: int) -> dict[str, Any]:
+    """A row for each worker, and sums over them. workers: see Workers.stats. ended: workers that
+    ended before their time, whose counts are lost. tokens_per_s is the sum of what each generated a
+    second of its own steps."""
     rows = []
     for worker in workers:
-        stats = worker["stats"]
+        stats = worker.pop("stats")
         experts, moved = stats["experts"], stats["bytes"]
         busy = stats["time"]["prefill_s"] + stats["time"]["decode_s"]
         rows.append(
-            {name: worker[name] for name in ("worker", "host", "node", "pid", "results", "start_s")}
+            worker
             | {
                 "generated_tokens": stats["generated_tokens"],
                 "prompt_tokens": stats["prompt_tokens"],
-                "busy_share": busy / max(worker["ready_s"], 1e-9),
-                "tokens_per_s": stats["generated_tokens"] / busy if busy else None,
+                "tokens_per_s": stats["generated_tokens"] / busy if busy else 0.0,
                 "activations": experts["activations"],
                 "misses": experts["fills"] + experts["read_through"],
                 "hit_rate": experts["hit_rate"],
@@ -168,43 +260,30 @@ def merged(workers: list[dict[str, Any]], ended: int) -> dict[str, Any]:
                 "store": stats["store"]["kind"],
             }
         )
-    rates = sorted(row["tokens_per_s"] for row in rows if row["tokens_per_s"])
-    median = rates[len(rates) // 2] if rates else None
-    for row in rows:
-        rate = row["tokens_per_s"]
-        row["straggler"] = bool(median and rate and rate < 0.7 * median)
     needed = sum(row["activations"] for row in rows)
     return {
         "workers": rows,
         "ended_workers": ended,
-        **{n: sum(row[n] for row in rows) for n in _SUMS},
-        "tokens_per_s": sum(rates) if rates else None,
+        **{n: sum(row[n] for row in rows) for n in (*_SUMS, "tokens_per_s")},
         "hit_rate": 1 - sum(row["misses"] for row in rows) / needed if needed else None,
     }
-
-
-_SUMS = ("results", "generated_tokens", "prompt_tokens", "misses", "moved_bytes")
 
 
 def format_fleet(stats: Mapping[str, Any]) -> str:
     """The dict of `Fleet.stats` as aligned lines: a row for each worker, then all together."""
     lines = [
-        f"{'worker':<8}{'results':>9}{'tokens/s':>10}{'busy':>7}{'hits':>7}{'moved':>11}"
-        f"{'start':>9}  host"
+        f"{'worker':<8}{'results':>9}{'tokens/s':>10}{'hits':>7}{'moved':>11}{'start':>9}  host"
     ]
     for row in stats["workers"]:
-        rate = "–" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         hits = "–" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}"
-        slow = "  straggler" if row["straggler"] else ""
         lines.append(
-            f"{row['worker']:<8}{row['results']:>9}{rate:>10}{row['busy_share']:>7.0%}{hits:>7}"
-            f"{format_bytes(row['moved_bytes']):>11}{row['start_s']:>7.2f} s  {row['host']}{slow}"
+            f"{row['worker']:<8}{row['results']:>9}{row['tokens_per_s']:>10.1f}{hits:>7}"
+            f"{format_bytes(row['moved_bytes']):>11}{row['start_s']:>7.2f} s  {row['host']}"
         )
-    together = "–" if stats["tokens_per_s"] is None else f"{stats['tokens_per_s']:.1f}"
     ended = f", {stats['ended_workers']} ended before" if stats["ended_workers"] else ""
     lines.append(
         f"all: {stats['results']} results of {len(stats['workers'])} workers{ended}; "
-        f"{stats['generated_tokens']} tokens, {together} tokens/s, "
+        f"{stats['generated_tokens']} tokens, {stats['tokens_per_s']:.1f} tokens/s, "
         f"{format_bytes(stats['moved_bytes'])} moved"
     )
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moejax.errors import UserError, shown
-from moejax.serve.batch.lines import MOST_LINE, bounded_lines
+from moejax.serve.batch.inputs import JobInput, bounded_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".parquet")
 """Names of files that are taken from a directory."""
@@ -20,14 +20,16 @@ BATCH = 256
 """Rows of Parquet that are in memory at once, beside the file's own pieces."""
 
 
-class ClusterInputs:
+class ClusterInputs(JobInput):
     """Lines of all files, one after the other, numbered through: as `cat` of them would give, with
-    a row of Parquet for a line. The part of a binary stream that a job uses.
+    a row of Parquet for a line.
 
     paths: files, directories (their files with one of SUFFIXES, by name, at any depth) and URIs of
     any file system that Arrow opens (s3://, gs://, hdfs://). Raises UserError for what cannot be
     opened, and for a directory with nothing to read.
     """
+
+    again = True
 
     def __init__(self, paths: Sequence[str]):
         self.files = [found for path in paths for found in _files(path)]
@@ -35,46 +37,25 @@ class ClusterInputs:
         if twice := [name for name, count in named.items() if count > 1]:
             raise UserError(f"{twice[0]} is named twice in --input; each file is read once")
         self._begins: list[int] = []
-        self._lines = self._read()
-
-    @property
-    def name(self) -> str:
-        names = [name for _, name in self.files]
-        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
 
     def place(self, number: int) -> str:
-        """Where line number of all, counted from 1 and read already, stands: its file, and its
-        number there."""
         index = bisect.bisect_right(self._begins, number - 1) - 1
         _, name = self.files[index]
         kind = "row" if name.endswith(".parquet") else "line"
         return f"{name}, {kind} {number - self._begins[index]}"
 
-    def readline(self, most: int) -> bytes:
-        """The next line; empty at the end of everything. One of more than MOST_LINE bytes is cut to
-        so many and a line's end, which tells that it was longer. most: at least that."""
-        return next(self._lines, b"")
+    def is_at(self, output: str) -> bool:
+        return any(name.startswith(f"{output}/") for _, name in self.files)
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return 0
-
-    def seek(self, place: int) -> None:
-        """Back to the beginning, the only place there is."""
-        assert place == 0
-        self._begins, self._lines = [], self._read()
-
-    def _read(self) -> Iterator[bytes]:
-        number = 0
+    def lines(self) -> Iterator[bytes]:
+        number, self._begins = 0, []
         for system, name in self.files:
             self._begins.append(number)
             rows = _rows if name.endswith(".parquet") else _lines
             try:
                 for line in rows(system, name):
                     number += 1
-                    yield line if len(line) <= MOST_LINE else line[:MOST_LINE] + b"\n"
+                    yield line
             except OSError as error:  # Arrow's own errors of files are OSError and ValueError
                 raise UserError(f"{name} cannot be read: {_reason(error)}") from error
             except ValueError as error:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.output_lock import lock_output
+from moejax.serve.batch.job import Job, OpenJob, survey
 from moejax.serve.batch.result_lines import read_result
-from moejax.serve.cluster.inputs import filesystem
+from moejax.serve.batch.results import Results
+from moejax.serve.cluster.inputs import ClusterInputs, filesystem
 
 PART_S = 10.0
 """Seconds of results that a kill may take; they are made again, with the same bits."""
@@ -29,40 +30,30 @@ _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|parquet)")
 _LOCK = ".moejax.lock"
 
 
-@dataclasses.dataclass
-class PartFiles:
-    """Results in a directory, and the place for more; what a job uses of `ResultFile`. Made by
-    `open_parts`."""
+class PartFiles(Results):
+    """A directory of parts. Made by `open_parts`. system: Arrow's, in which directory is; local:
+    whether it is this machine's."""
 
-    name: str
-    system: Any
-    """Arrow's file system."""
-    directory: str
-    """The directory in it."""
-    format: str
-    local: bool
-    regular: bool = True
-    keys: set[bytes] = dataclasses.field(default_factory=set)
-    errors: int = 0
-    count: int = 0
-    """Whole results, those in memory included."""
-    parts: list[str] = dataclasses.field(default_factory=list)
-    """Names of those that were there when it was opened."""
-    _next: int = 0
-    _held: list[bytes] = dataclasses.field(default_factory=list)
-    _held_bytes: int = 0
-    _written_s: float = dataclasses.field(default_factory=time.monotonic)
+    def __init__(self, name: str, system: Any, directory: str, format: str, local: bool):
+        super().__init__(name, regular=True)
+        self._system, self.directory, self._format = system, directory, format
+        self._local = local
+        self._parts = _parts(system, directory, name)
+        numbers = [int(match[1]) for part in self._parts if (match := _PART.fullmatch(part))]
+        self._next = max(numbers, default=-1) + 1
+        self._held: list[bytes] = []
+        self._held_bytes, self._written_s = 0, time.monotonic()
 
     def begin(self, *, overwrite: bool) -> None:
-        """Removes what is there, if asked to; until now the directory is as it was found."""
         if overwrite:
-            for part in self.parts:
-                self.system.delete_file(f"{self.directory}/{part}")
-            self.keys, self.errors, self.count, self.parts = set(), 0, 0, []
+            for part in self._parts:
+                self._system.delete_file(f"{self.directory}/{part}")
+            self.forget()
+            self._parts = []
         self._written_s = time.monotonic()
 
     def append(self, line: bytes) -> None:
-        """Takes a result; a part is written every PART_S or PART_BYTES. Raises as write does."""
+        """Takes a result; a part is written every PART_S or PART_BYTES."""
         self._held.append(line)
         self._held_bytes += len(line)
         self.count += 1
@@ -74,20 +65,20 @@ class PartFiles:
         it is there then."""
         if not self._held:
             return
-        name = f"{self.directory}/part-{self._next:05}.{self.format}"
+        name = f"{self.directory}/part-{self._next:05}.{self._format}"
         # A local file gets its name when it is whole; an object of a store is there when it is.
-        target = f"{self.directory}/.part-{self._next:05}.new" if self.local else name
+        target = f"{self.directory}/.part-{self._next:05}.new" if self._local else name
         try:
             with deferred_interrupt():
-                self._write(target)
-                if self.local:
+                self._write_to(target)
+                if self._local:
                     os.replace(target, name)
         except OSError as error:
             # They are not in the directory, and whoever ends now must not try again.
             self.count -= len(self._held)
             self._held, self._held_bytes = [], 0
             with contextlib.suppress(OSError):
-                self.system.delete_file(target)
+                self._system.delete_file(target)
             why = error.strerror or str(error).split("\n")[0]
             raise UserError(
                 f"cannot write to {self.name}: {why}; its parts so far are whole, and the same "
@@ -97,19 +88,18 @@ class PartFiles:
         self._held, self._held_bytes = [], 0
         self._written_s = time.monotonic()
 
-    def _write(self, target: str) -> None:
-        if self.format == "jsonl":
-            with self.system.open_output_stream(target, compression=None) as file:
+    def _write_to(self, target: str) -> None:
+        if self._format == "jsonl":
+            with self._system.open_output_stream(target, compression=None) as file:
                 file.write(b"".join(self._held))
         else:
-            _write_parquet(self.system, target, self._held)
-        if self.local:
+            _write_parquet(self._system, target, self._held)
+        if self._local:
             with open(target, "rb") as file:
                 os.fsync(file.fileno())
 
-    def lines(self) -> Iterator[tuple[str, bytes]]:
-        """(place, result) of those in the parts that were there."""
-        for part in self.parts:
+    def stored(self) -> Iterator[tuple[str, bytes]]:
+        for part in self._parts:
             try:
                 yield from self._lines(part)
             except (OSError, ValueError) as error:
@@ -123,50 +113,15 @@ class PartFiles:
         if part.endswith(".parquet"):
             from pyarrow import parquet
 
-            with self.system.open_input_file(path) as file:
+            with self._system.open_input_file(path) as file:
                 column = parquet.read_table(file, columns=["result"])["result"]
             for number, text in enumerate(column.to_pylist(), 1):
                 yield f"{self.name}/{part}, row {number}", text.encode()
             return
-        with self.system.open_input_stream(path, compression=None) as file:
+        with self._system.open_input_stream(path, compression=None) as file:
             data = file.read()
         for number, raw in enumerate(data.splitlines(keepends=True), 1):
             yield f"{self.name}/{part}, line {number}", raw
-
-    def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
-        """(place, id) of the first result that is not among the keys."""
-        for place, raw in self.lines():
-            id, key, _ = read_result(raw)
-            if key not in keys:
-                return place, id
-        raise LookupError(f"every result of {self.name} is among the keys")
-
-    def options(self) -> dict[str, Any] | None:
-        """As of ResultFile."""
-        for _, raw in self.lines():
-            metrics = json.loads(raw).get("metrics")
-            if isinstance(metrics, dict) and isinstance(job := metrics.get("job"), dict):
-                return job
-        return None
-
-    def scan(self) -> None:
-        """Reads what is there. Raises UserError for what is no result, or there twice."""
-        for place, raw in self.lines():
-            try:
-                _, key, error = read_result(raw)
-            except (ValueError, RecursionError):
-                raise UserError(
-                    f"{place}, is no result of moejax; choose another --output, or start anew with "
-                    "--overwrite"
-                ) from None
-            if key in self.keys:
-                raise UserError(
-                    f"{place}: this result is there twice; take one out, or start anew with "
-                    "--overwrite"
-                )
-            self.keys.add(key)
-            self.errors += error
-            self.count += 1
 
 
 @contextlib.contextmanager
@@ -183,7 +138,6 @@ def open_parts(output: str, format: str, *, overwrite: bool) -> Iterator[PartFil
         system.create_dir(directory, recursive=True)
         with _locked(directory if local else None, output):
             results = PartFiles(output, system, directory, format, local)
-            results.parts, results._next = _parts(system, directory, output)
             if not overwrite:
                 results.scan()
             try:
@@ -195,19 +149,17 @@ def open_parts(output: str, format: str, *, overwrite: bool) -> Iterator[PartFil
         raise UserError(f"cannot open {output} for writing: {why}") from error
 
 
-def _parts(system: Any, directory: str, output: str) -> tuple[list[str], int]:
-    """(names of parts, the number of the next one)."""
+def _parts(system: Any, directory: str, output: str) -> list[str]:
+    """Names of the parts that are there."""
     from pyarrow import fs
 
     names = sorted(info.base_name for info in system.get_file_info(fs.FileSelector(directory)))
-    found = [name for name in names if _PART.fullmatch(name)]
     for name in names:
-        if not (name.startswith((".", "_")) or name in found):
+        if not (name.startswith((".", "_")) or _PART.fullmatch(name)):
             raise UserError(
                 f"{output} has {name}, which is no part of a job's results; choose another --output"
             )
-    numbers = [int(match[1]) for name in found if (match := _PART.fullmatch(name))]
-    return found, max(numbers, default=-1) + 1
+    return [name for name in names if _PART.fullmatch(name)]
 
 
 @contextlib.contextmanager
@@ -219,6 +171,29 @@ def _locked(directory: str | None, output: str) -> Iterator[None]:
     with open(os.path.join(directory, _LOCK), "wb") as file:
         lock_output(file, output)
         yield
+
+
+@contextlib.contextmanager
+def open_cluster_job(job: Job, paths: Sequence[str], format: str = "jsonl") -> Iterator[OpenJob]:
+    """`open_job` for the files at these paths and a directory, job.output, of parts in this format.
+    The job is the same otherwise; its `run` takes a Fleet."""
+    if format not in FORMATS:
+        raise UserError(f"the format {format!r} is unknown; choose one of {', '.join(FORMATS)}")
+    if "-" in paths or job.output == "-":
+        raise UserError(
+            "a job on several machines goes on after a kill, so it reads and writes "
+            "files, not - for standard input or output"
+        )
+    if os.path.exists(job.output) and not os.path.isdir(job.output):
+        raise UserError(
+            f"{job.output} is a file, and the output of a job on several machines is a directory; "
+            "choose another --output"
+        )
+    source = ClusterInputs(paths)
+    with open_parts(job.output, format, overwrite=job.overwrite) as results:
+        if source.is_at(results.directory):
+            raise UserError(f"{job.output} is both --input and --output; choose another --output")
+        yield survey(job, source, results)
 
 
 def columns(raw: bytes) -> dict[str, Any]:

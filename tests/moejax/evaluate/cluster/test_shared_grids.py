@@ -52,8 +52,8 @@ def test_what_is_measured_has_a_node_and_what_is_counted_is_shared_out(monkeypat
     assert len(bounds) == len(set(bounds)) == 4
     assert all(part.quality is None for part in parts[1:]) and parts[0].quality == []
     asked = driver._workers(True, 9)
-    assert asked.whole_nodes and asked.count == 2 and asked.gpus == 0
-    assert not driver._workers(False, 9).whole_nodes
+    assert asked.on == tuple(cpus[:2]) and asked.count == 2 and asked.gpus == 0
+    assert not driver._workers(False, 9).on
     parts, driver = parts_of(monkeypatch, cpus, workers=8, cores_per_worker=2)
     assert driver._workers(True, 1).count == 1 and driver._workers(False, 99).cpus == 2
     gpus = [Node("a", "1", 64, 8), Node("b", "2", 64, 0)]
@@ -83,7 +83,7 @@ def test_another_file_on_a_machine(tmp_path, monkeypatch):
     asked = grids._with_whole_paths(read_experiment({**GRID, "texts": ["t.txt"]}))
     Path("t.txt").write_text("Another. " * 400)
     with pytest.raises(UserError, match="t is another file here than where"):
-        GridWorker()._read({"asked": asked, "home": str(tmp_path)})
+        GridWorker()._read(dict(asked), str(tmp_path))
     Path("t.txt").unlink()
     with pytest.raises(UserError, match=r"t\.txt"):
-        GridWorker()._read({"asked": asked, "home": str(tmp_path)})
+        GridWorker()._read(dict(asked), str(tmp_path))

@@ -4,39 +4,70 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
+import inspect
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from moejax.serve.cluster.ray_cluster import own_cpus
-from moejax.serve.cluster.worker import Worker
+from moejax.serve.cluster.workers import Worker
+
+END = object()
+
+
+class RayError(Exception):
+    """The base of what Ray raises."""
+
+
+class Stream:
+    """What a worker yields, as Ray's generators of references."""
+
+    def __init__(self, ray: RayHere, found: AsyncIterator[Any]):
+        self._ray, self._found = ray, found
+        self.future = ray.run(self._advance())
+
+    async def _advance(self) -> Any:
+        return await anext(self._found, END)
+
+    def __next__(self) -> concurrent.futures.Future:
+        here = self.future
+        if here.exception() is None:
+            if here.result() is END:
+                raise StopIteration
+            self.future = self._ray.run(self._advance())
+        return here
 
 
 class Handle:
     """A worker; calls run in the event loop of its Ray."""
 
-    def __init__(self, ray: RayHere, worker: Worker):
-        self._ray, self._worker = ray, worker
+    def __init__(self, ray: RayHere, worker: Worker, options: dict[str, Any]):
+        self._ray, self.worker, self.options, self.killed = ray, worker, options, False
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *given: self._ray.run(self._call(name, given)))
+        return SimpleNamespace(remote=lambda *given: self._call(name, given))
 
-    async def _call(self, name: str, given: Sequence[Any]) -> Any:
-        found = getattr(self._worker, name)(*given)
-        return await found if asyncio.iscoroutine(found) else found
+    def _call(self, name: str, given: Sequence[Any]) -> Any:
+        method = getattr(self.worker, name)
+        if inspect.isasyncgenfunction(method):
+            return Stream(self._ray, method(*given))
+        return self._ray.run(method(*given))
 
 
 class RayHere:
     """Stands for the module ray, with two nodes that have this machine's CPUs: jax has started
     with so many threads."""
 
-    exceptions = SimpleNamespace(RayError=RuntimeError)
-    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    exceptions = SimpleNamespace(RayError=RayError)
+    util = SimpleNamespace(
+        scheduling_strategies=SimpleNamespace(
+            NodeAffinitySchedulingStrategy=lambda node, soft: node
+        )
+    )
 
     def __init__(self) -> None:
-        self._places = itertools.cycle("ab")
+        self.handles: list[Handle] = []
         self._loop = asyncio.new_event_loop()
         # What processes do at once: one import of transformers must not meet another.
         self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
@@ -53,22 +84,31 @@ class RayHere:
         node = {"NodeManagerAddress": "127.0.0.1", "Resources": cpus, "Alive": True}
         return [{"NodeID": name, **node} for name in ("a", "b")]
 
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: next(self._places))
-
     def remote(self, kind: type[Worker]) -> Any:
-        made = SimpleNamespace(remote=lambda: Handle(self, kind()))
-        return SimpleNamespace(options=lambda **_: made)
+        def options(**given: Any) -> Any:
+            def make() -> Handle:
+                self.handles.append(Handle(self, kind(), given))
+                return self.handles[-1]
+
+            return SimpleNamespace(remote=make)
+
+        return SimpleNamespace(options=options)
 
     def wait(self, references: list, num_returns: int, timeout: float) -> tuple[list, list]:
         when = concurrent.futures.FIRST_COMPLETED
         if num_returns > 1:
             when = concurrent.futures.ALL_COMPLETED
-        done, rest = concurrent.futures.wait(references, timeout, when)
-        return [*done], [*rest]
+        futures = [getattr(one, "future", one) for one in references]
+        concurrent.futures.wait(futures, timeout, when)
+        done = [one for one, future in zip(references, futures, strict=True) if future.done()]
+        return done, [one for one in references if one not in done]
 
     def get(self, reference: concurrent.futures.Future, timeout: float | None = None) -> Any:
-        return reference.result(timeout)
+        try:
+            return reference.result(timeout)
+        except Exception as error:
+            raise RayError(str(error)) from error
 
     def kill(self, handle: Handle, no_restart: bool) -> None:
-        """What it was asked for before has ended."""
+        """What it was asked for before has ended, or is not waited for."""
+        handle.killed = True

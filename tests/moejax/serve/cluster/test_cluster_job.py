@@ -15,11 +15,10 @@ from pyarrow import parquet
 from moejax import UserError
 from moejax.commands import main as cli
 from moejax.serve.batch.job import Job, open_job
-from moejax.serve.batch.lines import MOST_LINE
 from moejax.serve.cluster import part_files as parts_module
 from moejax.serve.cluster import ray_cluster
-from moejax.serve.cluster.cluster_job import open_cluster_job
 from moejax.serve.cluster.inputs import ClusterInputs
+from moejax.serve.cluster.part_files import open_cluster_job
 from moejax.start.provenance import decided_by
 from tests.moejax.serve.test_batch import FakeLLM
 
@@ -94,7 +93,7 @@ def test_many_files_are_read_as_one(tmp_path):
     run(str(folder), tmp_path / "out")
     assert records(tmp_path / "out") == expected
     inputs = ClusterInputs([str(folder)])
-    assert [inputs.readline(MOST_LINE) for _ in range(7)][-1] == b""
+    assert len(list(inputs.lines())) == 6
     assert inputs.place(5).endswith("b.jsonl.gz, line 3")
 
 

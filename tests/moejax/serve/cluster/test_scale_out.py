@@ -12,8 +12,8 @@ import pytest
 from moejax import LLM
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, open_job
-from moejax.serve.cluster.cluster_job import open_cluster_job
 from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
+from moejax.serve.cluster.part_files import open_cluster_job
 from moejax.serve.cluster.ray_cluster import LOCAL, connected
 from scripts.parts import file_jobs
 
@@ -39,8 +39,8 @@ class Killing(Fleet):
     def generate_each(self, requests):
         for i, pair in enumerate(super().generate_each(requests)):
             if i == 20:
-                place = next(m.place for m in self._pool._members if m.has)
-                os.kill(place.pid, signal.SIGKILL)
+                beat = next(m.beat for m in self._workers._members if m.streams and m.beat)
+                os.kill(beat.pid, signal.SIGKILL)
             yield pair
 
 
@@ -61,7 +61,7 @@ def test_two_workers_give_the_results_of_one_process(ray, tmp_path, demo_dir):
     job, said = dataclasses.replace(job, output=str(tmp_path / "many")), []
     with (
         open_cluster_job(job, [job.input]) as work,
-        Killing(str(demo_dir), LIMITS, Scale(ray, 2, 1), said.append) as fleet,
+        Killing(str(demo_dir), LIMITS, Scale(ray, 2, 1), work.turns, said.append) as fleet,
     ):
         work.run(fleet)
         stats = fleet.stats()
