@@ -79,8 +79,6 @@ class Costs:
     """Seconds of one more prompt token in a prefill step, everything resident."""
     kv_swap_s_per_byte: float
     """Seconds a byte, one way, to the host or back (the mean of both)."""
-    read_through: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2))
-    """float64[2], as fill: what an expert costs that is computed from the store."""
     recompute_s_per_token: float = 0.0
     """Seconds a token of a prompt that is computed again: all of its prefill step's time by its
     tokens (WiSP's r)."""

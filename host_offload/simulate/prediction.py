@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Moment, Policy, Spec, routed_counts
+from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import StepRecord
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.eviction.eviction_names import with_eviction
@@ -23,10 +24,9 @@ from host_offload.policies.placement.presched import PlacementCosts
 from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
 from host_offload.simulate.simulator import Simulation, simulate, spec_of
-from host_offload.simulate.step_timeline import Looks, StepLoad, StepTimeline
+from host_offload.simulate.step_timeline import StepLoad, StepTimeline
 from host_offload.simulate.timeline import Link, TimelineEvent
-from host_offload.sizing import version_costs
-from host_offload.sizing.cost_model import CostError, CostModel, Work
+from host_offload.sizing.cost_model import CostError, CostModel, RunCosts, Work, run_costs
 from host_offload.traces.reader import Trace, TraceHeader
 from host_offload.traces.schema import KINDS
 from pallas_kernels.paged_attention import SPAN
@@ -100,21 +100,18 @@ def predict(
     """What the trace's steps take on the cost model's machine under these policies and budgets.
 
     model: the costs of the run's version; where it mixes several, or to say which one is meant,
-    those of each (version → costs, see version_costs). The trace's routing may be that of a run in
-    another version. With a placement a second processor computes beside the device, β·m + C seconds
-    for each expert that it is given; t_g is the least that the device takes for an expert, t_attn
-    the least from a layer's experts to the next routing. link: of an engine with a queue, whose
-    transfers run beside computing; None: of one that moves experts within its steps. draw: keep the
-    events. options: as of simulator.simulate (eviction, prefetch, policies, cells, driver, spec,
-    …), from a cold start likewise. Steps are dispatched and read in the trace's order, which is the
-    engine's own whatever steps take; without times one step is dispatched before the one before it
-    is read. What policies see of time (`seconds`, and with it intervals) is the model's, so when
-    transfers are issued and published does not depend on the times in the trace. Policies that are
-    asked something add CostModel.control to each step, and between layers CostModel.look at each
-    moment that sees the tables copied, CostModel.glance at the others and CostModel.hand for each
-    list of theirs, but what they compute costs nothing, as do searches that a step makes itself;
-    their `costs` are those of version 0. Waiting for requests is not a part of any step. The same
-    arguments give the same result.
+    those of each (version → costs). The trace's routing may be that of a run in another version.
+    link: of an engine with a queue, whose transfers run beside computing; None: of one that moves
+    experts within its steps. draw: keep the events. options: as of simulator.simulate (eviction,
+    prefetch, placement, policies, cells, driver, spec, …), from a cold start likewise.
+
+    Steps are dispatched and read in the trace's order, whatever they take. What policies see of
+    time (`seconds`, and with it intervals) is the model's; their `costs` are those of version 0.
+    Policies add CostModel.control to each step and, where they look between layers, CostModel.look
+    to each layer, but what they compute costs nothing, as do searches that a step makes itself.
+    With a placement a second processor computes beside the device, β·m + C seconds for each expert
+    that it is given. Waiting for requests is not a part of any step. The same arguments give the
+    same result.
 
     A trace that does not say rows, kinds or positions (converted, generated) is taken as decode
     steps of as many rows as tokens, each with one span of context.
@@ -126,16 +123,15 @@ def predict(
     """
     header, spec = trace.header, options.get("spec")
     sizes = header.spec.get("version_bytes", {}) if spec is None else spec.version_bytes
-    models = version_costs.models_of(model, sizes)
+    costs = run_costs(model, sizes)
+    first = costs.models[0]
     of_trace = header.layers, header.experts, header.top_k
-    for each in models:
-        of_model = each.layers, each.experts, each.top_k
-        if of_trace != of_model:
-            raise CostError(
-                "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
-                + "the costs are of {}, {} and top-{}; ".format(*of_model)
-                + "calibrate the trace's model"
-            )
+    of_model = first.layers, first.experts, first.top_k
+    if of_trace != of_model:
+        raise CostError(
+            "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
+            + "the costs are of {}, {} and top-{}; calibrate the trace's model".format(*of_model)
+        )
     resident = header.spec.get("resident") if spec is None else spec.resident
     said = vars(resident) if isinstance(resident, ResidentSpec) else resident
     if said and said["blocking"] and options.get("cells") is None:
@@ -147,17 +143,20 @@ def predict(
     named = with_placement(options.get("placement"), named)
     _, policies = with_eviction(options.get("eviction"), named)
     if link is not None:
-        options["fast"] = False  # steps say what moves where
-        link = dataclasses.replace(link, beside=max(each.beside_per_byte for each in models))
-    steps = StepTimeline(models, link, second=_second(policies, header, spec, models), record=draw)
-    clock = _Clock(trace, models, steps, frozenset().union(*(p.moments for p in policies)))
-    timed = {"costs": models[0].costs(), "watcher": clock.add, "clock": clock.ends.__getitem__}
+        beside = max(each.beside_per_byte for each in costs.models)
+        link = dataclasses.replace(link, beside=beside)
+    second = _placement_costs(policies, spec, header, first)
+    timeline = StepTimeline(costs, link, second=second, record=draw)
+    moments = frozenset().union(*(policy.moments for policy in policies))
+    clock = _Clock(trace, costs, timeline, moments)
+    timed = {"costs": first.costs(), "watcher": clock.add_step, "clock": clock.ends.__getitem__}
     simulation = simulate(trace, **timed, **options)
     # Of one version it is the costs' experts that move, whichever the trace was recorded with.
-    moved = int(simulation.transfers.sum()) * models[0].expert_bytes
-    alike = [np.unique(size).tolist() for size in sizes.values()] == [[models[0].expert_bytes]]
-    if simulation.bytes is not None and (alike or len(models) > 1):
+    moved = int(simulation.transfers.sum()) * first.expert_bytes
+    alike = [np.unique(size).tolist() for size in sizes.values()] == [[first.expert_bytes]]
+    if simulation.bytes is not None and (alike or len(costs.models) > 1):
         moved = int(simulation.bytes.sum())  # fewer than cells take, where decoded in transit
+    slowest = min(each.link_per_byte for each in costs.models)
     return Prediction(
         simulation=simulation,
         seconds=np.array(clock.seconds),
@@ -166,44 +165,22 @@ def predict(
         tokens=np.array(clock.tokens, np.int64),
         active_bytes=np.array(clock.active_bytes, np.int64),
         bytes=moved,
-        link_per_byte=min(each.link_per_byte for each in models) if link is None else 1 / link.rate,
-        events=tuple(steps.timeline.events),
+        link_per_byte=slowest if link is None else 1 / link.rate,
+        events=tuple(timeline.timeline.events),
     )
 
 
-def _second(
-    policies: Sequence[Policy],
-    header: TraceHeader,
-    spec: Spec | None,
-    models: Sequence[CostModel],
-) -> PlacementCosts | None:
-    """What the placement among the policies goes by; None: there is none. spec: None: of the
-    trace."""
-    placements = [policy for policy in policies if isinstance(policy, PlacementPolicy)]
-    if not placements:
-        return None
-    spec = spec_of(header) if spec is None else spec
-    record = max(int(sizes.max()) for sizes in spec.link_bytes.values())
-    return costs_of(placements[0], dataclasses.replace(spec, costs=models[0].costs()), record)
-
-
 class _Clock:
-    """Times of simulated steps, one after the other. models: by version number."""
+    """Times of simulated steps, one after the other. moments: at which policies are asked."""
 
     def __init__(
-        self,
-        trace: Trace,
-        models: Sequence[CostModel],
-        steps: StepTimeline,
-        moments: frozenset[Moment],
+        self, trace: Trace, costs: RunCosts, timeline: StepTimeline, moments: frozenset[Moment]
     ):
-        self._models, self._header, self._asked = models, trace.header, bool(moments)
-        self._looks = Looks(
-            embedded=len(moments & {Moment.EMBEDDED}),
-            begin=len(moments & {Moment.LAYER_BEGIN}),
-            routed=len(moments & {Moment.ROUTED, Moment.EXPERTS_BEGIN}),
-        )
-        self._timeline = steps
+        self._costs, self._timeline = costs, timeline
+        self._sizes = np.array([model.expert_bytes for model in costs.models])
+        self._experts = trace.header.experts
+        self._control_s = costs.control if moments else 0.0
+        self._look_s = costs.look if moments & BETWEEN_LAYERS else 0.0
         self._steps: Iterator[StepRecord] = trace.step_traces()
         self.seconds: list[float] = []
         self.compute_s: list[float] = []
@@ -213,34 +190,45 @@ class _Clock:
         """Step → when it is read."""
         self._now = 0.0
 
-    def add(self, simulated: SimulatedStep) -> None:
+    def add_step(self, simulated: SimulatedStep) -> None:
         """A step was dispatched, and these are its moves."""
-        step, models, counts = next(self._steps), self._models, simulated.versions
-        work, rows = step_work(step, models[0].chunk)
-        tile = models[0].chunk if rows is None else models[0].row_tile
-        routed = routed_counts(step.ids, self._header.experts)
-        experts, tiles = version_costs.version_work(routed, counts.version, tile, len(models))
-        control = version_costs.control_s(models, experts) if self._asked else 0.0
-        looks = self._looks.seconds(len(routed), models)
-        compute = version_costs.compute_s(models, work, experts, tiles, rows) + control + looks
-        load = StepLoad(work, rows, routed, control, self._looks)
+        step, costs = next(self._steps), self._costs
+        work, rows = step_work(step, costs.models[0].chunk)
+        routed = routed_counts(step.ids, self._experts)
+        versions = simulated.version[simulated.active]
+        compute = costs.fixed_cost(work, rows, versions).seconds(work) + self._control_s
+        compute += float(costs.products(routed, simulated.version, rows).sum())
+        load = StepLoad(work, rows, routed, self._control_s, self._look_s)
         seconds = self._timeline.play(load, simulated)
-        self.active_bytes.append(int(experts @ [model.expert_bytes for model in models]))
         self._now += seconds
         self.ends[step.number] = self._now
         self.seconds.append(seconds)
-        self.compute_s.append(compute)
+        self.compute_s.append(compute + self._look_s * len(routed))
         self.tokens.append(len(step.ids))
+        self.active_bytes.append(int(self._sizes[versions].sum()))
+
+
+def _placement_costs(
+    policies: Sequence[Policy], spec: Spec | None, header: TraceHeader, model: CostModel
+) -> PlacementCosts | None:
+    """What the placement among the policies goes by; None: there is none. spec: None: the
+    trace's."""
+    for policy in policies:
+        if isinstance(policy, PlacementPolicy):
+            spec = spec or spec_of(header)
+            record = max(int(sizes.max()) for sizes in spec.link_bytes.values())
+            return costs_of(policy, dataclasses.replace(spec, costs=model.costs()), record)
+    return None
 
 
 def step_work(step: StepRecord, chunk: int) -> tuple[Work, int | None]:
     """(what a step computes beside its experts, rows of its decode executable; None: it is a
     prefill step). chunk: of a CostModel."""
     if step.kind == KINDS[0]:
-        return Work(*_chunks(step, chunk), 0, 0), None
+        return Work(*_chunks(step, chunk)), None
     tokens = len(step.ids)
     spans = tokens if step.position is None else int(np.sum(step.position // SPAN + 1))
-    return Work(tokens, spans, 0, 0), tokens if step.rows is None else step.rows
+    return Work(tokens, spans), tokens if step.rows is None else step.rows
 
 
 def _chunks(step: StepRecord, chunk: int) -> tuple[int, int]:

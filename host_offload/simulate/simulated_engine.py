@@ -6,6 +6,7 @@ decides reaches the same step as in the engine. The device is a Pager.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from host_offload.control.step_record import (
     StepRows,
 )
 from host_offload.control.transitions import Transitions
-from host_offload.memory.pager import Pager, Referenced
+from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, HandOver, Move, Residency
 from host_offload.policies.prefetch.expert_map.step_search import (
     FoundMaps,
@@ -34,25 +35,10 @@ from host_offload.policies.prefetch.expert_map.step_search import (
     entries_of,
 )
 from host_offload.queue.transfer import Progress
-from host_offload.sizing.version_costs import VersionCounts
 from host_offload.traces.progress import RecordedProgress
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
-
-
-class LayerExperts(NamedTuple):
-    """The experts of a layer that one wave of a step computes with; N of them, ids ascending."""
-
-    layer: int
-    expert: np.ndarray
-    """int[N]"""
-    missing: np.ndarray
-    """bool[N]: had no address before."""
-    row: np.ndarray
-    """int[N]: the first arena row of its cell; −1: it is read through."""
-    version: np.ndarray
-    """int[N]"""
 
 
 class Staged(NamedTuple):
@@ -69,105 +55,113 @@ class Staged(NamedTuple):
     """In the former case, whether that layer was routed already."""
 
 
-class SimulatedStep(NamedTuple):
-    """What a step did."""
+@dataclasses.dataclass(frozen=True)
+class SimulatedStep:
+    """What a step did; L layers of E experts in V versions. Each expert is needed by one of the
+    step's waves."""
 
     number: int
     kind: str | None
     """None where the trace does not know."""
-    hits: np.ndarray
-    """int[L]"""
-    fills: np.ndarray
-    """int[L]"""
-    read_through: np.ndarray
-    """int[L]"""
-    placed: np.ndarray
-    """bool[L, E]: those that a second processor computed."""
+    waves: int
+    active: np.ndarray
+    """bool[L, E]: those that were needed."""
     missed: np.ndarray
-    """bool[L, E]"""
-    staged: np.ndarray
-    """int[L]: experts moved ahead of need, by the step's list and between layers."""
-    moved: np.ndarray
-    """int64[L]: bytes over the link."""
-    versions: VersionCounts
-    moves: tuple[LayerExperts | Staged, ...] = ()
-    """Everything in detail and in its order within each layer, where that was asked for."""
+    """bool[L, E]: those of them that were not there."""
+    placed: np.ndarray
+    """bool[L, E]: those of these that a second processor computed."""
+    row: np.ndarray
+    """int32[L, E]: the first arena row of the cell that a needed one was computed from; −1: of
+    none, it was read through or placed."""
+    version: np.ndarray
+    """int8[L, E]: that a needed one was computed in; 0 of all others."""
+    stages: tuple[Staged, ...]
+    """Experts moved ahead of need, by the step's list and between layers, in their order."""
+    link_bytes: np.ndarray
+    """int64[V, L], of an expert."""
+
+    @property
+    def hits(self) -> np.ndarray:
+        """int[L]"""
+        return np.count_nonzero(self.active & ~self.missed, axis=1)
+
+    @functools.cached_property
+    def moves(self) -> np.ndarray:
+        """int64[3, L, V]: experts that crossed the link in each way of cost_model.MOVES."""
+        versions, layers = self.link_bytes.shape
+        found = np.zeros((3, layers, versions), np.int64)
+        filled = self.missed & (self.row >= 0)
+        through = self.missed & ~filled & ~self.placed
+        for version in range(versions):
+            mine = self.version == version
+            found[0, :, version] = np.count_nonzero(filled & mine, axis=1)
+            found[1, :, version] = np.count_nonzero(through & mine, axis=1)
+        for move in self.stages:
+            found[2, move.layer, move.version] += 1
+        return found
+
+    @property
+    def fills(self) -> np.ndarray:
+        """int64[L], as read_through and staged."""
+        return self.moves[0].sum(axis=1)
+
+    @property
+    def read_through(self) -> np.ndarray:
+        return self.moves[1].sum(axis=1)
+
+    @property
+    def staged(self) -> np.ndarray:
+        return self.moves[2].sum(axis=1)
+
+    @property
+    def moved(self) -> np.ndarray:
+        """int64[L]: bytes over the link."""
+        return np.sum(self.moves.sum(axis=0) * self.link_bytes.T, axis=1)
 
 
 class PagerDevice:
-    """A host_offload.control.control.Device without bytes: steps as sets of experts, counted.
+    """A host_offload.control.control.Device without bytes: steps as sets of experts.
 
-    link_bytes: int64[V, L], of an expert. reference: takes the place of Pager.reference, where all
-    cells are of version 0. detailed: steps say their `moves`, which takes Pager.reference.
+    link_bytes: int64[V, L], of an expert.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        link_bytes: np.ndarray,
-        reference: Callable[[np.ndarray], Referenced] | None = None,
-        *,
-        detailed: bool = False,
-    ):
-        self.pager, self._link_bytes, self._reference = pager, link_bytes, reference
-        self._detailed = detailed
-        self._moves: list[LayerExperts | Staged] = []
-        self._mixed = reference is None and pager.versions > 1
+    def __init__(self, pager: Pager, link_bytes: np.ndarray):
+        self.pager, self._link_bytes = pager, link_bytes
         self._carried_out = np.zeros(0, np.int32)
         self._assigned: tuple[int, np.ndarray] | None = None
         self.maps: HeldMaps | None = None
         """What decode steps search; None: nothing."""
         self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
         """As of Device."""
-        self.begin_step()
+        self.begin_step(1)
 
     # ---- a step
 
-    def begin_step(self) -> None:
-        """Counts anew."""
-        layers, experts = self.pager.tables.address.shape
-        self._hits = np.zeros(layers, np.int64)
-        self._missed = np.zeros((layers, experts), bool)
-        self._placed = np.zeros((layers, experts), bool)
-        self._assigned = None
-        self._moves.clear()
-        moves = np.zeros((3, layers, self.pager.versions), np.int64)
-        self._versions = VersionCounts(np.zeros((layers, experts), np.int32), *moves)
+    def begin_step(self, waves: int) -> None:
+        """Nothing is known of the step yet."""
+        shape = self.pager.tables.address.shape
+        self._waves, self._assigned = waves, None
+        self._active, self._missed, self._placed = (np.zeros(shape, bool) for _ in range(3))
+        self._row, self._version = np.full(shape, -1, np.int32), np.zeros(shape, np.int8)
+        self._stages: list[Staged] = []
 
-    def compute(self, active: np.ndarray, waves: int, layer: int | None = None) -> None:
-        """References all layers, or one, to their sets of active experts bool[M, E]."""
-        span, counts = slice(None) if layer is None else slice(layer, layer + 1), self._versions
+    def compute(self, active: np.ndarray, layer: int | None = None) -> None:
+        """References all layers, or one, to their sets of active experts bool[M, E]. Misses that a
+        second processor was given get no cell, and none of their bytes crosses the link."""
+        span = slice(None) if layer is None else slice(layer, layer + 1)
+        tables, kept = self.pager.tables, None
         if self._assigned is not None and self._assigned[0] == layer:
-            return self._compute_beside(active, waves, self._assigned)
-        for due in in_waves(active, waves):
-            if self._reference is None:
-                done = self.pager.reference(due, layer)
-            else:
-                done = self._reference(due)
-            if self._detailed:
-                self._tell(due, done.missing, 0 if layer is None else layer)
-            self._hits[span] += done.hits
-            self._missed[span] |= done.missing
-            if self._mixed:
-                self._count_versions(due, done.missing, span)
-            else:
-                counts.fills[span, 0] += done.fills
-                counts.read_through[span, 0] += done.read_through
-
-    def _compute_beside(
-        self, active: np.ndarray, waves: int, assigned: tuple[int, np.ndarray]
-    ) -> None:
-        """As compute, of a layer some of whose misses a second processor computes: they get no
-        cell, and none of their bytes crosses the link."""
-        (layer, wanted), tables = assigned, self.pager.tables
-        beside = wanted & active[0] & (tables.address[layer] < 0)
-        self._placed[layer] = beside
-        fill_version = tables.fill_version[layer].copy()
-        tables.fill_version[layer][beside] = -1
-        self._assigned = None
-        self.compute(active, waves, layer)
-        tables.fill_version[layer] = fill_version
-        self._versions.read_through[layer, 0] -= np.count_nonzero(beside)
+            beside = self._assigned[1] & active[0] & (tables.address[layer] < 0)
+            self._placed[layer], self._assigned = beside, None
+            kept = tables.fill_version[layer].copy()
+            tables.fill_version[layer][beside] = -1
+        self._active[span] = active
+        for due in in_waves(active, self._waves):
+            self._missed[span] |= self.pager.reference(due, layer).missing
+            np.copyto(self._row[span], tables.address[span], where=due)
+            np.copyto(self._version[span], tables.version[span], where=due)
+        if kept is not None:
+            tables.fill_version[layer] = kept
 
     def stage(
         self,
@@ -183,12 +177,9 @@ class PagerDevice:
         if coming is not None:
             self._carried_out = done
         for (of, expert, version, cell), carried_out in zip(entries, done.tolist(), strict=True):
-            if not carried_out:
-                continue
-            self._versions.staged[of, version] += 1
-            if self._detailed:
+            if carried_out:
                 row = int(self.pager.tables.cell_row[of, cell])
-                self._moves.append(Staged(of, expert, version, row, coming, routed))
+                self._stages.append(Staged(of, expert, version, row, coming, routed))
         return done
 
     def fetch(self, layer: int, found: FoundMaps, top_k: int, coming: int) -> np.ndarray:
@@ -206,35 +197,11 @@ class PagerDevice:
         chosen = [(of, expert, cell) for of, expert, _, cell in entries]
         return np.column_stack([np.array(chosen, np.int32).reshape(-1, 3), done])
 
-    def simulated(self, number: int, kind: str | None) -> SimulatedStep:
+    def end_step(self, number: int, kind: str | None) -> SimulatedStep:
         """What the step did."""
-        moves = self._versions[1:]
-        fills, read_through, staged = (experts.sum(axis=1) for experts in moves)
-        moved = np.sum(sum(moves) * self._link_bytes.T, axis=1)
-        counts = self._hits, fills, read_through, self._placed, self._missed, staged, moved
-        return SimulatedStep(number, kind, *counts, self._versions, tuple(self._moves))
-
-    def _tell(self, active: np.ndarray, missing: np.ndarray, first: int) -> None:
-        """What the device computed the layers from `first` on with just now."""
-        tables = self.pager.tables
-        for i, row in enumerate(active):
-            layer, expert = first + i, np.flatnonzero(row & ~self._placed[first + i])
-            where, version = tables.address[layer, expert], tables.version[layer, expert]
-            said = LayerExperts(layer, expert, missing[i, expert], where, version)
-            self._moves.append(said)
-
-    def _count_versions(self, active: np.ndarray, missing: np.ndarray, span: slice) -> None:
-        """In which versions the layers of `span` were computed just now, and what moved."""
-        tables, counts = self.pager.tables, self._versions
-        version = tables.version[span]
-        np.copyto(counts.version[span], version, where=active)
-        # What found a cell has an address now.
-        filled = missing & (tables.address[span] >= 0)
-        for number in range(self.pager.versions):
-            mine = version == number
-            counts.fills[span, number] += np.count_nonzero(filled & mine, axis=1)
-            through = missing & ~filled & mine
-            counts.read_through[span, number] += np.count_nonzero(through, axis=1)
+        masks = self._active, self._missed, self._placed
+        found = self._row, self._version, tuple(self._stages)
+        return SimulatedStep(number, kind, self._waves, *masks, *found, self._link_bytes)
 
     # ---- for a Control
 
@@ -412,8 +379,8 @@ class SimulatedEngine:
         self._resizer.begin_step(step.number)
         entries = control.before_step(step.number)
         self._resizer.end_step()
-        device.begin_step()
         active, waves = step_set(step, self.header.experts)
+        device.begin_step(waves)
         carried_out = np.zeros(len(entries), np.int32)
         rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
         search = self._search_of(step)
@@ -422,13 +389,13 @@ class SimulatedEngine:
         for layer in range(len(active)) if self._between or search else [None]:
             if layer is not None and self._between:
                 self._look_between(step, rows, layer)
-            device.compute(active if layer is None else active[layer : layer + 1], waves, layer)
+            device.compute(active if layer is None else active[layer : layer + 1], layer)
             # A layer's transfers follow its experts, so hooks of the next layer find them done.
             carried_out |= device.stage(entries, layer=layer)
             if layer is not None and search is not None:
                 search.after_layer(layer)
         control.after_dispatch(step.number)
-        done = device.simulated(step.number, step.kind)
+        done = device.end_step(step.number, step.kind)
         found = step._replace(
             missed=done.missed,
             placed=done.placed,

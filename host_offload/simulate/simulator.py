@@ -16,7 +16,7 @@ from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import PagedSpec, paged_said
 from host_offload.control.rules import check_policies, check_search, gives_away
-from host_offload.memory.pager import Pager, Referenced, resident_tables
+from host_offload.memory.pager import Pager, resident_tables
 from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION, with_eviction
@@ -29,7 +29,6 @@ from host_offload.simulate.simulated_engine import (
     SimulatedStep,
     by_step,
 )
-from host_offload.simulate.weighted_pager import WeightedPager
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import KINDS, SAID, BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import read_step_sets
@@ -93,7 +92,6 @@ def simulate(
     listener: Callable[[Event], None] | None = None,
     watcher: Callable[[SimulatedStep], None] | None = None,
     clock: Callable[[int], float] | None = None,
-    fast: bool = True,
     as_run: bool = False,
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
@@ -107,7 +105,7 @@ def simulate(
     Trace.budgets says of the run. costs: what policies are told of them; None: the spec's.
     listener: called with each event of the Controller. watcher: called with each step, when it was
     dispatched. clock: seconds from the start to the reading of a step, by its number; None: the
-    trace's. fast: weights alone take weighted_pager, steps have no `moves`. as_run: all this is as
+    trace's. as_run: all this is as
     in the run that wrote the trace, so routing that favoured residents is what it would be.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
@@ -145,10 +143,7 @@ def simulate(
         tables = cold_tables(granted.cells, header.experts, weights, bound, granted.fill_version)
     else:
         tables = resident_tables(resident, weights)
-    weighted = fast and not (controller or budgets or resident)
-    reference = _weighted_reference(trace, granted.cells, weights) if weighted else None
-    pager, moved = Pager(tables, len(sizes)), np.stack([*sizes.values()])
-    device = PagerDevice(pager, moved, reference, detailed=not fast)
+    device = PagerDevice(Pager(tables, len(sizes)), np.stack([*sizes.values()]))
     if controller is None:
         steps = _weighted_steps(trace, device, budgets or ())
     else:
@@ -256,22 +251,6 @@ def _told(told: Spec, driver: str, policies: Sequence[Policy], costs: Costs | No
     return told if costs is None else dataclasses.replace(told, costs=costs)
 
 
-def _weighted_reference(
-    trace: Trace, cells: np.ndarray, weights: Sequence[int]
-) -> Callable[[np.ndarray], Referenced] | None:
-    """What takes the place of Pager.reference from a cold start with cells int[L, V]; None for
-    several versions and for a trace that is too long for it."""
-    if cells.shape[1] > 1:
-        return None
-    references = trace.steps
-    if "step.waves" not in trace.header.absent:
-        references = sum(int(chunk.array("step.waves").max(axis=1).sum()) for chunk in trace.chunks)
-    try:
-        return WeightedPager(cells[:, 0], trace.header.experts, weights, references).reference
-    except ValueError:  # its keys have no room for so many
-        return None
-
-
 def _weighted_steps(
     trace: Trace, device: PagerDevice, budgets: Sequence[BudgetMove]
 ) -> Iterator[SimulatedStep]:
@@ -280,9 +259,9 @@ def _weighted_steps(
     for step in read_step_sets(trace):
         for budget in moves.get(step.number, ()):
             device.pager.regrant(np.array(budget.cells))
-        device.begin_step()
-        device.compute(step.active, step.waves)
-        yield device.simulated(step.number, KINDS[step.kind] if step.kind >= 0 else None)
+        device.begin_step(step.waves)
+        device.compute(step.active)
+        yield device.end_step(step.number, KINDS[step.kind] if step.kind >= 0 else None)
 
 
 def _collected(

@@ -10,44 +10,19 @@ other, and the layer ends when both are done (docs/prescope.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from host_offload.policies.placement.presched import PlacementCosts, queue_of
 from host_offload.queue.transfer import DEMAND, Transfer
-from host_offload.simulate.simulated_engine import LayerExperts, SimulatedStep, Staged
-from host_offload.simulate.timeline import LayerCost, Link, Need, Timeline
-from host_offload.sizing import version_costs
-from host_offload.sizing.cost_model import MOVES, CostError, CostModel, Work
+from host_offload.simulate.simulated_engine import SimulatedStep, Staged
+from host_offload.simulate.timeline import CPU, Link, Need, Timeline
+from host_offload.sizing.cost_model import CostError, RunCosts, Work
+from host_offload.traces.step_sets import in_waves
 
-LINK = "link"
-CPU = "cpu"
-"""The second processor."""
 PREFETCH = "prefetch"
-BUFFERS = 2
-"""Through which experts without a cell are read."""
-
-
-class Looks(NamedTuple):
-    """How many moments policies are asked at: behind the embedding, and for each layer before and
-    behind its router."""
-
-    embedded: int = 0
-    begin: int = 0
-    routed: int = 0
-
-    def count(self, layers: int) -> int:
-        """In a step."""
-        return self.embedded + layers * (self.begin + self.routed)
-
-    def seconds(self, layers: int, models: Sequence[CostModel]) -> float:
-        """In a step in which nothing is handed out: the tables are copied at the first moment of
-        each layer, the one behind the embedding included."""
-        copied = layers if self.begin + self.routed else min(self.embedded, 1)
-        look, glance = _look_costs(models)
-        return copied * look + (self.count(layers) - copied) * glance
 
 
 class StepLoad(NamedTuple):
@@ -61,250 +36,126 @@ class StepLoad(NamedTuple):
     """int[L, E]: rows of each expert."""
     control: float
     """Seconds of what policies look at, before the step."""
-    looks: Looks = Looks()
-    """The moments between its layers at which policies are asked."""
-
-
-class _Fixed(NamedTuple):
-    """Seconds of a step that are no expert's."""
-
-    begin: float
-    before: float
-    """Each layer's, as `after`."""
-    after: float
-    end: float
+    look: float
+    """Seconds of what policies look at between layers, in each layer."""
 
 
 class StepTimeline:
-    """One step after the other from time 0 on. models: by version number. link: of the engine's
-    queue; None: it has none. second: what a placement goes by, whose β and C are the second
-    processor's, t_g and t_attn the least that the device takes; None: there is no such processor.
-    record: whether the timeline keeps its events.
+    """One step after the other from time 0 on. link: of the engine's queue; None: it has none.
+    second: what a placement goes by, whose β and C are the second processor's, t_g and t_attn the
+    least that the device takes; None: there is no such processor. record: whether the timeline
+    keeps its events.
 
     Raises QueueError for a link that cannot be.
     """
 
     def __init__(
-        self,
-        models: Sequence[CostModel],
-        link: Link | None,
-        *,
-        second: PlacementCosts | None = None,
-        record: bool,
+        self, costs: RunCosts, link: Link | None, *, second: PlacementCosts | None, record: bool
     ):
-        self._second = second
-        self._ended: float | None = None
-        """When the experts of the layer before were done; None: it is the step's first."""
-        self.timeline = Timeline({} if link is None else {LINK: link}, record=record)
-        self._models, self._queued = models, link is not None
+        self.timeline = Timeline(link, record=record)
+        self._costs, self._queued, self._second = costs, link is not None, second
         self._flying: dict[int, int] = {}
-        """Arena row of a cell that a transfer writes → ticket. Row −1 − i is buffer i."""
+        """Arena row of a cell that a transfer writes → ticket."""
 
-    def play(self, load: StepLoad, simulated: SimulatedStep) -> float:
+    def play(self, load: StepLoad, step: SimulatedStep) -> float:
         """The seconds that a step takes from the end of the one before it, in whole nanoseconds."""
         timeline, began = self.timeline, self.timeline.now
-        fixed, counts = self._fixed(load, simulated), simulated.versions
-        prefill = load.rows is None
+        layers, costs = len(load.routed), self._costs
+        cost = costs.fixed_cost(load.work, load.rows, step.version[step.active])
+        outside = cost.step * costs.models[0].outside
+        attend = (cost.seconds(load.work) - outside) / layers
+        products = self._products(load, step)
+        moves = np.zeros((3, layers))
+        if not self._queued:
+            moves = costs.moves_s(step.moves, prefill=load.rows is None)
+        has_list = any(move.coming is None for move in step.stages)
+        ended = None
         timeline.compute("policies", load.control)
-        ahead = [move for move in simulated.moves if isinstance(move, Staged)]
-        # Lists from between layers cost what they cost there.
-        between = load.looks.count(1) or ahead
-        listed = not between or any(move.coming is None for move in ahead)
-        lists_s = version_costs.list_s(self._models, counts) if listed else 0.0
-        timeline.compute("begin", fixed.begin + lists_s)
-        if self._queued:
-            self._queued_layers(load, simulated, fixed)
-        else:
-            moves = version_costs.moves_s(self._models, counts, prefill=prefill)
-            products = self._products(load, simulated)
-            looks = load.looks
-            self._look(looks.embedded, 0)
-            self._ended = None
-            for layer, (gate_up, down) in enumerate(products.sum(axis=1)):
-                unseen = bool(layer) or not looks.embedded
-                self._look(looks.begin, layer, unseen)
-                self._attend(layer, fixed)
-                self._look(looks.routed, layer, unseen and not looks.begin)
-                if not listed and counts.staged[layer].any():
-                    self._list(layer)
-                beside = self._beside(layer, load, simulated)
-                for kind, seconds in zip(MOVES, moves[:, layer].tolist(), strict=True):
-                    if kind != "stage":
-                        timeline.compute(f"layer {layer} {kind}", seconds, layer)
-                timeline.experts(layer, LayerCost(0.0, gate_up, down), LINK, ())
-                self._end(beside)
-                timeline.compute(f"layer {layer} after", fixed.after, layer)
-                staged = moves[MOVES.index("stage"), layer]
-                timeline.compute(f"layer {layer} stage", float(staged), layer)
-        timeline.compute("end", fixed.end)
+        timeline.compute("begin", outside / 2 + (costs.stage_list if has_list else 0.0))
+        for layer in range(layers):
+            queued = [move for move in step.stages if move.coming == layer]
+            self._prefetch(move for move in queued if not move.routed)
+            timeline.compute(f"layer {layer}", attend, layer)
+            if self._second is not None and ended is not None:
+                timeline.wait_until(ended + self._second.attention)
+            timeline.compute("policies", load.look, layer)
+            self._prefetch(move for move in queued if move.routed)
+            done = self._begin_beside(layer, load, step)
+            for name, seconds in zip(("fill", "read_through"), moves[:2, layer], strict=True):
+                timeline.compute(f"layer {layer} {name}", float(seconds), layer)
+            here = (step.active & ~step.placed)[[layer]]
+            for wave in in_waves(here, step.waves if self._queued else 1):
+                self._compute_wave(layer, wave[0], step, products[layer])
+            timeline.wait_until(done)
+            ended = timeline.now
+            after = (move for move in step.stages if move.coming is None and move.layer == layer)
+            self._prefetch(after)
+            timeline.compute(f"layer {layer} stage", float(moves[2, layer]), layer)
+        timeline.compute("end", outside / 2)
+        settled = [row for row, ticket in self._flying.items() if timeline.is_there(ticket)]
+        for row in settled:
+            del self._flying[row]
+        timeline.forget_settled()
         return round(timeline.now - began, 9)
 
-    # ---- seconds
+    def _products(self, load: StepLoad, step: SimulatedStep) -> np.ndarray:
+        """float64[L, E]: the device's seconds with each expert."""
+        routed = np.where(step.placed, 0, load.routed)
+        found = self._costs.products(routed, step.version, load.rows)
+        if self._second is None:
+            return found
+        return np.where(routed > 0, np.maximum(found, self._second.accelerator), 0.0)
 
-    def _fixed(self, load: StepLoad, simulated: SimulatedStep) -> _Fixed:
-        models, version, (layers, _) = self._models, simulated.versions.version, load.routed.shape
-        used = np.bincount(version[load.routed > 0], minlength=len(models))
-        cost, shares = (
-            version_costs.fixed_cost(models, load.work, used, load.rows),
-            models[0].shares,
-        )
-        outside = cost.step * shares.outside
-        after = (cost.step - outside) * shares.after / layers
-        inside = cost.seconds(load.work) - outside - after * layers
-        return _Fixed(outside / 2, inside / layers, after, outside / 2)
-
-    def _beside(self, layer: int, load: StepLoad, simulated: SimulatedStep) -> float:
+    def _begin_beside(self, layer: int, load: StepLoad, step: SimulatedStep) -> float:
         """The second processor begins its experts of a layer; returns when it is done."""
-        rows = np.where(simulated.placed[layer], load.routed[layer], 0)
+        now, rows = self.timeline.now, np.where(step.placed[layer], load.routed[layer], 0)
         if not rows.any():
-            return self.timeline.now
+            return now
         if self._second is None:
             raise CostError(
                 "a second processor computes experts, and nothing says what it takes: name the "
                 "placement with its costs (placement=...)"
             )
-        works = queue_of(layer, rows, np.zeros(len(rows), bool))
-        return self.timeline.give(CPU, f"layer {layer}", self._second.on_cpu(works))
-
-    def _end(self, beside: float) -> None:
-        """A layer's experts are done when both processors are."""
-        self.timeline.wait_until(beside)
-        self._ended = self.timeline.now
-
-    def _attend(self, layer: int, fixed: _Fixed) -> None:
-        """What comes before a layer's routing."""
-        self.timeline.compute(f"layer {layer}", fixed.before, layer)
-        if self._second is not None and self._ended is not None:
-            self.timeline.wait_until(self._ended + self._second.attention)
-
-    def _products(self, load: StepLoad, simulated: SimulatedStep) -> np.ndarray:
-        """float64[L, E, 2]: the device's seconds with gate and up, and with down, of each
-        expert."""
-        version = simulated.versions.version
-        found = np.zeros((*load.routed.shape, 2))
-        for number, model in enumerate(self._models):
-            mine = (load.routed > 0) & (version == number) & ~simulated.placed
-            tile = model.chunk if load.rows is None else model.row_tile
-            cost = model.step_cost(load.rows)
-            seconds = cost.expert + cost.tile * (-(-load.routed[mine] // tile) - 1)
-            if self._second is not None:
-                seconds = np.maximum(seconds, self._second.accelerator)
-            gate_up = seconds * model.shares.gate_up
-            found[mine] = np.stack([gate_up, seconds - gate_up], axis=1)
-        return found
+        done = now + self._second.on_cpu(queue_of(layer, rows, np.zeros(len(rows), bool)))
+        self.timeline.add_event(CPU, f"layer {layer}", now, done)
+        return done
 
     # ---- with a queue
 
-    def _queued_layers(self, load: StepLoad, simulated: SimulatedStep, fixed: _Fixed) -> None:
-        timeline = self.timeline
-        products = self._products(load, simulated)
-        moves, looks = _by_layer(simulated.moves), load.looks
-        self._look(looks.embedded, 0)
-        self._ended = None
-        for layer in range(len(products)):
-            before, routed, waves, after = moves.get(layer, ((), (), (), ()))
-            unseen = bool(layer) or not looks.embedded
-            self._look(looks.begin, layer, unseen)
-            self._hand(before, looks)
-            self._attend(layer, fixed)
-            # A list changes the tables.
-            self._look(looks.routed, layer, bool(before) or (unseen and not looks.begin))
-            self._hand(routed, looks)
-            beside = self._beside(layer, load, simulated)
-            for wave in waves:
-                self._wave(wave, products[layer])
-            self._end(beside)
-            self._prefetch(after)
-            timeline.compute(f"layer {layer} after", fixed.after, layer)
-        settled = [row for row, ticket in self._flying.items() if timeline.there(LINK, ticket)]
-        for row in settled:
-            del self._flying[row]
-        timeline.forget(LINK)
+    def _prefetch(self, staged: Iterable[Staged]) -> None:
+        if self._queued:
+            for move in staged:
+                self._submit(move.layer, move.expert, move.version, move.row, PREFETCH)
 
-    def _look(self, moments: int, layer: int, unseen: bool = True) -> None:
-        """Policies are asked while the device waits, and transfers go on. unseen: the tables are
-        others than at the moment before, so that the first moment copies them."""
-        if moments:
-            look, glance = _look_costs(self._models)
-            seconds = (look if unseen else glance) + (moments - 1) * glance
-            self.timeline.compute("policies", seconds, layer)
-
-    def _hand(self, staged: Sequence[Staged], looks: Looks) -> None:
-        """A list from between layers, or none; where nobody looks the step made it itself."""
-        if staged:
-            if looks.count(1):
-                self._list(staged[0].coming)
-            self._prefetch(staged)
-
-    def _list(self, layer: int | None) -> None:
-        self.timeline.compute("list", max(model.hand for model in self._models), layer)
-
-    def _prefetch(self, staged: Sequence[Staged]) -> None:
-        for entry in staged:
-            self._submit(entry.layer, entry.expert, entry.version, entry.row, PREFETCH)
-
-    def _wave(self, wave: LayerExperts, products: np.ndarray) -> None:
-        """A wave's misses are queued, and its experts computed as they come."""
-        layer, hits, needs, through = wave.layer, np.zeros(2), [], []
-        each = zip(*(values.tolist() for values in wave[1:]), strict=True)
-        for expert, missing, row, version in each:
-            if row < 0:
-                through.append((expert, version))
-                continue
-            if missing:
-                self._submit(layer, expert, version, row, DEMAND)
-            if row in self._flying:
-                needs.append(Need(self._flying[row], *products[expert].tolist()))
+    def _compute_wave(
+        self, layer: int, due: np.ndarray, step: SimulatedStep, products: np.ndarray
+    ) -> None:
+        """A wave's misses are queued, and its experts (bool[E]) computed as they come: those that
+        are there, prefetches that have come among them, first."""
+        seconds, needs = 0.0, []
+        if not self._queued:
+            return self.timeline.compute_experts(layer, float(products[due].sum()), ())
+        for expert in np.flatnonzero(due).tolist():
+            row = int(step.row[layer, expert])
+            ticket = self._flying.get(row) if row >= 0 else None
+            if step.missed[layer, expert]:
+                version = int(step.version[layer, expert])
+                # What has no cell passes through a buffer of its own.
+                place = row if row >= 0 else -1 - expert
+                ticket = self._submit(layer, expert, version, place, DEMAND)
+            if ticket is None or self.timeline.is_there(ticket):
+                seconds += float(products[expert])
             else:
-                hits += products[expert]
-        needs = [need for need in needs if not self._come(need, hits)]
-        cost = LayerCost(0.0, *hits.tolist())
-        read = self._read(layer, through, products)
-        self.timeline.experts(layer, cost, LINK, needs, read, BUFFERS)
+                needs.append(Need(ticket, float(products[expert])))
+        self.timeline.compute_experts(layer, seconds, needs)
 
-    def _come(self, need: Need, hits: np.ndarray) -> bool:
-        """Whether a prefetch is there; then it is one of the hits."""
-        if there := self.timeline.there(LINK, need.ticket):
-            hits += need.gate_up, need.down
-        return there
-
-    def _read(
-        self, layer: int, through: Sequence[tuple[int, int]], products: np.ndarray
-    ) -> Iterator[Need]:
-        """Experts (and their versions) without a cell, queued into the next buffer when taken."""
-        for i, (expert, version) in enumerate(through):
-            row = -1 - i % BUFFERS
-            self._submit(layer, expert, version, row, DEMAND)
-            yield Need(self._flying[row], *products[expert].tolist())
-
-    def _submit(self, layer: int, expert: int, version: int, row: int, cause: str) -> None:
+    def _submit(self, layer: int, expert: int, version: int, row: int, cause: str) -> int:
         """Queues a transfer into a cell. One that flies there already is taken back, or awaited
         where it has begun."""
         timeline = self.timeline
-        if (ticket := self._flying.get(row)) is not None and not timeline[LINK].cancel(ticket):
-            timeline.wait(LINK, ticket, layer=layer)
-        third = self._models[version].expert_bytes // 3
-        parts = third, third, self._models[version].expert_bytes - 2 * third
+        if (ticket := self._flying.get(row)) is not None and not timeline.cancel(ticket):
+            timeline.wait(ticket, layer=layer)
         transfer = Transfer(layer, expert, version, row, cause)
-        self._flying[row] = timeline.submit(LINK, transfer, parts)
-
-
-def _look_costs(models: Sequence[CostModel]) -> tuple[float, float]:
-    """Seconds of a moment that sees a copy of the tables, and of one that sees them as before."""
-    return max(model.look for model in models), max(model.glance for model in models)
-
-
-def _by_layer(
-    moves: Sequence[LayerExperts | Staged],
-) -> Mapping[int, tuple[list[Staged], list[Staged], list[LayerExperts], list[Staged]]]:
-    """Layer → what was queued before it, behind its router, its waves, what was queued after it."""
-    found: dict[int, tuple[list, list, list, list]] = {}
-    for move in moves:
-        if isinstance(move, LayerExperts):
-            layer, place = move.layer, 2
-        elif move.coming is None:
-            layer, place = move.layer, 3
-        else:
-            layer, place = move.coming, 1 if move.routed else 0
-        found.setdefault(layer, ([], [], [], []))[place].append(move)
-    return found
+        ticket = timeline.submit(transfer, self._costs.models[version].expert_bytes)
+        self._flying[row] = ticket
+        return ticket

@@ -1,16 +1,13 @@
-"""What happens when: compute in its order, beside queues that move bytes, on one clock.
-
-The device computes one thing after the other. Beside it queues (the link, a disk) carry out chunks
-in their own order, and workers (a decoder, CPU cores) do what they are given. A layer waits for the
-parts that it needs: gate and up before their products, down before its own.
+"""What happens when: a device that computes in order, beside it a link that moves bytes and a
+second processor, on one clock. An expert whose bytes travel is waited for in two parts: gate and up
+before their products, down before its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +15,12 @@ from host_offload.queue.transfer import DEMAND, Load, QueueError, Transfer, Tran
 from host_offload.queue.virtual import VirtualQueue
 
 DEVICE = "device"
+LINK = "link"
+CPU = "cpu"
+"""The second processor."""
+
+GATE_UP = 2 / 3
+"""The share of an expert's products, and bytes, with gate and up, which come first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,66 +56,58 @@ class Link:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerCost:
-    """Seconds of the device for the parts of a layer. before: attention and routing. gate_up,
-    down: the experts' products. after: what follows them."""
-
-    before: float
-    gate_up: float
-    down: float
-    after: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.before + self.gate_up + self.down + self.after
-
-
 class Need(NamedTuple):
     """An expert whose bytes may still travel, and the seconds of its products."""
 
     ticket: int
-    gate_up: float
-    down: float
+    seconds: float
 
 
 class Timeline:
-    """Servers on one clock. links: queues by name. record: whether `events` are kept. Raises
+    """Servers on one clock. link: None: there is none. record: whether `events` are kept. Raises
     QueueError as VirtualQueue."""
 
-    def __init__(self, links: Mapping[str, Link], *, record: bool = True):
+    def __init__(self, link: Link | None, *, record: bool = True):
         self.now = 0.0
         """Seconds, the device's."""
         self.events: list[TimelineEvent] = []
         """What happened, by track in the order of its beginning."""
         self._record = record
+        self._link = link or Link(1.0)
         self._lost = 0.0
         """Seconds that all chunks which began have taken from the device if it computed."""
-        self._beside = {name: link.beside for name, link in links.items()}
-        self._transfers: dict[tuple[str, int], tuple[Transfer, int]] = {}
-        """(queue, ticket) → the transfer and the number of its parts."""
-        self._free: dict[str, float] = {}
-        """Worker → when it ends what it was given."""
-        self._queues = {
-            name: VirtualQueue(
-                link.rate, link.latency, chunk_bytes=link.chunk_bytes, log=self._log(name)
-            )
-            for name, link in links.items()
-        }
+        self._queue = VirtualQueue(
+            self._link.rate,
+            self._link.latency,
+            chunk_bytes=self._link.chunk_bytes,
+            log=self._log_chunk,
+        )
+        self._transfers: dict[int, Transfer] = {}
+        """By ticket."""
 
-    def __getitem__(self, name: str) -> VirtualQueue:
-        """A queue, to cancel, reorder and observe."""
-        return self._queues[name]
+    # ---- the link
 
-    def submit(self, queue: str, transfer: Transfer, parts: tuple[int, ...]) -> int:
+    def submit(self, transfer: Transfer, nbytes: int) -> int:
         """Queues a transfer now; its ticket. Raises QueueError as VirtualQueue.submit."""
-        ticket = self._queues[queue].submit(transfer, Load(parts))
-        self._transfers[queue, ticket] = transfer, len(parts)
+        gate_up = nbytes // 3 * 2
+        ticket = self._queue.submit(transfer, Load((gate_up, nbytes - gate_up)))
+        self._transfers[ticket] = transfer
         return ticket
 
-    def there(self, queue: str, ticket: int, part: int | None = None) -> bool:
-        """Whether a part of a transfer, or the whole, needs no more waiting."""
-        return self._queues[queue].there(ticket, part)
+    def cancel(self, ticket: int) -> bool:
+        """Takes back what has not begun, and says whether it could."""
+        return self._queue.cancel(ticket)
+
+    def is_there(self, ticket: int) -> bool:
+        """Whether a transfer needs no more waiting."""
+        return self._queue.there(ticket)
+
+    def forget_settled(self) -> None:
+        """Drops what is known of transfers that have settled: their tickets are no more."""
+        for settled in self._queue.observe().settled:
+            del self._transfers[settled.ticket]
+
+    # ---- the device
 
     def compute(self, name: str, seconds: float, layer: int | None = None) -> None:
         """The device computes for so long, and longer by what is moved meanwhile, while the others
@@ -120,110 +115,63 @@ class Timeline:
         began, left = self.now, seconds
         while left > 0:
             lost = self._lost
-            self._until(self.now + left)
+            self._advance(self.now + left)
             left = self._lost - lost
-        self._happened(DEVICE, name, began, self.now, layer)
+        self.add_event(DEVICE, name, began, self.now, layer)
 
-    def wait(
-        self, queue: str, ticket: int, part: int | None = None, layer: int | None = None
-    ) -> None:
+    def wait(self, ticket: int, part: int | None = None, layer: int | None = None) -> None:
         """The device waits for a part of a transfer, or for the whole."""
-        carried, began = self._queues[queue], self.now
-        carried.wait(ticket, part)
-        self._until(carried.now)
-        self._happened(DEVICE, "wait", began, self.now, layer)
+        self._queue.wait(ticket, part)
+        self.wait_until(self._queue.now, layer)
 
-    def give(self, worker: str, name: str, seconds: float) -> float:
-        """A worker begins something now, or when it is free; returns when that will end."""
-        begin = max(self.now, self._free.get(worker, 0.0))
-        self._free[worker] = begin + seconds
-        self._happened(worker, name, begin, begin + seconds)
-        return begin + seconds
-
-    def wait_until(self, when: float) -> None:
-        """The device waits for a time, of `give`, that may have passed."""
+    def wait_until(self, when: float, layer: int | None = None) -> None:
+        """The device waits for a time that may have passed."""
         began = self.now
-        self._until(max(when, self.now))
-        self._happened(DEVICE, "wait", began, self.now)
+        self._advance(max(when, self.now))
+        self.add_event(DEVICE, "wait", began, self.now, layer)
 
-    def layer(self, number: int, cost: LayerCost, queue: str, needs: Sequence[Need]) -> None:
-        """A layer of which these experts may not be there yet. cost: of the others."""
-        self.compute(f"layer {number}", cost.before, number)
-        self.experts(number, cost, queue, needs)
+    def compute_experts(self, layer: int, seconds: float, needs: Iterable[Need]) -> None:
+        """The products of a layer's experts, as the op expert_ffn computes them: what is needed is
+        a demand from now on; what is there (`seconds`) is computed first, then what has come
+        meanwhile, or what was queued first as its parts come."""
+        left = sorted(needs)
+        for need in left:
+            transfer = self._transfers[need.ticket]
+            if not transfer.demand:
+                self._queue.reorder(need.ticket, DEMAND, 0)
+                self._transfers[need.ticket] = dataclasses.replace(transfer, cause=DEMAND)
+        self._compute_products(layer, [Need(-1, seconds)])
+        while left:
+            come = [need for need in left if self.is_there(need.ticket)] or left[:1]
+            self._compute_products(layer, come)
+            left = [need for need in left if need not in come]
 
-    def experts(
-        self,
-        number: int,
-        cost: LayerCost,
-        queue: str,
-        needs: Iterable[Need],
-        through: Iterable[Need] = (),
-        buffers: int = 2,
-    ) -> None:
-        """The same from behind the router on, as the op expert_ffn does it: what is needed is a
-        demand from then on; what is there is computed first, then what has come meanwhile, or what
-        was queued first as its parts come.
+    def _compute_products(self, layer: int, needs: Sequence[Need]) -> None:
+        """Gate and up of all, then down. Ticket −1 is not waited for."""
+        parts = (0, "gate and up", GATE_UP), (None, "down", 1 - GATE_UP)
+        for part, name, share in parts:
+            for ticket, seconds in needs:
+                if ticket >= 0:
+                    self.wait(ticket, part, layer)
+                self.compute(f"layer {layer} {name}", seconds * share, layer)
 
-        through: experts without a cell, each queued when it is taken; `buffers` of them fly, or are
-        computed, at a time."""
-        flying, through = sorted(needs), iter(through)
-        for need in flying:
-            self._demand(queue, need.ticket)
-        passing = list(itertools.islice(through, buffers))
-        flying += passing
-        self.compute(f"layer {number} gate and up", cost.gate_up, number)
-        self.compute(f"layer {number} down", cost.down, number)
-        while flying:
-            come = [need for need in flying if self.there(queue, need.ticket)] or flying[:1]
-            self._products(number, queue, come)
-            flying = [need for need in flying if need not in come]
-            freed = sum(need in passing for need in come)
-            more = list(itertools.islice(through, freed))
-            flying, passing = flying + more, passing + more
-        self.compute(f"layer {number} after", cost.after, number)
+    # ---- the clock
 
-    def forget(self, queue: str) -> None:
-        """Drops what is known of transfers that have settled: their tickets are no more."""
-        for settled in self._queues[queue].observe().settled:
-            del self._transfers[queue, settled.ticket]
-
-    def _products(self, number: int, queue: str, needs: Sequence[Need]) -> None:
-        """Gate and up of all, then down. All parts of a transfer but the last are those that gate
-        and up need."""
-        parts = [self._transfers[queue, need.ticket][1] for need in needs]
-        for need, count in zip(needs, parts, strict=True):
-            for part in range(max(count - 1, 1)):
-                self.wait(queue, need.ticket, part, number)
-            self.compute(f"layer {number} gate and up", need.gate_up, number)
-        for need, count in zip(needs, parts, strict=True):
-            self.wait(queue, need.ticket, count - 1, number)
-            self.compute(f"layer {number} down", need.down, number)
-
-    def _demand(self, queue: str, ticket: int) -> None:
-        transfer, parts = self._transfers[queue, ticket]
-        if not transfer.demand:
-            self._queues[queue].reorder(ticket, DEMAND, 0)
-            self._transfers[queue, ticket] = dataclasses.replace(transfer, cause=DEMAND), parts
-
-    def _until(self, when: float) -> None:
-        self.now = when
-        for queue in self._queues.values():
-            queue.advance(max(when, queue.now))
-
-    def _happened(
+    def add_event(
         self, track: str, name: str, begin: float, end: float, layer: int | None = None
     ) -> None:
         if self._record and end > begin:
             self.events.append(TimelineEvent(track, name, begin, end, layer))
 
-    def _log(self, name: str) -> Callable[[TransferChunk, float, float], None]:
-        def log(chunk: TransferChunk, begin: float, end: float) -> None:
-            self._lost += self._beside[name] * chunk.bytes
-            t, _ = self._transfers[name, chunk.ticket]
-            said = f"{t.cause} {t.layer}.{t.expert} part {chunk.part}"
-            self._happened(name, said, begin, end, t.layer)
+    def _advance(self, when: float) -> None:
+        self.now = when
+        self._queue.advance(max(when, self._queue.now))
 
-        return log
+    def _log_chunk(self, chunk: TransferChunk, begin: float, end: float) -> None:
+        self._lost += self._link.beside * chunk.bytes
+        moved = self._transfers[chunk.ticket]
+        name = f"{moved.cause} {moved.layer}.{moved.expert} part {chunk.part}"
+        self.add_event(LINK, name, begin, end, moved.layer)
 
 
 def trace_events(events: Iterable[TimelineEvent]) -> dict[str, Any]:

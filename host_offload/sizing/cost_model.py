@@ -1,15 +1,15 @@
-"""The cost model: what a step takes, from figures that were measured on the machine.
+"""The cost model: what the steps of a run take, from figures that were measured on the machine.
 
 A step's seconds are those of its work with every expert resident, a sum of counts times measured
 seconds, and those of the experts that it moves, from tables by how many a layer moves at once.
-The engine moves them in the step's own stream, so both add up. moejax.costs.measure measures;
-docs/cost_model.md says how, and how well the model predicts.
+CostModel has the figures of experts in one version, RunCosts adds up those of a run's versions, and
+host_offload.simulate.prediction.predict says what a workload takes under a split and policies.
+moejax.costs.measure measures; docs/cost_model.md says how, and how well the model predicts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +17,15 @@ import numpy as np
 
 from host_offload.control.interface import Costs
 
-FORMAT, VERSION = "moejax-costs", 4
+FORMAT, VERSION = "moejax-costs", 5
 
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
 of need."""
+
+OUTSIDE = 0.25
+"""The share of StepCost.step before the first layer and after the last one, where steps were not
+looked into."""
 
 
 class CostError(ValueError):
@@ -36,9 +40,9 @@ class Work(NamedTuple):
     """Rows with a token (decode), chunks of a prompt (prefill)."""
     spans: int
     """Spans (pallas_kernels.paged_attention.SPAN tokens) that the parts attend to."""
-    experts: int
+    experts: int = 0
     """Active experts of all layers together."""
-    tiles: int
+    tiles: int = 0
     """Row tiles of experts beyond the first one of each."""
 
 
@@ -54,32 +58,13 @@ class StepCost:
     tile: float
 
     def seconds(self, work: Work) -> float:
-        counts = self.part * work.parts + self.span * work.spans
-        return self.step + counts + self.expert * work.experts + self.tile * work.tiles
-
-
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """Where a step's seconds lie, which says what transfers can be hidden behind: shares of what is
-    not an expert's products, and of these. The defaults are arithmetic, for steps that were not
-    looked into. Raises CostError for shares that are none."""
-
-    outside: float = 0.25
-    """What of StepCost.step lies before the first layer and after the last one."""
-    after: float = 0.0
-    """What of the rest of it follows a layer's experts."""
-    gate_up: float = 2 / 3
-    """What of an expert's products those with gate and up are, which come first."""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if not 0 <= value <= 1:
-                raise CostError(f"shares.{name} must lie in 0…1, not {value!r}")
+        return float(np.dot([1, *work], dataclasses.astuple(self)))
 
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Figures of one model, device and set of start-up shapes. Seconds and bytes.
+    """Figures of one model, device, version of the experts and set of start-up shapes. Seconds and
+    bytes.
 
     A *table* is float64[n, 2]: experts that one layer moves at once in a step, ascending, and
     seconds that they add to the step.
@@ -116,8 +101,6 @@ class CostModel:
     """A prefill step's seconds with everything resident by its tokens."""
     kv_swap_per_byte: float
     """One way, to the host or back (the mean of both)."""
-    memory_per_byte: float
-    """Reading or writing the device's memory."""
     link_per_byte: float
     """A long row of fills without a step around them: the least there is."""
     cpu_expert: np.ndarray | None = None
@@ -125,46 +108,23 @@ class CostModel:
     beside_per_byte: float = 0.0
     """Lost by computing beside a queue that moves bytes."""
     look: float = 0.0
-    """Added by a moment between layers at which policies see a copy of the tables, the first one of
-    each layer: the wait for what they see, the copies of it, and Python, not what they compute. 0
-    where the driver has no such moments."""
-    glance: float = 0.0
-    """Added by each other one, at which nothing has changed the tables."""
-    hand: float = 0.0
-    """Added by each list of transfers that they return there."""
-    shares: Shares = Shares()
+    """Added to a layer by policies that look between layers: the wait for what they see, the copies
+    of it, and Python, not what they compute. 0 where the driver has no such moments."""
+    outside: float = OUTSIDE
+    """The share of StepCost.step before the first layer and after the last one."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the figures are of: machine, device, versions, model, start-up shapes, when."""
-
-    def __post_init__(self):
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise CostError(f"{name} must be a whole number from 1 on, not {value!r}")
-        for name in _TABLES:
-            _check_table(name, getattr(self, name))
-        seconds = {name: getattr(self, name) for name in _SECONDS}
-        for kind, cost in (("prefill", self.prefill), *self.decode.items()):
-            seconds |= {f"{kind}.{name}": value for name, value in vars(cost).items()}
-        if self.cpu_expert is not None:
-            seconds |= {f"cpu_expert[{i}]": x for i, x in enumerate(self.cpu_expert.tolist())}
-        for name, value in seconds.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise CostError(f"{name} must be seconds from 0 on, not {value!r}")
-        if not self.decode or min(self.decode) < 1:
-            raise CostError("decode must have the costs of at least one number of rows")
 
     # ---- steps
 
     def bucket(self, rows: int) -> int:
         """The executable that so many token rows run. Raises CostError beyond the largest."""
-        for bucket in sorted(self.decode):
-            if bucket >= rows:
-                return bucket
-        raise CostError(
-            f"costs were measured for decode steps of at most {max(self.decode)} rows, not {rows}; "
-            f"calibrate with max_num_seqs={rows}"
-        )
+        if rows > (largest := max(self.decode)):
+            raise CostError(
+                f"costs were measured for decode steps of at most {largest} rows, not {rows}; "
+                f"calibrate with max_num_seqs={rows}"
+            )
+        return min(bucket for bucket in self.decode if bucket >= rows)
 
     def step_cost(self, rows: int | None) -> StepCost:
         """The costs of a step that moves nothing. rows: of a decode executable; None: a prefill
@@ -174,19 +134,12 @@ class CostModel:
     def moves_s(self, kind: str, counts: np.ndarray, *, prefill: bool) -> np.ndarray:
         """float64[L]: what layers that move so many experts (int[L]) in one of the ways of MOVES
         add to a step; a list's own cost (`stage_list`) is not in it."""
-        if kind == "stage":
-            return _looked_up(self.stage, counts)
-        if prefill:
+        if prefill and kind != "stage":
             return counts * (self.prefill_fill if kind == "fill" else self.prefill_read_through)
-        return _looked_up(getattr(self, kind), counts)
-
-    def load_beats_cpu(self) -> float:
-        """Tokens of an expert from which a load is done before the CPU, t_io < β·m + C, where a
-        row of loads keeps the link busy (PreScope's T_G and T_C of a lone expert but t_g). Infinite
-        where a token takes the CPU no time; 0 where a load is always first."""
-        startup, per_token = np.full(2, np.nan) if self.cpu_expert is None else self.cpu_expert
-        load = float(self.fill[-1, 1] / self.fill[-1, 0])
-        return float(max(load - startup, 0.0) / per_token) if per_token else math.inf
+        # Straight between the table's counts, and beyond the last as from the one before it to it.
+        x, y = np.pad(getattr(self, kind), ((1, 0), (0, 0))).T
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return np.interp(counts, x, y) + slope * np.maximum(counts - x[-1], 0.0)
 
     # ---- what policies see
 
@@ -208,7 +161,6 @@ class CostModel:
         return Costs(
             fill=line(self.fill, self.expert_bytes),
             stage=line(self.stage, self.expert_bytes),
-            read_through=line(self.read_through, self.expert_bytes),
             gpu_expert=np.stack([tokens, first.expert + first.tile * beyond], axis=1),
             cpu_expert=cpu,
             step_s=steps,
@@ -222,13 +174,13 @@ class CostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; from_json gives the same model back, to the last bit."""
-        figures = {name: getattr(self, name) for name in (*_COUNTS, *_SECONDS)}
-        figures |= {name: getattr(self, name).tolist() for name in _TABLES}
-        figures["decode"] = {str(rows): vars(cost) for rows, cost in self.decode.items()}
-        figures["prefill"] = vars(self.prefill)
-        figures["cpu_expert"] = None if self.cpu_expert is None else self.cpu_expert.tolist()
-        figures["shares"] = vars(self.shares)
-        return {"format": FORMAT, "version": VERSION, "about": self.about, "figures": figures}
+        figures = dataclasses.asdict(self)
+        about = figures.pop("about")
+        for name in _ARRAYS:
+            if figures[name] is not None:
+                figures[name] = figures[name].tolist()
+        figures["decode"] = {str(rows): cost for rows, cost in figures["decode"].items()}
+        return {"format": FORMAT, "version": VERSION, "about": about, "figures": figures}
 
     @classmethod
     def from_json(cls, found: Any) -> CostModel:
@@ -242,29 +194,112 @@ class CostModel:
             )
         try:
             figures = dict(found["figures"])
-            for name in _TABLES:
-                figures[name] = np.asarray(figures[name], np.float64)
-            figures |= {name: float(figures[name]) for name in _SECONDS}
+            for name in _ARRAYS:
+                if figures[name] is not None:
+                    figures[name] = np.array(figures[name], np.float64)
             decode = figures["decode"].items()
             figures["decode"] = {int(rows): StepCost(**cost) for rows, cost in decode}
             figures["prefill"] = StepCost(**figures["prefill"])
-            figures["shares"] = Shares(**figures["shares"])
-            if figures["cpu_expert"] is not None:
-                figures["cpu_expert"] = np.asarray(figures["cpu_expert"], np.float64).reshape(2)
             return cls(**figures, about=dict(found["about"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CostError(f"costs without a figure, or with one too many ({error})") from error
-        except CostError:
-            raise
-        except ValueError as error:
-            raise CostError(f"costs with a figure that is no number ({error})") from error
 
 
-def _fields(kind: str) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(CostModel) if f.type == kind)
+_ARRAYS = ("fill", "read_through", "stage", "cpu_expert")
 
 
-_COUNTS, _TABLES, _SECONDS = _fields("int"), _fields("np.ndarray"), _fields("float")
+@dataclasses.dataclass(frozen=True)
+class RunCosts:
+    """What the steps of a run cost: the cost model of each version of its experts, by version
+    number. docs/cost_model.md says how they add up and what is left out."""
+
+    models: tuple[CostModel, ...]
+
+    @property
+    def control(self) -> float:
+        return max(model.control for model in self.models)
+
+    @property
+    def look(self) -> float:
+        return max(model.look for model in self.models)
+
+    @property
+    def stage_list(self) -> float:
+        return max(model.stage_list for model in self.models)
+
+    def fixed_cost(self, work: Work, rows: int | None, version: np.ndarray) -> StepCost:
+        """The costs of all that is no expert's: those of the version where they are most, of those
+        that active experts have (int[n])."""
+        used = np.unique(version).tolist() or [0]
+        costs = [self.models[number].step_cost(rows) for number in used]
+        return max(costs, key=lambda cost: cost.seconds(work))
+
+    def products(self, routed: np.ndarray, version: np.ndarray, rows: int | None) -> np.ndarray:
+        """float64[L, E]: seconds of each expert's products in its version (int[L, E]) with rows
+        routed to it (int[L, E]); 0 without any. rows: as of CostModel.step_cost."""
+        found = np.zeros(routed.shape)
+        for number, model in enumerate(self.models):
+            mine = (routed > 0) & (version == number)
+            tile = model.chunk if rows is None else model.row_tile
+            cost = model.step_cost(rows)
+            found[mine] = cost.expert + cost.tile * (-(-routed[mine] // tile) - 1)
+        return found
+
+    def moves_s(self, moved: np.ndarray, *, prefill: bool) -> np.ndarray:
+        """float64[3, L]: seconds that each way of MOVES adds to each layer. moved: int[3, L, V]
+        experts of each version; a version is charged for its share of what its own table says of
+        all that the layer moves."""
+        found = np.zeros(moved.shape[:2])
+        for seconds, kind, of_kind in zip(found, MOVES, moved, strict=True):
+            of_layer = of_kind.sum(axis=1)
+            share = of_kind / np.maximum(of_layer, 1)[:, None]
+            for model, of_version in zip(self.models, share.T, strict=True):
+                seconds += model.moves_s(kind, of_layer, prefill=prefill) * of_version
+        return found
+
+
+def run_costs(
+    costs: CostModel | Mapping[str, CostModel], sizes: Mapping[str, np.ndarray]
+) -> RunCosts:
+    """The costs of a run. costs: of its one version, or by version. sizes: version → int64[L],
+    bytes of an expert, in the order of their numbers; empty: one version whose name is not known.
+
+    Raises CostError where a version has no costs, where they are of experts of another size, and
+    where models are of different shapes.
+    """
+    names = list(sizes)
+    if isinstance(costs, CostModel):
+        if len(names) > 1:
+            raise CostError(
+                f"the run mixes {' and '.join(names)}, and these costs are of one version; give "
+                "those of each, {version: costs}, which `moejax calibrate --precision VERSION` "
+                "measures"
+            )
+        return RunCosts((costs,))
+    if not names:
+        if len(costs) != 1:
+            raise CostError("the trace does not say its versions; give the costs of one")
+        return RunCosts(tuple(costs.values()))
+    shapes = set()
+    for name in names:
+        if (model := costs.get(name)) is None:
+            raise CostError(
+                f"no costs of version {name}: measure them with `moejax calibrate --precision "
+                f"{name}`, with the same shapes as those of the others"
+            )
+        if (said := np.unique(sizes[name]).tolist()) != [model.expert_bytes]:
+            raise CostError(
+                f"the costs of {name} are of experts of {model.expert_bytes} bytes, the run's have "
+                f"{', '.join(map(str, said))}; calibrate the run's model"
+            )
+        of_model = model.layers, model.experts, model.top_k
+        shapes.add((*of_model, model.chunk, model.row_tile, *sorted(model.decode)))
+    if len(shapes) > 1:
+        raise CostError(
+            f"the costs of {' and '.join(names)} are of different shapes; calibrate all with the "
+            "same options"
+        )
+    return RunCosts(tuple(costs[name] for name in names))
 
 
 def fitted_table(counts: Sequence[float], seconds: Sequence[float]) -> np.ndarray:
@@ -320,24 +355,3 @@ def line(table: np.ndarray, expert_bytes: int) -> np.ndarray:
         # Through the origin: all of it goes with the bytes.
         return np.array([0.0, float(nbytes @ seconds / (nbytes @ nbytes))])
     return np.array([latency, slope])
-
-
-def _looked_up(table: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Seconds of each layer: 0 for none, straight between the table's counts, and beyond the last
-    one as from the one before it to it."""
-    moved = np.asarray(counts, np.float64)
-    x, y = np.concatenate([[0.0], table[:, 0]]), np.concatenate([[0.0], table[:, 1]])
-    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-    return np.interp(moved, x, y) + slope * np.maximum(moved - x[-1], 0.0)
-
-
-def _check_table(name: str, table: np.ndarray) -> None:
-    good = table.ndim == 2 and table.shape[1] == 2 and len(table) > 0 and np.isfinite(table).all()
-    if good:
-        more, longer = np.diff(table, axis=0, prepend=np.zeros((1, 2))).T
-        good = (more > 0).all() and (longer >= 0).all()
-    if not good:
-        raise CostError(
-            f"{name} must be pairs of (experts, seconds), both ascending from 0 on, not "
-            f"{table.tolist()}"
-        )

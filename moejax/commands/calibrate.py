@@ -119,15 +119,12 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
         ("a list of transfers in a step", model.stage_list * 1e6, "µs a step"),
         ("policies that look at a step", model.control * 1e6, "µs a step"),
         ("policies that look between layers", model.look * 1e6, "µs a layer"),
-        ("another look in the same layer", model.glance * 1e6, "µs a moment"),
-        ("a list of transfers between layers", model.hand * 1e6, "µs a list"),
         ("expert filled in a prefill step", model.prefill_fill * 1e6, "µs"),
         ("expert read through in a prefill step", model.prefill_read_through * 1e6, "µs"),
         ("one more prompt token", per_prompt_token * 1e6, "µs"),
         ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
         ("link", 1e-9 / model.link_per_byte, "GB/s"),
-        ("memory", 1e-9 / model.memory_per_byte, "GB/s"),
-        ("outside of layers", 100 * model.shares.outside, "% of a step without experts"),
+        ("outside of layers", 100 * model.outside, "% of a step without experts"),
         ("computing beside a GB that moves", model.beside_per_byte * 1e12, "ms longer"),
         ("KV swapped", 1e-9 / model.kv_swap_per_byte, "GB/s"),
     ]
@@ -136,7 +133,6 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
         rows += [
             ("expert on the CPU", per_expert, "µs"),
             ("expert on the CPU, a token", per_token, "µs"),
-            ("a load beats the CPU from", model.load_beats_cpu(), "tokens"),
         ]
     for name, value, unit in rows:
         yield name, f"{value:,.1f}" if value else "", unit

@@ -4,7 +4,6 @@ own: what a step costs is measured on these."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -13,26 +12,15 @@ import jax
 import numpy as np
 
 from host_offload.control.controller import Controller
-from host_offload.control.interface import (
-    Decision,
-    Moment,
-    Observation,
-    Policy,
-    Spec,
-    State,
-    routed_counts,
-)
-from host_offload.control.rules import BETWEEN_LAYERS
-from host_offload.control.step_record import USES, LayerRouting, PageUse
+from host_offload.control.interface import Decision, Moment, Observation, Spec, routed_counts
+from host_offload.control.step_record import USES, PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, Residency
-from host_offload.policies.prefetch.next_layers import stages_of
 from host_offload.simulate.prediction import step_work
 from host_offload.sizing.cost_model import Work
-from host_offload.sizing.version_costs import version_work
-from moejax.engine.control import LayerHooks, control_of, spec_of_engine
+from moejax.engine.control import control_of, layer_hooks, spec_of_engine
 from moejax.engine.loop import Engine
 from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
@@ -67,13 +55,8 @@ class Case:
     read_through: bool = False
     staged: int | None = None
     """None: no list of transfers, which is another executable."""
-    observed: bool = False
-    """A policy looks at each step's tables and routing, and decides nothing."""
-    between: int | None = None
-    """Another one looks behind each router, and wants so many absent experts of the next layer,
-    which do not come; None: nobody does."""
-    twice: bool = False
-    """It looks before each router too, so that it sees the tables copied there."""
+    watched: tuple[Moment, ...] = ()
+    """Policies look at these moments, and decide nothing."""
     prompt: int = 1
     """Tokens before the first step."""
 
@@ -88,52 +71,25 @@ class StepSample(NamedTuple):
     read_through: int
 
 
+NEEDS = {
+    Moment.STEP_END: frozenset({"state", "last_used", "request", "ids", "counts", "missed"}),
+    Moment.ROUTED: frozenset({"ids", "state"}),
+}
+"""What policies see at the moments at which they look."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Onlooker:
-    """A policy that sees what others see and wants nothing."""
+    """A policy that sees what others see at a moment and wants nothing."""
 
-    moments = frozenset({Moment.STEP_END})
-    needs = frozenset({"state", "last_used", "request", "ids", "counts", "missed"})
-    writes = frozenset()
+    moments: frozenset[Moment]
+    needs: frozenset[str]
+    writes: frozenset[str] = frozenset()
 
     def init(self, spec: Spec) -> None: ...
 
     def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
         return None, Decision()
-
-
-@dataclasses.dataclass(frozen=True)
-class Asker:
-    """A policy that looks behind each router and wants absent experts of the next layer."""
-
-    count: int
-    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
-
-    needs = frozenset({"ids", "state"})
-    writes = frozenset({"stages"})
-
-    def init(self, spec: Spec) -> None: ...
-
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
-        seen: Any = observation
-        following = seen.layer + 1
-        if following == len(seen.state):
-            return None, Decision(stages=())
-        absent = np.flatnonzero(seen.state[following] == State.ABSENT)[: self.count]
-        return None, Decision(stages=stages_of(following, absent.tolist(), "asked"))
-
-
-class AskedHooks(LayerHooks):
-    """Moments of a step whose lists are carried out as any, but for the copies: each entry names
-    another expert, one that is there, so that it is skipped."""
-
-    def _ask(self, moment: Moment, layer: int, routing: LayerRouting | None) -> Entries | None:
-        entries = super()._ask(moment, layer, routing)
-        tables = self._control.controller.tables
-        if entries is None or tables is None:
-            return entries
-        following = tables.address[np.maximum(entries.layer, 0)]
-        return entries._replace(expert=following.argmax(axis=1).astype(np.int32))
 
 
 class ForcedRunner:
@@ -245,17 +201,13 @@ class ForcedSteps:
 
     def _watch(self, case: Case) -> None:
         """Sets the policies of a case."""
-        policies: list[Policy] = [Onlooker()] if case.observed else []
-        if case.between is not None:
-            before = frozenset({Moment.LAYER_BEGIN} if case.twice else ())
-            policies.append(Asker(case.between, before | {Moment.ROUTED}))
-        runner, controller = self.runner, Controller(self._spec, policies)
-        control = self._engine.control = control_of(runner, controller)
-        if control is not None and case.between is not None:
-            needs = controller.needs_at(BETWEEN_LAYERS)
-            self._engine.hooks = functools.partial(AskedHooks, control, runner, needs)
+        policies = [Onlooker(frozenset({moment}), NEEDS[moment]) for moment in case.watched]
+        controller = Controller(self._spec, policies)
+        control = self._engine.control = control_of(self.runner, controller)
+        self._engine.hooks = None if control is None else layer_hooks(control, self.runner)
+        if self._engine.hooks is not None:
             # The step before the first one is read with these policies.
-            controller.see(runner.snapshot()())
+            controller.see(self.runner.snapshot()())
 
     def _sample(self, step: Step, seconds: float) -> StepSample:
         shapes = self.runner.shapes
@@ -264,8 +216,8 @@ class ForcedSteps:
         work, rows = step_work(record, shapes.chunk)
         tile = shapes.chunk if rows is None else min(DECODE_TILE, shapes.rows)
         routed = routed_counts(record.ids, self.experts)
-        experts, tiles = version_work(routed, np.zeros_like(routed), tile, 1)
-        work = work._replace(experts=int(experts.sum()), tiles=int(tiles.sum()))
+        experts, tiles = np.count_nonzero(routed), int(np.sum(-(-routed // tile)))
+        work = work._replace(experts=experts, tiles=tiles - experts)
         moved = int(record.fills.sum()), int(record.read_through.sum())
         return StepSample(seconds, work, *moved)
 
@@ -277,7 +229,7 @@ class ForcedSteps:
         if case.read_through:
             return case.active - case.missing  # hits pin them all
         # As many are absent as move, and those that are resident stay so.
-        moved = case.missing + (case.between or 0)
+        moved = case.missing
         if case.staged is not None:
             moved = min(STAGES, (self.experts - self.top_k) // 2)
         return min(self.cells, self.experts - moved)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from host_offload.control.interface import Moment
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.sizing.cost_model import (
     CostModel,
@@ -26,14 +26,14 @@ from host_offload.sizing.cost_model import (
     fitted_step,
     fitted_table,
 )
+from moejax.costs.cpu_costs import cpu_expert_costs, median_s
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
-from moejax.costs.in_place_costs import in_place_costs
-from moejax.costs.overlap import beside_per_byte, step_shares
-from moejax.costs.rates import measure_rates
+from moejax.costs.overlap import beside_per_byte, outside_share
+from moejax.costs.rates import measure_link_rate
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
 from moejax.step.executor import Executor
-from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.programs import STAGES
 from moejax.step.step_parts import DECODE_TILE
 
 log = logging.getLogger("moejax")
@@ -96,8 +96,8 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
         pages = max(rows * _pages(runner, prompt + steps) for rows, prompt, steps in groups)
         pages = max(pages, *(p * _pages(runner, t) for p, t in _prefill_shapes(runner)))
         forced = ForcedSteps(runner, pages)
-        say("link and memory")
-        rates = measure_rates(runner)
+        say("link")
+        link_rate = measure_link_rate(runner)
         cases = {group: _cases(runner, forced, group[0], group[1]) for group in groups}
         decoded: dict[Case, list[list[StepSample]]] = {}
         swept: dict[tuple[int, int, int, bool], list[StepSample]] = {}
@@ -121,9 +121,8 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
     return CostModel(
         **figures,
         kv_swap_per_byte=swap,
-        memory_per_byte=1 / rates.memory,
-        link_per_byte=1 / rates.link,
-        cpu_expert=_cpu_expert(runner),
+        link_per_byte=1 / link_rate,
+        cpu_expert=cpu_expert_costs(runner),
         about={
             "sizes": {
                 "layers": sum(config.moe_layers),
@@ -185,11 +184,9 @@ def _cases(runner: Executor, forced: ForcedSteps, rows: int, prompt: int) -> lis
     found = [Case(rows, active) for active in counts]
     if not first:
         return found
-    found.append(Case(rows, k, observed=True))
+    found.append(Case(rows, k, watched=(Moment.STEP_END,)))
     if runner.driver == "host":
-        asked = Case(rows, k, observed=True, between=0)
-        found += [asked, dataclasses.replace(asked, between=min(k, STAGES, forced.experts - k))]
-        found.append(dataclasses.replace(asked, twice=True))
+        found.append(Case(rows, k, watched=(Moment.STEP_END, Moment.ROUTED)))
     for missing in _powers(most):
         if max(k, missing) <= min(forced.cells, forced.experts - missing):
             found.append(Case(rows, max(k, missing), missing))
@@ -225,7 +222,7 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     """Fields of a CostModel, from samples."""
     layers, experts = runner.tables.address.shape
     medians = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
-    plain = [c for c in medians if not c.missing and c.staged is None and not c.observed]
+    plain = [c for c in medians if not c.missing and c.staged is None and not c.watched]
     costs = {}
     for bucket in runner.shapes.buckets or (runner.shapes.rows,):
         resident = [medians[c] for c in plain if runner.shapes.bucket(c.rows) == bucket]
@@ -250,15 +247,7 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     staged = {c.staged: extra(c, unstaged) for c in medians if c.staged}
     tables["stage"] = [*staged], [*staged.values()]
     listed = max(extra(unstaged, dataclasses.replace(unstaged, staged=None)), 0.0)
-    observed, *asked = (c for c in medians if c.observed)
-    between = {}
-    if asked:
-        looked, handed, twice = asked
-        between = {
-            "look": max(extra(looked, observed), 0.0) / layers,
-            "hand": max(extra(handed, looked), 0.0) / max(layers - 1, 1),
-            "glance": max(extra(twice, looked), 0.0) / layers,
-        }
+    watched, *between = (c for c in medians if c.watched)
     prefill_steps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
     prefill, fill, read_through = fitted_prefill(
         [work for _, (_, work), _ in prefill_steps],
@@ -281,8 +270,8 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         # few of them.
         **{n: fitted_table(*(t if t[0] else ([1], [fill]))) for n, t in tables.items()},
         "stage_list": listed,
-        "control": max(extra(observed, dataclasses.replace(observed, observed=False)), 0.0),
-        **between,
+        "control": max(extra(watched, dataclasses.replace(watched, watched=())), 0.0),
+        "look": max([0.0, *(extra(case, watched) / layers for case in between)]),
         "prefill_fill": fill,
         "prefill_read_through": read_through,
         "recompute_per_token": seconds / (prompts * tokens),
@@ -291,15 +280,14 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
 
 def _overlap(forced: ForcedSteps, cases: Iterable[Case], decode: dict) -> dict[str, Any]:
     """The other fields of a CostModel, of the resident step that computes most experts a row."""
-    least = min(decode)
     plain = [
         case
         for case in cases
-        if not (case.missing or case.observed or case.prompt > 1) and case.staged is None
+        if not (case.missing or case.watched or case.prompt > 1) and case.staged is None
     ]
     case = max((c for c in plain if c.rows == 1), key=lambda case: case.active)
     return {
-        "shares": step_shares(forced, case, decode[least], STEPS),
+        "outside": outside_share(forced, case, decode[min(decode)], STEPS),
         "beside_per_byte": beside_per_byte(forced, case, STEPS),
     }
 
@@ -318,51 +306,9 @@ def _swap_per_byte(runner: Executor) -> float:
     pages = min(SWAP_PAGES, runner.slots * per_slot)
     rows = [layout.page_row(runner.slots - 1 - i // per_slot, i % per_slot) for i in range(pages)]
 
-    def there_and_back() -> jax.Array:
+    def there_and_back(_: int) -> jax.Array:
         copies = jax.block_until_ready(runner.read_pages(rows))
         runner.write_pages(copies, rows)
         return jax.tree.leaves(runner.arena)[0]  # the array, or an owned one's token
 
-    return _median_s(there_and_back) / (2 * pages * layout.page.nbytes)
-
-
-def _cpu_expert(runner: Executor) -> np.ndarray | None:
-    """float64[2]: C and β of t_c(m) = β·m + C (PreScope, equation (3)): what an expert of m rows
-    takes on a CPU that has its weights. Where the runner's own experts run on a CPU, by the op and
-    the threads that a second processor computes them with; else by XLA's products on jax's CPU.
-    None where jax has none."""
-    if runner.steps.ops.expert_ffn == "cpu":
-        context, second = runner.programs().context(ProgramKey("decode")), runner.steps.second
-        if second is not None:
-            context = dataclasses.replace(context, threads=second.threads[1])
-        dtype = jax.tree.leaves(runner.state["embedding"])[0].dtype
-        return in_place_costs(runner.stores, context, dtype)
-    try:
-        device = jax.devices("cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS names another one only
-        return None
-    hidden, width = runner.config.hidden_size, runner.config.moe_intermediate_size
-    dtype = jax.tree.leaves(runner.state["embedding"])[0].dtype
-    weights = jax.device_put(np.full((3, width, hidden), 0.01, dtype), device)
-
-    @jax.jit
-    def compute(x, weights):
-        return (jax.nn.silu(x @ weights[0].T) * (x @ weights[1].T)) @ weights[2]
-
-    def seconds(tokens: int) -> float:
-        x = jax.device_put(jnp.ones((tokens, hidden), dtype), device)
-        return _median_s(lambda: compute(x, weights))
-
-    one, many = seconds(1), seconds(16)
-    per_token = max(many - one, 0.0) / (16 - 1)
-    return np.array([max(one - per_token, 0.0), per_token])
-
-
-def _median_s(work: Callable[[], jax.Array]) -> float:
-    """Median seconds of a call until its result is there, the first call left out."""
-    found = []
-    for _ in range(10):
-        began = time.perf_counter()
-        jax.block_until_ready(work())
-        found.append(time.perf_counter() - began)
-    return float(np.median(found[1:]))
+    return median_s(there_and_back) / (2 * pages * layout.page.nbytes)

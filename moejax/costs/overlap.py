@@ -11,7 +11,7 @@ import numpy as np
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import Load, Source, Transfer
 from host_offload.simulate.timeline import TimelineEvent
-from host_offload.sizing.cost_model import Shares, StepCost
+from host_offload.sizing.cost_model import StepCost
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps
 from moejax.traces.timeline import measured_events
 from pallas_kernels.cpu.spans import recorded
@@ -26,39 +26,30 @@ ROUNDS = 5
 """Pairs of steps alone and beside it."""
 
 
-def step_shares(forced: ForcedSteps, case: Case, cost: StepCost, timed: int) -> Shares:
-    """Where the seconds of the case's steps lie, by what their ops recorded. case: moves nothing.
-    cost: of its executable. timed: steps."""
+def outside_share(forced: ForcedSteps, case: Case, cost: StepCost, timed: int) -> float:
+    """The share of cost.step that lies outside of layers: what of the case's steps is neither an
+    expert's nor, by what their ops recorded, a layer's. case: moves nothing. cost: of its
+    executable. timed: steps."""
     forced.begin(case.rows, case.prompt, WARM + timed + 1)
     with recorded() as ops:
         samples = forced.measure(case, timed)
     forced.end()
-    work = samples[-1].work._replace(experts=0, tiles=0)
-    layer = layer_seconds(measured_events(ops))
-    return shares_of(cost, cost.seconds(work), forced.layers, *layer)
+    fixed = cost.seconds(samples[-1].work._replace(experts=0, tiles=0))
+    inside = forced.layers * layer_seconds(measured_events(ops))
+    return float(np.clip((fixed - inside) / cost.step, 0, 1)) if cost.step else 0.0
 
 
-def layer_seconds(events: Sequence[TimelineEvent]) -> tuple[float, float]:
-    """Median seconds of a layer before its experts (without filling cells) and after them."""
+def layer_seconds(events: Sequence[TimelineEvent]) -> float:
+    """Median seconds of a layer without its experts and filling cells."""
     ordered = sorted(events, key=lambda event: event.begin)
-    runs = [list(run) for _, run in itertools.groupby(ordered, key=lambda event: event.layer)]
-    before, after = [], []
-    for run in runs:
-        if experts := [event for event in run if event.name == "expert_ffn"]:
-            fills = sum(event.end - event.begin for event in run if event.name == "fill")
-            before.append(experts[0].begin - run[0].begin - fills)
-            after.append(run[-1].end - experts[-1].end)
-    return float(np.median(before)), float(np.median(after))
-
-
-def shares_of(cost: StepCost, fixed: float, layers: int, before: float, after: float) -> Shares:
-    """fixed: seconds of a step that are no expert's. before, after: seconds of a layer."""
-    outside = np.clip((fixed - layers * (before + after)) / cost.step, 0, 1) if cost.step else 0.0
-    inside = cost.step * (1 - outside)
-    return Shares(
-        outside=float(outside),
-        after=float(min(layers * after / inside, 1.0)) if inside else 0.0,
-    )
+    found = []
+    for _, group in itertools.groupby(ordered, key=lambda event: event.layer):
+        run = list(group)
+        experts = [e for e in run if e.name in ("expert_ffn", "fill")]
+        if any(event.name == "expert_ffn" for event in experts):
+            spent = sum(event.end - event.begin for event in experts)
+            found.append(run[-1].end - run[0].begin - spent)
+    return float(np.median(found))
 
 
 def beside_per_byte(forced: ForcedSteps, case: Case, timed: int) -> float:

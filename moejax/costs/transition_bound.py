@@ -2,32 +2,25 @@
 
 A transition rides in a step, behind the experts of its layer, and adds its copy's time to it. The
 bound is taken from the shortest decode step, of one row, so that it holds for all others. It must
-not depend on what this run happens to measure, or equal runs would have other histories of versions
-and other bits; so it comes from costs that were measured once and are kept, or from what the
-device's maker states. On a CPU nothing is bounded, since copies and products share the same cores;
-`stats()["precision"]["transition_share"]` says what they took.
+not depend on what this machine happens to measure, or equal runs would have other histories of
+versions and other bits; so it comes from what the device's maker states. On a CPU nothing is
+bounded, since copies and products share the same cores; `stats()["precision"]["transition_share"]`
+says what they took.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.precision.precision_names import Precision
-from host_offload.sizing.cost_model import CostModel, Work
 from moejax.costs.rates import Rates
-from moejax.costs.store import identity, kept_cost_model
-from moejax.errors import UserError
 from moejax.step.step_parts import StepSpec
-
-log = logging.getLogger("moejax")
 
 STEP_SHARE = 0.05
 """Share of a decode step's time for transitions."""
-
 
 STATED: Mapping[str, Rates] = {
     "B200": Rates(64e9, 8.0e12),
@@ -50,31 +43,27 @@ LINK_REACHED = 0.75
 """What fills inside a step reach of a stated link: 48 of 64 GB/s on an H200
 (../shared/DESIGN.md, section 6)."""
 
+SOURCES = {
+    "given": "as given",
+    "stated": f"{STEP_SHARE:.0%} of a decode step at the device's stated bandwidth",
+    "assumed": f"{STEP_SHARE:.0%} of a decode step of a device that is not known",
+}
+"""Where a bound is from → what people read. Else it is `list`: not bounded, on a CPU and by
+transitions that block."""
+
 
 def step_bound(
-    precision: Precision,
-    platform: str,
-    device_kind: str,
-    *,
-    costs: CostModel | None,
-    step_read_bytes: int,
+    precision: Precision, platform: str, device_kind: str, step_read_bytes: int
 ) -> tuple[int | None, str]:
     """(most bytes of a step's transitions, None: as many as fit on its list; where that is from).
 
-    Where from: `given`, `costs` (measured, kept), `stated` (by the device's maker), `assumed` (a
-    device that is not known), or `list` (not bounded: a CPU, or transitions that block). platform,
-    device_kind: of the jax device. costs: of the model with dense experts or of the same run, None
-    where none were measured. step_read_bytes: what a decode step of one row reads at least, from
-    which its time follows where no costs are known.
+    platform, device_kind: of the jax device. step_read_bytes: what a decode step of one row reads
+    at least, from which its time follows.
     """
     if precision.step_bytes is not None:
         return precision.step_bytes, "given"
     if precision.blocking or platform == "cpu":
         return None, "list"
-    if costs is not None:
-        first = costs.decode[min(costs.decode)]
-        step_s = first.seconds(Work(1, 1, costs.layers * costs.top_k, 0))
-        return max(int(STEP_SHARE * step_s / costs.link_per_byte), 1), "costs"
     known = [stated for name, stated in STATED.items() if name in device_kind]
     rates = known[0] if known else ASSUMED
     step_s = step_read_bytes / rates.memory
@@ -82,7 +71,7 @@ def step_bound(
     return max(nbytes, 1), "stated" if known else "assumed"
 
 
-def bounded(
+def with_step_bound(
     resident: ResidentSpec, precision: Precision, steps: StepSpec, platform: str, read_bytes: int
 ) -> ResidentSpec:
     """The resident mode with the bound of this run's steps. platform: of the device. read_bytes: of
@@ -92,42 +81,16 @@ def bounded(
     config = steps.config
     smallest = min(record.nbytes for record in steps.layout.records)
     experts = sum(config.moe_layers) * config.num_experts_per_tok * smallest
-    nbytes, source = step_bound(
-        precision,
-        platform,
-        steps.device_kind,
-        costs=None if platform == "cpu" else kept_costs(steps),
-        step_read_bytes=read_bytes + experts,
-    )
+    nbytes, source = step_bound(precision, platform, steps.device_kind, read_bytes + experts)
     nbytes = resident.step_bytes if nbytes is None else nbytes
     return dataclasses.replace(resident, step_bytes=nbytes, step_bytes_from=source)
 
 
-def kept_costs(steps: StepSpec) -> CostModel | None:
-    """Costs that `moejax calibrate` has measured for this run, or for the same one with dense
-    experts; None where there are none. Nothing is measured here."""
-    about = identity(steps)
-    dense = {name: value for name, value in about.items() if name != "versions"}
-    dense["expert_bytes"] = about["expert_bytes"][:1]
-    for wanted in (about, dense):
-        try:
-            if (kept := kept_cost_model(wanted)) is not None:
-                return kept
-        except UserError as error:
-            log.warning("transitions are bounded without measured costs: %s", error)
-    return None
-
-
-def said(resident: ResidentSpec, layout: SlotLayout) -> str:
+def describe_step_bound(resident: ResidentSpec, layout: SlotLayout) -> str:
     """The bound, a part of a line for people; empty where versions never change."""
     if not resident.spares or resident.step_bytes_from == "list":
         return ""
-    where = {
-        "given": "as given",
-        "costs": f"{STEP_SHARE:.0%} of a measured decode step",
-        "stated": f"{STEP_SHARE:.0%} of a decode step at the device's stated bandwidth",
-        "assumed": f"{STEP_SHARE:.0%} of a decode step of a device that is not known",
-    }[resident.step_bytes_from]
+    where = SOURCES[resident.step_bytes_from]
     largest = max(record.nbytes for record in layout.records)
     alone = "; one transition in any case, which is more" if largest > resident.step_bytes else ""
     return f"; transitions of at most {resident.step_bytes} bytes a step ({where}{alone})"

@@ -23,7 +23,7 @@ from host_offload.memory.placement import (
 from host_offload.memory.store import ExpertStore
 from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.precision_names import Precision
-from moejax.costs.transition_bound import said
+from moejax.costs.transition_bound import describe_step_bound
 from moejax.errors import UserError
 from moejax.step.programs import ProgramKey
 from pallas_kernels.records.versions import Formats, VersionFormats
@@ -199,5 +199,6 @@ def note(
     high, low = (record.version for record in layout.records)
     return (
         f"precision {precision.name}: {mixed.capacity[HI]} of {mixed.start.size} "
-        f"experts at most in {high}, the others in {low}; {bits}{said(mixed, layout)}"
+        f"experts at most in {high}, the others in {low}; {bits}"
+        f"{describe_step_bound(mixed, layout)}"
     )

@@ -17,7 +17,7 @@ from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.prefetch.fitted import check_fitted
 from host_offload.sizing.tiers import StorageModel
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.costs.transition_bound import bounded
+from moejax.costs.transition_bound import with_step_bound
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import ModelConfig
@@ -348,7 +348,7 @@ def decide(
     with user_errors():
         check_fitted(policies, config_digest(steps.config))
     if isinstance(mixed, ResidentSpec):
-        mixed = bounded(mixed, precision, steps, device.platform, model.read_bytes)
+        mixed = with_step_bound(mixed, precision, steps, device.platform, model.read_bytes)
     window = _window(settings, model, device, steps, device.memory)
     notes = [*budget.notes, *link_notes(steps.queue), *second_notes(steps.second)]
     notes += routing_notes(steps.cache_aware)

@@ -311,7 +311,7 @@ def test_it_pages_as_plain_python_and_moves_no_less_than_min(name, seed, tmp_pat
     device = LayeredDevice(Controller(given, [policy], listener=wanted.append), cells)
     device.run(trace)
     watcher = dict(listener=seen.append, watcher=lambda step: missed.append(step.missed))
-    found = simulate(trace, policies=[policy], fast=False, **run, **watcher)
+    found = simulate(trace, policies=[policy], **run, **watcher)
     np.testing.assert_array_equal(missed, device.missed)
     assert found.staged.sum(axis=1).tolist() == device.staged
     assert list(map(repr, seen)) == list(map(repr, wanted))

@@ -126,26 +126,24 @@ def test_misses_travel_beside_computing_and_hits_hide_them(tmp_path):
 
 
 @pytest.mark.parametrize("link", [None, Link(rate=100.0)])
-def test_looking_between_layers_costs_each_moment_and_each_list(tmp_path, link):
-    """Two steps of two layers, a moment each; one list, of which the link knows when it comes."""
+def test_looking_between_layers_costs_each_layer(tmp_path, link):
+    """Two steps of two layers; one list, of which the link knows when it comes."""
     script = {(Moment.ROUTED, 0): Decision(stages=(Stage(1, 2),))}
     policy = scripted(script, moments={Moment.ROUTED}, writes={"stages"})
     trace = write_trace(tmp_path / "t", [one_token([0, 1], [2, 3])] * 2, EXPERTS)
     options = {"cells": 4, "driver": "host", "link": link, "policies": [policy]}
     free = predict(trace, MODEL, **options)
-    costly = dataclasses.replace(MODEL, look=1000.0, hand=500.0)
+    costly = dataclasses.replace(MODEL, look=1000.0)
     found = predict(trace, costly, **options, draw=True)
     assert (found.compute_s - free.compute_s).tolist() == [2000, 2000]
     # The first step's misses wait for the link while its policies look at its layers.
     more = found.seconds - free.seconds
-    assert more.tolist() == [2500, 2000]
+    assert more.tolist() == pytest.approx([2000, 2000])
     looks = [e for e in found.events if e.name == "policies" and e.end - e.begin == 1000]
     assert [e.layer for e in looks] == [0, 1, 0, 1]
     if link:
-        listed = next(e for e in found.events if e.name == "list")
         moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
-        # The prefetch is queued with the list, so that it travels behind it.
-        assert looks[0].end == listed.begin and listed.end <= moved.begin
+        assert looks[0].end <= moved.begin  # it is queued when policies have looked
     # A step's own list is another one.
     lists = dataclasses.replace(MODEL, stage_list=900.0)
     assert predict(trace, lists, **options).seconds.tolist() == free.seconds.tolist()
@@ -216,11 +214,11 @@ def test_what_has_no_price_is_refused(tmp_path):
         ),
         (
             BOTH | {"int4": dataclasses.replace(LOW, chunk=32)},
-            "dense and int4 have different chunk, 64 and 32",
+            "dense and int4 are of different shapes; calibrate all",
         ),
         (
             BOTH | {"int4": dataclasses.replace(LOW, decode={8: LOW.decode[8]})},
-            r"different decode, \[8, 16\] and \[8\]",
+            "different shapes",
         ),
     ]
     for costs, message in cases:

@@ -18,7 +18,6 @@ from host_offload.memory.tables import Entry, Residency, cold_tables, regrant
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate, spec_of
-from host_offload.simulate.weighted_pager import WeightedPager
 from host_offload.traces.reader import TraceError, columns, read_trace
 from pallas_kernels.stage import specs
 from tests.host_offload.control.policy_runs import (
@@ -109,30 +108,6 @@ def test_a_grant_is_that_of_the_device():
     wanted = regrant(before, pager.tables.cell_row)  # type: ignore[arg-type]
     for name in Residency._fields:
         np.testing.assert_array_equal(getattr(pager.tables, name), getattr(wanted, name))
-
-
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 2**32),
-    weights=st.tuples(*[st.integers(-3, 3)] * 2, st.just(0)),
-    fill=st.sampled_from([0.05, 0.2, 0.6]),
-)
-def test_the_fast_pager_is_the_pager(seed, weights, fill):
-    rng = np.random.default_rng(seed)
-    layers, experts, steps = 3, 12, 40
-    cells = rng.integers(experts + 1, size=layers)
-    fast = WeightedPager(cells, experts, weights, steps)
-    general = Pager(cold_tables(cells, experts, weights))
-    share = rng.random((layers, experts)) * 2 * fill
-    for _ in range(steps):
-        active = rng.random((layers, experts)) < share
-        for found, wanted in zip(fast.reference(active), general.reference(active), strict=True):
-            np.testing.assert_array_equal(found, wanted)
-
-
-def test_keys_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="references are too many for keys of 63 bits"):
-        WeightedPager(np.array([4]), 512, (1024, 1024, 0), 1 << 30)
 
 
 # ---- what is refused

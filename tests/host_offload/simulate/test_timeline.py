@@ -9,7 +9,6 @@ import pytest
 from host_offload.queue.transfer import DEMAND, QueueError, Transfer
 from host_offload.simulate.timeline import (
     DEVICE,
-    LayerCost,
     Link,
     Need,
     Timeline,
@@ -23,27 +22,29 @@ def transfer(number, cause="prefetch", layer=0):
     return Transfer(layer, number, 0, number, cause)
 
 
-def test_what_has_no_cell_passes_through_buffers():
-    timeline = Timeline({"link": Link(1.0)})
-    taken = []
+def test_what_is_there_comes_first_and_a_prefetch_that_is_needed_is_a_demand():
+    timeline = Timeline(Link(1.0, chunk_bytes=3))
+    timeline.submit(transfer(0), 30)
+    needed = [timeline.submit(transfer(1), 3), timeline.submit(transfer(2, DEMAND), 3)]
+    timeline.compute_experts(0, 6.0, [Need(ticket, 3.0) for ticket in needed])
+    # Both pass the first, and are there at 6, when what was there is computed.
+    assert timeline.now == pytest.approx(12.0)
+    names = [event.name for event in timeline.events if event.track == "link"]
+    assert names[:4] == [f"demand 0.{e} part {part}" for e in (1, 2) for part in (0, 1)]
 
-    def through():
-        for number in range(4):
-            taken.append(timeline.now)
-            yield Need(timeline.submit("link", transfer(number, DEMAND), (3,)), 1.0, 1.0)
 
-    hits = LayerCost(before=0.0, gate_up=2.0, down=0.0)
-    timeline.experts(0, hits, "link", [], through())
-    # There at 3, 6, then each three after the link is free, and two of computing.
-    assert taken == [0.0, 0.0, 5.0, 8.0]
-    assert timeline.now == pytest.approx(14.0)
+def test_the_device_waits_for_the_parts_it_computes_with():
+    timeline = Timeline(Link(1.0))
+    timeline.compute_experts(0, 0.0, [Need(timeline.submit(transfer(0, DEMAND), 9), 1.5)])
+    # Gate and up are there at 6 and take 1; down is at 9.
+    assert timeline.now == pytest.approx(9.5)
 
 
 def test_the_device_loses_what_moves_beside_it():
-    timeline = Timeline({"link": Link(1.0, chunk_bytes=1, beside=0.5)})
+    timeline = Timeline(Link(1.0, chunk_bytes=1, beside=0.5))
     timeline.compute("alone", 4.0)
     assert timeline.now == 4.0
-    timeline.submit("link", transfer(0), (100,))
+    timeline.submit(transfer(0), 100)
     timeline.compute("beside", 10.0)
     assert timeline.now - 4.0 == pytest.approx(20.0, abs=1.0)
     with pytest.raises(QueueError, match="leaves no time to compute"):

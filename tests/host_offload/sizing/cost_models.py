@@ -32,7 +32,6 @@ MODEL = CostModel(
     prefill_read_through=60.0,
     recompute_per_token=11.0,
     kv_swap_per_byte=12.0,
-    memory_per_byte=13.0,
     link_per_byte=0.05,
     cpu_expert=np.array([70.0, 1.0]),
     about={"machine": "here"},

@@ -57,7 +57,6 @@ COSTS = CostModel(
     prefill_read_through=2e-4,
     recompute_per_token=1e-4,
     kv_swap_per_byte=2e-9,
-    memory_per_byte=1e-10,
     link_per_byte=2e-9,
 )
 """Round figures for the demo model: a step of 1 ms, 0.2 ms for an expert that is missing."""

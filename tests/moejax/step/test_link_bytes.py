@@ -39,14 +39,12 @@ def test_bytes_are_those_that_were_moved(tmp_path):
     assert told.version_bytes["dense"].tolist() == [RECORD] * LAYERS
     assert told.link_bytes["dense"].tolist() == [size] * LAYERS
     assert trace.header.spec["link_bytes"] == {"dense": size}
-    # Without the prefetch, so both ways of the simulator are asked.
     model = dataclasses.replace(MODEL, layers=LAYERS, experts=16, expert_bytes=RECORD)
     model = dataclasses.replace(model, top_k=trace.header.top_k)
-    for fast in (True, False):
-        found = simulate(trace, eviction="lru", fast=fast)
-        assert found.bytes is not None and found.misses.sum() > 0
-        np.testing.assert_array_equal(found.bytes, found.misses * size)
-        assert predict(trace, model, eviction="lru", fast=fast).bytes == found.bytes.sum()
+    found = simulate(trace, eviction="lru")  # without the prefetch
+    assert found.bytes is not None and found.misses.sum() > 0
+    np.testing.assert_array_equal(found.bytes, found.misses * size)
+    assert predict(trace, model, eviction="lru").bytes == found.bytes.sum()
 
 
 def test_dense_experts_move_what_their_cells_take():

@@ -1,0 +1,92 @@
+"""What an expert takes on a CPU that has its weights: C and β of PreScope's t_c(m) = β·m + C,
+equation (3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.sizing.cost_model import line
+from moejax.step.executor import Executor
+from moejax.step.experts import compute_in_place
+from moejax.step.programs import ProgramKey
+
+EXPERTS, ROWS, REPEATS = 8, (1, 2, 4, 8, 16, 32, 64), 15
+"""Experts of a call, rows of each, and timed calls."""
+
+
+def cpu_expert_costs(runner: Executor) -> np.ndarray | None:
+    """float64[2]: C and β in seconds, neither below 0. Where the runner's own experts run on a CPU,
+    by the op and the threads that a second processor computes them with; else by XLA's products on
+    jax's CPU. None where jax has none."""
+    if runner.steps.ops.expert_ffn == "cpu":
+        seconds = _in_place_seconds(runner)
+    else:
+        try:
+            seconds = _xla_seconds(runner, jax.devices("cpu")[0])
+        except RuntimeError:  # JAX_PLATFORMS names another one only
+            return None
+    return line(np.stack([ROWS, seconds], axis=1), 1)
+
+
+def _in_place_seconds(runner: Executor) -> list[float]:
+    """Seconds of an expert of each of ROWS, read where it is. Of a call of several experts less one
+    of a single one: what a call takes by itself is a layer's, not an expert's."""
+    context, second = runner.programs().context(ProgramKey("decode")), runner.steps.second
+    if second is not None:
+        context = dataclasses.replace(context, threads=second.threads[1])
+    layers, experts, _, hidden = runner.stores[0].shape
+    most = min(EXPERTS, experts)
+
+    @jax.jit
+    def compute(stores, x, ids, layer, listed, count):
+        given = dataclasses.replace(context, stores=stores)
+        return compute_in_place(x, ids, (layers, experts), layer, listed, count, given)
+
+    listed = np.full(experts, -1, np.int32)
+    listed[:most] = np.arange(most)
+    found = []
+    for rows in ROWS:
+        ids = np.repeat(np.arange(most, dtype=np.int32), rows)[:, None]
+        x = jnp.full((len(ids), hidden), 0.01, _dtype(runner))
+
+        def call(repeat: int, count: int, x=x, ids=ids) -> jax.Array:
+            layer = np.int32(repeat % layers)  # so that weights come from memory
+            return compute(runner.stores, x, ids, layer, listed, np.int32(count))
+
+        several, one = (median_s(functools.partial(call, count=count)) for count in (most, 1))
+        found.append(max(several - one, 0.0) / max(most - 1, 1))
+    return found
+
+
+def _xla_seconds(runner: Executor, device: jax.Device) -> list[float]:
+    """Seconds of one expert's three products of each of ROWS."""
+    hidden, width = runner.config.hidden_size, runner.config.moe_intermediate_size
+    weights = jax.device_put(np.full((3, width, hidden), 0.01, _dtype(runner)), device)
+
+    @jax.jit
+    def compute(x, weights):
+        return (jax.nn.silu(x @ weights[0].T) * (x @ weights[1].T)) @ weights[2]
+
+    inputs = (jax.device_put(jnp.ones((rows, hidden), _dtype(runner)), device) for rows in ROWS)
+    return [median_s(lambda _, x=x: compute(x, weights)) for x in inputs]
+
+
+def _dtype(runner: Executor) -> np.dtype:
+    return jax.tree.leaves(runner.state["embedding"])[0].dtype
+
+
+def median_s(call: Callable[[int], jax.Array]) -> float:
+    """Median seconds of a call until its result is there, the first call left out."""
+    found = []
+    for repeat in range(REPEATS + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(call(repeat))
+        found.append(time.perf_counter() - began)
+    return float(np.median(found[1:]))
