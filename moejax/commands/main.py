@@ -31,7 +31,7 @@ from moejax.commands import (
 from moejax.commands.gpu import check_gpu, doctor
 from moejax.commands.grids import ablate, report
 from moejax.errors import UserError
-from moejax.start.options import MOVED, OPTIONS, moved_flag
+from moejax.start.options import OPTIONS
 from pallas_kernels.option_text import nearest
 
 COMMANDS = (
@@ -87,16 +87,11 @@ class _Version(argparse.Action):
 
 
 def _unrecognized(unknown: Sequence[str], args: argparse.Namespace) -> str:
-    """What to say of arguments that the command has not: where each has moved to, or the option
-    that it may mean."""
-    said = f"unrecognized arguments: {' '.join(unknown)}"
+    """What to say of arguments that the command has not, with the options that they may mean."""
     known = [name for action in args.parser._actions for name in action.option_strings]
-    for word in (word.partition("=")[0] for word in unknown if word.startswith("--")):
-        if (name := word[2:].replace("-", "_")) in MOVED:
-            said += f"; {word} is no option any more, write {moved_flag(name)}"
-        else:
-            said += nearest(word, known)
-    return said
+    flags = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    near = "".join(nearest(flag, known) for flag in flags)
+    return f"unrecognized arguments: {' '.join(unknown)}{near}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -50,6 +50,7 @@ from moejax.serve.generation import (
     run_stream,
 )
 from moejax.start.build import start_engine
+from moejax.start.choices import Settings
 from moejax.start.decide.shapes import ops_in_use
 from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import cache_of, stored_versions
@@ -57,7 +58,7 @@ from moejax.start.fields import with_keywords_of
 from moejax.start.options import Config, Keywords
 from moejax.start.precision import precision_stats
 from moejax.start.report.explain import Explanation, explain, store_stats
-from moejax.start.settings import Settings, settings_of
+from moejax.start.settings import settings_of
 
 log = logging.getLogger("moejax")
 
@@ -316,7 +317,7 @@ class LLM:
                 "device": self.device.device_kind,
                 "eviction": settings.eviction,
                 "precision": precision_stats(settings.precision, control, engine, self._made),
-                "budget": {**settings.budgets.stats(), **engine.resizer.stats()},
+                "budget": {**settings.budget_stats(), **engine.resizer.stats()},
                 "jax": jax.__version__,
                 "ops": ops_in_use(runner.config, runner.ops),
                 "driver": runner.driver,

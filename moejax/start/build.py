@@ -29,6 +29,7 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.errors import user_errors
 from moejax.models.layers import Decoder
+from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
 from moejax.start.decide.transfers import automatic, with_packed
@@ -36,7 +37,7 @@ from moejax.start.kernels import checked_later, native_note, verify_kernels
 from moejax.start.options import Config
 from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
-from moejax.start.settings import Settings, settings_of
+from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
 from moejax.step.executor import Executor
 from moejax.step.step_parts import StepSpec
@@ -292,7 +293,7 @@ def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
         "placement_same_bits": plan.steps.second is None or plan.steps.second.same_bits,
         "cache_aware_routing": plan.steps.cache_aware,
         "precision": precision,
-        "budgets": settings.budgets.stats(),
+        "budgets": settings.budget_stats(),
     }
     arrays = settings.trace_arrays
     return start_trace(

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from moejax.sizes import rate, size
 from pallas_kernels.option_text import (
     Reader,
     one_of,
+    parse_option,
     parse_pairs,
     reads,
     seconds,
@@ -208,3 +210,35 @@ def read_recording(given: str | os.PathLike[str] | Recording) -> Recording:
     if not found:
         return Recording(given)
     return Recording(directory, **parse_pairs("trace", f"arrays={arrays}", _readers(Recording)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """What each layer gets of the experts' share."""
+
+    rule: str = "uniform"
+    """`uniform` or `marginal`; uniform where numbers are given."""
+    trace: str | None = None
+    """By whose miss curves the rule shares; None: by live ones."""
+    split: str | None = None
+    """A trace by which the line between experts and KV is drawn too; None: sizes draw it."""
+    each: tuple[int, ...] | None = None
+    """Cells of each layer, in numbers."""
+
+
+_RULES = ("uniform", "marginal")
+
+
+def read_cells(given: str | Sequence[int] | Cells) -> Cells:
+    """``NAME[=TRACE][,split=TRACE]``, or a number a layer."""
+    if isinstance(given, Cells):
+        return given
+    if not isinstance(given, str) or given[:1].isdigit():
+        numbers = given.split(",") if isinstance(given, str) else given
+        try:
+            return Cells(each=tuple(int(n) for n in numbers))
+        except (TypeError, ValueError):
+            raise ValueError(f"cells are a name or a whole number a layer, not {given!r}") from None
+    settings = {rule: {"split": str} for rule in _RULES}
+    rule, trace, found = parse_option("cells", given, settings, paths=_RULES)
+    return Cells(rule, trace, **found)

@@ -6,18 +6,21 @@ else."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
 from moejax.sizes import Share, parse_expert_budget, parse_size
 from moejax.start.fields import Option, changes_bits, group, optional, options_of, same_bits
 from moejax.start.option_values import (
+    Cells,
     Driver,
     Recording,
     Store,
     Transfers,
+    read_cells,
     read_driver,
     read_recording,
     read_store,
@@ -48,9 +51,25 @@ def _step(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _overflow(value: str) -> str:
-    if value not in ("swap", "recompute"):
-        raise UserError(unknown("kv_overflow", value, ("swap", "recompute")))
+def _word(option: str, *known: str) -> Callable[[str], str]:
+    """Reads an option that is one of these words."""
+
+    def read(value: str) -> str:
+        if value not in known:
+            raise UserError(unknown(option, value, known))
+        return value
+
+    return read
+
+
+def _favour(value: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UserError(f"cache_aware_routing must be a number, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise UserError(
+            "cache_aware_routing is how much of its score a missing expert loses, a number from 0 "
+            f"up such as 0.05, not {value}"
+        )
     return value
 
 
@@ -142,7 +161,7 @@ class MemoryOptions:
         "KV that makes room is swapped to host memory, or dropped and computed again, which "
         "changes bits: swap, recompute (default: swap)",
         default="swap",
-        converter=_overflow,
+        converter=_word("kv_overflow", "swap", "recompute"),
     )
     enable_prefix_caching: bool = same_bits(
         "prompts with equal beginnings share KV (default: they do)",
@@ -187,6 +206,8 @@ class PolicyOptions:
         "misses, and OTHER OUTPUTS, which depend on budget, policies and what else runs "
         "(docs/prescope.md; default: outputs are those of full residency)",
         default=None,
+        converter=optional(_favour),
+        type=float,
         metavar="DELTA",
     )
     policies: Sequence[Policy] = changes_bits(
@@ -206,12 +227,13 @@ class PolicyOptions:
         default=None,
         common=True,
     )
-    cells: str | Sequence[int] = same_bits(
+    cells: Cells = same_bits(
         "what each layer gets of the experts' share: uniform, or marginal by the miss "
         "curves of a trace or, without one, live; split=TRACE puts the line between experts and KV "
         "where it costs least on that trace's requests; or a number a layer such as 9,8,8,7; see "
         "docs/memory.md (default: uniform)",
         default="uniform",
+        converter=read_cells,
         metavar="NAME[=TRACE][,split=TRACE]",
     )
     resize: str = same_bits(
@@ -219,6 +241,7 @@ class PolicyOptions:
         "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
         "once, for the most tokens a second) (default: none)",
         default="none",
+        converter=_word("resize", "none", "peak_headroom", "mv_wsa", "joint"),
     )
 
 
@@ -328,30 +351,6 @@ OPTIONS: dict[str, Option] = {
     name: one for kind in GROUPS.values() for name, one in options_of(kind).items()
 }
 
-MOVED = {
-    "verify_reads": "store=file,verify=false",
-    "host_memory": "store=file,host_memory=SIZE",
-    "budget": "cells=uniform,split=TRACE",
-    "hi": "precision=NAME,hi=VERSION",
-    "lo": "precision=NAME,lo=VERSION",
-    "interval": "precision=dynaexq,interval=N UNIT",
-    "hi_share": "precision=NAME,hi_share=SHARE",
-    "quantizer": "precision=NAME,quantizer=NAME",
-    "chunk_bytes": "transfers=queue,chunk_bytes=SIZE",
-    "transfer_threads": "transfers=queue,threads=N",
-    "link_rate": "transfers=queue,rate=RATE",
-    "link_latency": "transfers=queue,latency=TIME",
-    "placement_test": "driver=host,threads=A+B,startup=TIME",
-    "tiers": "driver=stream,tiers=NAME",
-    "prefill_waves": "driver=device,waves=N",
-    "trace_arrays": "trace=DIR,arrays=NAME+NAME",
-    "cache_dir": "JAX_COMPILATION_CACHE_DIR=DIR of the environment",
-}
-"""Option that was one → how the same is written now."""
-
-
-BOTH_MEMORIES = "host_memory of a store is memory and the parameters together; give one of them"
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -365,21 +364,12 @@ class Config:
 
     @classmethod
     def of(cls, model: str | os.PathLike[str], **given: Any) -> Config:
-        """The options of LLM(model, KEYWORD=…). Raises UserError for one that has moved, TypeError
-        for one that there is not."""
+        """The options of LLM(model, KEYWORD=…). Raises TypeError for one that there is not."""
         for name in given:
             if name not in OPTIONS:
-                raise (UserError if name in MOVED else TypeError)(unknown_option(name))
+                raise TypeError(unknown_option(name))
         given["model"] = model
         return cls(**{place: kind(**_of(kind, given)) for place, kind in GROUPS.items()})
-
-    def __post_init__(self):
-        # There host_memory may be another memory: moejax.start.decide.transfers.cache_of.
-        queued = self.transfer.transfers.name == "queue"
-        cached = queued or self.transfer.driver.name == "stream"
-        both = self.memory.store.host_memory is not None and self.memory.memory is not None
-        if both and not cached:
-            raise UserError(BOTH_MEMORIES)
 
     def replaced(self, **given: Any) -> Config:
         """The same but for these options."""
@@ -398,15 +388,7 @@ def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
     """What to say of an option that there is not. known: those that there are."""
-    if name in MOVED:
-        return f"{name} is no option any more; write {MOVED[name]}"
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
-
-
-def moved_flag(name: str) -> str:
-    """How the command line writes an option of MOVED now."""
-    option, _, value = MOVED[name].partition("=")
-    return f"--{option} {value}" if option in OPTIONS else MOVED[name]
 
 
 def refuse_cache_aware(delta: float | None, why: str) -> None:

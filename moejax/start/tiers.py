@@ -1,5 +1,4 @@
-"""`driver=stream,tiers=…`: what goes with tiers, and how fast experts get from them into the
-window."""
+"""`driver=stream,tiers=…`: how fast experts get from tiers into the window."""
 
 from __future__ import annotations
 
@@ -15,19 +14,13 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.memory.arena import own_arena
 from host_offload.memory.record_source import StackedRecords, locate_records
 from host_offload.queue.native import NativeQueue
-from moejax.errors import UserError
 from pallas_kernels.cpu.arena import drain
 from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.records import decode
 
 if TYPE_CHECKING:
-    from host_offload.policies.precision.precision_names import Precision
-    from moejax.start.option_values import Driver
-    from moejax.start.options import Config
     from moejax.step.step_parts import StepSpec
-
-PACKED_AS = "lossless12"
 
 _PROBED = 32 << 20
 """Dense bytes that are moved to measure a rate."""
@@ -40,22 +33,6 @@ class TierRates(NamedTuple):
     """Over the link."""
     packed: float
     """Decoded into the window."""
-
-
-def tiers_of_options(options: Config, precision: Precision) -> Driver | None:
-    """Raises UserError for what does not go with tiers."""
-    driver = options.transfer.driver
-    if driver.tiers is None:
-        return None
-    store = options.memory.store.name
-    if precision.versions != ("dense",) or store != "memory":
-        raise UserError(
-            f"tiers={driver.tiers} packs dense experts of a store in memory, not precision "
-            f"{precision.name} of store={store!r}; leave those out, or tiers"
-        )
-    if (options.transfer.transfers.chunk_bytes or 0) % 2:
-        raise UserError(f"tiers={driver.tiers} decodes whole values; use an even chunk_bytes")
-    return driver
 
 
 def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:

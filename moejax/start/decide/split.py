@@ -22,7 +22,7 @@ from moejax.costs.store import identity, kept_cost_model
 from moejax.costs.workload_plan import open_trace, weighed
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
-from moejax.start.settings import BudgetOptions
+from moejax.start.options import Config
 from moejax.step.step_parts import StepSpec
 from moejax.traces.tracer import config_digest
 
@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 def start_split(
-    wanted: BudgetOptions,
+    options: Config,
     budget: Budget,
     had: Sequence[int],
     spec: Spec,
@@ -50,31 +50,32 @@ def start_split(
     had: cells of each layer by the budget alone. costs: needed with a trace for `budget`. Raises
     UserError for a trace that is of no use; one that is only remembered is noted then.
     """
-    if (given := wanted.given_cells) is not None:
+    wanted = options.policy.cells
+    if (given := wanted.each) is not None:
         if len(given) != len(had) or sum(given) > sum(had):
             raise UserError(
                 f"cells: {len(given)} numbers, {sum(given)} in all; "
                 f"the model has {len(had)} layers with experts and the budget {sum(had)} cells"
             )
         return Split(given, budget.kv_slots, f"cells of each layer: {_short(given)}, as given")
-    if wanted.budget_trace is not None:
+    if wanted.split is not None:
         assert costs is not None
-        split = _configured(wanted, _trace(wanted.budget_trace, spec), spec, costs)
+        split = _configured(options, _trace(wanted.split, spec), spec, costs)
         return split._replace(note="budget mv_wsa: " + split.note)
-    if wanted.cells_trace is not None:
-        curves = trace_curves(_trace(wanted.cells_trace, spec), kind="decode")
-        found = allocate(wanted.cells, curves.misses, sum(had))
+    if wanted.trace is not None:
+        curves = trace_curves(_trace(wanted.trace, spec), kind="decode")
+        found = allocate(wanted.rule, curves.misses, sum(had))
         cells = tuple(found.cells.tolist())
         note = (
-            f"cells of each layer: {_short(cells)}, {wanted.cells} by the trace, "
+            f"cells of each layer: {_short(cells)}, {wanted.rule} by the trace, "
             f"which would have missed {found.misses:.0f} of {int(curves.references.sum())}"
         )
         return Split(cells, budget.kv_slots, note)
-    sizes = wanted.options.memory.expert_budget, wanted.options.memory.kv_budget
-    asked = wanted.cells != "uniform" or sizes != (None, None)
+    sizes = options.memory.expert_budget, options.memory.kv_budget
+    asked = wanted.rule != "uniform" or sizes != (None, None)
     if not budget.cut or asked or len(steps.layout.records) > 1:
         return None
-    return _by_rule(wanted, Split(tuple(had), budget.kv_slots, ""), spec, steps)
+    return _by_rule(options, Split(tuple(had), budget.kv_slots, ""), spec, steps)
 
 
 def check_split(spec: Spec, steps: StepSpec, cells: Sequence[int], kv_slots: int) -> None:
@@ -89,7 +90,7 @@ def check_split(spec: Spec, steps: StepSpec, cells: Sequence[int], kv_slots: int
         check_grant((spec.layers, spec.cell_bound), slots, list(cells), kv_slots)
 
 
-def _by_rule(wanted: BudgetOptions, had: Split, spec: Spec, steps: StepSpec) -> Split:
+def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
     """Who decides where not everything fits and nobody was asked: the configurator, by the workload
     that is remembered for the model and by costs that were measured before; without either,
     resolve_budget's rule, by which the split is `had`."""
@@ -100,7 +101,7 @@ def _by_rule(wanted: BudgetOptions, had: Split, spec: Spec, steps: StepSpec) -> 
             none = "no workload is remembered (moejax plan --trace T --remember)"
             return had._replace(note=f"{rule}; {none}")
         trace = _trace(directory, spec)
-        split = _configured(wanted, trace, spec, known_costs(steps))
+        split = _configured(options, trace, spec, known_costs(steps))
         check_split(spec, steps, split.cells, split.kv_slots)
     except UserError as error:
         log.warning("the workload that is remembered does not split the memory: %s", error)
@@ -116,12 +117,12 @@ def known_costs(steps: StepSpec) -> Costs:
     return kept.costs()
 
 
-def _configured(wanted: BudgetOptions, trace: Trace, spec: Spec, costs: Costs) -> Split:
+def _configured(options: Config, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
-    prices = weighed(costs, spec, wanted.options.memory.kv_overflow)
+    prices = weighed(costs, spec, options.memory.kv_overflow)
     division = division_of(spec)
     with user_errors(where=f"{trace.directory}: "):
-        found = configure(turns_of(trace), division, prices, allocation=wanted.cells)
+        found = configure(turns_of(trace), division, prices, allocation=options.policy.cells.rule)
     cells = tuple(found.cells.tolist())
     note = (
         f"{found.cap} cells a layer ({_short(cells)}), "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
-from host_offload.control.rules import search_of
+from host_offload.control.rules import gives_away, search_of
 from host_offload.control.transitions import check_resident
 from host_offload.control.window import WindowSpec
 from host_offload.memory.budget import Budget, cells_per_layer, format_bytes, resolve_budget
@@ -21,6 +21,8 @@ from moejax.costs.transition_bound import with_step_bound
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
 from moejax.models.model_config import ModelConfig
+from moejax.start.choices import PACKED_AS, Settings
+from moejax.start.conflicts import Situation, refuse_conflicts
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
 from moejax.start.decide.shapes import (
     KERNEL_WAVES,
@@ -31,9 +33,9 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.decide.split import check_split, start_split
-from moejax.start.decide.store_choice import check_file_steps, why_cells, why_donated
-from moejax.start.decide.stream import check_stream, storage_model, stream_notes, window_of
-from moejax.start.decide.transfers import cache_of, check_queue, link_notes, queue_of
+from moejax.start.decide.store_choice import why_cells, why_donated
+from moejax.start.decide.stream import storage_model, stream_notes, window_of
+from moejax.start.decide.transfers import cache_of, queue_of
 from moejax.start.precision import (
     expert_budget_of,
     formats_of,
@@ -42,13 +44,10 @@ from moejax.start.precision import (
     paged_cells,
     resident_versions,
 )
-from moejax.start.routing import check_router, routing_notes
-from moejax.start.second import check_second, second_notes, second_of
-from moejax.start.settings import Settings
-from moejax.start.tiers import PACKED_AS
-from moejax.step.step_parts import TRACE_ARRAYS, StepSpec
+from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StatedTimes, StepSpec
 from moejax.traces.tracer import config_digest
-from pallas_kernels import resolve_ops
+from pallas_kernels import Ops, resolve_ops
+from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 
 _MAPS_TAKE = "expert maps take"
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
@@ -173,16 +172,27 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
         tiers=options.transfer.driver.tiers or "",
         store="file" if options.memory.store.name == "file" else "memory",
         queue=queue_of(settings),
-        second=second_of(options, settings.policies, ops, model.dtype, device.platform),
+        second=second_of(settings, ops, model.dtype, device.platform),
         trace_arrays=TRACE_ARRAYS & {*settings.trace_arrays, *needs},
         cache_aware=options.policy.cache_aware_routing,
     )
-    check_router(steps.cache_aware, config)
-    check_stream(settings, steps, device.platform)
-    check_file_steps(settings, steps, device.platform)
-    check_queue(settings, steps, device.platform)
-    check_second(options, steps, device.platform)
+    refuse_conflicts(Situation(settings, device.platform, steps))
     return steps
+
+
+def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> SecondProcessor | None:
+    """The second processor that the policies give experts to; None: there is none. Where the steps'
+    own expert op is none of a CPU's, it is the native one, or XLA's where that is not built. Both
+    run on what threads there are, as fast as they go, where the driver says nothing."""
+    if not gives_away(settings.policies):
+        return None
+    driver, own = settings.options.transfer.driver, ops.expert_ffn
+    times = StatedTimes(**driver.times) if driver.times else None
+    name = "cpu" if why_not_cpu() is None and dtype in DTYPES else "xla"
+    if own == "cpu" or (own, platform) == ("xla", "cpu"):
+        name = own
+    same = (name, "cpu") == (own, platform)
+    return SecondProcessor(driver.threads or (0, 0), times, implementation=name, same_bits=same)
 
 
 def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tuple[int, int, int]:
@@ -350,8 +360,7 @@ def decide(
     if isinstance(mixed, ResidentSpec):
         mixed = with_step_bound(mixed, precision, steps, device.platform, model.read_bytes)
     window = _window(settings, model, device, steps, device.memory)
-    notes = [*budget.notes, *link_notes(steps.queue), *second_notes(steps.second)]
-    notes += routing_notes(steps.cache_aware)
+    notes = [*budget.notes, *_result_notes(steps)]
     dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
@@ -369,7 +378,7 @@ def decide(
     )
     split = None
     if window is None and not steps.in_place:
-        split = start_split(settings.budgets, budget, cells, spec, steps, costs)
+        split = start_split(settings.options, budget, cells, spec, steps, costs)
     if split is not None:
         check_split(spec, steps, split.cells, split.kv_slots)
         cells, notes = split.cells, [*notes, split.note]
@@ -399,3 +408,24 @@ def decide(
         # A prefill step with experts to move costs almost the same for one prompt as for many.
         admission=1 if window is None and min(least, default=experts) >= experts else -(-seqs // 4),
     )
+
+
+def _result_notes(steps: StepSpec) -> list[str]:
+    """What results must say of the link and of what changes outputs."""
+    notes, queue, second, delta = [], steps.queue, steps.second, steps.cache_aware
+    if queue is not None and (queue.rate or queue.latency):
+        rate = f"{queue.rate / 1e9:.3g} GB/s" if queue.rate else "unlimited rate"
+        notes.append(f"experts pass a link of {rate}, {queue.latency * 1e6:.3g} us, beside compute")
+    if second is not None and not second.same_bits:
+        notes.append(
+            "missed experts that a placement gives to the CPU are computed by another "
+            f"implementation ({second.implementation}) with other bits: outputs are a function of "
+            "the placement, which a trace records"
+        )
+    if delta is not None:
+        notes.append(
+            f"cache_aware_routing {delta:g} CHANGES OUTPUTS: a missing expert loses {delta:g} of "
+            "its score where routers choose, so tokens and logits depend on who is resident, that "
+            "is on budget, policies and what else runs; they are not those of full residency"
+        )
+    return notes

@@ -1,4 +1,4 @@
-"""What the stream driver needs, what goes with it, and when it pays."""
+"""What the stream driver holds, and when it pays."""
 
 from __future__ import annotations
 
@@ -18,47 +18,10 @@ from host_offload.control.window import (
 from host_offload.memory.budget import Share, expert_slots_of, format_bytes
 from host_offload.sizing.tiers import StorageModel, uniform_placement
 from moejax.errors import UserError
-from moejax.start.decide.store_choice import about_cells
-from moejax.start.decide.transfers import jax_copies
+from moejax.start.choices import Settings
 from moejax.start.option_values import Driver
-from moejax.start.settings import Settings
 from moejax.start.tiers import TierRates
 from moejax.step.step_parts import StepSpec
-
-
-def check_stream(settings: Settings, steps: StepSpec, platform: str) -> None:
-    """Raises UserError where driver="stream" cannot run, or what else was asked for says nothing
-    with it."""
-    if not steps.window:
-        return
-    options, precision = settings.options, settings.precision
-    others = ", ".join(f"{op} {name}" for op, name in steps.foreign_ops.items())
-    if steps.separate and not jax_copies(settings, platform):
-        raise UserError(
-            f"driver=stream: {others} is not native beside ops that are, for which experts were "
-            "loaded; use ops='cpu' or ops='xla', or driver='device'"
-        )
-    if precision.mixed or precision.in_transit:
-        raise UserError(
-            f"driver=stream has experts of one version, as they lie in the store, not precision "
-            f"{precision.name}; leave it out, name one version, or use driver='device'"
-        )
-    asked = {
-        **about_cells(options),
-        "trace": options.runtime.trace is not None,
-    }
-    for name, wanted in asked.items():
-        if wanted:
-            raise UserError(
-                f"driver=stream brings every expert of each layer, in the memory of two layers, so "
-                f"{name} says nothing; leave {name} out, or use driver='device'"
-            )
-    layers = sum(steps.config.moe_layers)
-    if layers < 3:
-        raise UserError(
-            f"driver=stream holds two layers of experts, and this model has {layers}: nothing "
-            "would stream; use driver='device'"
-        )
 
 
 def window_of(

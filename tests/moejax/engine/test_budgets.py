@@ -15,7 +15,7 @@ from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from moejax import LLM, UserError
 from moejax.engine.control import control_of
 from moejax.start.options import Config
-from moejax.start.settings import parse_budget_options
+from moejax.start.settings import settings_of
 from scripts.parts.controllers import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
@@ -31,7 +31,7 @@ from tests.moejax.engine.budget_workload import (
 
 
 def parsed(**options):
-    return parse_budget_options(Config.of("demo", **options))
+    return settings_of(Config.of("demo", **options))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,8 @@ def parsed(**options):
     ],
 )
 def test_names_are_policies(options, policies):
-    assert parsed(**options).policies() == policies
+    _, *budgets = parsed(**options).policies
+    assert tuple(budgets) == policies
 
 
 @pytest.mark.parametrize(
@@ -65,16 +66,19 @@ def test_names_are_policies(options, policies):
         ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
         ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal"),
         ({"cells": ""}, "unknown cells ''"),
-        ({"cells": "marginal=a,split=b"}, "shares its cells by its own trace; leave out =a of"),
-        ({"cells": "uniform=t"}, "cells uniform needs no trace"),
+        (
+            {"cells": "marginal=a,split=b"},
+            "cells=marginal,split=TRACE and cells=marginal=a do not go",
+        ),
+        ({"cells": "uniform=t"}, "cells=uniform=TRACE: it needs no trace; leave it out"),
         (
             {"cells": "uniform,split=t", "kv_budget": 1 << 20},
-            "decides the split; leave out kv_budget",
+            "cells=uniform,split=TRACE and kv_budget do not go",
         ),
         ({"resize": "peak_headroom", "cells": "marginal"}, "gives every layer as many cells"),
         ({"cells": "3,x"}, "a name or a whole number a layer"),
         ({"cells": [3, None]}, "a name or a whole number a layer"),
-        ({"cells": [3, 3, 3, 3], "resize": "mv_wsa"}, "cells in numbers stay as they are"),
+        ({"cells": [3, 3, 3, 3], "resize": "mv_wsa"}, "cells in numbers and resize do not go"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, match):

@@ -23,7 +23,7 @@ from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceError
 from moejax import LLM, UserError
 from moejax.commands.main import main
-from moejax.start.second import second_of
+from moejax.start.decide.start_plan import second_of
 from moejax.step.programs import ProgramKey
 from tests.faults import Faults, inject
 from tests.moejax.engine.scenes import (

@@ -65,9 +65,9 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"ops": "fill=xla"}, "runs as one executable: use driver='host', or transfers='ops'"),
             (
                 {"ops": "kv_write=xla"},
-                "needs native CPU ops, which wait for transfers; op kv_write",
+                "transfers='queue' and kv_write xla do not go",
             ),
-            (IN_TRANSIT, "decodes experts on their way"),
+            (IN_TRANSIT, "transfers='queue' and precision lossless12 do not go"),
             ({"transfers": "queue,rate=fast"}, "rate='fast' is not a rate; write bytes per second"),
             ({"transfers": "queue,latency=-1us"}, "latency='-1us' is not a time; write 20us, 1.5"),
             ({"transfers": "queue,chunk_bytes=0"}, "chunk_bytes='0' is not a size"),
@@ -79,43 +79,55 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
         {**QUEUE, "expert_budget": "40%"},
         [
             ({"driver": "device"}, "runs as one executable: use driver='host', or transfers='ops'"),
-            ({"transfers": "queue,latency=2us"}, "are for a CPU with native ops, whose transfers"),
-            ({"precision": "int8"}, "brings dense experts, not precision int8: use transfers='ops"),
-            (IN_TRANSIT, "brings dense experts, not precision"),
-            ({"resize": "mv_wsa"}, "what steps cost there is not measured, and these policies"),
-            ({"transfers": "ops", "store": "file", "ops": "auto"}, "is read by a queue of transfe"),
-            ({"store": "file"}, "read through a cache in pinned host memory here: say how large"),
+            (
+                {"transfers": "queue,latency=2us"},
+                "ive and rate and latency of transfers='queue' do not go",
+            ),
+            ({"precision": "int8"}, "th ops that are not native and precision int8 do not go"),
+            (IN_TRANSIT, " that are not native and precision lossless12 do not go"),
+            ({"resize": "mv_wsa"}, "ative and policies or budgets that need costs do not go"),
+            (
+                {"transfers": "ops", "store": "file", "ops": "auto"},
+                "transfers=ops and store=file do not go",
+            ),
+            ({"store": "file"}, "file,host_memory=SIZE' (--store file,host_memory=16GiB)"),
         ],
     ),
     (
         {"driver": "stream"},
         [
-            ({"ops": "kv_write=xla"}, "kv_write xla is not native beside ops that are, for which"),
-            ({"precision": "dynaexq"}, "which driver='stream' lacks"),
-            ({"precision": "random"}, "driver=stream has experts of one version"),
-            (IN_TRANSIT, "as they lie in the store, not precision"),
-            ({"eviction": "lfu"}, "so eviction says nothing; leave eviction out, or use driver="),
-            ({"prefetch": "random"}, "which driver='stream' lacks"),
-            ({"placement": "prescope"}, "which driver='stream' lacks"),
-            ({"resize": "mv_wsa"}, "which driver='stream' lacks"),
+            ({"ops": "kv_write=xla"}, "transfers='queue' and kv_write xla do not go"),
+            ({"precision": "dynaexq"}, "driver=stream and precision dynaexq do not go"),
+            ({"precision": "random"}, "driver=stream and precision random do not go"),
+            (IN_TRANSIT, "driver=stream and precision lossless12 do not go"),
+            ({"eviction": "lfu"}, "driver=stream and eviction do not go"),
+            ({"prefetch": "random"}, "driver=stream and prefetch do not go"),
+            ({"placement": "prescope"}, "driver=stream and placement do not go"),
+            ({"resize": "mv_wsa"}, "driver=stream and resize do not go"),
             ({"cells": "9,9,9,9"}, "so cells says nothing"),
             ({"expert_budget": "25%"}, "two layers of experts, 3 MiB (3145728 bytes), and expert"),
             ({"trace": "nowhere"}, "so trace says nothing"),
             ({"memory": "3MiB"}, "arena too small"),
             ({"hooks": object()}, "which no hook can enter; use driver='host'"),
-            ({"cache_aware_routing": 0.1}, "with driver='stream' all of them are"),
+            ({"cache_aware_routing": 0.1}, "cache_aware_routing and driver=stream do not go"),
         ],
     ),
     (
         {**STREAM_QUEUE, "enable_prefix_caching": False},
         [
-            ({"driver": "stream,tiers=flux"}, "planner=live moves residents of an arena that the"),
-            ({"precision": "int8"}, "driver='stream' with ops that are not native brings dense e"),
-            ({"transfers": "queue,rate=2GB/s"}, "jax's copies pass the link as it is: leave them"),
-            ({"store": "file"}, "read through a cache in pinned host memory here: say how large"),
+            (
+                {"driver": "stream,tiers=flux"},
+                "with ops that are not native and planner=live do not go",
+            ),
+            ({"precision": "int8"}, "th ops that are not native and precision int8 do not go"),
+            (
+                {"transfers": "queue,rate=2GB/s"},
+                "ive and rate and latency of transfers='queue' do not go",
+            ),
+            ({"store": "file"}, "file,host_memory=SIZE' (--store file,host_memory=16GiB)"),
             ({"memory": EXPERTS * RECORD}, "the next layer's experts take in staging 1.5 MiB of d"),
-            ({"store": "shared"}, "keeps experts in pinned arrays of its own, not in memory that"),
-            ({"transfers": "ops"}, "loads layers by a queue of transfers; leave out transfers='op"),
+            ({"store": "shared"}, "with ops that are not native and store=shared do not go"),
+            ({"transfers": "ops"}, "transfers=ops and driver=stream do not go"),
             ({"expert_budget": "20%"}, "holds a layer, beside the next one in staging, of experts"),
         ],
     ),
@@ -127,9 +139,9 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
                 "is not one of flux, flux-direct, did you mean 'flux'",
             ),
             ({"driver": "stream,dense=50%"}, "dense is of tiers; add tiers=flux"),
-            ({"precision": "int8"}, "packs dense experts of a store in memory, not precision"),
+            ({"precision": "int8"}, "tiers=flux and precision int8 do not go"),
             ({"dtype": "float32"}, "lossless12 holds bfloat16 weights, not float32"),
-            ({"transfers": "queue,chunk_bytes=1001"}, "decodes whole values; use an even chunk_b"),
+            ({"transfers": "queue,chunk_bytes=1001"}, "tiers=flux and this chunk_bytes do not go"),
             ({"driver": f"{FLUX},dense=60%,packed=60%"}, "dense=0.6 and packed=0.6 are more than"),
             ({"driver": f"{FLUX},alpha=1"}, "driver 'stream' has no setting 'alpha=1'; known: ti"),
             ({"driver": f"{FLUX},by=layers,planner=live"}, "stay as they begin; use planner=none"),
@@ -152,15 +164,18 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"driver": "host,speed=1ms"}, "has no setting 'speed=1ms'; known: waves=…, threads=…"),
             ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
             ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
-            ({"cache_aware_routing": 0.1}, "a placement on measured times who comes"),
+            ({"cache_aware_routing": 0.1}, "cache_aware_routing and placement do not go"),
         ],
     ),
     (
         {**PLACED_QUEUE, "expert_budget": "40%", "enable_prefix_caching": False},
         [
             ({"placement": "prescope"}, "(a placement takes stated ones: per_token=TIME,startup="),
-            ({"driver": "host,threads=1+1"}, "two groups of a CPU's cores, which transfers='queu"),
-            ({"transfers": "queue,chunk_bytes=16KiB"}, "in one piece, and chunk_bytes cuts it"),
+            (
+                {"driver": "host,threads=1+1"},
+                "cement and threads and times of driver='host' do not go",
+            ),
+            ({"transfers": "queue,chunk_bytes=16KiB"}, "placement and chunk_bytes do not go"),
             (
                 {"driver": "device"},
                 "PlacementPolicy asks for EXPERTS_BEGIN, which driver='device' lacks",
@@ -180,9 +195,9 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     (
         {**TWO_VERSIONS, "enable_prefix_caching": False},
         [
-            ({"resize": "mv_wsa"}, "it weighs the misses of experts, and where every expert is"),
+            ({"resize": "mv_wsa"}, "precision dynaexq and resize=mv_wsa do not go"),
             ({"resize": "joint"}, "use resize=peak_headroom"),
-            ({**PEAK, "precision": "dynaexq,hi_share=50%"}, "hi_share fixes how many experts are"),
+            ({**PEAK, "precision": "dynaexq,hi_share=50%"}, "hi_share and resize do not go"),
             ({**PEAK, "precision": "random"}, "versions are fixed"),
             (
                 {**PEAK, "precision": "dynaexq,paged=true"},
@@ -224,7 +239,7 @@ def test_a_prefetch_is_refused_before_anything_is_read(capsys):
 
 def test_a_router_that_takes_no_correction_is_refused(tmp_path):
     directory = write_checkpoint(tmp_path, "PhimoeForCausalLM")
-    with pytest.raises(UserError, match=r"this model's router \(sparsemixer\) chooses by logits"):
+    with pytest.raises(UserError, match="cache_aware_routing and a sparsemixer router do not go"):
         open_llm(directory, cache_aware_routing=0.1).close()
 
 

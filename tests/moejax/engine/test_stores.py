@@ -99,21 +99,29 @@ def test_a_cache_holds_what_is_on_its_way_and_is_none_of_the_devices_memory(conv
 )
 def test_options_that_go_with_files(options, message):
     with pytest.raises(UserError, match=message):
-        Config.of("demo", **options)
+        settings_of(Config.of("demo", **options))
 
 
 @NATIVE
 @pytest.mark.parametrize(
     ("options", "platform", "message"),
     [
-        ({}, "gpu", "for a CPU with native ops; on a GPU use store='memory'"),
-        ({"ops": "xla"}, "cpu", "expert_ffn xla, fill xla.* is not; use ops='cpu'"),
-        ({"ops": {"fill": "xla"}}, "cpu", "and fill xla is not"),
-        ({"precision": "lossless12,in_transit=true"}, "cpu", "not precision lossless12"),
-        ({"precision": "dynaexq"}, "cpu", "not precision dynaexq"),
+        ({}, "gpu", "store='file' and a GPU do not go"),
+        ({"ops": "xla"}, "cpu", "xla, move xla, paged_attention xla, stage xla do not go"),
+        ({"ops": {"fill": "xla"}}, "cpu", "store='file' and fill xla do not go"),
+        (
+            {"precision": "lossless12,in_transit=true"},
+            "cpu",
+            "store=file and precision lossless12 do not go",
+        ),
+        ({"precision": "dynaexq"}, "cpu", "store=file and precision dynaexq do not go"),
         ({"resize": "joint"}, "cpu", "what steps cost there is not measured"),
         ({**QUEUE, "store": "file"}, "gpu", "say how large, store='file,host_memory=SIZE'"),
-        ({**CACHED, "driver": "device"}, "gpu", "driver='host' and driver='stream', not 'device'"),
+        (
+            {**CACHED, "driver": "device"},
+            "gpu",
+            "tore='file' through a cache and driver=device do not go",
+        ),
         ({**STREAM_QUEUE, "transfers": "queue"}, "gpu", "say how large, store='file,host_mem"),
         ({**CACHED, "transfers": None}, "gpu", "or driver='host' and transfers='queue' for a cach"),
         ({**CACHED, "transfers": None}, "cpu", "or driver='host' and transfers='queue'"),
@@ -123,14 +131,17 @@ def test_options_that_go_with_files(options, message):
             "cpu",
             "together; give one of them",
         ),
-        ({**CACHED, "precision": "int8"}, "cpu", "brings dense experts, not precision int8"),
+        (
+            {**CACHED, "precision": "int8"},
+            "cpu",
+            "th ops that are not native and precision int8 do not go",
+        ),
     ],
     ids=str,
 )
 def test_what_does_not_read_files(options, platform, message):
-    settings = settings_of(Config.of("demo", **{"store": "file", **options}))
     with pytest.raises(UserError, match=message):
-        store_builder(settings, platform)
+        store_builder(settings_of(Config.of("demo", **{"store": "file", **options})), platform)
 
 
 @NATIVE

@@ -1,12 +1,11 @@
 """One list of options: LLM, AsyncLLM, the command line and --config have the same names, defaults
-and values, and refuse the same; names that have moved are refused with where to."""
+and values, and refuse the same."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import json
-import re
 
 import pytest
 
@@ -15,7 +14,7 @@ from moejax.commands.main import main
 from moejax.commands.model import add_model_options, engine_options, read_options
 from moejax.serve import llm
 from moejax.sizes import Share
-from moejax.start.options import MOVED, OPTIONS, Config
+from moejax.start.options import OPTIONS, Config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,23 +80,6 @@ def test_the_command_line_has_every_option_and_shows_those_that_people_use(capsy
         named = {name for name in shown if f"\n  --{name.replace('_', '-')} " in said}
         assert named == {n for n in shown if flag == "--help-all" or OPTIONS[n].common}
         assert ("hi=VERSION" in said) == (flag == "--help-all")
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_name_that_has_moved_is_refused_with_where_to(name, tmp_path, capsys):
-    said = f"{name} is no option any more; write {MOVED[name]}"
-    for start in (LLM, AsyncLLM):
-        with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
-            start("demo", **{name: "x"})
-    file = tmp_path / "run.yaml"
-    file.write_text(f"{name}: x\n")
-    with pytest.raises(UserError, match=re.escape(f"{file}: {said}")):
-        read_options(file)
-    with pytest.raises(SystemExit):
-        main(["generate", "x", "--" + name.replace("_", "-"), "x"])
-    place, _, value = MOVED[name].partition("=")
-    assert f"write --{place} {value}" in capsys.readouterr().err or name == "cache_dir"
-    assert place in OPTIONS or name == "cache_dir"
 
 
 def test_a_name_that_there_never_was_is_a_type_error():

@@ -44,10 +44,10 @@ def test_stats_without_control_say_what_was_asked_for():
         ({"precision": "int3"}, "unknown precision 'int3', did you mean 'int8'"),
         ({"precision": "int4,hi=dense"}, "precision 'int4' has no setting 'hi=dense'"),
         ({"precision": "dynaexq,interval=4 bytes"}, "interval '4 bytes' is not a number of"),
-        ({"precision": "dynaexq", "cells": "marginal"}, "cells that layers share, so cells say no"),
+        ({"precision": "dynaexq", "cells": "marginal"}, "precision dynaexq and cells do not go"),
         (
             {"precision": "dynaexq,paged=true", "cells": "marginal"},
-            "cells of both versions once, at",
+            "precision dynaexq and cells do not go",
         ),
         ({"precision": "dynaexq,paged=true,spares=2"}, "spares means nothing where experts are"),
         ({"precision": "dynaexq,paged=true,blocking=true"}, "blocking means nothing where"),

@@ -1,0 +1,56 @@
+"""What options stand for, before a model is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from host_offload.control.interface import Policy
+from host_offload.policies.precision.precision_names import Precision
+from moejax.start.option_values import Driver
+from moejax.start.options import Config
+
+PACKED_AS = "lossless12"
+"""The version of packed residents, with tiers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that can be known of options without a model."""
+
+    options: Config
+    precision: Precision
+    eviction: str
+    """The name of what decides eviction."""
+    policies: tuple[Policy, ...]
+    """All of them: eviction's, prefetch's, those given, precision's and those that move slots."""
+    ops: Mapping[str, str]
+    trace_arrays: frozenset[str]
+    """What the trace has beside the rest."""
+    placement: str | None = None
+    """Its name and all that options say of its costs; None: there is none."""
+
+    @property
+    def tiers(self) -> Driver | None:
+        """Where residents are, with driver="stream"; None: none is packed."""
+        driver = self.options.transfer.driver
+        return None if driver.tiers is None else driver
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Those that the store needs."""
+        packed = () if self.tiers is None else (PACKED_AS,)
+        return *self.precision.versions, *packed
+
+    @property
+    def needs_costs(self) -> bool:
+        """Costs decide something, so they are measured where none are kept."""
+        asked = any("costs" in policy.needs for policy in self.policies)
+        return asked or self.options.policy.cells.split is not None
+
+    def budget_stats(self) -> dict[str, Any]:
+        """Who decides the line between experts and KV, as plain data."""
+        policy = self.options.policy
+        budget = "fixed" if policy.cells.split is None else "mv_wsa"
+        return {"budget": budget, "resize": policy.resize, "cells": policy.cells.rule}

@@ -1,0 +1,244 @@
+"""What does not go together, in one table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from host_offload.control.rules import gives_away
+from host_offload.memory.budget import format_bytes
+from host_offload.queue.cached import least_records
+from moejax.errors import UserError
+from moejax.start.choices import Settings
+from moejax.start.decide.transfers import cache_of, jax_copies
+from moejax.start.option_values import Cells
+from moejax.start.options import Config
+from moejax.step.step_parts import StepSpec, arena_ops
+from moejax.step.transports.copies import DEMANDS
+from pallas_kernels.cpu.library import why_not_cpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """A start, as far as it is known: what is not known yet conflicts with nothing."""
+
+    settings: Settings
+    platform: str | None = None
+    steps: StepSpec | None = None
+
+
+def refuse_conflicts(start: Situation) -> None:
+    """Raises UserError for the first row of the table that applies."""
+    parts = parts_of(start)
+    for together, why in CONFLICTS.items():
+        if parts.keys() >= {*together}:
+            both = " do not go together" if len(together) > 1 else ""
+            named = " and ".join(parts[part] for part in together)
+            raise UserError(f"{named}{both}: {why}")
+
+
+def cells_wanted(options: Config) -> dict[str, bool]:
+    """Option → whether it was given, of those that say which experts have cells or how many."""
+    policy = options.policy
+    return {
+        "eviction": policy.eviction is not None,
+        "prefetch": policy.prefetch is not None,
+        "placement": policy.placement is not None,
+        "policies": len(policy.policies) > 0,
+        "resize": policy.resize != "none",
+        "cells": policy.cells != Cells(),
+        "trace": options.runtime.trace is not None,
+    }
+
+
+def parts_of(start: Situation) -> dict[str, str]:
+    """The parts that this start has → how a message calls them."""
+    settings, platform = start.settings, start.platform
+    options, precision = settings.options, settings.precision
+    memory, policy, transfer = options.memory, options.policy, options.transfer
+    store, driver, transfers = memory.store, transfer.driver, transfer.transfers
+    cells, resize = policy.cells, f"resize={policy.resize}"
+    both = store.host_memory is not None and memory.memory is not None
+    may_be_cached = transfers.name == "queue" or driver.name == "stream"
+    named, mixed = f"precision {precision.name}", precision.mixed
+    several = len(precision.versions) > 1 or precision.in_transit
+    placed = gives_away(settings.policies)
+    sizes = [n for n in ("expert_budget", "kv_budget") if getattr(memory, n) is not None]
+    given = {name: name for name, wanted in cells_wanted(options).items() if wanted}
+    there: dict[str, str | bool] = {
+        "driver=device": driver.name == "device",
+        "driver=stream": driver.name == "stream",
+        "store=file": store.name == "file",
+        "store=shared": store.name == "shared",
+        "transfers=ops": transfers.name == "ops",
+        "cache_aware_routing": policy.cache_aware_routing is not None,
+        "chunk_bytes": transfers.chunk_bytes is not None,
+        "odd chunk": (transfers.chunk_bytes or 0) % 2 > 0 and "this chunk_bytes",
+        "stated link": transfers.stated and "rate and latency of transfers='queue'",
+        "stated times": driver.tests_placement and f"threads and times of driver='{driver.name}'",
+        "gives away": placed and "placement",
+        "no placement": not placed and "no placement",
+        "tiers": driver.tiers is not None and f"tiers={driver.tiers}",
+        "moving tiers": driver.planner not in (None, "none") and f"planner={driver.planner}",
+        "not in memory": store.name != "memory" and f"store={store.name}",
+        "not dense": (precision.versions != ("dense",) or several) and named,
+        "several versions": several and named,
+        "in transit": precision.in_transit and named,
+        "two versions": mixed and named,
+        "paged": mixed and precision.paged and f"{named},paged=true",
+        "fixed": mixed and precision.policy is None and not precision.paged and named,
+        "hi_share": mixed and precision.hi_share is not None and "hi_share",
+        "costs": settings.needs_costs and "policies or budgets that need costs",
+        "resize by misses": policy.resize in ("mv_wsa", "joint") and resize,
+        "even resize": policy.resize in ("peak_headroom", "joint") and resize,
+        "uneven": cells.rule != "uniform" and f"cells={cells.rule}",
+        "numbers": cells.each is not None and "cells in numbers",
+        "split": cells.split is not None and f"cells={cells.rule},split=TRACE",
+        "cells trace": cells.trace is not None and f"cells={cells.rule}={cells.trace}",
+        "even trace": cells.trace is not None and cells.rule == "uniform" and "cells=uniform=TRACE",
+        "sizes": bool(sizes) and " and ".join(sizes),
+        "two memories": both and not may_be_cached and "host_memory and memory",
+    }
+    if platform is not None:
+        there |= _parts_of_platform(settings, platform)
+        if start.steps is not None:
+            there |= _parts_of_steps(settings, platform, start.steps)
+    return given | {key: key if text is True else text for key, text in there.items() if text}
+
+
+def _parts_of_platform(settings: Settings, platform: str) -> dict[str, str | bool]:
+    memory, transfer = settings.options.memory, settings.options.transfer
+    in_files, copies = memory.store.name == "file", jax_copies(settings, platform)
+    where = "on a GPU" if platform != "cpu" else "with ops that are not native"
+    what = "driver='stream'" if transfer.driver.name == "stream" else "transfers='queue'"
+    every = set(arena_ops(False)) & set(arena_ops(True))
+    asked = {op: settings.ops[op] for op in sorted(every)}
+    foreign = _listed({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
+    missing = why_not_cpu() if platform == "cpu" else None
+    both = memory.store.host_memory is not None and memory.memory is not None
+    return {
+        "GPU": platform != "cpu" and "a GPU",
+        "copies": copies and f"{what} {where}",
+        "cached files": in_files and copies and "store='file' through a cache",
+        "unsized cache": in_files
+        and copies
+        and memory.store.host_memory is None
+        and "store='file'",
+        "files in place": in_files and not copies and "store='file'",
+        "no native ops": missing is not None and f"a CPU without native ops ({missing})",
+        "foreign ops": foreign,
+        "two memories": both and not (in_files and copies) and "host_memory and memory",
+    }
+
+
+def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[str, str | bool]:
+    second, copies = steps.second, jax_copies(settings, platform)
+    layers, record = sum(steps.config.moe_layers), steps.layout.records[0].nbytes
+    small: str | bool = False
+    if copies and (cache := cache_of(settings, platform)) is not None:
+        least = record * least_records(DEMANDS, cache)
+        small = cache.bytes < least and (
+            f"host_memory {format_bytes(cache.bytes)} is too small a cache of experts in files: "
+            f"{DEMANDS} that a layer waits for and {cache.threads} ahead of need take "
+            f"{format_bytes(least)} ({least} bytes)"
+        )
+    own = second is not None and (not second.same_bits or platform != "cpu") and not steps.separate
+    return {
+        "foreign ops": _listed(steps.foreign_ops),
+        "streaming": bool(steps.window) and "driver=stream",
+        "native queue": steps.queue is not None and not copies and "transfers='queue'",
+        "few layers": layers < 3 and f"a model of {layers} layers",
+        "sparsemixer": steps.config.route_rule.scoring == "sparsemixer" and "a sparsemixer router",
+        "small cache": small,
+        "other memory": own and "placement beside a device with memory of its own",
+        "pinned placement": second is not None and steps.separate and "placement",
+    }
+
+
+def _listed(ops: dict[str, str]) -> str:
+    return ", ".join(f"{op} {name}" for op, name in ops.items())
+
+
+_CACHE = "driver='host' and transfers='queue' for a cache of the files in pinned host memory"
+_QUANTIZED = "int8, int4, int2 that `moejax quantize` wrote"
+_UNMEASURED = "what steps cost there is not measured; leave those out, or use"
+_STATED = "per_token=TIME,startup=TIME,load=TIME,accelerator=TIME,attention=TIME"
+
+CONFLICTS: dict[tuple[str, ...], str] = {
+    # ---- options
+    ("two memories",): "both are of parameters and arena together; give one of them",
+    ("numbers", "resize"): "such cells stay as they are; leave out resize, or name cells",
+    ("split", "sizes"): "split says what both get; leave out one",
+    ("split", "cells trace"): "split shares its cells by its own trace; leave out one",
+    ("even trace",): "it needs no trace; leave it out",
+    ("even resize", "uneven"): "it gives every layer as many cells; leave out cells, or take "
+    "resize=mv_wsa",
+    ("paged", "resize"): "cells of two versions are laid out once, at the start; leave out one",
+    ("fixed", "resize"): "its versions are fixed, so experts have no slot to give; leave out one",
+    ("hi_share", "resize"): "it fixes how many experts are high, and with that the slots; leave "
+    "out one",
+    ("two versions", "resize by misses"): "every expert is resident, so nothing is missed; use "
+    "resize=peak_headroom",
+    ("two versions", "cells"): "experts of all layers share its cells, or each layer has cells of "
+    "both versions; leave out cells",
+    ("stated times", "no placement"): "name one, placement='prescope'",
+    ("gives away", "several versions"): "it knows one version of the experts; leave out one",
+    ("cache_aware_routing", "driver=stream"): "all experts are there when a layer is routed; take "
+    "driver='device' or 'host'",
+    ("cache_aware_routing", "gives away"): "outputs would depend on measured times, and no run "
+    "could be repeated; leave out one",
+    ("tiers", "not dense"): "tiers pack dense experts; leave out one",
+    ("tiers", "not in memory"): "tiers pack experts of a store in memory; leave out one",
+    ("tiers", "odd chunk"): "whole values are decoded; use an even chunk_bytes",
+    ("transfers=ops", "driver=stream"): "a queue loads its layers; leave out transfers",
+    ("transfers=ops", "store=file"): "a queue reads files; leave out transfers, or take "
+    "store='memory'",
+    ("store=shared", "not dense"): "processes share dense experts; use store='memory'",
+    ("driver=stream", "several versions"): "experts stream in one version, as they lie in the "
+    "store; name one, or use driver='device'",
+    **{
+        ("driver=stream", name): f"it brings every expert of each layer, so {name} says nothing; "
+        "leave it out, or use driver='device'"
+        for name in ("eviction", "prefetch", "placement", "policies", "resize", "cells", "trace")
+    },
+    # ---- and a platform
+    ("store=shared", "GPU"): "experts lie in pinned memory there, which is one process's; use "
+    "store='memory'",
+    ("unsized cache",): "it is read through a cache in pinned host memory: say how large, "
+    "store='file,host_memory=SIZE' (--store file,host_memory=16GiB)",
+    ("cached files", "driver=device"): "a step cannot wait for a file; use driver='host' or "
+    "'stream', or store='memory'",
+    ("files in place", "GPU"): f"native CPU ops read them; use store='memory', or {_CACHE}",
+    ("files in place", "no native ops"): f"those read them; use {_CACHE}",
+    ("files in place", "foreign ops"): f"use ops='cpu', or store='memory', or {_CACHE}",
+    ("copies", "moving tiers"): "it moves residents of an arena that the native library owns; add "
+    "planner=none",
+    ("copies", "store=shared"): "it has pinned arrays of its own; use store='memory'",
+    ("copies", "driver=device"): "it works between the parts of a layer, and driver='device' runs "
+    "as one executable: use driver='host', or transfers='ops'",
+    ("copies", "stated link"): "jax's copies pass the link as it is; leave them out",
+    ("copies", "not dense"): "it brings dense experts; use transfers='ops' for others",
+    ("store=file", "several versions"): f"files have one version; use dense, or one of {_QUANTIZED}"
+    ", or store='memory'",
+    ("store=file", "costs"): f"{_UNMEASURED} store='memory'",
+    (
+        "copies",
+        "costs",
+    ): f"{_UNMEASURED} transfers='ops' (a placement takes stated ones: {_STATED})",
+    # ---- and steps
+    ("cache_aware_routing", "sparsemixer"): "such a router chooses by logits and weighs by what it "
+    "chose; leave it out",
+    ("streaming", "few layers"): "two layers are held, so nothing would stream; use "
+    "driver='device'",
+    ("small cache",): "raise it",
+    ("native queue", "foreign ops"): "native CPU ops wait for transfers; use ops='cpu' (`python -m "
+    "pallas_kernels.cpu` builds them), or leave one out",
+    ("native queue", "in transit"): "it does not decode experts on their way; leave out one",
+    ("other memory",): "it computes experts of pinned arrays: add transfers='queue' (--transfers "
+    "queue), or leave out placement",
+    ("pinned placement", "store=file"): "it computes experts of pinned arrays, not of a cache of "
+    "files in them; take store='memory'",
+    ("pinned placement", "stated times"): "they are of two groups of a CPU's cores, which there "
+    "are not here; leave them out",
+    ("pinned placement", "chunk_bytes"): "it computes a record in one piece; leave chunk_bytes out",
+}
+"""Parts that exclude each other, or a part that can never be → why, and what to write instead."""
