@@ -17,9 +17,6 @@ from pallas_kernels.records import RecordFormat
 
 log = logging.getLogger("moejax")
 
-GPTQ = "gptq"
-"""The quantizer that looks at what experts see of a text (host_offload.versions.gptq)."""
-
 LOSSLESS = "lossless"
 """Stands for a quantizer where a version keeps all bits."""
 
@@ -35,12 +32,7 @@ def check_versions(layout: RecordFormat, dtype: str, versions: Sequence[str]) ->
 
 
 def check_quantizer(name: str) -> None:
-    """Raises UserError for a quantizer that cannot make versions when a run starts."""
-    if name == GPTQ:
-        raise UserError(
-            "quantizer 'gptq' needs a text, and long; write its versions once with moejax quantize "
-            "--quantizer gptq --data FILE, and run what it writes"
-        )
+    """Raises UserError for a quantizer that is none."""
     if name not in QUANTIZERS:
         raise UserError(f"quantizer {name!r} is unknown; choose {', '.join(QUANTIZERS)}")
 

@@ -23,7 +23,6 @@ interruption of any kind; delete DST.partial to give up.
 examples:
   moejax quantize /models/Qwen3-30B-A3B /models/qwen3.orbax --versions int4,int8
   moejax quantize demo demo.orbax --versions int4,int2 --quantizer mse --json
-  moejax quantize demo demo.orbax --versions int4 --quantizer gptq --data novel.txt
 """
 
 
@@ -52,19 +51,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--quantizer",
         default="rtn",
         metavar="NAME",
-        help="how int versions are made: rtn (round to nearest), mse (the least squared error of "
-        "the weights; some 10 times as long) or gptq (of what experts make of --data; minutes, or "
-        "hours for a large model) (default: rtn)",
-    )
-    quantize.add_argument(
-        "--data", nargs="+", default=(), metavar="FILE", help="gptq's texts, in UTF-8"
-    )
-    quantize.add_argument(
-        "--tokens",
-        type=int,
-        default=32768,
-        metavar="N",
-        help="of each file, the first N (default: 32768)",
+        help="how int versions are made: rtn (round to nearest) or mse (the least squared error "
+        "of the weights; some 10 times as long) (default: rtn)",
     )
     quantize.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     quantize.add_argument("--quiet", action="store_true", help="no progress and no summary")
@@ -77,15 +65,12 @@ def _run(args: argparse.Namespace) -> int:
     from moejax.models.directory import model_directory
     from moejax.progress import loading_progress
 
-    if args.quantizer != "gptq":
-        # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.
-        jax.config.update("jax_platforms", "cpu")
+    # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.
+    jax.config.update("jax_platforms", "cpu")
     versions = tuple(args.versions.split(","))
     with loading_progress(args.source, not args.quiet, "quantizing") as report:
         source = model_directory(args.source)
-        done = quantize(
-            source, args.destination, versions, args.quantizer, args.data, args.tokens, report
-        )
+        done = quantize(source, args.destination, versions, args.quantizer, report)
     if args.json:
         print(json.dumps({"source": args.source, **as_json(done)}, indent=2))
     elif not args.quiet:
@@ -94,8 +79,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def as_json(done: Quantization) -> dict[str, Any]:
-    """Sizes in bytes; relative errors by MoE layer, means over its experts; what a matrix cost in
-    seconds, null where nothing was left to be made."""
+    """Sizes in bytes; relative errors by MoE layer, means over its experts."""
     return {
         "directory": str(done.conversion.directory),
         "dtype": done.conversion.dtype,
@@ -108,7 +92,6 @@ def as_json(done: Quantization) -> dict[str, Any]:
                 "record_bytes": version.record_bytes,
                 "relative_error": version.layer_errors,
                 "dense_layers": list(version.dense_layers),
-                "matrix_s": version.matrix_s,
             }
             for name, version in done.versions.items()
         },
@@ -121,14 +104,12 @@ def _print(done: Quantization) -> None:
     written = f"{format_bytes(conversion.nbytes)} of {conversion.dtype} weights and versions"
     print(f"{conversion.directory}: {written}{there}")
     made = done.versions.values()
-    costs = ("–" if v.matrix_s is None else f"{v.matrix_s * 1e3:.3g} ms" for v in made)
     columns = [_errors(version) for version in made]
     print_table(
         ["relative error", *done.versions],
         [
             ["bytes, of dense", *(f"{v.record_bytes / done.dense_bytes:.1%}" for v in made)],
-            ["made by", *(v.quantizer.split(",")[0] for v in made)],
-            ["a matrix took", *costs],
+            ["made by", *(v.quantizer for v in made)],
             SECTION,
             *([f"MoE layer {i}", *row] for i, row in enumerate(zip(*columns, strict=True))),
         ],

@@ -33,18 +33,10 @@ _SCORES_EPILOG = """\
 writes, for --precision:
   DIR/map.npy       the experts that the trace selected most are high: map=DIR/map.npy
   DIR/scores.npy    DynaExq's S at the trace's end, to begin with: dynaexq,scores=DIR/scores.npy
-and with --model, which has to be the trace's:
-  DIR/weights.npy   how much more error each expert's low version makes:
-                    dynaexq,scope=error-weighted,weights=DIR/weights.npy
-  DIR/weighted-map.npy
-                    like map.npy, by selections times error, over all layers
-Errors are of the experts' outputs if the trace has their inputs (--trace DIR,arrays=gate_input),
-else of their weights, which moejax quantize wrote down.
 
 examples:
   moejax trace scores run1 hot --hi-share 0.25
   moejax generate "The old house" --precision map=hot/map.npy
-  moejax trace scores run1 hot --model demo --lo int4
 """
 
 _CONVERT_EPILOG = """\
@@ -88,17 +80,6 @@ _OF_SCORES = {
         "of S, as DynaExq has it (default: the trace's, else 0.5)", metavar="A", type=float
     ),
     "interval": Description("of S (default: the trace's, else '4096 tokens')", metavar="N UNIT"),
-    "hi": Description(
-        "whose errors are compared (default: dense)", metavar="VERSION", default="dense"
-    ),
-    "lo": Description(
-        "whose errors are compared (default: int4)", metavar="VERSION", default="int4"
-    ),
-    "quantizer": Description(
-        "rtn or mse, of versions that the checkpoint lacks (default: rtn)",
-        metavar="NAME",
-        default="rtn",
-    ),
 }
 
 _OF_ROUTING = {
@@ -141,7 +122,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     scores.add_argument("directory", metavar="DIR", help="of the files")
     add_described(scores, _OF_SCORES)
     scores.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
-    _add_model(scores, "also write weights of errors; refuse the trace if it is not of this model")
+    _add_model(scores, "refuse the trace if it is not of this model")
 
     text = "make a trace of routing that another program recorded"
     convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
@@ -313,26 +294,16 @@ def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
 
 
 def _scores(args: argparse.Namespace) -> int:
-    import jax
-
     from host_offload.traces.reader import TraceError
-    from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
-    from moejax.models.directory import model_directory
+    from moejax.evaluate.expert_scores import expert_scores, write_scores
 
     with user_errors(TraceError):
         trace = _opened(args.trace, args)
         recorded = trace.header.spec.get("precision") or {}
         alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
         interval = args.interval or recorded.get("interval", "4096 tokens")
-        found, errors = expert_scores(trace, alpha, interval), None
-        if args.model is not None:
-            jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
-            model, pair = model_directory(args.model), (args.hi, args.lo)
-            errors = error_weights(
-                model, trace, *pair, args.quantizer, step=args.step, name_map=args.name_map
-            )
-        files = write_scores(args.directory, found, args.hi_share, errors)
-        tokens, of = trace.tokens, None if errors is None else errors.of
+        found, tokens = expert_scores(trace, alpha, interval), trace.tokens
+        files = write_scores(args.directory, found, args.hi_share)
     if args.json:
         report = {
             "trace": args.trace,
@@ -341,15 +312,11 @@ def _scores(args: argparse.Namespace) -> int:
             "interval": interval,
             "intervals": found.intervals,
             "hi_share": args.hi_share,
-            "errors_of": of,
             "files": [str(file) for file in files],
         }
         print(json.dumps(report, indent=2))
         return 0
-    print(
-        f"{tokens} tokens, intervals of {interval}: {found.intervals}, alpha {alpha:g}"
-        + ("" if of is None else f"; errors of {args.lo} by {of}")
-    )
+    print(f"{tokens} tokens, intervals of {interval}: {found.intervals}, alpha {alpha:g}")
     for file in files:
         print(f"  {file}")
     return 0

@@ -140,7 +140,7 @@ def place_experts(runner: Executor, placement: Placement) -> float | None:
 
 
 def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
-    """Version → how it was made: rtn, mse or gptq (with its text), `lossless`; `checkpoint` for
+    """Version → how it was made: rtn or mse, `lossless`; `checkpoint` for
     dense, and for a version whose maker the checkpoint does not name."""
     return {version: quantizers.get(version, "checkpoint") for version in versions}
 

@@ -62,8 +62,8 @@ def test_costs_are_kept_by_version(tmp_path, monkeypatch):
 
 
 def test_a_maker_that_nobody_names_is_the_checkpoint():
-    found = made_by(("dense", "int8", "int4"), {"int4": "gptq, 32768 tokens 1234", "int2": "rtn"})
-    assert found == {"dense": "checkpoint", "int8": "checkpoint", "int4": "gptq, 32768 tokens 1234"}
+    found = made_by(("dense", "int8", "int4"), {"int4": "mse", "int2": "rtn"})
+    assert found == {"dense": "checkpoint", "int8": "checkpoint", "int4": "mse"}
 
 
 def test_the_bar_while_versions_are_made(monkeypatch, capsys):

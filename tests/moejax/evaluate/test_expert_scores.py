@@ -16,13 +16,9 @@ from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
 from host_offload.traces.schema import TraceHeader
 from host_offload.traces.writer import TraceWriter
-from host_offload.versions.encoders import decode
-from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.versions import with_versions
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.evaluate.expert_scores import error_weights, expert_scores, write_scores
-from moejax.evaluate.quantization import quantize
+from moejax.evaluate.expert_scores import expert_scores, write_scores
 from moejax.models.config import load_config
 from moejax.models.model_config import config_digest
 from tests.host_offload.traces.traces_of import _step, random_routing, write_trace
@@ -125,74 +121,6 @@ def traced(directory, digest, *, steps=4, rows=20, gate_input=HIDDEN):
     return read_trace(directory)
 
 
-def exact_errors(source, trace, version):
-    """float64[L, E]: the mean square of w·(y − ŷ) over all tokens, by definition."""
-    store = with_versions(load_checkpoint(source), ("dense", version)).store
-    found = np.full((LAYERS, EXPERTS), np.nan)
-    inputs, ids, shares = (
-        trace.array(f"token.{name}").astype(np.float64) for name in ("gate_input", "ids", "weights")
-    )
-
-    def output(x, weights):
-        gate, up, down = weights.astype(np.float64).reshape(3, WIDTH, HIDDEN)
-        inside = x @ gate.T
-        return (inside / (1 + np.exp(-inside)) * (x @ up.T)) @ down
-
-    for layer in range(LAYERS):
-        both = [
-            decode(np.asarray(store.arrays[v])[layer], store.layouts[v]) for v in ("dense", version)
-        ]
-        for expert in range(EXPERTS):
-            row, place = np.nonzero(ids[:, layer] == expert)
-            if len(row):
-                y, coarse = (output(inputs[row, layer], weights[expert]) for weights in both)
-                apart = shares[row, layer, place][:, None] * (y - coarse)
-                found[layer, expert] = np.mean(apart**2)
-    return found
-
-
-def test_errors_of_outputs_are_what_they_are_called(source, digest, tmp_path, monkeypatch):
-    monkeypatch.setattr("moejax.evaluate.expert_scores.TOKENS", 1000)
-    trace = traced(tmp_path / "t", digest)
-    found = error_weights(source, trace, "dense", "int4")
-    assert found.of == "outputs"
-    exact = exact_errors(source, trace, "int4")
-    assert np.isnan(exact[1, 2])
-    exact[1, 2] = exact[1, :2].mean()  # which no token was routed to
-    np.testing.assert_allclose(found.weights, exact, rtol=1e-3)
-    less = error_weights(source, trace, "int8", "int4")
-    assert np.all(less.weights <= found.weights) and np.any(less.weights < found.weights)
-    assert np.all(less.weights >= 0)
-    better = error_weights(source, trace, "dense", "int4", "mse")
-    assert np.any(better.weights != found.weights)
-
-
-def test_without_inputs_errors_are_those_of_weights(source, digest, tmp_path):
-    trace = traced(tmp_path / "t", digest, gate_input=0)
-    with pytest.raises(UserError, match="does not say the errors of int4, and the trace has no ga"):
-        error_weights(source, trace, "dense", "int4")
-    done = quantize(source, tmp_path / "model", ("int8", "int4"))
-    found = error_weights(tmp_path / "model", trace, "int8", "int4")
-    assert found.of == "weights"
-    errors = [[done.versions[v].errors[i] for i in range(LAYERS)] for v in ("int4", "int8")]
-    wanted = np.square(errors[0]) - np.square(errors[1])
-    np.testing.assert_allclose(found.weights, wanted)
-    with pytest.raises(UserError, match="does not say the errors of int2"):
-        error_weights(tmp_path / "model", trace, "dense", "int2")
-
-
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [
-        (("int4", "int8"), "hi=int4 must have more bytes than lo=int8"),
-        (("dense", "lossless12"), "lossless12 has the bits of dense, so it makes no errors"),
-    ],
-)
-def test_pairs_that_make_no_weights_are_refused(source, digest, tmp_path, pair, message):
-    with pytest.raises(UserError, match=message):
-        error_weights(source, traced(tmp_path / "t", digest), *pair)
-
-
 def test_files_are_what_precision_reads(routing, tmp_path):
     found = expert_scores(routing, 0.5, "2 steps")
     write_scores(tmp_path, found, 0.25)
@@ -216,12 +144,7 @@ def test_the_command(source, digest, tmp_path, capsys):
     command = ["trace", "scores", str(tmp_path / "t"), str(tmp_path / "hot"), "--hi-share", "0.5"]
     assert cli.main([*command, "--interval", "16 tokens", "--model", str(source), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["intervals"] == 4 and said["errors_of"] == "outputs" and said["alpha"] == 0.5
-    assert len(said["files"]) == 4
-    counts = expert_scores(read_trace(tmp_path / "t"), 0.5, "16 tokens").counts
-    weights = np.load(tmp_path / "hot" / "weights.npy")
-    weighted = np.load(tmp_path / "hot" / "weighted-map.npy")
-    np.testing.assert_array_equal(weighted, top_map(counts * weights, 3, per_layer=False))
+    assert said["intervals"] == 4 and said["alpha"] == 0.5 and len(said["files"]) == 2
     assert cli.main([*command, "--interval", "16 tokens"]) == 2
     assert "is there already" in capsys.readouterr().err
     command[3] = str(tmp_path / "plain")

@@ -1,7 +1,6 @@
 """Versions of a model's experts: made at load, and written beside the dense ones."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -161,51 +160,12 @@ def test_an_interrupted_run_asks_for_the_same_again(source, tmp_path):
         convert(source, tmp_path / "model")
 
 
-@pytest.mark.nightly
-def test_gptq_looks_at_a_text(demo_dir, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("The old house stood at the end of the lane. " * 40)
-    done = quantize(demo_dir, tmp_path / "model", ("int2", "lossless12"), "gptq", [text], 200)
-    label = done.versions["int2"].quantizer
-    assert label.startswith("gptq, 200 tokens ") and len(label) == 25
-    assert done.versions["lossless12"].quantizer == "lossless"
-    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "model"}
-    loaded = load_checkpoint(tmp_path / "model", versions=("dense", "int2"))
-    assert loaded.quantizers == {"int2": label}
-    errors = relative_errors(loaded.store, "int2", loaded.dtype)
-    rounded = with_versions(load_checkpoint(demo_dir), ("dense", "int2"))
-    expected = relative_errors(rounded.store, "int2", loaded.dtype)
-    # Weights give way for outputs, but none runs away. Experts that saw nothing are rounded.
-    assert (errors >= 0.9 * expected).all() and (errors < 2 * expected).all()
-    assert (errors > expected).mean() > 0.5
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "data", "message"),
-    [
-        ("gptq", (), r"quantizer gptq needs texts to look at: give files \(--data\)"),
-        ("mse", ("text.txt",), r"texts \(--data\) are for quantizer gptq; mse looks at weights"),
-        ("gptq", ("missing.txt",), r"missing.txt: cannot be read as text in UTF-8"),
-    ],
-)
-def test_texts_are_gptqs(quantizer, data, message, source, tmp_path):
-    with pytest.raises(UserError, match=message):
-        quantize(source, tmp_path / "model", ("int4",), quantizer, data)
-    assert not list(tmp_path.iterdir())
-
-
-def test_gptq_is_not_for_the_start_of_a_run(source):
-    with pytest.raises(UserError, match="moejax quantize --quantizer gptq --data FILE"):
-        with_versions(load_checkpoint(source), ("int4",), quantizer="gptq")
-
-
 def test_the_command(source, directory, tmp_path, capsys):
     command = ["quantize", str(source), str(tmp_path / "model"), "--versions"]
     assert main([*command, ",".join(VERSIONS)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{tmp_path / 'model'}: ") and "weights and versions" in out
     assert "made by" in out and "MoE layer 1" in out
-    assert re.search(r"a matrix took( +[0-9.e-]+ ms){4}", out)
     assert contents(tmp_path / "model") == contents(directory)
     assert main([*command, "int4"]) == 2
     assert "already there" in capsys.readouterr().err

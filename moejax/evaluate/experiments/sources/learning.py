@@ -85,13 +85,11 @@ def learned(experiment: Experiment, prompts: Prompts, traces: Path) -> Experimen
     """
     if not experiment.learns:
         return experiment
-    learners = *experiment.arms.values(), *experiment.mixes.values()
-    arrays = frozenset().union(*(each.train_arrays for each in learners))
+    arrays = frozenset().union(*(arm.train_arrays for arm in experiment.arms.values()))
     by_router = any(arm.learns_by_router for arm in experiment.arms.values())
     trace, router = _lesson(experiment, prompts, traces, arrays, by_router)
-    model, options = model_directory(experiment.model), experiment.options
     arms = {name: arm.taught(trace, router) for name, arm in experiment.arms.items()}
-    mixes = {name: mix.taught(trace, model, options) for name, mix in experiment.mixes.items()}
+    mixes = {name: mix.taught(trace) for name, mix in experiment.mixes.items()}
     found = dataclasses.replace(experiment, arms=arms, mixes=mixes)
     check_experiment(found)
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from host_offload.policies.precision.precision_names import Precision, precision
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.sources.named import named
-from moejax.evaluate.expert_scores import error_weights
 from pallas_kernels.records.format import VERSIONS
 
 TRAIN = "train"
@@ -29,42 +26,25 @@ class Mix:
     precision: Precision
     """What it is; until it has learned, one with as many high experts as then, drawn."""
     learns: frozenset[str] = frozenset()
-    """What a trace of the texts' training part says: `map`, `scores`, `weights`."""
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What a trace of the texts' training part says: `map`, `scores`."""
     files: tuple[Path, ...] = ()
 
-    @property
-    def train_arrays(self) -> frozenset[str]:
-        """What that trace must have beside the routing."""
-        return frozenset({"gate_input"}) if "weights" in self.learns else frozenset()
-
-    def taught(
-        self, trace: Trace, model: str | os.PathLike[str], options: Mapping[str, Any]
-    ) -> Mix:
-        """This precision with what `trace` teaches. options: of the definition. Raises UserError
-        for a trace of no use."""
+    def taught(self, trace: Trace) -> Mix:
+        """This precision with what `trace` teaches. Raises UserError for a trace of no use."""
         if not self.learns:
             return self
         counts = np.zeros((trace.header.layers, trace.header.experts))
         for step in trace.step_traces():
             counts += routed_counts(step.ids, trace.header.experts)
-        found, weights = self.precision, np.ones_like(counts)
-        if "weights" in self.learns:
-            asked = {n: options[n] for n in ("step", "name_map") if n in options}
-            asked["quantizer"] = found.quantizer
-            weights = error_weights(model, trace, *found.versions, **asked).weights
+        found = self.precision
         with user_errors(where=f"precision {self.name!r}: "):
             if "map" in self.learns:
-                per_layer = "weights" not in self.learns
                 found = dataclasses.replace(
-                    found, name="map", seed=None, hot=counts * weights, hot_per_layer=per_layer
+                    found, name="map", seed=None, hot=counts, hot_per_layer=True
                 )
             else:
-                # All settings at once: some need what was learned.
-                known = {"scores": counts, "weights": weights}
-                given = {n: known[n] for n in known if n in self.learns} | dict(self.settings)
                 assert found.policy is not None
-                policy = dataclasses.replace(found.policy, **given)
+                policy = dataclasses.replace(found.policy, scores=counts)
                 found = dataclasses.replace(found, policy=policy)
         return dataclasses.replace(self, precision=found, learns=frozenset())
 
@@ -72,8 +52,8 @@ class Mix:
 def mix_of(text: str, home: Path) -> Mix:
     """The precision that `text` names, as `--precision` takes it, with settings in parentheses:
     `int8`, `dynaexq(hi="dense", lo="int4", interval="2048 tokens")`, `map=FILE`, `random(seed=1)`;
-    map=train has those high that the texts' training part selects most, with `weighted=True` by
-    how much error their low version adds, and dynaexq takes scores="train" and weights="train".
+    map=train has those high that the texts' training part selects most, and dynaexq takes
+    scores="train".
 
     home: where files that are not absolute are. Raises UserError for what is none of these.
     """
@@ -82,21 +62,18 @@ def mix_of(text: str, home: Path) -> Mix:
     name, _, source = name.partition("=")
     files, learns = [], set()
     if source == TRAIN:
-        learns = {"map"} | ({"weights"} if settings.pop("weighted", False) else set())
+        learns = {"map"}
         name, source = "random", ""
         settings |= {"seed": 0}
     for key in ("scores", "weights"):
         if key in settings:
             value = settings.pop(key)
-            if value == TRAIN:
+            if value == TRAIN and key == "scores":
                 learns.add(key)
             else:
                 settings[key] = str(_file(files, home, value))
     if source:
         source = str(_file(files, home, source))
-    late: dict[str, Any] = {}
-    if "weights" in learns and "scope" in settings:
-        late["scope"] = settings.pop("scope")  # which needs them
     written = {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items()}
     asked = [f"{name}={source}" if source else name, *(f"{k}={v}" for k, v in written.items())]
     with user_errors(where=f"{where}: "):
@@ -106,7 +83,7 @@ def mix_of(text: str, home: Path) -> Mix:
             f"{where}: hi_share and a grid's budgets both say how many experts are high; leave "
             "hi_share out"
         )
-    return Mix(text, found, frozenset(learns), late, tuple(files))
+    return Mix(text, found, frozenset(learns), tuple(files))
 
 
 def _file(files: list[Path], home: Path, given: Any) -> Path:

@@ -44,8 +44,8 @@ def counted(tmp_path, ids):
 def test_a_map_has_those_high_that_were_selected_most(tmp_path):
     trace = counted(tmp_path, [2, 2, 2, 1, 1, 0])
     found = mix_of(f"map=train({MIX})", tmp_path)
-    assert found.learns == {"map"} and not found.train_arrays
-    taught = found.taught(trace, "demo", {})
+    assert found.learns == {"map"}
+    taught = found.taught(trace)
     assert not taught.learns
     assert taught.precision.start(1, 4, 2).tolist() == [[1, 0, 0, 1]]
     assert taught.precision.start(1, 4, 1).tolist() == [[1, 1, 0, 1]]
@@ -55,7 +55,7 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
 
 def test_a_policy_learns_scores_from_the_training_part(tmp_path):
     found = mix_of(f'dynaexq({MIX}, scores="train")', tmp_path)
-    taught = found.taught(counted(tmp_path, [2, 2, 2, 1, 1, 0]), "demo", {})
+    taught = found.taught(counted(tmp_path, [2, 2, 2, 1, 1, 0]))
     assert taught.precision.policy.scores.tolist() == [[1, 2, 3, 0]]
 
 
