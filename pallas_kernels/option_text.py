@@ -171,16 +171,6 @@ def words(text: str) -> tuple[str, ...]:
     return found
 
 
-def threads_of_two(text: str) -> tuple[int, int]:
-    """Reads two numbers of threads: 1+3."""
-    first, plus, second = text.partition("+")
-    if not (plus and first.isdecimal() and second.isdecimal() and int(first) and int(second)):
-        raise ValueError(
-            "A+B, threads of the accelerator's and the second processor's experts, such as 1+1"
-        )
-    return int(first), int(second)
-
-
 def yes(text: str) -> bool:
     """Reads true or false."""
     if text not in ("true", "false"):

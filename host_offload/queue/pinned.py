@@ -87,25 +87,36 @@ class PinnedRecords(InPieces):
         """What a transfer copies."""
         return Given(self.of(layer, expert))
 
-    def seen_by(self, host: jax.Device, layer: int, expert: int) -> jax.Array:
-        """An expert's record uint16[rows, D] as an array of a CPU device: the same bytes, not a
-        copy, so it must not be used after `delete`. Raises ValueError for records in several
-        pieces, and where this memory is not the CPU's to read in place."""
-        if len(self.edges) != 2:
-            raise ValueError(f"a record of {len(self.edges) - 1} pieces is not in one place")
-        (piece,) = self.of(layer, expert)
-        first = piece.unsafe_buffer_pointer()
-        numbers = (ctypes.c_uint16 * piece.size).from_address(first)
-        found = jax.device_put(np.ctypeslib.as_array(numbers).reshape(piece.shape), host)
-        if found.unsafe_buffer_pointer() != first:
-            raise ValueError("jax copies pinned arrays to the CPU; they cannot be read in place")
-        return found
-
     def delete(self) -> None:
         """Frees the arrays now, whoever else refers to them. Idempotent."""
         for piece in itertools.chain.from_iterable(itertools.chain.from_iterable(self.pieces)):
             if piece is not None and not piece.is_deleted():
                 piece.delete()
+
+
+def view_record(
+    records: jax.Array | PinnedRecords, host: jax.Device, layer: int, expert: int
+) -> jax.Array:
+    """An expert's record uint16[rows, D] as an array of a CPU device: the same bytes, not a copy,
+    so it must not be used once the records are freed. Raises ValueError for records in several
+    pieces, and where this memory is not the CPU's to read in place.
+
+    - `records`: a store of one array uint16[L, E, rows, D], or of separate ones.
+    """
+    if isinstance(records, jax.Array):
+        shape = records.shape[2:]
+        before = (layer * records.shape[1] + expert) * shape[0] * shape[1] * 2
+        first = records.unsafe_buffer_pointer() + before
+    else:
+        pieces = records.of(layer, expert)
+        if len(pieces) != 1:
+            raise ValueError(f"a record of {len(pieces)} pieces is not in one place")
+        shape, first = pieces[0].shape, pieces[0].unsafe_buffer_pointer()
+    numbers = (ctypes.c_uint16 * (shape[0] * shape[1])).from_address(first)
+    found = jax.device_put(np.ctypeslib.as_array(numbers).reshape(shape), host)
+    if found.unsafe_buffer_pointer() != first:
+        raise ValueError("jax copies this memory to the CPU; it cannot be read in place")
+    return found
 
 
 def piece_edges(

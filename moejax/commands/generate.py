@@ -391,12 +391,11 @@ def _arena(arena: Mapping[str, Any]) -> str:
 
 
 def _placement(placed: Mapping[str, Any], missed: int) -> str:
-    gap = placed["gap_of_a_layer_s"]
     share = placed["experts"] / missed if missed else None
     return (
         f"{placed['experts']} of {missed} missed experts ({_number(share, '.0%')}) and "
-        f"{placed['rows']} rows computed by the second processor, in {placed['layers']} layers; "
-        f"done apart by {_ms(gap['mean'])}, at most {_ms(gap['max'])}; {placed['placement']}"
+        f"{placed['rows']} rows computed by the second processor, in {placed['layers']} layers and "
+        f"{placed['seconds']:.3g} s; {placed['placement']}"
     )
 
 

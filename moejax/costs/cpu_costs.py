@@ -14,8 +14,9 @@ import numpy as np
 
 from host_offload.sizing.cost_model import line
 from moejax.step.executor import Executor
-from moejax.step.experts import compute_in_place
+from moejax.step.experts import compute, nothing_computed
 from moejax.step.programs import ProgramKey
+from pallas_kernels.expert_ffn import ExpertBatch, ExpertPlaces
 
 EXPERTS, ROWS, REPEATS = 8, (1, 2, 4, 8, 16, 32, 64), 15
 """Experts of a call, rows of each, and timed calls."""
@@ -23,8 +24,7 @@ EXPERTS, ROWS, REPEATS = 8, (1, 2, 4, 8, 16, 32, 64), 15
 
 def cpu_expert_costs(runner: Executor) -> np.ndarray | None:
     """float64[2]: C and β in seconds, neither below 0. Where the runner's own experts run on a CPU,
-    by the op and the threads that a second processor computes them with; else by XLA's products on
-    jax's CPU. None where jax has none."""
+    by their op; else by XLA's products on jax's CPU. None where jax has none."""
     if runner.steps.ops.expert_ffn == "cpu":
         seconds = _in_place_seconds(runner)
     else:
@@ -38,16 +38,17 @@ def cpu_expert_costs(runner: Executor) -> np.ndarray | None:
 def _in_place_seconds(runner: Executor) -> list[float]:
     """Seconds of an expert of each of ROWS, read where it is. Of a call of several experts less one
     of a single one: what a call takes by itself is a layer's, not an expert's."""
-    context, second = runner.programs().context(ProgramKey("decode")), runner.steps.second
-    if second is not None:
-        context = dataclasses.replace(context, threads=second.threads[1])
+    context = runner.programs().context(ProgramKey("decode"))
     layers, experts, _, hidden = runner.stores[0].shape
     most = min(EXPERTS, experts)
 
     @jax.jit
-    def compute(stores, x, ids, layer, listed, count):
-        given = dataclasses.replace(context, stores=stores)
-        return compute_in_place(x, ids, (layers, experts), layer, listed, count, given)
+    def compute_in_place(stores, x, ids, layer, listed, count):
+        y, nowhere = nothing_computed(ids.size, hidden), jnp.zeros((1, hidden), jnp.uint16)
+        nobody = jnp.full((layers, experts), -1, jnp.int32)
+        batch = ExpertBatch(listed, count, ids, x)
+        places = ExpertPlaces(stores, layer, nobody, jnp.zeros_like(nobody))
+        return compute(y, nowhere, batch, places, dataclasses.replace(context, stores=stores))
 
     listed = np.full(experts, -1, np.int32)
     listed[:most] = np.arange(most)
@@ -58,7 +59,7 @@ def _in_place_seconds(runner: Executor) -> list[float]:
 
         def call(repeat: int, count: int, x=x, ids=ids) -> jax.Array:
             layer = np.int32(repeat % layers)  # so that weights come from memory
-            return compute(runner.stores, x, ids, layer, listed, np.int32(count))
+            return compute_in_place(runner.stores, x, ids, layer, listed, np.int32(count))
 
         several, one = (median_s(functools.partial(call, count=count)) for count in (most, 1))
         found.append(max(several - one, 0.0) / max(most - 1, 1))

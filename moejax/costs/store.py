@@ -42,8 +42,6 @@ def identity(steps: StepSpec) -> dict[str, Any]:
         found["versions"] = [[v.cell.version, v.store.version] for v in steps.formats]
     if steps.store != "memory":
         found["store"] = steps.store
-    if steps.second is not None:
-        found["second_threads"] = list(steps.second.threads)
     if steps.trace_arrays:  # other executables, which give out more
         found["trace_arrays"] = sorted(steps.trace_arrays)
     return json.loads(json.dumps(found))

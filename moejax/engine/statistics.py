@@ -22,7 +22,7 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.step_work import demand_bytes
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
-from moejax.step.processors.processor import PlacementTotals
+from moejax.step.processor import PlacementTotals
 from moejax.step.step_parts import SecondProcessor
 
 KEPT_TIMES = 100_000
@@ -264,29 +264,14 @@ def placement_stats(
     totals: PlacementTotals | None, placement: str | None, second: SecondProcessor | None
 ) -> dict[str, Any] | None:
     """What a second processor computed beside the steps' own, as plain data; None: there is none.
-    Without `same_bits` outputs are a function of the placement.
-    Seconds are sums over the `layers` in which it had experts, each from when both begin: until
-    either was done, while both were at work, and from when one was done to when the other was;
-    `between_s`: of `between` times, from when both were done to when the next layer's experts
-    began, of which `decided_s` after its routing was known."""
+    Without `same_bits` outputs are a function of the placement."""
     if totals is None or second is None:
         return None
-    mean = totals.gap_s / totals.layers if totals.layers else None
     return {
         "placement": placement,
         "implementation": second.implementation,
         "same_bits": second.same_bits,
-        "layers": totals.layers,
-        "experts": totals.experts,
-        "rows": totals.rows,
-        "accelerator_s": totals.accelerator_s,
-        "second_s": totals.second_s,
-        "both_s": totals.both_s,
-        "gap_s": totals.gap_s,
-        "gap_of_a_layer_s": {"mean": mean, "max": totals.most_gap_s},
-        "between": totals.between,
-        "between_s": totals.between_s,
-        "decided_s": totals.decided_s,
+        **dataclasses.asdict(totals),
     }
 
 

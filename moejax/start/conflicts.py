@@ -74,9 +74,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "chunk_bytes": transfers.chunk_bytes is not None,
         "odd chunk": (transfers.chunk_bytes or 0) % 2 > 0 and "this chunk_bytes",
         "stated link": transfers.stated and "rate and latency of transfers='queue'",
-        "stated times": driver.tests_placement and f"threads and times of driver='{driver.name}'",
         "gives away": placed and "placement",
-        "no placement": not placed and "no placement",
         "tiers": driver.tiers is not None and f"tiers={driver.tiers}",
         "moving tiers": driver.planner not in (None, "none") and f"planner={driver.planner}",
         "not in memory": store.name != "memory" and f"store={store.name}",
@@ -180,7 +178,8 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     "resize=peak_headroom",
     ("two versions", "cells"): "experts of all layers share its cells, or each layer has cells of "
     "both versions; leave out cells",
-    ("stated times", "no placement"): "name one, placement='prescope'",
+    ("gives away", "store=file"): "it computes experts where they lie in memory; take "
+    "store='memory'",
     ("gives away", "several versions"): "it knows one version of the experts; leave out one",
     ("cache_aware_routing", "driver=stream"): "all experts are there when a layer is routed; take "
     "driver='device' or 'host'",
@@ -235,10 +234,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("native queue", "in transit"): "it does not decode experts on their way; leave out one",
     ("other memory",): "it computes experts of pinned arrays: add transfers='queue' (--transfers "
     "queue), or leave out placement",
-    ("pinned placement", "store=file"): "it computes experts of pinned arrays, not of a cache of "
-    "files in them; take store='memory'",
-    ("pinned placement", "stated times"): "they are of two groups of a CPU's cores, which there "
-    "are not here; leave them out",
     ("pinned placement", "chunk_bytes"): "it computes a record in one piece; leave chunk_bytes out",
 }
 """Parts that exclude each other, or a part that can never be → why, and what to write instead."""

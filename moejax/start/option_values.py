@@ -17,7 +17,6 @@ from pallas_kernels.option_text import (
     reads,
     seconds,
     share,
-    threads_of_two,
     whole,
     words,
     yes,
@@ -113,19 +112,6 @@ class Driver:
         "ops, 8 with kernels)",
         whole(1),
     )
-    threads: tuple[int, int] | None = setting(
-        "of host with a placement on a CPU alone: A+B, threads of the steps' and of the second "
-        "processor's experts (default: what there are)",
-        threads_of_two,
-    )
-    accelerator: float | None = setting(
-        "the time that an expert of the steps' takes there at least", seconds
-    )
-    startup: float | None = setting("an expert of the second processor, at least", seconds)
-    per_token: float | None = setting("one of its rows, at least", seconds)
-    attention: float | None = setting(
-        "from the end of a layer's experts to the next layer's routing, at least", seconds
-    )
     tiers: str | None = setting(
         "of stream: flux, some residents of each layer are packed as lossless12 and decoded into "
         "the window; flux-direct, computed as they are packed (default: none are packed)",
@@ -164,26 +150,13 @@ class Driver:
         if self.dense + (self.packed or 0.0) > 1:
             raise ValueError(f"dense={self.dense:g} and packed={self.packed:g} are more than all")
 
-    @property
-    def times(self) -> dict[str, float]:
-        """Of moejax.step.step_parts.StatedTimes, those that are stated."""
-        found = {name: getattr(self, name) for name in _TIMES}
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-    @property
-    def tests_placement(self) -> bool:
-        """It says how fast two processors are."""
-        return self.threads is not None or bool(self.times)
-
-
-_TIMES = ("accelerator", "startup", "per_token", "attention")
 
 read_driver = reads(
     "driver",
     Driver,
     {
         "device": _readers(Driver, "waves"),
-        "host": _readers(Driver, "waves", "threads", *_TIMES),
+        "host": _readers(Driver, "waves"),
         "stream": _readers(Driver, "tiers", "dense", "packed", "by", "planner", "interval"),
     },
 )

@@ -73,18 +73,11 @@ def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]
 
 
 def placement_with_costs(options: Config) -> str | None:
-    """The placement with the times that the driver states as costs, where it states none itself.
-    Raises ValueError for a name that there is not."""
+    """The placement, whose loads take what a stated link says, where it says nothing of them. Raises
+    ValueError for a name that there is not."""
     placement = options.policy.placement
     if placement is None or placement.startswith(PREFIX):
         return placement
     policy = placement_policy(placement)
-    given = dict(policy.stated)
-    more = [
-        f"{name}={value!r}"
-        for name, value in options.transfer.driver.times.items()
-        if value and name not in given
-    ]
-    if options.transfer.transfers.rate and "load" not in given and not policy.load_of_link:
-        more.append("load=link")
-    return ",".join([placement, *more])
+    of_link = options.transfer.transfers.rate and not policy.load_of_link
+    return f"{placement},load=link" if of_link and "load" not in dict(policy.stated) else placement

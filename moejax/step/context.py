@@ -39,8 +39,6 @@ class ExpertContext:
     """By version number, see VersionFormats; None: one version, dense."""
     in_place: bool = False
     """Every expert is resident in the store: none is missed, filled or moved."""
-    threads: int = 0
-    """Most threads of the native op that computes experts; 0: all there are."""
     packed: RecordFormat | None = None
     """Residents in cells of this format stream too, decoded into the window; None: there are none,
     or they are computed as they are."""
@@ -57,7 +55,6 @@ class ExpertContext:
             formats=self.formats,
             implementation=implementation,
             shared_kib=self.ops.shared_kib,
-            threads=self.threads,
         )
 
 

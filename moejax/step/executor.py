@@ -37,28 +37,31 @@ from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
 from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks
-from moejax.step.layer_experts import CopiedExperts, ExpertDispatch, FilledExperts
 from moejax.step.layer_programs import is_of_layers, layer_program
 from moejax.step.layer_walk import LayerWalk
-from moejax.step.owned_stream import ExpertStream, OwnedStream
-from moejax.step.processors.host import HostProcessor
-from moejax.step.processors.in_place import InPlaceProcessor, WallClock
-from moejax.step.processors.processor import Processor
-from moejax.step.processors.stated import StatedClock
+from moejax.step.owned_stream import OwnedStream
+from moejax.step.processor import Processor
 from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, ProgramKey, Programs
 from moejax.step.step_keys import StepKeys
 from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
 from moejax.step.transports.native import NativeTransport
-from moejax.step.transports.transport import InStepTransport, Transport
-from moejax.step.walk import CompiledWalk, StepRequest, Walk
+from moejax.step.transports.transport import Transport
+from moejax.step.walk import CompiledWalk, StepRequest
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
 
 _OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
 """Tables that say what is where: nothing may fly while they change."""
+
+TRANSPORTS: dict[str, type[Transport]] = {
+    "step": Transport,
+    "native": NativeTransport,
+    "copies": CopyTransport,
+}
+"""By StepSpec.transport."""
 
 
 class Executor:
@@ -109,8 +112,8 @@ class Executor:
         """The expert maps that decode steps search; None: they search none."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
-        self.transport = transport = make_transport(steps, buffers, compiler)
-        self.stream: ExpertStream | None = None
+        self.transport = transport = TRANSPORTS[steps.transport](steps, buffers, compiler)
+        self.stream: OwnedStream | CopiedStream | None = None
         if steps.window:
             parts = steps, buffers, compiler
             if isinstance(transport, CopyTransport):
@@ -118,36 +121,21 @@ class Executor:
             else:
                 self.stream = OwnedStream(*parts, transport, self.set_tables)
         self.processor: Processor | None = None
+        if steps.second is not None:
+            wanted = *self.keys.decodes, ProgramKey("prefill")
+            self.processor = Processor(buffers, compiler, transport, self.programs, wanted)
         params = tuple(jax.tree.leaves(self.state))
-        if steps.driver != "host" and not isinstance(self.stream, CopiedStream):
-            self.walk: Walk = CompiledWalk(steps, params, buffers, compiler, slots)
+        copied = self.stream if isinstance(self.stream, CopiedStream) else None
+        if steps.driver != "host" and copied is None:
+            self.walk: CompiledWalk | LayerWalk = CompiledWalk(
+                steps, params, buffers, compiler, slots
+            )
         else:
             runs = [(stack.size, stack.is_moe) for stack in model.runs]
-            experts, self.processor = self._layer_experts()
             self.walk = LayerWalk(
-                steps, runs, params, buffers, compiler, transport, experts, self.processor
+                steps, runs, params, buffers, compiler, transport, copied, self.processor
             )
         self._compile_first()
-
-    def _layer_experts(self) -> tuple[ExpertDispatch, Processor | None]:
-        """What computes a layer's experts, and the processor beside the device."""
-        steps, buffers, transport = self.steps, self.buffers, self.transport
-        if isinstance(self.stream, CopiedStream):
-            return FilledExperts(buffers, self.stream), None
-        if not isinstance(transport, CopyTransport):
-            if steps.second is None:
-                return FilledExperts(buffers, None), None
-            stated = steps.second.stated
-            clock = WallClock() if stated is None else StatedClock(stated)
-            in_place = InPlaceProcessor(steps, buffers, clock)
-            return in_place, in_place
-        copied = CopiedExperts(buffers, transport, steps.shapes.waves)
-        if steps.second is None:
-            return copied, None
-        wanted = *self.keys.decodes, ProgramKey("prefill")
-        records = transport.records
-        beside = HostProcessor(buffers, self.compiler, copied, records, self.programs, wanted)
-        return beside, beside
 
     def _compile_first(self) -> None:
         """Begins to compile what the first requests need, then what later ones may, while those
@@ -333,9 +321,8 @@ class Executor:
         return self.tokens.follow(self.walk.run(request))
 
     def failures(self, writes: int) -> list[TransferFailure]:
-        """The experts that a step could not compute, as of Transport and Processor."""
-        failed = self.transport.failures(writes)
-        return failed if self.processor is None else failed + self.processor.failures(writes)
+        """As of Transport."""
+        return self.transport.failures(writes)
 
     def progress(self) -> Progress:
         """As of Transport."""
@@ -346,7 +333,7 @@ class Executor:
         host_offload.control.control.Device. Raises ValueError where there is none."""
         if self.processor is None:
             raise ValueError("these steps have no second processor; name a placement")
-        self.processor.assignments.assign(layer, beside, order)
+        self.processor.assign(layer, beside, order)
 
     def carried_out(self) -> np.ndarray:
         """As of transfer, for the list that was carried out last between two layers."""
@@ -482,18 +469,8 @@ class Executor:
             self.transport.close()
             if memory is not None:
                 memory.close()
-            if self.processor is not None:
-                self.processor.close()
             if given:
                 self.store.delete()
-
-
-def make_transport(steps: StepSpec, buffers: Buffers, compiler: Compiler) -> Transport:
-    """The transport of these steps."""
-    if steps.queue is None:
-        return InStepTransport(buffers, compiler)
-    kind = NativeTransport if steps.owned else CopyTransport
-    return kind(steps.queue, steps, buffers, compiler)
 
 
 def _padded(rows: Sequence[Sequence[int]], fields: int, most: int) -> np.ndarray:

@@ -261,33 +261,6 @@ def compute(
         return expert_ffn(y, arena, batch, places, options, epilogue)
 
 
-def compute_in_place(
-    x: jax.Array,
-    ids: jax.Array,
-    shape: tuple[int, int],
-    layer: jax.Array,
-    listed: jax.Array,
-    count: jax.Array,
-    context: ExpertContext,
-    reader: OwnedArena | None = None,
-) -> jax.Array:
-    """float32[T·K, D]: the rows of the first `count` of int32[E] `listed` experts, read where the
-    store has them; zeros elsewhere. shape: (L, E). reader: an arena without cells, through whose
-    queue records in files come; None: they are in memory."""
-    # The reference slices an arena of at least a record, whatever it reads.
-    rows = 1 if context.ops.expert_ffn == "cpu" else context.stores[0].shape[2]
-    nowhere = jnp.zeros((rows, x.shape[1]), jnp.uint16)
-    nobody, first = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
-    y = nothing_computed(ids.size, x.shape[1])
-    return compute(
-        y,
-        nowhere if reader is None else reader,
-        ExpertBatch(listed, count, ids, x),
-        ExpertPlaces(context.stores, layer, nobody, first),
-        context,
-    )
-
-
 def materialize(
     memory: DeviceMemory, layer: jax.Array, after: jax.Array, context: ExpertContext
 ) -> DeviceMemory:

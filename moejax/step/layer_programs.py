@@ -21,7 +21,6 @@ from moejax.step.experts import (
     add_experts,
     clock_moved,
     compute,
-    compute_in_place,
     compute_materialized,
     expert_rows,
     nothing_computed,
@@ -56,13 +55,6 @@ OF_RUNS = ("attend", "route", "observe", "feed_forward")
 
 EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
 """Parts of a layer's experts where the host brings those that are missing."""
-
-PLACED_PARTS = ("absent", "accelerate", "beside", "combine", "join")
-"""Parts of a layer's experts where a second processor computes some of them."""
-
-BESIDE_PARTS = ("absent", "plan_beside", "put", "mark")
-"""What is added to EXPERT_PARTS where a second processor computes some of them; `plan` is not
-called then."""
 
 OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare", "seat")
 """Programs of the same engines, between parts: entries of a stage list without their copies, a
@@ -184,12 +176,10 @@ class _StepPart:
             "weights": routing.weights,
             **dict.fromkeys(("i", "layer", "wave", "expert", "count", "ahead"), index),
             "y": y,
-            "other": y,
             "counts": counts,
             "listed": array(experts),
             "beside": flags,
             "elsewhere": Elsewhere._make([flags, array(experts)]),
-            "reader": programs.reader,
             "pieces": record_pieces(programs),
             "rows": array(put, hidden, dtype=y.dtype),
             "slots": array(put),
@@ -199,14 +189,8 @@ class _StepPart:
             "writes": programs.writes,
         }
 
-    def context(self, stores: tuple = (), processor: int | None = None) -> StepContext:
-        """processor: what computes experts, the accelerator (0) or the second processor (1)."""
-        context = self.programs.context(self.key, stores)
-        if processor is None:
-            return context
-        second = self.programs.steps.second
-        assert second is not None
-        return dataclasses.replace(context, threads=second.threads[processor])
+    def context(self, stores: tuple = ()) -> StepContext:
+        return self.programs.context(self.key, stores)
 
     def _stack(self, params) -> LayerStack:
         assert self.key.run is not None
@@ -289,11 +273,6 @@ class _StepPart:
         """y with rows of the second processor in their slots; no slot: those past the last."""
         return y.at[slots].set(rows, mode="drop", unique_indices=True)
 
-    @_part()
-    def mark(self, y):
-        """A number that is there when y is."""
-        return y[0, 0]
-
     @_part(donated="y")
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
         """y with the rows of the first `count` experts of `listed`, which have cells."""
@@ -320,26 +299,10 @@ class _StepPart:
     @_part(donated="arena tables")
     def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
         """(y of all experts that are not elsewhere, arena, tables, counts)."""
-        context, memory = self.context(stores, 0), DeviceMemory(arena, tables)
+        context, memory = self.context(stores), DeviceMemory(arena, tables)
         y = nothing_computed(ids.size, x.shape[1])
         y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
         return y, *memory, counts
-
-    @_part()
-    def beside(self, stores, reader, x, ids, layer, listed, count):
-        """y of the first `count` experts of `listed`, computed where the store has them."""
-        layers, experts = self.programs.tables.address.shape
-        shape = layers, experts
-        context = self.context(stores, 1)
-        return compute_in_place(x, ids, shape, layer, listed, count, context, reader)
-
-    @_part(summed="x")
-    def join(self, x, y, other, ids, beside, weights):
-        """x after the experts. other: y of those under the mask. Picked by expert, not added: −0
-        and 0 are not −0."""
-        mask = jnp.pad(beside, (0, 1))[ids]
-        y = jnp.where(mask.reshape(-1, 1), other, y)
-        return add_experts(x, y, weights, self.context().ops)
 
     @_part(summed="x")
     def combine(self, x, y, weights):

@@ -16,13 +16,13 @@ import numpy as np
 
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
+from moejax.step.copied_stream import CopiedStream
 from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
-from moejax.step.layer_experts import ExpertDispatch
-from moejax.step.processors.processor import LayerInputs, Parts, Processor
+from moejax.step.processor import Processor
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.step_parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
-from moejax.step.transports.transport import Transport
+from moejax.step.transports.transport import LayerInputs, Parts, Transport
 from moejax.step.walk import StepRequest
 from pallas_kernels.stage import Entries
 
@@ -37,14 +37,14 @@ class _Layer(NamedTuple):
 
 
 class LayerWalk:
-    """The Walk of three executables a layer, with hooks in between.
+    """A step as three executables a layer, with hooks in between, as CompiledWalk.
 
     Without hooks nothing is read back, so the host runs ahead of the device as with one executable
     a step.
 
     - `runs`: of equal layers, how many and whether they have experts.
     - `params`: the model's arrays.
-    - `experts`: computes those of a layer.
+    - `stream`: brings all experts of a layer before it; None: the transport those it misses.
     - `processor`: computes some of them beside the device; None: there is none.
     """
 
@@ -56,12 +56,13 @@ class LayerWalk:
         buffers: Buffers,
         compiler: Compiler,
         transport: Transport,
-        experts: ExpertDispatch,
+        stream: CopiedStream | None,
         processor: Processor | None,
     ):
         self._steps, self._runs, self._params = steps, runs, params
         self._buffers, self._compiler, self._transport = buffers, compiler, transport
-        self._experts, self._processor = experts, processor
+        self._stream, self._processor = stream, processor
+        self._experts = processor or transport
         self.transfers: list[LayerTransfers] = []
         self.layer_arrays = TraceArrays()
         self._bound: dict[ProgramKey, Parts] = {}
@@ -147,7 +148,9 @@ class LayerWalk:
             if ("observe", run) in parts:
                 self.layer_arrays = parts["observe", run](params, normed, batch, index)
             if hooks is not None:
-                self._show_routing(hooks, layer, normed, Routing(ids, weights))
+                self._show_routing(hooks, layer, Routing(ids, weights))
+            if self._stream is not None:
+                self._stream.materialize(layer)
             inputs = LayerInputs(step, layer, x, normed, Routing(ids, weights))
             x, counts = self._experts.compute(parts, inputs)
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))
@@ -156,18 +159,14 @@ class LayerWalk:
         writes = transport.begin_output()
         output = parts["output", None](params, x, batch, tuple(traces), writes, buffers.tables)
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
-        placed = None if self._processor is None else self._processor.assignments.placed
+        placed = None if self._processor is None else self._processor.placed
         return output._replace(staged=staged, arrays=arrays, placed=placed)
 
-    def _show_routing(self, hooks: Hooks, layer: int, normed: jax.Array, routing: Routing) -> None:
+    def _show_routing(self, hooks: Hooks, layer: int, routing: Routing) -> None:
         """Waits for a layer's routing, and asks the hooks before its experts."""
         routing.ids.copy_to_host_async()
         routing.weights.copy_to_host_async()
-        if self._processor is not None:
-            self._processor.dispatch_routing(normed)
         ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
-        if self._processor is not None:
-            self._processor.see_routing()
         self._carry_out(hooks.after_routing(layer, ids, weights), layer)
         self._carry_out(hooks.before_experts(layer), layer)
 

@@ -54,7 +54,7 @@ from moejax.step.step_parts import (
     sums_in_one_order,
 )
 from pallas_kernels import Ops
-from pallas_kernels.cpu.arena import TOKEN, OwnedArena, abstract_arena, drain
+from pallas_kernels.cpu.arena import TOKEN, OwnedArena, drain
 from pallas_kernels.fill import Fills, fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
@@ -198,12 +198,6 @@ class Programs:
         if isinstance(self.arena, OwnedArena):
             return (self.arena.token,)
         return (self.array(*TOKEN.shape, dtype=TOKEN.dtype),)  # as of CopyTransport.begin_output
-
-    @property
-    def reader(self) -> OwnedArena | None:
-        """As of compute_in_place."""
-        files = self.steps.store == "file"
-        return abstract_arena(1, self.steps.layout.hidden) if files else None
 
     @property
     def params(self) -> tuple:

@@ -97,30 +97,12 @@ class StepShapes:
 
 
 @dataclasses.dataclass(frozen=True)
-class StatedTimes:
-    """Seconds that two processors take at least, to compare policies on a CPU alone."""
-
-    accelerator: float = 0.0
-    """An expert on the accelerator."""
-    startup: float = 0.0
-    """An expert on the second processor, beside its rows."""
-    per_token: float = 0.0
-    """One of its rows there."""
-    attention: float = 0.0
-    """From when both are done with a layer's experts to the next layer's routing."""
-
-
-@dataclasses.dataclass(frozen=True)
 class SecondProcessor:
     """A processor that computes missed experts where their weights are, beside the one that has the
     arena (docs/prescope.md)."""
 
-    threads: tuple[int, int] = (0, 0)
-    """Most threads of the accelerator's and of the second processor's expert op; 0: all."""
-    stated: StatedTimes | None = None
-    """What both take at least (moejax/step/drivers/stated.py); None: what they take."""
-    implementation: str = ""
-    """That of expert_ffn on it; empty: the steps' own."""
+    implementation: str
+    """That of expert_ffn on it."""
     same_bits: bool = True
     """It computes the accelerator's bits; else outputs are a function of who computed what."""
 
@@ -202,11 +184,18 @@ class StepSpec:
         return {op: name for op, name in ops.items() if name != "cpu"}
 
     @property
+    def transport(self) -> str:
+        """How missing experts come, of executor.TRANSPORTS."""
+        if self.queue is None:
+            return "step"
+        return "native" if self.owned else "copies"
+
+    @property
     def separate(self) -> bool:
         """Whether experts lie in separate pinned arrays, which jax's own copies bring beside
         compute, and the host driver carries out what a layer wants: the queue where the library
         does not own the arena."""
-        return self.queue is not None and not self.owned
+        return self.transport == "copies"
 
 
 class PrefillBatch(NamedTuple):

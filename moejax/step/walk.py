@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
@@ -28,43 +28,17 @@ class StepRequest(NamedTuple):
     maps: DeviceMaps | None
 
 
-class Walk(Protocol):
-    """How a step goes through the model."""
-
-    layer_arrays: TraceArrays
-    """[T, ·] each, of the layer routed last, while hooks are called."""
-
-    @property
-    def transfers(self) -> Sequence[LayerTransfers]:
-        """What was carried out between the layers of the latest step."""
-        ...
-
-    def calls(
-        self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
-    ) -> list[ProgramKey]:
-        """The executables that a step calls.
-
-        - `staged`: with a stage list.
-        - `maps`: that decode steps search.
-        """
-        ...
-
-    def run(self, request: StepRequest) -> StepOutput:
-        """Dispatches a step."""
-        ...
-
-    def delete(self) -> None: ...
-
-
 class CompiledWalk:
-    """The Walk of one executable a step.
+    """A step as one executable.
 
     - `params`: the model's arrays.
     - `slots`: of the arena.
     """
 
     transfers: Sequence[LayerTransfers] = ()
+    """What was carried out between the layers of the latest step."""
     layer_arrays = TraceArrays()
+    """[T, ·] each, of the layer routed last, while hooks are called."""
 
     def __init__(
         self, steps: StepSpec, params: tuple, buffers: Buffers, compiler: Compiler, slots: int
@@ -80,11 +54,17 @@ class CompiledWalk:
     def calls(
         self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
     ) -> list[ProgramKey]:
+        """The executables that a step calls.
+
+        - `staged`: with a stage list.
+        - `maps`: that decode steps search.
+        """
         search = maps.search if maps is not None and step.kind == "decode" else None
         traced = bool(self._steps.trace_arrays)
         return [step._replace(traced=traced, staged=staged, maps=search)]
 
     def run(self, request: StepRequest) -> StepOutput:
+        """Dispatches a step."""
         step, args, forced, stages, hooks, maps = request
         check_hooks(self._steps.driver, hooks)
         buffers = self._buffers

@@ -13,7 +13,6 @@ from pallas_kernels.option_text import (
     parse_pairs,
     seconds,
     share,
-    threads_of_two,
     unknown,
     whole,
     words,
@@ -75,7 +74,7 @@ def test_each_mistake_has_its_message(text, message):
 def test_readers():
     times = [seconds(text) for text in ("20us", "1.5ms", "2s", "3ns", "0.5")]
     assert times == [20e-6, 1.5e-3, 2.0, 3e-9, 0.5] and seconds("20 µs") == 20e-6
-    assert words("probs + embedding") == ("probs", "embedding") and threads_of_two("1+3") == (1, 3)
+    assert words("probs + embedding") == ("probs", "embedding")
     assert (share("0.25"), share("25%"), number("1e-3")) == (0.25, 0.25, 1e-3)
     assert (yes("true"), yes("false"), whole()("0")) == (True, False, 0)
     for reader, text in ((yes, "1"), (number, "x"), (whole(), "-1"), (seconds, "1h"), (share, "x")):

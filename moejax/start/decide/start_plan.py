@@ -44,7 +44,7 @@ from moejax.start.precision import (
     paged_cells,
     resident_versions,
 )
-from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StatedTimes, StepSpec
+from moejax.step.step_parts import TRACE_ARRAYS, SecondProcessor, StepSpec
 from moejax.traces.tracer import config_digest
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
@@ -182,17 +182,15 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
 
 def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> SecondProcessor | None:
     """The second processor that the policies give experts to; None: there is none. Where the steps'
-    own expert op is none of a CPU's, it is the native one, or XLA's where that is not built. Both
-    run on what threads there are, as fast as they go, where the driver says nothing."""
+    own expert op is none of a CPU's, it is the native one, or XLA's where that is not built."""
     if not gives_away(settings.policies):
         return None
-    driver, own = settings.options.transfer.driver, ops.expert_ffn
-    times = StatedTimes(**driver.times) if driver.times else None
+    own = ops.expert_ffn
     name = "cpu" if why_not_cpu() is None and dtype in DTYPES else "xla"
     if own == "cpu" or (own, platform) == ("xla", "cpu"):
         name = own
     same = (name, "cpu") == (own, platform)
-    return SecondProcessor(driver.threads or (0, 0), times, implementation=name, same_bits=same)
+    return SecondProcessor(name, same_bits=same)
 
 
 def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tuple[int, int, int]:

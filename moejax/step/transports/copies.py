@@ -19,12 +19,13 @@ from host_offload.queue.cached import CachedRecords
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
 from host_offload.queue.pinned import PinnedRecords
-from host_offload.queue.transfer import DEMAND, Progress, QueueSpec, Settled, Transfer
+from host_offload.queue.transfer import DEMAND, Progress, Settled, Transfer
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.layer_programs import READ_THROUGH
+from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import StepSpec
+from moejax.step.transports.transport import LayerInputs, LayerShare, Parts, Transport
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 
@@ -33,27 +34,41 @@ DEMANDS = 8
 nine tenths of a link's rate, one has less than half (shared/DESIGN.md, section 6)."""
 
 
-class CopyTransport:
-    """A Transport of a DeviceQueue. Raises ValueError for a store of another kind.
+class CopyTransport(Transport):
+    """A DeviceQueue, and a walk of layers that brings what a layer misses beside what the device
+    computes.
 
-    - `spec`: the queue that was asked for.
+    `plan` decides on the device and is read by the host, which waits for it, the only time in a
+    layer. Then, in this order:
+
+    1. what the plan wants that is not in its cell is queued as demands, and copies begin, demands
+       before others; after them, while nothing is enqueued that they would have to wait for,
+    2. the experts that are there are computed, beside those copies,
+    3. each record that was missing is read into its cell, or computed as it is where it has none,
+       by programs that wait for its copy in stream order, and then those experts are computed.
+
+    Where experts stream, those of a layer are brought before it, and one program computes them.
+    Raises ValueError for a store of another kind.
     """
 
-    queue = None
     stage_key = ProgramKey("admit")
+    shared_parts = ("blank", "plan_beside", "compute", "through")
 
-    def __init__(self, spec: QueueSpec, steps: StepSpec, buffers: Buffers, compiler: Compiler):
-        records = buffers.store.arrays[steps.layout.records[0].version]
-        if not isinstance(records, PinnedRecords | CachedRecords):
+    def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
+        super().__init__(steps, buffers, compiler)
+        records, spec = buffers.store.arrays[steps.layout.records[0].version], steps.queue
+        if spec is None or not isinstance(records, PinnedRecords | CachedRecords):
             raise ValueError(
                 "these steps need a store of separate pinned arrays: load it with new_builder and "
                 "cache_of (moejax.start.decide.transfers) of the same settings"
             )
-        self.records, self._buffers, self._compiler = records, buffers, compiler
-        self.spec = spec.of_chunks(max(records.sizes))
+        self.records, self._streams = records, steps.window
+        self.spec, self._waves = spec.of_chunks(max(records.sizes)), steps.shapes.waves
         ahead = spec.threads
         if steps.window:  # all of a layer's
             ahead = steps.config.num_experts * len(records.sizes)
+        else:
+            self.parts = EXPERT_PARTS
         self.device_queue = DeviceQueue(records, buffers.device, ahead=ahead)
         self.staging_bytes = (DEMANDS + spec.threads + 1) * sum(records.sizes)
         self._awaited: dict[int, int] = {}
@@ -74,13 +89,104 @@ class CopyTransport:
         which has packed residents."""
         compiler.need(ProgramKey("land"), ProgramKey("forget"))
 
+    # ---- a layer's experts
+
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
+        if self._streams:
+            return super().compute(parts, inputs)
+        y, counts = self.compute_rows(parts, inputs, None)
+        return parts["combine", None](inputs.x, y, inputs.routing.weights), counts
+
+    def compute_rows(
+        self, parts: Parts, inputs: LayerInputs, share: LayerShare | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """As Transport; share: None without a second processor."""
+        buffers, ids = self._buffers, inputs.routing.ids
+        number = buffers.numbers[inputs.layer]
+        y, counts = parts["blank", None](buffers.tables, ids)
+        plan = parts["plan" if share is None else "plan_beside", None]
+        beside = () if share is None else (share.beside,)
+        for wave in buffers.numbers[: 1 if inputs.step.kind == "decode" else self._waves]:
+            buffers.tables, counts, seen = plan(buffers.tables, counts, ids, number, wave, *beside)
+            rows, filled = np.asarray(seen).tolist()
+            y = self._compute_wave(parts, inputs, y, rows, filled, share)
+        return y, counts
+
+    def _compute_wave(
+        self,
+        parts: Parts,
+        inputs: LayerInputs,
+        y: jax.Array,
+        rows: Sequence[int],
+        filled: Sequence[int],
+        share: LayerShare | None,
+    ) -> jax.Array:
+        """y with the rows of the experts that are due. rows, filled: as of the plan."""
+        buffers, layer = self._buffers, inputs.layer
+        self.queue_admitted()
+        self.land_arrived()
+        due = [(expert, row) for expert, row in enumerate(rows) if row != IDLE]
+        for expert, row in due:
+            if filled[expert]:  # whatever was on its way there is nobody's
+                self.drop(row)
+        missing = [
+            (expert, row)
+            for expert, row in due
+            if filled[expert] or row == READ_THROUGH or row in self._awaited
+        ]
+        there = [expert for expert, _ in due if (expert, rows[expert]) not in missing]
+        if share is not None:
+            missing.sort(key=lambda each: int(share.order[each[0]]))
+
+        def compute(y: jax.Array, experts: Sequence[int]) -> jax.Array:
+            if not experts:
+                return y
+            listed = np.full(len(rows), -1, np.int32)
+            listed[: len(experts)] = sorted(experts)
+            memory = buffers.arena, buffers.tables, buffers.stores
+            index, count = buffers.numbers[layer], np.int32(len(experts))
+            seen = inputs.normed, inputs.routing.ids
+            return parts["compute", None](y, *memory, *seen, index, listed, count)
+
+        groups = [missing[i : i + DEMANDS] for i in range(0, len(missing), DEMANDS)]
+        for number, group in enumerate(groups or [[]]):
+            tickets = [self._demand(layer, expert, row) for expert, row in group]
+            self.device_queue.begin(others=number + 1 >= len(groups))
+            if number == 0:
+                y = compute(y, there)
+            came = []
+            for (expert, row), ticket in zip(group, tickets, strict=True):
+                try:
+                    if row == READ_THROUGH:
+                        y = self._compute_through(parts, inputs, y, expert, ticket)
+                    else:
+                        self.land(row, ticket)
+                        came.append(expert)
+                except TransferLost as error:
+                    self.lose(layer, expert, row, str(error))
+            y = compute(y, came)
+        return y
+
+    def _compute_through(
+        self, parts: Parts, inputs: LayerInputs, y: jax.Array, expert: int, ticket: int
+    ) -> jax.Array:
+        """y with the rows of an expert without a cell. Raises TransferLost."""
+        computed, buffers = [], self._buffers
+
+        def move(pieces: Sequence[jax.Array]) -> jax.Array:
+            seen = inputs.normed, inputs.routing.ids, buffers.numbers[inputs.layer]
+            after, mark = parts["through", None](
+                y, buffers.stores, *seen, np.int32(expert), tuple(pieces)
+            )
+            computed.append(after)
+            return mark
+
+        self.device_queue.take(ticket, move)
+        return computed[0]
+
     # ---- records and cells
 
-    def is_awaited(self, row: int) -> bool:
-        """Whether the record of the cell at an arena row has not been read into it."""
-        return row in self._awaited
-
-    def demand(self, layer: int, expert: int, row: int) -> int:
+    def _demand(self, layer: int, expert: int, row: int) -> int:
         """The ticket of a record that the running layer waits for."""
         if row == READ_THROUGH:
             return self.device_queue.submit(self.transfer_of(layer, expert))

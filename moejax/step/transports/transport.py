@@ -1,42 +1,92 @@
-"""How experts that a step misses come into their cells, as the executor sees it."""
+"""How experts that a step misses come into their cells, as walks and the executor see it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from host_offload.queue.native import NativeQueue, Totals
 from host_offload.queue.transfer import Progress, QueueSpec
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
+from moejax.step.experts import Elsewhere
 from moejax.step.programs import ProgramKey
+from moejax.step.step_parts import Routing, StepSpec
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 
-STAGE = ProgramKey("stage")
+Parts = dict[tuple[str | None, int | None], Callable]
+"""(part of a step, run of equal layers) → its executable."""
 
 
-class Transport(Protocol):
-    """Brings experts of the store into cells of the arena."""
+class LayerInputs(NamedTuple):
+    """What a layer's experts are computed from."""
 
-    @property
-    def spec(self) -> QueueSpec | None:
-        """The queue as it is; None: ops copy experts within the step."""
-        ...
+    step: ProgramKey
+    layer: int
+    x: jax.Array
+    """[T, D]: the residual stream after attention."""
+    normed: jax.Array
+    """[T, D]: what the experts compute on."""
+    routing: Routing
 
-    @property
-    def queue(self) -> NativeQueue | None:
-        """The native library's queue, where that library carries transfers out."""
-        ...
 
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory of records on their way, beside what programs take."""
-        ...
+class LayerShare(NamedTuple):
+    """What a second processor computes of a layer."""
 
-    stage_key: ProgramKey
+    beside: np.ndarray
+    """bool[E]: the experts that it computes."""
+    order: np.ndarray
+    """int32[E]: in which the others are brought, lowest first."""
+
+
+class Transport:
+    """Brings experts of the store into cells of the arena. This one leaves it to the ops of steps,
+    so that nothing is ever on its way; others replace what they do beside compute."""
+
+    spec: QueueSpec | None = None
+    """The queue as it is; None: ops copy experts within the step."""
+    queue: NativeQueue | None = None
+    """The native library's queue, where that library carries transfers out."""
+    staging_bytes = 0
+    """Device memory of records on their way, beside what programs take."""
+    stage_key = ProgramKey("stage")
     """The program by which a walk of layers carries out a layer's part of a stage list."""
+    parts: Sequence[str] = ("experts",)
+    """Of layer_programs: those that `compute` calls."""
+    shared_parts: Sequence[str] = ("accelerate",)
+    """And those of `compute_rows`."""
+
+    def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
+        self._buffers, self._compiler = buffers, compiler
+
+    # ---- in a walk of layers
+
+    def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
+        """Returns (x after a MoE layer's experts, the layer's counts)."""
+        buffers = self._buffers
+        memory = buffers.stores, buffers.arena, buffers.tables
+        computed_on = inputs.x, inputs.normed, *inputs.routing, buffers.numbers[inputs.layer]
+        x, buffers.arena, buffers.tables, counts = parts["experts", None](*memory, *computed_on)
+        return x, counts
+
+    def compute_rows(
+        self, parts: Parts, inputs: LayerInputs, share: LayerShare
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (y float32[T·K, D] of a layer's experts, the layer's counts).
+
+        - `share`: the second processor's, whose rows of y stay zero.
+        """
+        buffers = self._buffers
+        memory = buffers.stores, buffers.arena, buffers.tables
+        computed_on = inputs.normed, inputs.routing.ids, buffers.numbers[inputs.layer]
+        y, buffers.arena, buffers.tables, counts = parts["accelerate", None](
+            *memory, *computed_on, Elsewhere._make(share)
+        )
+        return y, counts
 
     def stage(self, layer: int, entries: Entries, done: jax.Array, *, ahead: bool) -> jax.Array:
         """Carries out a layer's part of a stage list; returns `done` with the entries that were.
@@ -44,16 +94,23 @@ class Transport(Protocol):
         - `done`: int32[STAGES], 1 for each entry that was carried out so far.
         - `ahead`: before the layer's plan, as of `experts.stage_layer`.
         """
-        ...
+        buffers = self._buffers
+        memory = buffers.arena, buffers.tables, buffers.stores
+        numbers = buffers.numbers[layer], buffers.numbers[int(ahead)]
+        buffers.arena, buffers.tables, done = self._compiler.call(
+            self.stage_key, *memory, *numbers, entries, done
+        )
+        return done
 
     def begin_output(self) -> tuple:
         """What a walk of layers gives its last program as `Programs.writes`."""
-        ...
+        return ()
+
+    # ---- between steps
 
     def drain(self) -> None:
         """Nothing flies into the arena any more when the steps to come begin, nor during what is
         dispatched next; experts that did not come are absent."""
-        ...
 
     def failures(self, writes: int) -> list[TransferFailure]:
         """The experts that a step could not compute because their bytes did not come; what was
@@ -61,77 +118,22 @@ class Transport(Protocol):
 
         - `writes`: of the step's Results.
         """
-        ...
+        return []
 
     def totals(self) -> Totals | None:
         """What the queue did so far; None: there is none."""
-        ...
-
-    def keep_settled(self, keep: bool) -> None:
-        """Whether transfers that settle from now on are kept until `progress` tells of them."""
-        ...
-
-    def progress(self) -> Progress:
-        """What is on its way now, and what has settled since the last call, where that is kept."""
-        ...
-
-    def faults(self) -> list[str]:
-        """Cells with other bytes than the store's, where the program `integrity` cannot see it."""
-        ...
-
-    def close(self) -> None:
-        """Ends it, after the last step and before the store is freed."""
-        ...
-
-
-class InStepTransport:
-    """Ops copy experts where they need them, within the step: nothing is ever on its way."""
-
-    spec = queue = None
-    staging_bytes = 0
-    stage_key = STAGE
-
-    def __init__(self, buffers: Buffers, compiler: Compiler):
-        self._buffers, self._compiler = buffers, compiler
-
-    def stage(self, layer: int, entries: Entries, done: jax.Array, *, ahead: bool) -> jax.Array:
-        return stage_in_step(self._buffers, self._compiler, layer, entries, done, ahead)
-
-    def begin_output(self) -> tuple:
-        return ()
-
-    def drain(self) -> None:
-        pass
-
-    def failures(self, writes: int) -> list[TransferFailure]:
-        return []
-
-    def totals(self) -> Totals | None:
         return None
 
     def keep_settled(self, keep: bool) -> None:
-        pass
+        """Whether transfers that settle from now on are kept until `progress` tells of them."""
 
     def progress(self) -> Progress:
+        """What is on its way now, and what has settled since the last call, where that is kept."""
         return Progress(0.0, (), ())
 
     def faults(self) -> list[str]:
+        """Cells with other bytes than the store's, where the program `integrity` cannot see it."""
         return []
 
     def close(self) -> None:
-        pass
-
-
-def stage_in_step(
-    buffers: Buffers,
-    compiler: Compiler,
-    layer: int,
-    entries: Entries,
-    done: jax.Array,
-    ahead: bool,
-) -> jax.Array:
-    """As Transport.stage, by the ops of steps."""
-    memory = buffers.arena, buffers.tables, buffers.stores
-    numbers = buffers.numbers[layer], buffers.numbers[int(ahead)]
-    buffers.arena, buffers.tables, done = compiler.call(STAGE, *memory, *numbers, entries, done)
-    return done
+        """Ends it, after the last step and before the store is freed."""

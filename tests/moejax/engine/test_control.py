@@ -15,7 +15,7 @@ from host_offload.control.step_record import StepRecord, StepRows
 from host_offload.memory.tables import empty_tables, snapshot
 from moejax.step.executor import Executor
 from moejax.step.programs import ProgramKey
-from moejax.step.transports.transport import InStepTransport
+from moejax.step.transports.transport import Transport
 from tests.host_offload.control.policy_runs import (
     EXPERTS,
     LAYERS,
@@ -35,7 +35,7 @@ class FakeRunner:
     prepare, snapshot, stage_list = Executor.prepare, Executor.snapshot, Executor.stage_list
 
     def __init__(self):
-        self.transport, self.compiler = InStepTransport(*2 * [None]), self
+        self.transport, self.compiler = Transport(*3 * [None]), self
         self.walk = SimpleNamespace(transfers=[])
         self.tables = empty_tables(LAYERS, EXPERTS, 8)
         rows = jnp.arange(LAYERS * 8, dtype=jnp.int32).reshape(LAYERS, 8)

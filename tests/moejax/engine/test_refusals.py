@@ -159,9 +159,8 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
                 "PlacementPolicy asks for EXPERTS_BEGIN, which driver='device' lacks",
             ),
             ({"placement": "cpu"}, "unknown placement 'cpu'; known: prescope"),
-            ({"placement": None, "driver": "host,threads=1+1"}, "name one, placement='prescope'"),
-            ({"driver": "host,threads=2"}, "threads='2' is not A+B"),
-            ({"driver": "host,speed=1ms"}, "has no setting 'speed=1ms'; known: waves=…, threads=…"),
+            ({"driver": "host,speed=1ms"}, "has no setting 'speed=1ms'; known: waves=…"),
+            ({"store": "file"}, "placement and store=file do not go"),
             ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
             ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
             ({"cache_aware_routing": 0.1}, "cache_aware_routing and placement do not go"),
@@ -171,10 +170,6 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
         {**PLACED_QUEUE, "expert_budget": "40%", "enable_prefix_caching": False},
         [
             ({"placement": "prescope"}, "(a placement takes stated ones: per_token=TIME,startup="),
-            (
-                {"driver": "host,threads=1+1"},
-                "cement and threads and times of driver='host' do not go",
-            ),
             ({"transfers": "queue,chunk_bytes=16KiB"}, "placement and chunk_bytes do not go"),
             (
                 {"driver": "device"},

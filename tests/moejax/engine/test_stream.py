@@ -30,7 +30,7 @@ from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
 from moejax.step.copied_stream import CopiedStream
 from moejax.step.executor import Executor
-from moejax.step.layer_experts import FilledExperts
+from moejax.step.transports.copies import CopyTransport
 from pallas_kernels.cpu.spans import recorded
 from tests.faults import Faults, delay_arena, inject
 from tests.moejax.engine.scenes import (
@@ -244,7 +244,7 @@ def dispatched(runner: Executor, monkeypatch) -> list[tuple[str, int]]:
         for layer, experts in enumerate(records.pieces)
         for piece in itertools.chain.from_iterable(experts)
     }
-    put, computed = queue.put, FilledExperts.compute
+    put, computed = queue.put, CopyTransport.compute
 
     def begun(pieces):
         events.append(("copy", layer_of[id(pieces[0])]))
@@ -266,7 +266,7 @@ def dispatched(runner: Executor, monkeypatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(queue, "put", begun)
     monkeypatch.setattr(runner.compiler, "call", called)
-    monkeypatch.setattr(FilledExperts, "compute", compute)
+    monkeypatch.setattr(CopyTransport, "compute", compute)
     return events
 
 

@@ -114,7 +114,6 @@ CASES = {
     "absent": Case(placed, decode("absent"), {}, 1),
     "plan beside": Case(placed, decode("plan_beside"), {"plan": 1}, 12),
     "put": Case(placed, decode("put"), {}, 1, in_place="y"),
-    "mark": Case(placed, decode("mark"), {}, 1),
     "put, prefill": Case(
         placed, ProgramKey("prefill", part="put"), {}, 1, in_place="y", marks=NIGHTLY
     ),
@@ -158,7 +157,7 @@ def test_a_program_copies_nothing_large_and_launches_what_is_listed(name):
         many = LANDED if case.key.kind == "land_many" else 1
         crossed = many * RECORD * case.key.kind.startswith("land")
     elif case.in_place == "y":
-        written = nbytes(layer_program(made, ProgramKey(case.key.kind, part="mark")).args)
+        written = nbytes(layer_program(made, ProgramKey(case.key.kind, part="put")).args[:1])
         crossed = PUT[case.key.kind] * 2048 * 4
     reads = nbytes(made.arena) if case.key.part == "compute" else written
     assert written <= memory.alias_bytes + MiB and memory.alias_bytes < written + 64 * MiB

@@ -1,8 +1,7 @@
-"""A second processor beside a device with memory of its own: a GPU, or a CPU whose transfers jax
-carries out (transports/copies.py).
+"""A second processor: a CPU that computes missed experts where the store has them, beside the
+device that has the arena (docs/prescope.md).
 
-Missed experts that a policy gives it are computed by a CPU op from the pinned store, where they
-lie; only rows of x and y cross. A layer, in the order of what the host does:
+Only rows of x and y cross. A layer, in the order of what the host does:
 
 1. attend and route are dispatched, then the copy of x to the host,
 2. policies decide, the host reads which of the given experts have no cell,
@@ -11,12 +10,14 @@ lie; only rows of x and y cross. A layer, in the order of what the host does:
 5. the thread's rows, copied to the device, are put into their slots of y, and y is summed in the
    fixed order.
 
-Where the op has other bits than the device's, an expert's rows depend on who computed it: outputs
-are a function of the placement, which traces record and RecordedPlacement repeats.
+Where both run the same implementation the bits are those of full residency (contract 1). Where the
+CPU's op has other bits than the device's, an expert's rows depend on who computed it: outputs are a
+function of the placement, which traces record and RecordedPlacement repeats.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,24 +26,28 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from host_offload.queue.pinned import PinnedRecords
+from host_offload.queue.pinned import view_record
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler, compiler_options
-from moejax.step.layer_experts import CopiedExperts
-from moejax.step.layer_programs import BESIDE_PARTS, EXPERT_PARTS, PUT, beside_program
-from moejax.step.processors.processor import (
-    Assignments,
-    LayerInputs,
-    Parts,
-    PlacementTotals,
-    settled,
-)
+from moejax.step.layer_programs import PUT, beside_program
 from moejax.step.programs import ProgramKey, Programs
-from pallas_kernels.cpu.arena import TransferFailure
+from moejax.step.transports.transport import LayerInputs, LayerShare, Parts, Transport
 
 FEWEST = 4
 """Rows of the smallest program of the second processor; each next one has four times as many."""
+
+
+@dataclasses.dataclass
+class PlacementTotals:
+    """What the second processor did so far."""
+
+    layers: int = 0
+    """Those in which it had experts, in all steps."""
+    experts: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    """From when it began with a layer's to when they were computed."""
 
 
 class _Beside(NamedTuple):
@@ -52,55 +57,36 @@ class _Beside(NamedTuple):
     """float32[PUT, D] each, on the device."""
     slots: Sequence[np.ndarray]
     """int32[PUT] each: where they belong in y [T·K, D]; T·K: nowhere."""
-    ended: float
+    seconds: float
 
 
-class _Layer(NamedTuple):
-    """A layer that both were at work on, of which the device may not be done."""
+class Processor:
+    """Computes the experts of a layer together with the device.
 
-    experts: int
-    rows: int
-    began: float
-    device: Future
-    """When it was done."""
-    second: float
-
-
-class HostProcessor:
-    """A Processor, and the ExpertDispatch of both.
-
-    - `device`: computes the experts that the second processor does not.
-    - `records`: of the store.
+    - `device`: computes those that the second processor does not.
     - `steps`: that the engine may run.
     """
-
-    parts: Sequence[str] = (*(part for part in EXPERT_PARTS if part != "plan"), *BESIDE_PARTS)
 
     def __init__(
         self,
         buffers: Buffers,
         compiler: Compiler,
-        device: CopiedExperts,
-        records: object,
+        device: Transport,
         programs: Callable[[], Programs],
         steps: Iterable[ProgramKey],
     ):
-        if not isinstance(records, PinnedRecords):
-            raise ValueError("a second processor reads the store's memory, not files")
         self._buffers, self._compiler, self._device = buffers, compiler, device
-        self._records, self._programs = records, programs
+        self._programs = programs
+        self.parts: Sequence[str] = (*device.shared_parts, "absent", "put", "combine")
+        self._records = buffers.store.arrays[buffers.stored[0]]
         cpu = buffers.device.platform == "cpu"
         self._host = buffers.device if cpu else _host_device()
-        self.assignments, self._totals = Assignments(buffers), PlacementTotals()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="moejax-watch")
-        self._open: list[_Layer] = []
-        self._ended: float | None = None
-        """When both were done with the last layer's experts; None: nobody looked."""
-        self._routed_at = 0.0
         self._ffn: dict[tuple[str, int | None, int], Future] = {}
         self._seen: dict[tuple[int, int], jax.Array] = {}
+        self.totals = PlacementTotals()
         self._check_view()
+        self.begin_step()
         for step in steps:
             for rows in self._sizes(programs().tokens(step)):
                 self._compiled_ffn(step, rows)
@@ -114,52 +100,72 @@ class HostProcessor:
                 f"placement computes experts where the store has them, and cannot: {error}; leave "
                 "placement out"
             ) from error
-        if not np.array_equal(view, np.asarray(self._records.of(0, 0)[0])):
+        records = self._records
+        held = records[0, 0] if isinstance(records, jax.Array) else records.of(0, 0)[0]
+        if not np.array_equal(view, np.asarray(held)):
             raise UserError(
                 "placement computes experts where the store has them, and the CPU sees other bytes "
                 "at the address of a pinned array; leave placement out"
             )
 
+    # ---- what policies give it
+
     def begin_step(self) -> None:
-        self._ended = None
-        self.assignments.begin_step()
+        self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
+        self.placed = np.zeros(self._buffers.tables.address.shape, bool)
+        """[L, E]: experts that it computed in the running step."""
 
-    def dispatch_routing(self, normed: jax.Array) -> None:
-        normed.copy_to_host_async()
+    def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
+        """As of host_offload.control.control.Device."""
+        self._assigned = layer, beside, order
 
-    def see_routing(self) -> None:
-        self._routed_at = time.perf_counter()
+    def _share(self, parts: Parts, layer: int, ids: np.ndarray) -> LayerShare:
+        """What it gets of a layer. Waits for the tables where a policy gave it any.
+
+        - `ids`: int[T, K], the layer's routing.
+        """
+        experts = self.placed.shape[1]
+        beside, order = np.zeros(experts, bool), np.zeros(experts, np.int32)
+        if self._assigned is not None and self._assigned[0] == layer:
+            _, wanted, order = self._assigned
+            # What is resident stays where it is, also what came since the policy looked.
+            if np.any(wanted):
+                absent = parts["absent", None](self._buffers.tables, self._buffers.numbers[layer])
+                beside = wanted & np.isin(np.arange(experts), ids) & np.asarray(absent)
+        return LayerShare(beside, order.astype(np.int32))
+
+    # ---- a layer
 
     def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
-        """As of ExpertDispatch."""
+        """As Transport.compute, by both processors."""
         step, layer, x, normed, routing = inputs
+        normed.copy_to_host_async()
         ids = np.asarray(routing.ids)
-        share = self.assignments.share(parts, layer, ids)
-        began = time.perf_counter()
-        self._note(began if layer else None)
-        mine = share.experts
+        share = self._share(parts, layer, ids)
+        mine = np.flatnonzero(share.beside).tolist()
         other = self._thread.submit(self._compute, step, layer, mine, normed, ids) if mine else None
         try:
             y, counts = self._device.compute_rows(parts, inputs, share)
-            device = self._watcher.submit(_ended, parts["mark", None](y)) if mine else None
         finally:
-            # A step that fails leaves nobody reading the store.
-            result = None if other is None else settled(other)
-        if result is not None and device is not None:
-            made: _Beside = result()
+            if other is not None:  # a step that fails leaves nobody reading the store
+                other.exception()
+        if other is not None:
+            made: _Beside = other.result()
             for part, slots in zip(made.rows, made.slots, strict=True):
                 y = parts["put", None](y, part, slots)
-            self.assignments.placed[layer] = share.beside
-            self._open.append(_Layer(len(mine), share.row_count, began, device, made.ended))
+            self.placed[layer] = share.beside
+            self.totals.layers += 1
+            self.totals.experts += len(mine)
+            self.totals.rows += int(np.isin(ids, mine).sum())
+            self.totals.seconds += made.seconds
         return parts["combine", None](x, y, routing.weights), counts
-
-    # ---- the second processor, in its thread
 
     def _compute(
         self, step: ProgramKey, layer: int, mine: Sequence[int], x: jax.Array, ids: np.ndarray
     ) -> _Beside:
-        """The rows of some experts. x [T, D] and ids [T, K] of the layer."""
+        """The rows of some experts, in its thread. x [T, D] and ids [T, K] of the layer."""
         seen, top_k = np.asarray(x), ids.shape[1]
+        began = time.perf_counter()
         found: list[np.ndarray] = []
         places: list[np.ndarray] = []
         for expert in mine:
@@ -172,7 +178,7 @@ class HostProcessor:
             made = run(operands[0], self._record(layer, expert), operands[1])
             found.append(np.asarray(made)[: len(slots)])
             places.append(slots)
-        ended = time.perf_counter()
+        seconds = time.perf_counter() - began
         at_once = min(PUT["decode" if step.kind == "decode" else "prefill"], ids.size)
         slots = np.concatenate(places).astype(np.int32)
         missing = -len(slots) % at_once
@@ -181,14 +187,16 @@ class HostProcessor:
         slots = np.concatenate([slots, beyond]).reshape(-1, at_once)
         rows = np.concatenate([*found, np.zeros((missing, seen.shape[1]), np.float32)])
         parts = [*rows.reshape(*slots.shape, -1)]
-        return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], ended)
+        return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], seconds)
 
     def _record(self, layer: int, expert: int) -> jax.Array:
         """An expert's record as the second processor sees it."""
         key = layer, expert
         if key not in self._seen:
-            self._seen[key] = self._records.seen_by(self._host, layer, expert)
+            self._seen[key] = view_record(self._records, self._host, layer, expert)
         return self._seen[key]
+
+    # ---- its programs
 
     def _sizes(self, tokens: int) -> list[int]:
         """Rows that the second processor's programs are compiled for; an expert has at most as many
@@ -213,39 +221,15 @@ class HostProcessor:
         lowered = jax.jit(program.function).lower(*args)
         return lowered.compile(compiler_options=compiler_options("cpu"))
 
-    # ---- what both took
-
-    def _note(self, now: float | None = None) -> None:
-        """Counts the layers that both are done with. now: when the experts of a layer that is not
-        a step's first begin."""
-        layers, self._open = self._open, []
-        for layer in layers:
-            ended = layer.device.result(), layer.second
-            self._totals.add(layer.experts, layer.rows, layer.began, ended)
-            self._ended = max(ended)
-        if now is not None and self._ended is not None:
-            self._totals.pass_between(max(now - self._ended, 0.0), now - self._routed_at)
-        self._ended = None
-
-    @property
-    def totals(self) -> PlacementTotals:
-        self._note()
-        return self._totals
-
-    def failures(self, writes: int) -> list[TransferFailure]:
-        return []
-
     def wait(self) -> None:
+        """Blocks until what it compiles itself is there."""
         for compiled in self._ffn.values():
             compiled.result()
 
     def stop(self) -> None:
+        """Before buffers are freed: nobody computes any more."""
         self._thread.shutdown(wait=True)
-        self._watcher.shutdown(wait=True)
         self._seen.clear()
-
-    def close(self) -> None:
-        pass
 
 
 def _host_device() -> jax.Device:
@@ -257,9 +241,3 @@ def _host_device() -> jax.Device:
             "placement computes experts on jax's CPU device, which JAX_PLATFORMS leaves out; add "
             f"cpu to it ({error})"
         ) from error
-
-
-def _ended(mark: jax.Array) -> float:
-    """When what made it was done."""
-    mark.block_until_ready()
-    return time.perf_counter()
