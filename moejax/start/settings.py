@@ -73,8 +73,8 @@ def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]
 
 
 def placement_with_costs(options: Config) -> str | None:
-    """The placement, whose loads take what a stated link says, where it says nothing of them. Raises
-    ValueError for a name that there is not."""
+    """The placement, whose loads take what a stated link says, where it says nothing of them.
+    Raises ValueError for a name that there is not."""
     placement = options.policy.placement
     if placement is None or placement.startswith(PREFIX):
         return placement
