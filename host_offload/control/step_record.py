@@ -47,8 +47,8 @@ class Column(NamedTuple):
 
     per: str
     """A row per `token` or per `step`."""
-    dtype: Any = None
-    """In the trace; None: as its header says."""
+    dtype: Any
+    """In the trace."""
     row: tuple[str, ...] = ()
     """Axes of a row, see traces.schema.columns."""
     seen: str | None = None
@@ -69,8 +69,8 @@ class StepRecord(NamedTuple):
     phase: Annotated[np.ndarray, Column("token", np.uint8, seen="phase")]
     ids: Annotated[np.ndarray, Column("token", np.int16, ("layers", "top_k"), seen="ids")]
     """int16[N, L, k]: routed experts, ascending."""
-    weights: Annotated[np.ndarray, Column("token", None, ("layers", "top_k"), seen="weights")]
-    """float32[N, L, k]; in a trace perhaps float16."""
+    weights: Annotated[np.ndarray, Column("token", np.float32, ("layers", "top_k"), seen="weights")]
+    """float32[N, L, k]"""
     number: Annotated[int, Column("step", np.int64)]
     kind: Annotated[str, Column("step", np.uint8)]
     """`prefill` or `decode`."""

@@ -1,9 +1,10 @@
 """Traces: what the steps of an engine routed, missed and moved, as files (docs/trace_format.md).
 
-A trace is a directory: `trace.json` says once what holds for all of it, `decisions.jsonl` has a
-line per decision, and each `chunk-*.safetensors` has whole steps as arrays. A chunk appears under
-its name when it is complete, so a reader never sees half a chunk and a crash costs the newest only.
-This file reads them; nothing is read before it is asked for.
+A trace is a directory: `trace.json` says once what holds for all of it, each
+`chunk-*.safetensors` has whole steps as arrays, and files of JSON lines have what happened beside
+them: `decisions`, `transfers`, `progress` and `marks`. A chunk appears under its name when it is
+complete, so a reader never sees half a chunk and a crash costs the newest only. This file reads
+them; nothing is read before it is asked for.
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from host_offload.control.step_record import USES, StepRecord
-from host_offload.traces.progress import ProgressTrace, decoded, names
+from host_offload.traces.progress import ProgressTrace, parse_progress
 from host_offload.traces.schema import (
     BITS,
     FORMAT,
     KINDS,
     QUEUES,
-    READ,
-    TRANSFER_TYPES,
     VERSION,
     BudgetMove,
     Mark,
@@ -50,7 +49,6 @@ class Chunk:
     number: int
     trace_id: str
     header: TraceHeader
-    version: int = VERSION
 
     @property
     def steps(self) -> int:
@@ -85,10 +83,7 @@ class Chunk:
         if "use" in step:
             step["use"] = _in_order(step["use"], self.header.uses)
         absent = {name.split(".")[1]: None for name in self.header.absent}
-        ended: dict[int, list[int]] = {}
-        finished = self.array("finish.step"), self.array("finish.request")
-        for number, request in zip(*(a.tolist() for a in finished), strict=True):
-            ended.setdefault(number, []).append(request)
+        ended = dict(json.loads(self._file[1]["finished"]))
         ends = np.cumsum(step.pop("tokens")).tolist()
         for i, end in enumerate(ends):
             begin = ends[i - 1] if i else 0
@@ -100,24 +95,6 @@ class Chunk:
                 fields["kind"] = KINDS[fields["kind"]]
             fields["finished"] = tuple(ended.get(fields["number"], ()))
             yield StepRecord(**fields)
-
-    def transfers(self) -> Iterator[TransferTrace]:
-        """The transfers that were written with this chunk."""
-        causes = json.loads(self._file[1]["transfer_causes"])
-        found = [self.array(f"transfer.{name}").tolist() for name in TRANSFER_TYPES]
-        for *numbers, cause in zip(*found, strict=True):
-            yield TransferTrace(*numbers, cause=causes[cause])
-
-    def progress(self) -> Iterator[ProgressTrace]:
-        """What policies were shown of transfers beside compute, as it was written with this chunk;
-        nothing in version 1."""
-        if self.version > 1:
-            arrays = {name: self.array(name) for name in names()}
-            yield from decoded(arrays, json.loads(self._file[1]["progress_causes"]))
-
-    def marks(self) -> tuple[Mark, ...]:
-        """The marks that were written with this chunk."""
-        return tuple(Mark(*mark) for mark in json.loads(self._file[1]["marks"]))
 
     @functools.cached_property
     def _file(self) -> tuple[Any, dict[str, str]]:
@@ -185,17 +162,18 @@ class Trace:
         return np.concatenate([chunk.array(name) for chunk in self.chunks])
 
     def transfers(self) -> Iterator[TransferTrace]:
-        """All transfers, in the order in which their fate became known."""
-        for chunk in self.chunks:
-            yield from chunk.transfers()
+        """All transfers, in the order in which their fate became known. Raises TraceError as
+        decisions."""
+        return (TransferTrace(*line) for line in self._lines("transfers"))
 
     def progress(self) -> Iterator[ProgressTrace]:
-        """All that policies were shown of transfers beside compute, in its order."""
-        for chunk in self.chunks:
-            yield from chunk.progress()
+        """All that policies were shown of transfers beside compute, in its order. Raises TraceError
+        as decisions."""
+        return map(parse_progress, self._lines("progress"))
 
     def marks(self) -> tuple[Mark, ...]:
-        return tuple(mark for chunk in self.chunks for mark in chunk.marks())
+        """All marks, in order. Raises TraceError as decisions."""
+        return tuple(Mark(*line) for line in self._lines("marks"))
 
     def budgets(self) -> tuple[BudgetMove, ...]:
         """Every budget that was carried out, in order. Raises TraceError as decisions."""
@@ -203,9 +181,13 @@ class Trace:
         return tuple(BudgetMove(**{**line, "cells": tuple(line["cells"])}) for line in lines)
 
     def decisions(self) -> Iterator[dict[str, Any]]:
-        """The lines of decisions.jsonl, of policies and of budgets. The half line of a run that
-        crashed is left out; raises TraceError for any other that is not JSON."""
-        path = self.directory / "decisions.jsonl"
+        """The lines of decisions.jsonl, of policies and of budgets. Raises TraceError for a line
+        that is not JSON."""
+        return self._lines("decisions")
+
+    def _lines(self, name: str) -> Iterator[Any]:
+        """The lines of a file; the half line of a run that crashed is left out."""
+        path = self.directory / f"{name}.jsonl"
         if not path.exists():
             return
         with open(path) as file:
@@ -260,17 +242,13 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"{path} is damaged ({error}); copy the trace again") from error
     if not isinstance(found, Mapping) or found.get("format") != FORMAT:
         raise TraceError(f"{path} is not of a moejax trace; give the directory that --trace wrote")
-    if (version := found.get("version")) not in READ:
+    if (version := found.get("version")) != VERSION:
         raise TraceError(
-            f"{path}: format version {version}, this moejax reads {', '.join(map(str, READ))}; "
-            "read it with the moejax that wrote it"
+            f"{path}: format version {version}, this moejax reads {VERSION}; read it with the "
+            "moejax that wrote it"
         )
     try:
-        # Older traces lack nothing, and had no second processor.
-        later = {"absent": found.get("absent", ()), "placed": found.get("placed", False)}
-        fields = {field.name for field in dataclasses.fields(TraceHeader)} - later.keys()
-        said = {name: found[name] for name in fields}
-        header = TraceHeader(**said, **later)
+        header = TraceHeader(**{f.name: found[f.name] for f in dataclasses.fields(TraceHeader)})
         identity, complete = found["id"], found["complete"]
         count = None if complete is None else int(complete["chunks"])
     except (KeyError, TypeError, ValueError) as error:
@@ -278,5 +256,5 @@ def read_trace(directory: str | os.PathLike[str]) -> Trace:
     if count is None:
         numbers = [int(m[1]) for f in directory.iterdir() if (m := _CHUNK.fullmatch(f.name))]
         count = max(numbers, default=-1) + 1
-    chunks = (Chunk(directory / chunk_name(i), i, identity, header, version) for i in range(count))
+    chunks = (Chunk(directory / chunk_name(i), i, identity, header) for i in range(count))
     return Trace(directory, header, complete is not None, tuple(chunks))

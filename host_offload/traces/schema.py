@@ -1,4 +1,4 @@
-"""What a trace holds: its header, its steps and transfers, and the arrays of a chunk.
+"""What a trace holds: its header, the arrays of a chunk, and what else happened.
 
 docs/trace_format.md describes the files; host_offload.traces.reader reads them, writer writes them.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.control.step_record import COLUMNS, USES
 
-FORMAT, VERSION = "moejax-trace", 2
-READ = (1, 2)
-"""Versions that are read. 1 has nothing of transfers beside compute (progress.py)."""
+FORMAT, VERSION = "moejax-trace", 3
 
 KINDS = ("prefill", "decode")
 QUEUES = frozenset({"stages", "transitions"})
@@ -42,10 +40,9 @@ class TraceHeader:
     """What a trace says once. L = layers (MoE layers only), E = experts, k = top_k.
 
     config_digest: names the model's configuration. spec: sizes and settings that policies see.
-    causes: columns of a step's bytes. weights: "float32" or "float16", how router weights are kept.
-    probabilities: router probabilities of all experts are recorded. gate_input, embedding: width of
-    the recorded router inputs and embeddings, 0 for none. placed: what a second processor computed
-    is recorded. absent: columns that the trace does not
+    causes: columns of a step's bytes. probabilities: router probabilities of all experts are
+    recorded. gate_input, embedding: width of the recorded router inputs and embeddings, 0 for none.
+    placed: what a second processor computed is recorded. absent: columns that the trace does not
     have, since no engine of ours ran: it was converted or generated. uses: columns of a step's use,
     of which older traces have fewer.
     """
@@ -59,7 +56,6 @@ class TraceHeader:
     command: Sequence[str]
     created: str
     causes: Sequence[str] = ("fill", "read_through", "stage")
-    weights: str = "float32"
     probabilities: bool = False
     gate_input: int = 0
     embedding: int = 0
@@ -68,8 +64,6 @@ class TraceHeader:
     uses: Sequence[str] = USES
 
     def __post_init__(self):
-        if self.weights not in ("float32", "float16"):
-            raise ValueError(f"weights are kept as float32 or float16, not {self.weights!r}")
         if min(self.layers, self.experts, self.top_k) < 1 or self.experts > np.iinfo(np.int16).max:
             raise ValueError(
                 f"a trace needs layers, top_k ≥ 1 and 1…32767 experts, not {self.layers}, "
@@ -85,21 +79,14 @@ class TraceHeader:
 class TransferTrace(NamedTuple):
     """An expert moved ahead of need. issued, published, first_use: step numbers; −1: never."""
 
-    layer: Annotated[int, np.int16]
-    expert: Annotated[int, np.int16]
-    version: Annotated[int, np.int8]
-    bytes: Annotated[int, np.int64]
-    issued: Annotated[int, np.int64]
-    published: Annotated[int, np.int64]
-    first_use: Annotated[int, np.int64]
-    cause: Annotated[str, np.int32]
-
-
-TRANSFER_TYPES: dict[str, Any] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(TransferTrace, include_extras=True).items()
-}
-"""Field of a transfer → its type in a chunk; a cause is a number there."""
+    layer: int
+    expert: int
+    version: int
+    bytes: int
+    issued: int
+    published: int
+    first_use: int
+    cause: str
 
 
 class Mark(NamedTuple):
@@ -147,7 +134,7 @@ def _columns(header: TraceHeader, optional: bool) -> dict[str, tuple[np.dtype, t
     }
     return {
         f"{column.per}.{field}": (
-            np.dtype(column.dtype or header.weights),
+            np.dtype(column.dtype),
             tuple(axes[axis] for axis in column.row),
         )
         for field, column in COLUMNS.items()

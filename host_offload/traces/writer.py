@@ -1,4 +1,4 @@
-"""Writes traces: steps are copied into arrays, a background thread turns full ones into files."""
+"""Writes traces: steps are packed into arrays, a background thread turns full chunks into files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from host_offload.control.step_record import StepRecord
-from host_offload.traces.progress import ProgressTrace, encoded
+from host_offload.traces.progress import ProgressTrace, progress_line
 from host_offload.traces.schema import (
     BITS,
     FORMAT,
     KINDS,
-    TRANSFER_TYPES,
     VERSION,
     Mark,
     TraceError,
@@ -31,9 +30,15 @@ from host_offload.traces.schema import (
     columns,
 )
 
-MAX_EVENTS = 10_000
-"""Most decisions, transfers, looks at them or marks that wait for a chunk: steps may be few and
+MAX_LINES = 10_000
+"""Most decisions, transfers, looks at them and marks that wait for a chunk: steps may be few and
 these many."""
+
+BATCH = 32
+"""Steps that are packed at once: one by one, most of the time would go into numpy's calls."""
+
+BATCH_BYTES = 8 << 20
+"""Their arrays, at most: optional ones may be as large as a chunk."""
 
 
 def require_new(directory: str | os.PathLike[str]) -> None:
@@ -55,7 +60,7 @@ def require_new(directory: str | os.PathLike[str]) -> None:
 
 
 class TraceWriter:
-    """Writes a trace. `append` copies into arrays that were allocated before; a full chunk is
+    """Writes a trace. `append` keeps a few steps, so their arrays must not change; a full chunk is
     written by a background thread while the next one fills, and a third waits for the first, so
     memory is two chunks of about chunk_bytes (or of one step, where that is larger).
 
@@ -76,7 +81,13 @@ class TraceWriter:
         self._chunk_bytes = chunk_bytes
         self._id = uuid.uuid4().hex
         self._chunks = self._steps = self._tokens = 0
-        self._buffer, self._spare = self._new_buffer(), self._new_buffer()
+        self._records: list[StepRecord] = []
+        self._chunk = _ChunkParts()
+        self._bytes = self._unpacked_bytes = 0
+        """Of the chunk, and of its records that are not packed."""
+        self._row_bytes = {"token": 0, "step": 0}
+        for name, (dtype, row) in self._columns.items():
+            self._row_bytes[name.split(".")[0]] += dtype.itemsize * int(np.prod(row))
         self._pending: Future | None = None
         self.failure: TraceError | None = None
         self.closed = False
@@ -88,49 +99,40 @@ class TraceWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trace-writer")
         atexit.register(self.close)
 
-    def append(self, *steps: StepRecord) -> None:
-        """Adds steps; copies everything. Several at once cost much less than one by one. Raises
-        ValueError, adding none, where an array is not of the header's shapes."""
-        routed = (self.header.layers, self.header.top_k)
-        sizes = [len(step.user) for step in steps]
+    def append(self, step: StepRecord) -> None:
+        """Adds a step. Raises ValueError where an array is not of the header's shapes."""
+        self._require_open()
+        wanted = (len(step.user), self.header.layers, self.header.top_k)
         names = [name for name in ("ids", "weights") if f"token.{name}" in self._columns]
-        for step, n in zip(steps, sizes, strict=True):
-            shapes = {name: getattr(step, name).shape for name in names}
-            if set(shapes.values()) != {(n, *routed)}:
-                found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
-                raise ValueError(f"{found} of a step of {n} tokens must be {(n, *routed)}")
-        buffer, begin = self._ready(), 0
-        while begin < len(steps):
-            end, tokens = begin, buffer.tokens
-            rows = begin + buffer.step_rows - buffer.steps
-            while end < min(len(steps), rows) and tokens + sizes[end] <= buffer.token_rows:
-                tokens += sizes[end]
-                end += 1
-            buffer.put(steps[begin:end], sizes[begin:end])
-            if end < len(steps):
-                if buffer.steps:
-                    buffer = self._hand_over()
-                if sizes[end] > buffer.token_rows:
-                    buffer = self._buffer = self._new_buffer(sizes[end])
-            begin = end
+        shapes = {name: getattr(step, name).shape for name in names}
+        if set(shapes.values()) != {wanted}:
+            found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise ValueError(f"{found} of a step of {wanted[0]} tokens must be {wanted}")
+        self._records.append(step)
+        nbytes = wanted[0] * self._row_bytes["token"] + self._row_bytes["step"]
+        self._bytes += nbytes
+        self._unpacked_bytes += nbytes
+        if self._bytes >= self._chunk_bytes:
+            self._hand_over()
+        elif len(self._records) >= BATCH or self._unpacked_bytes >= BATCH_BYTES:
+            self._pack()
 
     def transfer(self, transfer: TransferTrace) -> None:
         """Adds a transfer whose fate is known."""
-        self._event(self._ready().transfers, transfer)
+        self._add_line("transfers", transfer)
 
     def progress(self, seen: ProgressTrace) -> None:
         """Adds what policies were shown of transfers beside compute."""
-        self._event(self._ready().progress, seen)
+        self._add_line("progress", progress_line(seen))
 
     def mark(self, mark: Mark) -> None:
         """Adds a named moment."""
-        self._event(self._ready().marks, mark)
+        self._add_line("marks", mark)
 
     def decision(self, step: int, fields: Mapping[str, Any]) -> None:
         """Adds a line to decisions.jsonl: {"step": step, **fields}; numpy arrays become lists.
         Raises TypeError for what JSON cannot hold."""
-        line = json.dumps({"step": step, **fields}, default=_plain)
-        self._event(self._ready().decisions, line)
+        self._add_line("decisions", {"step": step, **fields})
 
     def close(self) -> None:
         """Writes what is left and marks the trace as complete. Idempotent. Raises TraceError where
@@ -144,8 +146,9 @@ class TraceWriter:
                 self._settle()
                 try:
                     # Not by the thread: at the interpreter's exit it takes no more work.
-                    if not self._buffer.empty:
-                        self._write(self._buffer, self._chunks)
+                    self._pack()
+                    if self._chunk.packed or self._chunk.lines:
+                        self._write(self._chunk, self._chunks)
                         self._chunks += 1
                     self._write_header(complete=True)
                 except OSError as error:
@@ -161,36 +164,32 @@ class TraceWriter:
 
     # ---- pieces
 
-    def _new_buffer(self, tokens: int = 0) -> _Buffer:
-        """Room for chunk_bytes of tokens, or of `tokens` where that is more."""
-        sizes = {"token": 0, "step": 0}
-        for name, (dtype, shape) in self._columns.items():
-            sizes[name.split(".")[0]] += dtype.itemsize * int(np.prod(shape))
-        rows = max(self._chunk_bytes // (sizes["token"] + sizes["step"]), 1)
-        return _Buffer(self._columns, steps=rows, tokens=max(rows, tokens))
-
-    def _ready(self) -> _Buffer:
+    def _require_open(self) -> None:
         if self.closed:
             raise TraceError(f"the trace {self.directory} is closed")
         if self.failure is not None:
             raise self.failure
         if self._pending is not None and self._pending.done():
             self._settle()
-        return self._buffer
 
-    def _event(self, events: list, event: Any) -> None:
-        events.append(event)
-        if len(events) >= MAX_EVENTS:
+    def _add_line(self, name: str, content: Any) -> None:
+        self._require_open()
+        self._chunk.lines.append((name, json.dumps(content, default=_plain) + "\n"))
+        if len(self._chunk.lines) >= MAX_LINES:
             self._hand_over()
 
-    def _hand_over(self) -> _Buffer:
+    def _pack(self) -> None:
+        if self._records:
+            self._chunk.pack(self._records, self._columns)
+            self._records, self._unpacked_bytes = [], 0
+
+    def _hand_over(self) -> None:
         """Gives the chunk to the thread, which must be done with the one before."""
+        self._pack()
         self._settle()
-        self._pending = self._pool.submit(self._write, self._buffer, self._chunks)
+        self._pending = self._pool.submit(self._write, self._chunk, self._chunks)
         self._chunks += 1
-        self._buffer, self._spare = self._spare, self._buffer
-        self._buffer.clear()
-        return self._buffer
+        self._chunk, self._bytes = _ChunkParts(), 0
 
     def _settle(self) -> None:
         """Waits for the chunk that is being written."""
@@ -203,14 +202,15 @@ class TraceWriter:
             self.failure = _unwritable(self.directory, error)
             raise self.failure from error
 
-    def _write(self, buffer: _Buffer, number: int) -> None:
-        if buffer.decisions:
-            with open(self.directory / "decisions.jsonl", "a") as file:
-                file.write("".join(line + "\n" for line in buffer.decisions))
+    def _write(self, chunk: _ChunkParts, number: int) -> None:
+        for name in dict.fromkeys(name for name, _ in chunk.lines):
+            with open(self.directory / f"{name}.jsonl", "a") as file:
+                file.writelines(line for of, line in chunk.lines if of == name)
         # First under another name, so that no reader sees half a chunk.
-        _replace(self.directory / chunk_name(number), buffer.encode(self._id, number))
-        self._steps += buffer.steps
-        self._tokens += buffer.tokens
+        content = chunk.encode(self._columns, {"trace": self._id, "chunk": str(number)})
+        _replace(self.directory / chunk_name(number), content)
+        self._steps += chunk.steps
+        self._tokens += chunk.tokens
 
     def _write_header(self, complete: bool = False) -> None:
         counts = {"chunks": self._chunks, "steps": self._steps, "tokens": self._tokens}
@@ -232,91 +232,50 @@ class TraceWriter:
         _replace(self.directory / "trace.json", (text + "\n").encode())
 
 
-class _Buffer:
-    """The rows of one chunk."""
+Columns = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""Of schema.columns."""
 
-    def __init__(
-        self, columns: Mapping[str, tuple[np.dtype, tuple[int, ...]]], steps: int, tokens: int
-    ):
-        self.step_rows, self.token_rows = steps, tokens
-        rows = {"token": tokens, "step": steps}
-        self.arrays = {
-            name: np.empty((rows[name.split(".")[0]], *shape), dtype)
-            for name, (dtype, shape) in columns.items()
-        }
-        field = {name: i for i, name in enumerate(StepRecord._fields)}
-        self.token_arrays, self.vectors, self.scalars = [], [], []
-        for name, array in self.arrays.items():
-            if name in ("step.kind", "step.tokens") or name.removeprefix("step.") in BITS:
-                continue
-            where = self.vectors if array.ndim > 1 else self.scalars
-            where = self.token_arrays if name.startswith("token.") else where
-            where.append((array, field[name.split(".")[1]]))
-        self.clear()
 
-    def clear(self) -> None:
+class _ChunkParts:
+    """The steps of one chunk, packed some at a time, and lines of other files."""
+
+    def __init__(self):
+        self.packed: list[dict[str, np.ndarray]] = []
+        self.finished: list[tuple[int, tuple[int, ...]]] = []
+        self.lines: list[tuple[str, str]] = []
         self.steps = self.tokens = 0
-        self.finished: list[tuple[int, int]] = []
-        self.transfers: list[TransferTrace] = []
-        self.progress: list[ProgressTrace] = []
-        self.marks: list[Mark] = []
-        self.decisions: list[str] = []
 
-    def put(self, steps: Sequence[StepRecord], sizes: Sequence[int]) -> None:
-        """Copies steps of so many tokens, which must have room."""
-        if not steps:
-            return
-        begin, first = self.tokens, self.steps
-        end, last = begin + sum(sizes), first + len(steps)
-        span = slice(first, last)
-        for arrays, rows in ((self.token_arrays, slice(begin, end)), (self.vectors, span)):
-            for array, field in arrays:
-                parts: list[Any] = [step[field] for step in steps]
-                # One after another, whether a part is a step's tokens or its one row.
-                np.concatenate(parts, out=array[rows].reshape(-1, *parts[0].shape[1:]))
-        for array, field in self.scalars:
-            array[span] = [step[field] for step in steps]
-        if "step.kind" in self.arrays:
-            self.arrays["step.kind"][span] = [KINDS.index(step.kind) for step in steps]
-        for name in BITS:
-            if f"step.{name}" in self.arrays:
-                bits = np.stack([getattr(step, name) for step in steps])
-                packed = np.packbits(bits, axis=2, bitorder="little")
-                self.arrays[f"step.{name}"][span] = packed
-        self.arrays["step.tokens"][span] = sizes
-        self.finished += [(step.number, request) for step in steps for request in step.finished]
-        self.tokens, self.steps = end, last
+    def pack(self, steps: Sequence[StepRecord], columns: Columns) -> None:
+        """Copies steps."""
+        arrays = {}
+        for name, (dtype, _) in columns.items():
+            per, field = name.split(".")
+            if field == "tokens":
+                values: list[Any] = [len(step.user) for step in steps]
+            elif field == "kind":
+                values = [KINDS.index(step.kind) for step in steps]
+            else:
+                values = [getattr(step, field) for step in steps]
+            array = np.concatenate(values) if per == "token" else np.array(values)
+            if field in BITS:
+                array = np.packbits(array, axis=2, bitorder="little")
+            arrays[name] = array.astype(dtype, copy=False)
+        self.packed.append(arrays)
+        self.finished += [(step.number, step.finished) for step in steps if step.finished]
+        self.steps += len(steps)
+        self.tokens += sum(len(step.user) for step in steps)
 
-    @property
-    def empty(self) -> bool:
-        events = self.transfers, self.progress, self.marks, self.decisions
-        return not (self.steps or any(events))
-
-    def encode(self, trace: str, number: int) -> bytes:
+    def encode(self, columns: Columns, metadata: Mapping[str, str]) -> bytes:
         """The chunk as safetensors."""
-        used = {"token": self.tokens, "step": self.steps}
-        arrays = {name: array[: used[name.split(".")[0]]] for name, array in self.arrays.items()}
-        finished = np.asarray(self.finished, np.int64).reshape(-1, 2)
-        arrays["finish.step"] = np.ascontiguousarray(finished[:, 0])
-        arrays["finish.request"] = np.ascontiguousarray(finished[:, 1])
-        causes = list(dict.fromkeys(t.cause for t in self.transfers))
-        for name, dtype in TRANSFER_TYPES.items():
-            values = [getattr(transfer, name) for transfer in self.transfers]
-            values = [causes.index(cause) for cause in values] if name == "cause" else values
-            arrays[f"transfer.{name}"] = np.asarray(values, dtype)
-        seen, seen_causes = encoded(self.progress)
-        arrays |= seen
-        metadata = {
-            "format": FORMAT,
-            "trace": trace,
-            "chunk": str(number),
-            "steps": str(self.steps),
-            "tokens": str(self.tokens),
-            "transfer_causes": json.dumps(causes),
-            "progress_causes": json.dumps(seen_causes),
-            "marks": json.dumps(self.marks),
+        arrays = {
+            name: np.concatenate([arrays[name] for arrays in self.packed])
+            if self.packed
+            else np.empty((0, *row), dtype)
+            for name, (dtype, row) in columns.items()
         }
-        return save(arrays, metadata)
+        counts = {"steps": str(self.steps), "tokens": str(self.tokens)}
+        finished = {"finished": json.dumps(self.finished)}
+        return save(arrays, {"format": FORMAT, **metadata, **counts, **finished})
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -94,7 +94,7 @@ examples:
       the same on two workers, files of JSON lines or Parquet in, parts in a directory out; with
       HOST:PORT of a Ray cluster's head on all its GPUs (docs/scale_out.md)
   moejax generate "The old house" --expert-budget 25% --timeline run.json
-      what every op did when, for https://ui.perfetto.dev; run.png is a picture of three layers
+      what every op did when, for https://ui.perfetto.dev
 
 files:
   Sampling options are those of lines that do not say otherwise. --seed is the job's: a line
@@ -156,8 +156,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 _TIMELINE = {
     "timeline": Description(
-        "what native CPU ops and the queue did when: FILE.json for https://ui.perfetto.dev, or "
-        "FILE.png, a picture of three layers; of a prompt, not of --input",
+        "what native CPU ops and the queue did when: FILE.json for "
+        "https://ui.perfetto.dev; of a prompt, not of --input",
         metavar="FILE",
     ),
 }

@@ -29,7 +29,7 @@ examples:
       the split of 4 MiB between experts and KV, cells of each layer, and what is predicted; the
       cells that each user of the trace needs, and all together;
       moejax generate "The old house" --config plan.json runs with it
-  moejax plan --trace t --memory 4MiB --timeline plan.png
+  moejax plan --trace t --memory 4MiB --timeline plan.json
       what three layers would do when with that split; FILE.json has all steps, for Perfetto
   moejax plan --trace t --users 4 --tpot 50ms
       the least memory with which 4 users at once get a token every 50 ms
@@ -62,7 +62,7 @@ _OF_A_TRACE = {
     ),
     "timeline": Description(
         "what the trace's steps would do when with that split: FILE.json for "
-        "https://ui.perfetto.dev, or FILE.png, a picture of three layers",
+        "https://ui.perfetto.dev",
         metavar="FILE",
     ),
     "output": Description("write the split as options for --config FILE", metavar="FILE"),

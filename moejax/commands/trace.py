@@ -40,8 +40,8 @@ examples:
 """
 
 _CONVERT_EPILOG = """\
-SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz or .parquet with more columns, or
-.jsonl with a request or a response of vLLM or SGLang per line; docs/trace_format.md has them all.
+SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz with more columns, or .jsonl with
+a request or a response of vLLM or SGLang per line; docs/trace_format.md has them all.
 What SRC does not say is absent from DST, never made up.
 
 examples:
@@ -126,7 +126,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
     text = "make a trace of routing that another program recorded"
     convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
-    convert.add_argument("source", metavar="SRC", help="a .npy, .npz, .jsonl or .parquet file")
+    convert.add_argument("source", metavar="SRC", help="a .npy, .npz or .jsonl file")
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
     _add_model(convert, "of this model; gives the number of experts, and checks shapes")
     add_described(convert, _OF_A_DUMP)

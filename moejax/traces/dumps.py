@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import functools
 import io
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class RoutedBlock:
 def read_dump(
     source: str | os.PathLike[str], layers: int | None = None, top_k: int | None = None
 ) -> Iterator[RoutedBlock]:
-    """The blocks of a dump, by its name: .npy, .npz, .jsonl or .parquet.
+    """The blocks of a dump, by its name: .npy, .npz or .jsonl.
 
     layers, top_k: shape of ids that are bytes without one (SGLang's). Raises UserError, with the
     file and line, for what cannot be read; nothing that is pickled is ever loaded.
@@ -72,25 +71,23 @@ def read_dump(
     path = Path(source)
     if path.is_dir():
         known = "is a trace already" if (path / "trace.json").exists() else "is a directory"
-        raise UserError(f"{path} {known}; convert takes a file of .npy, .npz, .jsonl or .parquet")
+        raise UserError(f"{path} {known}; convert takes a file of .npy, .npz or .jsonl")
     if path.suffix in PICKLES:
         raise UserError(
             f"{path}: pickled files can run code when they are read, so moejax does not; save its "
             "arrays as .npz first (docs/trace_format.md has the lines for SGLang's recorder)"
         )
-    json_lines = functools.partial(_json_lines, layers=layers, top_k=top_k)
-    readers = {".npy": _numpy, ".npz": _numpy, ".jsonl": json_lines, ".parquet": _parquet}
-    if path.suffix not in readers:
-        raise UserError(f"{path}: a dump of routing is one of {', '.join(readers)} by its name")
+    if path.suffix not in _READERS:
+        raise UserError(f"{path}: a dump of routing is one of {', '.join(_READERS)} by its name")
     try:
         with open(path, "rb"):
             pass
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return readers[path.suffix](path)
+    return _READERS[path.suffix](path, layers, top_k)
 
 
-def _numpy(path: Path) -> Iterator[RoutedBlock]:
+def _numpy(path: Path, layers: int | None, top_k: int | None) -> Iterator[RoutedBlock]:
     try:
         with open(path, "rb") as file:
             found = np.load(file, allow_pickle=False)
@@ -126,13 +123,12 @@ def _requests(
     found: Mapping[str, Any], where: str, number: int, layers: int | None, top_k: int | None
 ) -> Iterator[RoutedBlock]:
     """The requests of a line: a plain one, or a response of SGLang (its ids in `meta_info`) or of
-    vLLM (in `choices`, with those of the prompt beside them or in front)."""
+    vLLM (in `choices`)."""
     meta, usage = found.get("meta_info") or {}, found.get("usage") or {}
     choices = found.get("choices") or [meta if any(name in meta for name in IDS) else found]
     if not all(isinstance(x, Mapping) for x in (meta, usage, *choices)):
         raise UserError(f"{where}: meta_info, usage and each of choices are objects")
     count = next((x["prompt_tokens"] for x in (found, meta, usage) if "prompt_tokens" in x), None)
-    prompt = found.get("prompt_routed_experts")
     for i, choice in enumerate(choices):
         name = next((name for name in IDS if choice.get(name) is not None), None)
         if name is None:
@@ -141,17 +137,11 @@ def _requests(
                 "(--enable-return-routed-experts in vLLM, return_routed_experts in SGLang)"
             )
         ids = _decode(choice[name], where, layers, top_k)
-        known = count
-        if prompt is not None:
-            head = _decode(prompt, where, layers, top_k)
-            if head.shape[1:] != ids.shape[1:]:
-                raise UserError(f"{where}: prompt_routed_experts is of another model")
-            ids, known = np.concatenate([head, ids]), len(head)
         if ids.ndim == 3 and len(ids) > 1 and ids.shape[2] > 1 and not ids[-1].any():
             # The last token chosen, which no step computed; some versions give it a row of zeros.
             ids = ids[:-1]
-        if known is not None and not (isinstance(known, int) and 0 <= known <= len(ids)):
-            raise UserError(f"{where}: prompt_tokens is {known} of {len(ids)} tokens with routing")
+        if count is not None and not (isinstance(count, int) and 0 <= count <= len(ids)):
+            raise UserError(f"{where}: prompt_tokens is {count} of {len(ids)} tokens with routing")
         # Several choices of one response share their prompt, not the rest.
         request = str(number) if len(choices) == 1 else f"{number}.{i}"
         user = found.get("user", found.get("domain"))
@@ -161,7 +151,7 @@ def _requests(
             weights=_array(choice.get("weights"), "weights", where),
             request=np.full(len(ids), request),
             position=np.arange(len(ids)),
-            phase=None if known is None else (np.arange(len(ids)) >= known).astype(np.uint8),
+            phase=None if count is None else (np.arange(len(ids)) >= count).astype(np.uint8),
             user=None if user is None else np.full(len(ids), str(user)),
         )
 
@@ -201,24 +191,6 @@ def _array(found: Any, name: str, where: str) -> Any:
         raise UserError(f"{where}: {name} has rows of different lengths") from error
 
 
-def _parquet(path: Path) -> Iterator[RoutedBlock]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"{path}: parquet needs the package pyarrow; pip install pyarrow, or write the "
-            "arrays as .npz"
-        ) from error
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is damaged or no parquet ({error}); write it again") from error
-    names = [name for name in KNOWN if name in table.column_names]
-    arrays = {name: _array(table.column(name).to_pylist(), name, str(path)) for name in names}
-    yield _block(arrays, str(path))
-
-
 def _block(arrays: Mapping[str, np.ndarray], where: str) -> RoutedBlock:
     """The block of named arrays with a row per token. Others than those that are known are left."""
     name = next((name for name in IDS if name in arrays), None)
@@ -237,3 +209,11 @@ def _block(arrays: Mapping[str, np.ndarray], where: str) -> RoutedBlock:
                 f"{array.dtype}{list(array.shape)}"
             )
     return RoutedBlock(where, ids, weights=arrays.get("weights"), **known)
+
+
+_READERS: dict[str, Callable[[Path, int | None, int | None], Iterator[RoutedBlock]]] = {
+    ".npy": _numpy,
+    ".npz": _numpy,
+    ".jsonl": _json_lines,
+}
+"""By a file's suffix: reader(path, layers, top_k)."""

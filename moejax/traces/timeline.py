@@ -1,4 +1,4 @@
-"""Timelines as files: of a run that native ops recorded, or predicted; for Perfetto, or drawn.
+"""Timelines as files for Perfetto: of a run that native ops recorded, or predicted.
 
 docs/transfers.md says how to read them.
 """
@@ -9,7 +9,6 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from host_offload.queue.native import Span
 from host_offload.simulate.timeline import DEVICE, TimelineEvent, write_trace
@@ -20,44 +19,21 @@ WRITERS = ("kv_write", "latent_write")
 """The ops of a layer that know which one it is."""
 
 LAYERS = 3
-"""How many a picture shows."""
-
-COLORS = {
-    "wait": "#d62728",
-    "gate and up": "#1f77b4",
-    "expert_ffn": "#1f77b4",
-    "down": "#6baed6",
-    "fill": "#ff7f0e",
-    "read_through": "#ffbb78",
-    "demand": "#ff7f0e",
-    "prefetch": "#2ca02c",
-    "stage": "#2ca02c",
-    "chunk": "#9467bd",
-    "attention": "#7f7f7f",
-    "": "#c7c7c7",
-}
-"""What a name has in it → its color; the first that fits."""
+"""How many a picture in a report shows."""
 
 
 def check_timeline(path: str | os.PathLike[str]) -> None:
     """Raises UserError for a file that write_timeline would not know how to write."""
-    if Path(path).suffix not in (".json", ".png"):
-        raise UserError(
-            f"{path}: a timeline is FILE.json, for https://ui.perfetto.dev, or FILE.png, a picture "
-            f"of {LAYERS} layers"
-        )
+    if Path(path).suffix != ".json":
+        raise UserError(f"{path}: a timeline is FILE.json, for https://ui.perfetto.dev")
 
 
 def write_timeline(path: str | os.PathLike[str], events: Sequence[TimelineEvent]) -> None:
-    """Writes all events for Perfetto and chrome://tracing (.json), or draws LAYERS layers from
-    their middle (.png). Raises UserError for another suffix, a file that cannot be written, a
-    picture without matplotlib or of events of no layer."""
+    """Writes all events for Perfetto and chrome://tracing. Raises UserError for a suffix other than
+    .json and a file that cannot be written."""
     check_timeline(path)
     try:
-        if Path(path).suffix == ".json":
-            write_trace(Path(path), events)
-        else:
-            _draw(path, events)
+        write_trace(Path(path), events)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
@@ -120,45 +96,3 @@ def middle_layers(events: Sequence[TimelineEvent]) -> tuple[float, float]:
         if numbers == sorted(numbers):
             break
     return chosen[0][0].begin, max(event.end for event in chosen[-1])
-
-
-def _draw(path: str | os.PathLike[str], events: Sequence[TimelineEvent]) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            "a picture needs matplotlib: pip install matplotlib; or write FILE.json"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    begin, end = middle_layers(events)
-    shown = [event for event in events if event.end > begin and event.begin < end]
-    tracks = list(dict.fromkeys(e.track for e in sorted(shown, key=lambda e: e.track != DEVICE)))
-    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.8 * len(tracks)), layout="constrained")
-    labels: dict[str, Any] = {}
-    for event in shown:
-        word = next(word for word in COLORS if word in event.name)
-        left = max(event.begin, begin)
-        bar = axes.barh(
-            tracks.index(event.track),
-            (min(event.end, end) - left) * 1e3,
-            left=(left - begin) * 1e3,
-            height=0.7,
-            color=COLORS[word],
-            edgecolor="white",
-            linewidth=0.3,
-        )
-        labels.setdefault(word or "other", bar)
-    for layer in sorted({e.layer for e in shown if e.track == DEVICE and e.layer is not None}):
-        at = min(e.begin for e in shown if e.track == DEVICE and e.layer == layer)
-        x = max(at - begin, 0) * 1e3
-        axes.axvline(x, color="black", linewidth=0.6, linestyle=":")
-        axes.text(x, -0.55, f" layer {layer}", fontsize=9)
-    axes.set_yticks(range(len(tracks)), tracks)
-    axes.set_ylim(len(tracks) - 0.5, -0.8)
-    axes.set_xlim(0, (end - begin) * 1e3)
-    axes.set_xlabel(f"ms, from {begin * 1e3:.3f} ms on")
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=8, fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import datetime
 import os
@@ -22,23 +21,17 @@ from host_offload.control.step_record import COLUMNS, StepRecord
 from host_offload.traces.progress import ProgressTrace
 from host_offload.traces.schema import QUEUES, SAID, Mark, TraceError, TraceHeader, TransferTrace
 from host_offload.traces.writer import TraceWriter, require_new
-from moejax.errors import UserError, user_errors
+from moejax.errors import user_errors
 from moejax.models.model_config import config_digest
 from moejax.step.executor import Executor
 from moejax.step.step_parts import check_trace_arrays
-
-BATCH = 32
-"""Records that are copied at once: one by one, most of the time would go into numpy's calls."""
-
-BATCH_BYTES = 8 << 20
-"""Optional arrays of those records, at most: each may be as large as a chunk."""
 
 
 class Tracer:
     """Feeds a TraceWriter from the records of steps. Owns the writer.
 
     Optional arrays that the header names must be in every record; others are left out. Its methods
-    raise UserError when the trace can no longer be written; a step may be refused BATCH steps late.
+    raise UserError when the trace can no longer be written; a step may be refused some steps late.
     What is left at the interpreter's exit is written then.
     """
 
@@ -48,32 +41,17 @@ class Tracer:
         self._next_step = 0
         self._queues: dict[tuple[str, str], tuple] = {}
         """What each policy's queues were when they were last written out."""
-        self._records: list[StepRecord] = []
         optional = [name for name, column in COLUMNS.items() if column.optional]
-        self._arrays = [name for name in optional if getattr(writer.header, name)]
-        self._dropped = dict.fromkeys({*optional} - {*self._arrays})
-        self._bytes = 0
-        """Bytes of the records' optional arrays."""
-        atexit.register(self.close)
+        self._dropped = dict.fromkeys(n for n in optional if not getattr(writer.header, n))
 
+    @user_errors(TraceError)
     def after_read(self, record: StepRecord) -> None:
-        """Adds a step; keeps the record until BATCH are there, so its arrays must not change."""
-        if self.writer.closed:
-            raise UserError(f"the trace {self.writer.directory} is closed")
+        """Adds a step, whose arrays must not change."""
         self._next_step = record.number + 1
-        self._bytes += sum(getattr(record, name).nbytes for name in self._arrays)
         seconds = record.read_s - max(record.start_s, self._last_read)
         self._last_read = record.read_s
         times = {"start_s": record.start_s - self._began, "read_s": record.read_s - self._began}
-        self._records.append(record._replace(seconds=seconds, **times, **self._dropped))
-        if len(self._records) >= BATCH or self._bytes >= BATCH_BYTES:
-            self._write_records()
-
-    @user_errors(TraceError)
-    def _write_records(self) -> None:
-        records, self._records, self._bytes = self._records, [], 0
-        if records:
-            self.writer.append(*records)
+        self.writer.append(record._replace(seconds=seconds, **times, **self._dropped))
 
     @user_errors(TraceError)
     def event(self, event: Event) -> None:
@@ -122,12 +100,7 @@ class Tracer:
     def close(self) -> None:
         """Completes the trace. Idempotent. Raises UserError for what could not be written, unless
         it has been said."""
-        atexit.unregister(self.close)
-        try:
-            if self.writer.failure is None:
-                self._write_records()
-        finally:
-            self.writer.close()
+        self.writer.close()
 
 
 @user_errors(TraceError)

@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 
 from host_offload.control.interface import Moment
 from host_offload.control.step_record import USES, StepRecord
-from host_offload.queue.transfer import Flying, Progress, Settled, Transfer
+from host_offload.queue.transfer import Flying, Progress, Settled, State, Transfer
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.progress import STATES, ProgressTrace, RecordedProgress
+from host_offload.traces.progress import ProgressTrace, RecordedProgress
 from host_offload.traces.reader import Mark, TraceError, TraceHeader, TransferTrace, read_trace
 from host_offload.traces.writer import TraceWriter, require_new
 
@@ -48,7 +48,7 @@ def step(header=HEADER, number=0, tokens=3, seed=0) -> StepRecord:
         position=integers(np.int32, tokens),
         phase=integers(np.uint8, tokens),
         ids=rng.integers(experts, size=(tokens, layers, k)).astype(np.int16),
-        weights=rng.random((tokens, layers, k)).astype(header.weights),
+        weights=rng.random((tokens, layers, k)).astype(np.float32),
         number=number,
         kind=["prefill", "decode"][number % 2],
         start_s=rng.random(),
@@ -100,7 +100,6 @@ def write(directory, steps=20, header=HEADER, close=True) -> TraceWriter:
         command=st.just(["run"]),
         created=st.just("now"),
         causes=st.sampled_from([("fill",), ("fill", "read_through", "stage", "swap")]),
-        weights=st.sampled_from(["float32", "float16"]),
         probabilities=st.booleans(),
         gate_input=st.integers(0, 2),
         embedding=st.integers(0, 2),
@@ -138,7 +137,7 @@ def test_a_trace_of_fewer_uses_says_what_it_lacks(tmp_path):
 
 
 def test_events_come_back_and_no_number_of_them_fills_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_writer, "MAX_EVENTS", 4)
+    monkeypatch.setattr(trace_writer, "MAX_LINES", 4)
     transfers = [TransferTrace(1, i, 0, 512, i, i + 1, -1, f"cause {i % 3}") for i in range(10)]
     marks = (Mark(0, 0.5, "warm-up"), Mark(7, 1.5, "ünïcode\n"))
     with TraceWriter(tmp_path / "a" / "b", HEADER) as writer:
@@ -150,13 +149,13 @@ def test_events_come_back_and_no_number_of_them_fills_memory(tmp_path, monkeypat
         with pytest.raises(TypeError, match="cannot hold object"):
             writer.decision(4, {"prior": object()})
     trace = read_trace(tmp_path / "a" / "b")
-    assert len(trace.chunks) == 3 and trace.steps == 0
+    assert len(trace.chunks) == 4 and trace.steps == 0
     assert (list(trace.transfers()), trace.marks()) == (transfers, marks)
     assert list(trace.decisions()) == [{"step": 3, "prior": [0, 1], "pause": True}]
 
 
 def test_memory_is_two_chunks_while_the_disk_is_slow(tmp_path, monkeypatch):
-    """A step fills a chunk here: one is being written, one is full, the third append waits."""
+    """A step fills a chunk here: one is being written, the next one is full and waits."""
     writer = TraceWriter(tmp_path / "t", HEADER, chunk_bytes=1)
     go_on, fsync = threading.Event(), os.fsync
     done: list[int] = []
@@ -169,10 +168,10 @@ def test_memory_is_two_chunks_while_the_disk_is_slow(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=fill)
     thread.start()
-    while len(done) < 2 and thread.is_alive():
+    while not done and thread.is_alive():
         time.sleep(0.005)
     thread.join(0.2)
-    assert thread.is_alive() and done == [0, 1] and not list((tmp_path / "t").glob("chunk-*"))
+    assert thread.is_alive() and done == [0] and not list((tmp_path / "t").glob("chunk-*"))
     go_on.set()
     thread.join(20)
     writer.close()
@@ -244,8 +243,6 @@ def test_a_step_of_another_shape_is_refused(tmp_path):
         wrong = step()
         with pytest.raises(ValueError, match=r"ids \(3, 1, 2\).*must be \(3, 2, 2\)"):
             writer.append(wrong._replace(ids=wrong.ids[:, :1]))
-    with pytest.raises(ValueError, match="float32 or float16, not 'int8'"):
-        TraceHeader(layers=1, experts=1, top_k=1, weights="int8", **FACTS)
     with pytest.raises(ValueError, match="32767 experts, not 1, 1 and 40000"):
         TraceHeader(layers=1, experts=40000, top_k=1, **FACTS)
 
@@ -356,10 +353,10 @@ def test_a_bad_chunk_is_named_and_those_before_it_can_be_read(copy, damage, mess
 def test_what_is_no_trace_of_this_version_is_refused(copy):
     with pytest.raises(TraceError, match=r"cannot read trace.json \(No such file.*--trace wrote"):
         read_trace(copy / "absent")
-    edit(copy, version=3)
-    with pytest.raises(TraceError, match="format version 3, this moejax reads 1, 2"):
+    edit(copy, version=2)
+    with pytest.raises(TraceError, match="format version 2, this moejax reads 3"):
         read_trace(copy)
-    edit(copy, version=1, layers=None)
+    edit(copy, version=3, layers=None)
     with pytest.raises(TraceError, match="is damaged"):
         read_trace(copy)
     edit(copy, format="other")
@@ -386,9 +383,12 @@ def test_an_empty_trace_can_be_read(tmp_path):
 # ---- what policies saw of transfers beside compute
 
 
+ENDINGS: tuple[State, ...] = ("done", "failed", "cancelled")
+
+
 def look(step: int, moment: Moment, layer: int, *ended: int) -> ProgressTrace:
     settled = tuple(
-        Settled(n, Transfer(0, n, 1, n << 38, "prefetch"), STATES[n % len(STATES)]) for n in ended
+        Settled(n, Transfer(0, n, 1, n << 38, "prefetch"), ENDINGS[n % 3]) for n in ended
     )
     flying = (
         Flying(70, Transfer(1, 2, 0, -5), 100, 40, True),
@@ -405,21 +405,11 @@ SEEN = [
 ]
 
 
-def written(directory, seen=()):
-    with TraceWriter(directory, TraceHeader(layers=2, experts=10, top_k=2, **FACTS)) as writer:
-        for each in seen:
+def test_a_trace_has_it_in_order(tmp_path):
+    with TraceWriter(tmp_path / "t", HEADER) as writer:
+        for each in SEEN:
             writer.progress(each)
-    return read_trace(directory)
-
-
-def test_a_trace_has_it_in_order_and_older_ones_have_none(tmp_path):
-    trace = written(tmp_path / "t", SEEN)
-    assert [*trace.progress()] == SEEN
-    path = tmp_path / "t" / "trace.json"
-    said = json.loads(path.read_text())
-    assert said["version"] == 2
-    path.write_text(json.dumps(said | {"version": 1}))
-    assert [*read_trace(tmp_path / "t").progress()] == []
+    assert [*read_trace(tmp_path / "t").progress()] == SEEN
 
 
 def test_a_look_that_is_left_out_loses_nothing_that_settled(tmp_path):

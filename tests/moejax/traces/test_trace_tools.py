@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -85,15 +84,6 @@ DUMPS = {
             dict(
                 choices=[dict(index=0, routed_experts=npy(IDS))],
                 usage=dict(prompt_tokens=PROMPT, completion_tokens=TOKENS - PROMPT + 1),
-            )
-        ),
-    ),
-    "vllm 0.21": Dump(
-        "a.jsonl",
-        lines(
-            dict(
-                choices=[dict(routed_experts=IDS[PROMPT:].tolist())],
-                prompt_routed_experts=IDS[:PROMPT].tolist(),
             )
         ),
     ),
@@ -186,29 +176,6 @@ def test_requests_are_computed_side_by_side(tmp_path):
     assert trace.header.spec["steps"] == "put together of 2 requests"
 
 
-def test_parquet(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = dict(ids=IDS.tolist(), step=[0] * PROMPT + list(range(1, 1 + TOKENS - PROMPT)))
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    done = convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)
-    assert (done.header.spec["steps"], done.steps) == ("recorded", 1 + TOKENS - PROMPT)
-    np.testing.assert_array_equal(
-        read_trace(tmp_path / "t").array("token.ids"), np.sort(IDS, axis=-1)
-    )
-    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    with pytest.raises(UserError, match="damaged or no parquet"):
-        convert_trace(tmp_path / "b.parquet", tmp_path / "u", experts=E)
-
-
-def test_parquet_needs_a_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="pip install pyarrow"):
-        convert_trace(tmp_path / "a.parquet", tmp_path / "t", experts=E)
-
-
 def changed(place, value) -> np.ndarray:
     ids = np.sort(IDS, axis=-1)
     ids[place] = value
@@ -221,7 +188,7 @@ def plain(**fields) -> str:
 
 BAD = {
     "pickle": (Dump("a.pt", "x"), {}, "pickled files can run code"),
-    "name": (Dump("a.csv", "x"), {}, "is one of .npy, .npz, .jsonl, .parquet"),
+    "name": (Dump("a.csv", "x"), {}, "is one of .npy, .npz, .jsonl"),
     "no zip": (Dump("a.npz", "PK\x03\x04 cut"), {}, "damaged, cut short or pickled"),
     "no ids": (Dump("a.npz", dict(x=IDS)), {}, r"no array ids or routed_experts"),
     "flat": (Dump("a.npy", IDS[:, 0]), {}, r"\[tokens, layers, k\], not int16\[12, 4\]"),
@@ -261,11 +228,6 @@ BAD = {
     "choices": (Dump("a.jsonl", lines(dict(choices=[3]))), {}, "are objects"),
     "base64": (Dump("a.jsonl", lines(dict(ids="%"))), {}, "not base64"),
     "cut npy": (Dump("a.jsonl", lines(dict(ids=npy(IDS)[:120]))), {}, "is cut short"),
-    "prompt's model": (
-        Dump("a.jsonl", plain(prompt_routed_experts=IDS[:, :2].tolist())),
-        {},
-        "prompt_routed_experts is of another model",
-    ),
     "wider": (
         Dump("a.jsonl", plain() + lines(dict(ids=np.sort(IDS)[:, :2].tolist()))),
         {},
