@@ -3,8 +3,9 @@
 python -m scripts.check paired OTHER_CHECKOUT [--runs 10] [--models DIR]
 python -m scripts.check paired OTHER_CHECKOUT --requests [--models demo DIR]
 
-Start-up and decode time, in turns: a run starts a model with a quarter of its experts,
-generates one token, then 8 × 200. The first pair fills the compilation cache and is not counted.
+Times in turns: start-up with the first token, a step of decode at batch 1 and 8, prefill of 8
+prompts, all with a quarter of the experts, and a step of streaming. The first pair fills the
+compilation cache and is not counted.
 --requests: what 20 requests give, bit for bit, in place of times. A checkout must have the public
 names of this one; both use this Python and its compilation cache. Exit status 1 where a request
 differs.
@@ -32,16 +33,26 @@ import json, sys, time
 began = time.perf_counter()
 from moejax import LLM, SamplingParams
 limits = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=512)
-with LLM(sys.argv[1], expert_budget="25%", device="cpu", progress=False, **limits) as llm:
+limits |= dict(device="cpu", progress=False, enable_prefix_caching=False)
+found = {}
+def seconds(llm, count, tokens, words):
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    prompts = [f"{i} old houses" + " and" * words for i in range(count)]
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+with LLM(sys.argv[1], expert_budget="25%", **limits) as llm:
     llm.generate("The old house", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    start = time.perf_counter() - began
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    prompts = [f"{i} old houses" for i in range(8)]
-    llm.generate(prompts, params, use_tqdm=False)
-    began = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    decode = (time.perf_counter() - began) / 200
-print(json.dumps({"start_s": start, "step_ms": 1e3 * decode}))
+    found["start_s"] = time.perf_counter() - began
+    found["decode_1_ms"] = 1e3 * seconds(llm, 1, 200, 0) / 200
+    found["decode_8_ms"] = 1e3 * seconds(llm, 8, 200, 0) / 200
+    found["prefill_8x256_ms"] = 1e3 * seconds(llm, 8, 1, 256)
+with LLM(sys.argv[1], expert_budget="75%", driver="stream", **limits) as llm:
+    found["stream_8_ms"] = 1e3 * seconds(llm, 8, 100, 0) / 100
+print(json.dumps(found))
 """
 
 
@@ -97,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run:
             pairs.append(pair)
             print(json.dumps({"here": pair[0], "other": pair[1]}), flush=True)
-    for name in ("start_s", "step_ms"):
+    for name in pairs[0][0]:
         here, other = ([pair[side][name] for pair in pairs] for side in (0, 1))
         ratios = [a / b for a, b in zip(here, other, strict=True)]
         print(

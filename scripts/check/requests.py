@@ -1,9 +1,9 @@
 """What 20 requests give, bit for bit, for `check paired --requests`: written into a file.
 
-Every model runs in float32 and bfloat16 under every driver, with a part of its experts resident
-and KV for few sequences, so that misses, waits and swaps occur: tokens, the bits of their
-log-probabilities and finish reasons. Only public names are used, so that the same file runs with
-the packages of older commits.
+Every model runs in float32 and bfloat16 under every driver, transport, version and store, with a
+part of its experts resident and KV for few sequences, so that misses, waits and swaps occur:
+tokens, the bits of their log-probabilities and finish reasons. Only public names are used, so that
+the same file runs with the packages of older commits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,30 @@ import numpy as np
 from moejax import LLM, SamplingParams
 
 REQUESTS = 20
-BUDGETS = {"device": "25%", "host": "25%", "stream": "75%"}
-"""Driver → the experts that may be resident: streaming holds two layers of them."""
+RUNS: dict[str, dict] = {
+    "device": {},
+    "host": {"driver": "host"},
+    "device queue": {"transfers": "queue", "prefetch": "random"},
+    "host queue": {"driver": "host", "transfers": "queue", "prefetch": "fate"},
+    "host copies": {"driver": "host", "transfers": "queue", "ops": "xla"},
+    "stream": {"driver": "stream", "expert_budget": "75%"},
+    "stream queue": {"driver": "stream", "transfers": "queue", "expert_budget": "75%"},
+    "placement": {"driver": "host", "placement": "cross_layer"},
+    "int8": {"precision": "int8"},
+    "int4": {"precision": "int4"},
+    "int2": {"precision": "int2"},
+    "lossless12": {"precision": "lossless12"},
+    "two versions": {
+        "precision": "dynaexq,hi=dense,lo=int4,interval=64 tokens",
+        "expert_budget": "50%",
+    },
+    "file": {"store": "file"},
+    "shared": {"store": "shared"},
+}
+"""Name → options beside a quarter of the experts; streaming holds two layers of them."""
+
+REFUSED = {("float32", "lossless12"), ("float32", "file")}
+"""It codes bfloat16 alone, as the models' files are."""
 
 PROMPTS = (
     "The old house",
@@ -47,19 +69,18 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
     return prompts, params
 
 
-def run(model: str, dtype: str, driver: str) -> dict[str, np.ndarray]:
+def run(model: str, dtype: str, name: str) -> dict[str, np.ndarray]:
     """Arrays of one configuration, by name."""
     prompts, params = requests()
     with LLM(
         model,
         dtype=dtype,
-        driver=driver,
-        expert_budget=BUDGETS[driver],
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=512,
         device="cpu",
         progress=False,
+        **{"expert_budget": "25%", **RUNS[name]},
     ) as llm:
         outputs = [r.outputs[0] for r in llm.generate(prompts, params)]
     tokens = [list(o.token_ids) for o in outputs]
@@ -74,7 +95,8 @@ def run(model: str, dtype: str, driver: str) -> dict[str, np.ndarray]:
 
 
 def write(file: str, *models: str) -> None:
-    kinds = itertools.product(models, ("float32", "bfloat16"), BUDGETS)
+    every = itertools.product(models, ("float32", "bfloat16"), RUNS)
+    kinds = [kind for kind in every if kind[1:] not in REFUSED]
     runs = {" ".join(kind): run(*kind) for kind in kinds}
     named = {f"{name} {key}": runs[name][key] for name in runs for key in runs[name]}
     np.savez(file, allow_pickle=False, **named)
