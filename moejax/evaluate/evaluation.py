@@ -7,12 +7,11 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.evaluate.comparison import Units
 from moejax.evaluate.evaluation_report import model_report, run_report
@@ -101,6 +100,29 @@ class Cost:
         """Computed tokens a second, compilation left out."""
         return self.computed_tokens / max(self.seconds - self.compile_s, 1e-9)
 
+    @classmethod
+    def of(
+        cls,
+        seconds: float,
+        compile_s: float,
+        texts: Sequence[EncodedText],
+        after: Sequence[Mapping[str, Any]],
+        before: Sequence[Mapping[str, Any]] = (),
+    ) -> Cost:
+        """The cost by `LLM.stats` of each model that scored these texts, before and after."""
+        computed = sum(w.end - w.begin - 1 for text in texts for w in text.windows)
+        ends, begins = [*map(_counts, after)], [*map(_counts, before)]
+        counts = {n: sum(c[n] for c in ends) - sum(c[n] for c in begins) for n in ends[0]}
+        return cls(seconds, compile_s, computed, **counts)
+
+
+def _counts(stats: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "prefill_steps": stats["steps"]["prefill"],
+        **{n: stats["experts"][n] for n in ("activations", "hits", "fills", "read_through")},
+        **{f"{n}_bytes": stats["bytes"][n] for n in ("fill", "read_through")},
+    }
+
 
 @dataclasses.dataclass(frozen=True)
 class PerplexityResult:
@@ -180,11 +202,31 @@ def perplexity(
     range, and log-probabilities that are not finite.
     """
     window, stride, encoded = encoded_texts(llm, texts, window, stride, limit)
-    scored = sum(w.end - w.first for text in encoded for w in text.windows)
-    llm.stats()  # refuses an LLM that is closed or lent
-    with token_progress("scoring", scored, 0, None, progress) as report:
-        cost = _score(llm.engine, encoded, report)
+    windows = [(text, w) for text in encoded for w in text.windows]
+    total, before = sum(w.end - w.first for _, w in windows), llm.stats()
+    sequences = (text.ids[w.begin : w.end].tolist() for text, w in windows)
+    # So many at once as fill two prefill steps, each of which reads an expert once for all of them.
+    most, began = 2 * llm.engine.scheduler.prefill_chunks, time.perf_counter()
+    with (
+        token_progress("scoring", total, 0, None, progress) as report,
+        contextlib.closing(run_scores(llm.engine, sequences, most)) as steps,
+    ):
+        compiled, compile_s, scored, start = llm.engine.runner.executables(), 0.0, 0, began
+        for ended in steps:
+            now, found = time.perf_counter(), llm.engine.runner.executables()
+            compile_s += now - start if found != compiled else 0.0
+            start, compiled = now, found
+            for place, scores in ended:
+                scored += keep_scores(*windows[place], scores)
+            report(scored)
+    cost = Cost.of(time.perf_counter() - began, compile_s, encoded, [llm.stats()], [before])
     return PerplexityResult(window, stride, limit, tuple(map(likelihood, encoded)), cost)
+
+
+def keep_scores(text: EncodedText, window: Window, scores: np.ndarray) -> int:
+    """Keeps a window's scores, of all its tokens but the first; returns how many count."""
+    text.logprobs[window.first : window.end] = scores[window.first - window.begin - 1 :]
+    return window.end - window.first
 
 
 def encoded_texts(
@@ -366,42 +408,6 @@ def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
     ends = np.maximum.accumulate(until[offsets[:, 1]])
     ends[-1:] = until[-1]
     return np.diff(ends, prepend=0)
-
-
-def _score(engine: Engine, texts: Sequence[EncodedText], report: Callable[[int], None]) -> Cost:
-    """Fills in the texts' logprobs. As many windows are in the engine as fill two prefill steps, so
-    that a prefill step, which reads an expert once for all of them, is full while there are windows
-    left."""
-    statistics, most = engine.statistics, 2 * engine.scheduler.prefill_chunks
-    paging, prefill_steps = dict(statistics.paging), statistics.steps["prefill"]
-    moved = dict(statistics.moved)
-    windows = [(text, window) for text in texts for window in text.windows]
-    tokens = (text.ids[window.begin : window.end].tolist() for text, window in windows)
-    executables, compile_s, scored = len(engine.runner.executables()), 0.0, 0
-    began = start = time.perf_counter()
-    with contextlib.closing(run_scores(engine, tokens, most)) as steps:
-        for ended in steps:
-            if len(engine.runner.executables()) > executables:
-                executables = len(engine.runner.executables())
-                compile_s += time.perf_counter() - start
-            for place, scores in ended:
-                text, window = windows[place]
-                found = scores[window.first - window.begin - 1 :]
-                text.logprobs[window.first : window.end] = found
-                scored += len(found)
-            report(scored)
-            start = time.perf_counter()
-    seconds = time.perf_counter() - began
-    counts = {name: statistics.paging[name] - count for name, count in paging.items()}
-    counts |= {f"{name}_bytes": statistics.moved[name] - count for name, count in moved.items()}
-    return Cost(
-        seconds=seconds,
-        compile_s=compile_s,
-        computed_tokens=sum(window.end - window.begin - 1 for _, window in windows),
-        prefill_steps=statistics.steps["prefill"] - prefill_steps,
-        activations=counts.pop("active"),
-        **counts,
-    )
 
 
 def likelihood(text: EncodedText) -> TextLikelihood:

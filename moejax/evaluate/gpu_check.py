@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +37,6 @@ from pallas_kernels.verification import (
 )
 from pallas_kernels.verification.table import entry, file_name, unknown
 
-TESTS_OF_BITS = "tests/moejax/engine/test_same_bits.py"
-
 
 def check_device(
     parts: Sequence[str],
@@ -56,11 +51,8 @@ def check_device(
 ) -> int:
     """Runs these parts on jax's first device and prints what they find; returns how many checks
     failed. parts: `kernels`, with shapes and dtypes as shape_checks, tables and minutes as
-    check_kernels; `bits`; `engine`, with engine_shape, layers and steps as check_engine. Raises
-    UserError where there is no GPU, and for `bits` outside of a checkout."""
-    tests = Path(__file__).parents[2]
-    if "bits" in parts and not (tests / TESTS_OF_BITS).exists():
-        raise UserError(f"bits runs {TESTS_OF_BITS} of a checkout of moejax; leave it out here")
+    check_kernels; `engine`, with engine_shape, layers and steps as check_engine. Raises UserError
+    where there is no GPU."""
     use_compilation_cache()
     device = select_device()
     if device.platform != "gpu" and not is_interpreted():
@@ -70,8 +62,6 @@ def check_device(
     if "kernels" in parts:
         wanted = shape_checks(shapes, dtypes, shared_class(device))
         failures += check_kernels(device, wanted, tables, minutes=minutes)
-    if "bits" in parts:
-        failures += check_bits(tests)
     if "engine" in parts:
         failures += check_engine(device, engine_shape, layers, steps)
     print("all checks passed" if not failures else f"{failures} checks FAILED")
@@ -155,14 +145,6 @@ def check_kernels(
     if left:
         print(f"{left} are left: run it again")
     return failed
-
-
-def check_bits(checkout: Path) -> int:
-    """Contract 1's tests on this device; 1 if they fail."""
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    environment["JAX_PLATFORMS"] = "cuda,cpu"
-    command = [sys.executable, "-m", "pytest", "-q", TESTS_OF_BITS]
-    return int(subprocess.run(command, cwd=checkout, env=environment).returncode != 0)
 
 
 def check_engine(device: jax.Device, name: str, layers: int | None, steps: int) -> int:

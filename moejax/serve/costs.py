@@ -6,17 +6,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from host_offload.control.interface import Costs
 from host_offload.sizing.cost_model import CostModel
 from moejax.costs.measure import calibrate
 from moejax.costs.store import identity, kept_cost_model
 from moejax.errors import UserError
 from moejax.serve.llm import LLM
-
-
-def costs_for(llm: LLM) -> Costs:
-    """What policies see of cost_model_for."""
-    return cost_model_for(llm).costs()
 
 
 def cost_model_for(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from moejax.commands import add_command
@@ -18,12 +17,11 @@ kernels  every kernel configuration that dispatch may choose for the shapes name
          XLA reference on this device; right ones are written to the table that dispatch reads,
          wrong ones are listed and left out. Saved one by one, the likeliest to be used first: what
          is killed, or ends by --minutes, goes on where it was
-bits     contract 1 on this device: the tests of a checkout, so not from an installed wheel
 engine   a model of the size of Qwen3-30B-A3B with random weights: 200 decode steps at four expert
          budgets, which must give equal bits
 """
 
-_PARTS = ("kernels", "bits", "engine")
+_PARTS = ("kernels", "engine")
 
 
 def _names(text: str) -> list[str]:
@@ -60,8 +58,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Another process shares the GPU while the tests run: this one may not take most of it before.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from moejax.checkpoints.random_model import SHAPES
     from moejax.errors import UserError
     from moejax.evaluate.gpu_check import check_device

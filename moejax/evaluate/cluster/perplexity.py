@@ -19,6 +19,7 @@ from moejax.evaluate.evaluation import (
     PerplexityResult,
     Window,
     encoded_texts,
+    keep_scores,
     likelihood,
 )
 from moejax.evaluate.evaluation_report import model_report, run_report
@@ -108,12 +109,11 @@ def cluster_perplexity(
             for part, scores in workers.run(parts, _sent):
                 if isinstance(scores, UserError):
                     raise scores
-                for (text, w), values in zip(part, scores, strict=True):
-                    text.logprobs[w.first : w.end] = values[w.first - w.begin - 1 :]
-                    scored += w.end - w.first
+                scored += sum(map(keep_scores, *zip(*part, strict=True), scores))
                 report(scored)
         stats = [worker["stats"] for worker in workers.stats()]
-    cost = _cost(stats, encoded, time.perf_counter() - began)
+    # What a lost worker did is not among them, nor when each of them compiled.
+    cost = Cost.of(time.perf_counter() - began, 0.0, encoded, stats)
     result = PerplexityResult(
         prepared.window, prepared.stride, limit, tuple(map(likelihood, encoded)), cost
     )
@@ -122,20 +122,3 @@ def cluster_perplexity(
 
 def _sent(part: Sequence[tuple[EncodedText, Window]]) -> Callable[[LLM], list[np.ndarray]]:
     return functools.partial(_score, sequences=[text.ids[w.begin : w.end] for text, w in part])
-
-
-def _cost(stats: list[dict[str, Any]], texts: list[EncodedText], seconds: float) -> Cost:
-    """Sums over workers that live at the end; what a lost one did is not among them."""
-    experts = {
-        name: sum(one["experts"][name] for one in stats)
-        for name in ("activations", "hits", "fills", "read_through")
-    }
-    return Cost(
-        seconds=seconds,
-        compile_s=sum(one["time"]["compile_s"] for one in stats),
-        computed_tokens=sum(w.end - w.begin - 1 for text in texts for w in text.windows),
-        prefill_steps=sum(one["steps"]["prefill"] for one in stats),
-        fill_bytes=sum(one["bytes"]["fill"] for one in stats),
-        read_through_bytes=sum(one["bytes"]["read_through"] for one in stats),
-        **experts,
-    )

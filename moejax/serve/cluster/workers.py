@@ -38,7 +38,7 @@ BEAT_S = 2.0
 """How often a worker says that it lives."""
 GATHER_S = 0.1
 """How long a worker gathers results: bringing them costs milliseconds at both ends."""
-CLOSE_S, INTERRUPTED_S = 10.0, 0.5
+CLOSE_S, INTERRUPTED_S = 10.0, 0.2
 """How long workers may take to free what they share, at the end and after an error or Ctrl-C."""
 
 

@@ -25,7 +25,7 @@ from moejax.costs.store import (
 )
 from moejax.errors import UserError
 from moejax.serve import costs
-from moejax.serve.costs import cost_model_for, costs_for
+from moejax.serve.costs import cost_model_for
 from tests.host_offload.sizing.cost_models import MODEL
 
 SMALL = dict(
@@ -127,7 +127,7 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
         after = llm.generate("Once", params)[0].outputs[0].token_ids
         with pytest.raises(UserError, match="has run nothing"):
             cost_model_for(llm, force=True)
-        assert costs_for(llm).step_s == model.costs().step_s  # from the file
+        assert cost_model_for(llm).costs().step_s == model.costs().step_s  # from the file
     assert (model.layers, model.experts, model.top_k) == (4, 16, 4)
     assert model.expert_bytes == 3 * 128 * 128 * 2
     assert list(model.decode) == [2] and model.row_tile == 2 and model.chunk == 64
