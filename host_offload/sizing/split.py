@@ -128,26 +128,22 @@ class MissCosts(NamedTuple):
     """c_K = r·T_b: a KV page that is not there any more."""
 
 
-KV_MISSES = ("swap", "recompute")
-
-
 def miss_costs(costs: Costs, spec: Spec, kv_miss: str = "swap") -> MissCosts:
     """What misses cost by measured costs. kv_miss: what becomes of KV that does not fit, as LLM's
-    kv_overflow: the paper recomputes it (r·T_b); this engine moves it out and back by default."""
-    if kv_miss not in KV_MISSES:
-        raise ValueError(f"kv_miss is {' or '.join(KV_MISSES)}, not {kv_miss!r}")
+    kv_overflow: the paper recomputes it (r·T_b); this engine moves it out and back by default.
+    Raises SplitError where an expert's miss costs nothing."""
     size = float(next(iter(spec.link_bytes.values())).mean())
-    page = 2 * spec.page_bytes * float(costs.kv_swap_s_per_byte)
+    expert = float(costs.fill[0]) + size * float(costs.fill[1])
+    if expert <= 0:
+        raise SplitError(
+            "the measured costs say that a missing expert costs nothing, so there is nothing to "
+            "weigh; measure them again on a quiet machine (`moejax calibrate MODEL --force`), or "
+            "leave out budget"
+        )
     if kv_miss == "recompute":
-        page = spec.page_tokens * float(costs.recompute_s_per_token or costs.prefill_s_per_token)
-    return MissCosts(float(costs.fill[0]) + size * float(costs.fill[1]), page)
-
-
-def link_costs(spec: Spec, bytes_per_s: float) -> MissCosts:
-    """What misses cost by bytes over one link: an expert comes once, a KV page that has no room
-    goes out and comes back."""
-    size = float(next(iter(spec.link_bytes.values())).mean())
-    return MissCosts(size / bytes_per_s, 2 * spec.page_bytes / bytes_per_s)
+        per_token = float(costs.recompute_s_per_token or costs.prefill_s_per_token)
+        return MissCosts(expert, spec.page_tokens * per_token)
+    return MissCosts(expert, 2 * spec.page_bytes * float(costs.kv_swap_s_per_byte))
 
 
 # ---- equation (4)

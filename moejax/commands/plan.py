@@ -11,13 +11,12 @@ from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, add_model_options, engine_options, write_options
 from moejax.errors import UserError, user_errors
-from moejax.sizes import parse_rate, parse_size
+from moejax.sizes import parse_size
 from moejax.start.fields import Description
 from moejax.start.option_values import read_transfers
-from pallas_kernels.option_text import read_value, seconds, share
+from pallas_kernels.option_text import read_value, seconds
 
 if TYPE_CHECKING:
-    from host_offload.simulate.timeline import Link
     from host_offload.sizing.right_size import Capacity
     from moejax.costs.workload_plan import PlannedSplit, Planner
 
@@ -46,19 +45,9 @@ Figures are predictions from miss curves and measured costs; docs/memory.md says
 _OF_A_TRACE = {
     "users": Description("who generate at once", type=int),
     "tpot": Description("time per output token that each gets, such as 50ms", metavar="TIME"),
-    "epsilon": Description(
-        "of warm references that may miss with the cells that are said to be enough for "
-        "everybody and for each user, such as 5% (default: 1%)",
-        metavar="SHARE",
-    ),
     "costs": Description(
         "of moejax calibrate (default: the newest of the trace's model on this machine)",
         metavar="FILE",
-    ),
-    "link": Description(
-        "bytes per second from host to device, such as 25GB/s, in place of measured costs; "
-        "then nothing is predicted about times",
-        metavar="RATE",
     ),
     "timeline": Description(
         "what the trace's steps would do when with that split: FILE.json for "
@@ -107,7 +96,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args)
     _check_of_a_trace(args)
-    memory = None if args.memory is None else parse_size(args.memory)
     asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
     if args.remember and not asked and not args.timeline:
         return _remember(args)
@@ -116,55 +104,58 @@ def _run(args: argparse.Namespace) -> int:
             "give --memory for a split, --users and --tpot for the memory they need, or --memory "
             "and --tpot for the users it serves; --remember alone"
         )
-    if asked != ("memory",):
-        if args.output:
-            raise UserError("--output writes a split; give --memory alone")
-        if args.timeline:
-            raise UserError("--timeline draws a split; give --memory alone")
-        if args.cells or args.kv_overflow or args.epsilon:
-            raise UserError(
-                "--cells, --kv-overflow and --epsilon are of a split; with --tpot every layer has "
-                "as many cells and all KV of the users fits"
-            )
+    of_a_split = ("output", "timeline", "cells", "kv_overflow", "transfers")
+    for name in of_a_split if args.tpot is not None else ():
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} is of a split; give --memory alone")
 
-    from moejax.costs.workload_plan import EPSILON, Planner, costs_of_trace, open_trace
-    from moejax.traces.timeline import check_timeline, write_timeline
+    from moejax.costs.workload_plan import Planner, costs_of_trace, open_trace
 
-    if args.timeline:
-        check_timeline(args.timeline)
+    memory = None if args.memory is None else parse_size(args.memory)
+    if args.tpot is None:
+        assert memory is not None
+        return _split(args, memory)
     with user_errors():
-        tpot_s = None if args.tpot is None else read_value("--tpot ", args.tpot, seconds)
-        epsilon = EPSILON if args.epsilon is None else read_value("--epsilon ", args.epsilon, share)
+        tpot_s = read_value("--tpot ", args.tpot, seconds)
     if tpot_s == 0:
         raise UserError("--tpot is the time that a token takes; write more than 0")
     trace = open_trace(args.workload)
-    link = None if args.link is None else parse_rate(args.link)
-    queue = _queue_of(args, tpot_s)
-    needed = link is None or args.costs is not None or tpot_s is not None
-    costs = costs_of_trace(trace, args.costs) if needed else None
-    planner = Planner(trace, costs, link, queue)
-    if tpot_s is None:
-        assert memory is not None
-        cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
-        plan = planner.split(memory, cells=cells, kv_overflow=overflow, epsilon=epsilon)
-        if args.timeline:
-            write_timeline(args.timeline, planner.timeline(plan))
-        if args.output:
-            write_options(args.output, plan.options())
-        if args.json:
-            print(json.dumps({**dataclasses.asdict(plan), "options": plan.options()}, indent=2))
-        else:
-            _print_plan(plan, args.output)
-        return 0
-    if args.users is not None:
+    planner = Planner(trace, costs_of_trace(trace, args.costs))
+    if memory is None:
         capacity = planner.memory_for(args.users, tpot_s)
     else:
-        assert memory is not None
         capacity = planner.users_for(memory, tpot_s)
     if args.json:
         print(json.dumps(dataclasses.asdict(capacity), indent=2))
     else:
         _print_capacity(capacity, planner)
+    return 0
+
+
+def _split(args: argparse.Namespace, memory: int) -> int:
+    from host_offload.simulate.timeline import Link
+    from moejax.costs.workload_plan import Planner, costs_of_trace, open_trace
+    from moejax.traces.timeline import check_timeline, write_timeline
+
+    if args.timeline:
+        check_timeline(args.timeline)
+    wanted, queue = read_transfers(args.transfers), None
+    if wanted.rate is not None:
+        queue = Link(wanted.rate, wanted.latency or 0.0)
+    elif wanted.stated:
+        raise UserError("latency of --transfers is of a link; give its rate too")
+    trace = open_trace(args.workload)
+    planner = Planner(trace, costs_of_trace(trace, args.costs), queue)
+    cells, overflow = args.cells or "uniform", args.kv_overflow or "swap"
+    plan = planner.split(memory, cells=cells, kv_overflow=overflow)
+    if args.timeline:
+        write_timeline(args.timeline, planner.timeline(plan))
+    if args.output:
+        write_options(args.output, plan.options())
+    if args.json:
+        print(json.dumps({**dataclasses.asdict(plan), "options": plan.options()}, indent=2))
+    else:
+        _print_plan(plan, args.output)
     return 0
 
 
@@ -208,32 +199,17 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _remember(args: argparse.Namespace) -> int:
-    from moejax.costs.workload_plan import Planner, open_trace
+    from moejax.costs.workload_plan import Workload, open_trace
     from moejax.start.decide.split import remember
 
-    trace = open_trace(args.workload)
-    Planner(trace, None, link=1.0)  # which refuses a trace that is of no use
-    file = remember(trace)
+    workload = Workload(open_trace(args.workload))
+    file = remember(workload.trace)
     if args.json:
         print(json.dumps({"file": str(file)}))
     else:
-        print(f"runs of this model without numbers are split by {trace.directory}")
+        print(f"runs of this model without numbers are split by {workload.trace.directory}")
         print(f"as {file} says; delete that to forget it")
     return 0
-
-
-def _queue_of(args: argparse.Namespace, tpot_s: float | None) -> Link | None:
-    """What transfers pass beside the steps of a split. Raises UserError where nothing does."""
-    from host_offload.simulate.timeline import Link
-
-    wanted = read_transfers(args.transfers)
-    if wanted.rate is None:
-        if wanted.stated:
-            raise UserError("latency of --transfers is of a link; give its rate too")
-        return None
-    if args.link is not None or tpot_s is not None:
-        raise UserError("rate of --transfers is of the steps of a split, which --costs price")
-    return Link(wanted.rate, wanted.latency or 0.0)
 
 
 def _print_plan(plan: PlannedSplit, output: str | None) -> None:
@@ -260,8 +236,7 @@ def _print_plan(plan: PlannedSplit, output: str | None) -> None:
     }
     if plan.step_s is not None:
         predicted["time per token (a decode step)"] = f"{plan.step_s * 1e3:,.3f} ms"
-    if plan.tokens_per_s is not None:
-        predicted["generated tokens a second"] = f"{plan.tokens_per_s:,.1f}"
+    predicted["generated tokens a second"] = f"{plan.tokens_per_s:,.1f}"
     print_table(("predicted for the trace", ""), predicted.items())
     if not plan.settled:
         print("the rule did not come to rest: the trace may be too short")
@@ -275,9 +250,10 @@ def _print_plan(plan: PlannedSplit, output: str | None) -> None:
 
 
 def _print_working_sets(plan: PlannedSplit) -> None:
-    share = f"{plan.epsilon * 100:.3g}%"
-    print(f"cells a layer with which at most {share} of warm references miss: for LRU, by reuse")
-    print("distances, and as co-activation predicts")
+    from host_offload.sizing.right_size import EPSILON
+
+    print(f"cells a layer with which at most {EPSILON:.0%} of warm references miss: for LRU, by")
+    print("reuse distances, and as co-activation predicts")
     rows = []
     for one in plan.working_sets:
         row = ["everybody" if one.user is None else f"user {one.user}", f"{one.tokens:,}"]

@@ -15,11 +15,11 @@ from host_offload.memory.budget import KV_SHARE, Budget
 from host_offload.sizing.cell_allocation import allocate
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.miss_curves import trace_curves
-from host_offload.sizing.split import division_of
+from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import Trace
 from moejax.cache import cache_root, write_whole
 from moejax.costs.store import identity, kept_cost_model
-from moejax.costs.workload_plan import open_trace, weighed
+from moejax.costs.workload_plan import open_trace
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
 from moejax.start.options import Config
@@ -119,7 +119,8 @@ def known_costs(steps: StepSpec) -> Costs:
 
 def _configured(options: Config, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
-    prices = weighed(costs, spec, options.memory.kv_overflow)
+    with user_errors():
+        prices = miss_costs(costs, spec, options.memory.kv_overflow)
     division = division_of(spec)
     with user_errors(where=f"{trace.directory}: "):
         found = configure(turns_of(trace), division, prices, allocation=options.policy.cells.rule)

@@ -24,7 +24,6 @@ from host_offload.sizing.split import (
     MissCosts,
     SplitError,
     SplitRule,
-    link_costs,
     miss_costs,
     objective,
 )
@@ -163,9 +162,8 @@ def test_costs_of_a_miss():
     # What crosses the link counts: 60 bytes of an expert that a cell has 100 of.
     moved = {"dense": np.full(2, 60), "small": np.full(2, 40)}
     assert miss_costs(costs, spec(moved_bytes=moved)).expert_s == pytest.approx(1e-4 + 6e-8)
-    assert link_costs(spec(), 1e9) == pytest.approx((1e-7, 2 * 1e-8))
-    with pytest.raises(ValueError, match="kv_miss is swap or recompute, not 'drop'"):
-        miss_costs(costs, spec(), "drop")
+    with pytest.raises(SplitError, match="a missing expert costs nothing"):
+        miss_costs(dataclasses.replace(costs, fill=np.zeros(2)), spec())
 
 
 # ---- the KV stream

@@ -64,7 +64,7 @@ def test_a_split_fits_and_its_predictions_are_the_simulators(planner, trace, cel
     missed = simulate(trace, cells=plan.cells).misses.sum()
     first = trace_curves(trace).first.sum()
     assert plan.expert_misses == pytest.approx(missed - first, rel=0.3)
-    assert plan.link_bytes == (plan.expert_misses + first) * SLOT
+    assert plan.link_bytes == missed * SLOT
     assert plan.kv_misses == pool([turn.pages for turn in turns_of(trace)], plan.kv_pages)
     assert plan.step_s and plan.step_s > 1e-3 and plan.tokens_per_s
 
@@ -90,7 +90,7 @@ def test_users_and_memory_are_two_ways_of_the_same_question(planner):
 def least_step_s(planner: Planner, users: int, memory: int) -> float:
     """Predicted time of a step of so many users, by hand: whole slots for their KV, the rest in
     cells, as many in every layer."""
-    slots = memory // SLOT - -(-users * planner.pages_per_user // PER_SLOT)
+    slots = memory // SLOT - -(-users * planner.workload.pages_per_user // PER_SLOT)
     model = planner._decode_model(users)
     return model.step_s(users, min(slots // LAYERS, EXPERTS))
 
@@ -104,10 +104,6 @@ def test_refusals(planner, trace):
         planner.memory_for(0, 1.0)
     with pytest.raises(UserError, match=r"steps of 99 sequences cannot be predicted: the trace"):
         planner.memory_for(99, 1.0)
-    with pytest.raises(UserError, match="times of steps need measured costs"):
-        Planner(trace, None, link=1e9).users_for(MEMORY, 1.0)
-    with pytest.raises(UserError, match="does not say what computing KV again costs"):
-        Planner(trace, None, link=1e9).split(MEMORY, kv_overflow="recompute")
     free = dataclasses.replace(COSTS, fill=COSTS.fill * [1, 0])
     with pytest.raises(UserError, match="a missing expert costs nothing"):
         Planner(trace, free).split(MEMORY)
@@ -121,12 +117,11 @@ def test_a_trace_in_which_no_request_ends(trace, tmp_path):
         Planner(rewritten(tmp_path / "t", trace, steps), COSTS)
 
 
-@pytest.mark.parametrize("model", [None, COSTS])
-def test_a_trace_of_two_versions_is_refused(trace, model):
+def test_a_trace_of_two_versions_is_refused(trace):
     spec = {**trace.header.spec, "version_bytes": {"dense": SLOT, "int4": SLOT // 4}}
     mixed = dataclasses.replace(trace, header=dataclasses.replace(trace.header, spec=spec))
     with pytest.raises(UserError, match=r"mixes dense and int4, .* a plan is of one version"):
-        Planner(mixed, model, link=1e9)
+        Planner(mixed, COSTS)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +145,6 @@ def test_a_split_has_a_timeline(trace, planner):
     assert max(event.end for event in events) == pytest.approx(found.seconds.sum())
     queued = Planner(trace, COSTS, queue=Link(1e9)).timeline(planner.split(MEMORY))
     assert {event.track for event in queued} == {"device", "link"}
-    with pytest.raises(UserError, match="need measured costs"):
-        Planner(trace, None, link=1e9).timeline(planner.split(MEMORY))
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -189,13 +182,12 @@ def test_users_for_a_memory_and_back(trace, costs, capsys):
     assert re.search(rf"KV of a user\W+{found['pages_per_user']} pages", out)
 
 
-def test_a_split_as_options(trace, capsys, monkeypatch):
-    """Without costs, and where the rule has no time to come to rest."""
-    where = ("--trace", str(trace.directory), "--link", "1GB/s", "--memory", "3MiB")
+def test_a_split_as_options(trace, costs, capsys, monkeypatch):
+    """Where the rule has no time to come to rest."""
+    where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
     monkeypatch.setattr("host_offload.sizing.configurator.MOST_MOVES", 0)
     status, out, _ = run(capsys, *where)
     assert status == 0 and "the rule did not come to rest" in out
-    assert "generated tokens a second" not in out
     assert re.fullmatch(r"--expert-budget \d+ --kv-budget \d+", out.splitlines()[-1])
 
 
@@ -203,17 +195,14 @@ def test_a_split_as_options(trace, capsys, monkeypatch):
     ("arguments", "match"),
     [
         ((), "give --memory for a split"),
-        (("--users", "3", "--tpot", "1s", "--output", "x"), "--output writes a split"),
-        (("--users", "3", "--tpot", "1s", "--timeline", "x.json"), "--timeline draws a split"),
-        (("--users", "3", "--tpot", "1s", "--transfers", "queue,rate=1GB/s"), "of the steps of"),
+        (("--users", "3", "--tpot", "1s", "--output", "x"), "--output is of a split"),
+        (("--users", "3", "--tpot", "1s", "--timeline", "x.json"), "--timeline is of a split"),
+        (("--users", "3", "--tpot", "1s", "--transfers", "queue,rate=1GB/s"), "is of a split"),
         (("--memory", "3MiB", "--transfers", "queue,latency=20us"), "give its rate too"),
         (("--memory", "3MiB", "--timeline", "x.svg"), "a timeline is FILE.json"),
-        (("--memory", "3MiB", "--link", "1GB/s", "--timeline", "x.json"), "measured costs"),
-        (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "are of a split"),
+        (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "--cells is of a split"),
         (("--memory", "3MiB", "--tpot", "soon"), "is not a time"),
         (("--memory", "3MiB", "--tpot", "0ms"), "write more than 0"),
-        (("--memory", "3MiB", "--link", "fast"), "is not a rate"),
-        (("--memory", "3MiB", "--epsilon", "150%"), "is not a share from 0 to 1"),
     ],
 )
 def test_commands_that_mean_nothing(trace, capsys, arguments, match):
