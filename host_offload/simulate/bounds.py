@@ -10,6 +10,7 @@ policy of the engine, whatever its fills, transfers and waves.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,9 +84,6 @@ def in_one_pool(references: References) -> References:
     )
 
 
-# ---- bounds
-
-
 def min_transfers(references: References, cells: int | Sequence[int] | np.ndarray) -> np.ndarray:
     """int64[L]: the fewest experts that any policy must move, on demand or ahead, with cells[l]
     cells in each layer (for one pool: in_one_pool).
@@ -99,33 +97,6 @@ def min_transfers(references: References, cells: int | Sequence[int] | np.ndarra
     Raises ValueError where a layer has fewer cells than its largest step set: no bound is claimed
     there.
     """
-    held = _checked(references, cells)
-    layers, experts = references.layers, references.experts
-    place = references.layer * experts + references.expert
-    # Next use and expert in one number: no ties, so a threshold picks exactly as many as fit.
-    following = _next_use(references, place)
-    rank = np.where(following < 0, _NEVER, following * experts + references.expert)
-    ends = np.searchsorted(references.step, np.arange(references.steps + 1))
-    runs = _first_uses(references, place)
-    kept = np.full((layers, experts), _NEVER)
-    moved = np.zeros(layers, np.int64)
-    flat = kept.reshape(-1)
-    for step in range(references.steps):
-        if step in runs:
-            first = runs[step]
-            kept[:] = _NEVER
-            flat[place[first]] = references.step[first] * experts + references.expert[first]
-            _keep_nearest(kept, held)
-        now = slice(ends[step], ends[step + 1])
-        needed = place[now]
-        missed = references.layer[now][flat[needed] == _NEVER]
-        moved += np.bincount(missed, minlength=layers)
-        flat[needed] = rank[now]
-        _keep_nearest(kept, held)
-    return moved
-
-
-def _checked(references: References, cells: int | Sequence[int] | np.ndarray) -> np.ndarray:
     held = np.broadcast_to(np.asarray(cells, np.int64), references.layers)
     largest = references.largest
     if (short := np.flatnonzero(held < largest)).size:
@@ -134,34 +105,38 @@ def _checked(references: References, cells: int | Sequence[int] | np.ndarray) ->
             f"layer {layer} has {held[layer]} cells, its largest set {largest[layer]} experts; "
             "no bound is claimed below the largest step set"
         )
-    return held
+    moved = np.zeros(references.layers, np.int64)
+    starts = sorted({0, *references.unknown})
+    for start, end in itertools.pairwise((*starts, references.steps)):
+        moved += _run_transfers(references, start, end, held)
+    return moved
 
 
-def _run(references: References, step: np.ndarray) -> np.ndarray:
-    """int[R]: in which run of steps without a gap each step is."""
-    return np.searchsorted(np.asarray(references.unknown, np.int64), step, side="right")
-
-
-def _next_use(references: References, place: np.ndarray) -> np.ndarray:
-    """int64[R]: the step that needs the expert next, in the same run; −1: none."""
-    order = np.argsort(place, kind="stable")
-    run = _run(references, references.step)[order]
-    place, step = place[order], references.step[order]
-    following = np.full(len(order), -1, np.int64)
-    same = (place[1:] == place[:-1]) & (run[1:] == run[:-1])
-    following[order[:-1][same]] = step[1:][same]
-    return following
-
-
-def _first_uses(references: References, place: np.ndarray) -> dict[int, np.ndarray]:
-    """For each run that may begin with anything, by its first step: which references are the first
-    to their experts."""
-    first = {}
-    starts = references.unknown
-    for start, end in zip(starts, (*starts, references.steps)[1:], strict=True):
-        begin, stop = np.searchsorted(references.step, [start, end])
-        first[start] = begin + np.unique(place[begin:stop], return_index=True)[1]
-    return first
+def _run_transfers(references: References, start: int, end: int, held: np.ndarray) -> np.ndarray:
+    """int64[L]: those of the steps start … end − 1, among which nothing was left out."""
+    part = slice(*np.searchsorted(references.step, [start, end]).tolist())
+    step, layer, expert = (
+        column[part] for column in (references.step, references.layer, references.expert)
+    )
+    shape = references.layers, references.experts
+    place = layer * references.experts + expert
+    # Use and expert in one number: no ties, so a threshold picks exactly as many as fit.
+    rank = step * references.experts + expert
+    following, order = np.full(len(rank), _NEVER), np.argsort(place, kind="stable")
+    again = place[order[1:]] == place[order[:-1]]
+    following[order[:-1][again]] = rank[order[1:][again]]
+    kept = np.full(shape[0] * shape[1], _NEVER)
+    if start in references.unknown:
+        first = np.unique(place, return_index=True)[1]
+        kept[place[first]] = rank[first]
+        _keep_nearest(kept.reshape(shape), held)
+    moved = np.zeros(shape[0], np.int64)
+    for now in np.split(np.arange(len(step)), np.flatnonzero(np.diff(step)) + 1):
+        missed = layer[now][kept[place[now]] == _NEVER]
+        moved += np.bincount(missed, minlength=shape[0])
+        kept[place[now]] = following[now]
+        _keep_nearest(kept.reshape(shape), held)
+    return moved
 
 
 def _keep_nearest(kept: np.ndarray, cells: np.ndarray) -> None:

@@ -26,15 +26,14 @@ def replay(
     policies: Sequence[Policy] = (),
     prefetch: str | None = None,
     spec: Spec | None = None,
-    config_digest: str | None = None,
 ) -> Simulation:
     """Runs a trace with the policies that it was made with, and compares: the numbers of hits,
     fills and experts read through, which ones were missing, and the bytes of every step and layer;
     every decision; every transfer, with the steps at which it was issued, published and first used.
 
     policies: those of the run beside its `eviction` and `prefetch`, which the trace knows.
-    prefetch: NAME=PATH, where that file is elsewhere now. spec, config_digest: as of simulate; a
-    policy that needs `router` needs a spec with it. Returns what was simulated, which is what the
+    prefetch: NAME=PATH, where that file is elsewhere now. spec: as of simulate; a policy that needs
+    `router` needs a spec with it. Returns what was simulated, which is what the
     engine did.
 
     Budgets move when they did in the run, by policies or by hand (Trace.budgets).
@@ -62,7 +61,6 @@ def replay(
         eviction=said if said in POLICIES else None,
         policies=policies,
         spec=spec,
-        config_digest=config_digest,
         budgets=trace.budgets(),
         listener=check.event,
         watcher=check.step,

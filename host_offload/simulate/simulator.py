@@ -86,7 +86,6 @@ def simulate(
     cells: int | Sequence[int] | np.ndarray | None = None,
     driver: str | None = None,
     spec: Spec | None = None,
-    config_digest: str | None = None,
     budgets: Sequence[BudgetMove] | None = None,
     costs: Costs | None = None,
     listener: Callable[[Event], None] | None = None,
@@ -97,16 +96,15 @@ def simulate(
     """What the steps of a trace would have moved under these policies, from a cold start.
 
     eviction, prefetch, placement, policies: as of moejax.LLM, but a placement states all of its
-    costs, or `costs` has them. cells: of each layer, int[L], or int[L, V] of
-    each version; None: the trace's, which may be that every expert is resident. driver: `device` or
-    `host`, which has moments between layers; None: the trace's. spec: what policies are told, for a
-    trace that does not say it (a converted one) and for `router`. config_digest: of the model that
-    is meant; a trace of another one is refused. budgets: when which budget is carried out, as
+    costs, or `costs` has them. cells: of each layer, int[L], or int[L, V] of each version; None:
+    the trace's, which may be that every expert is resident. driver: `device` or `host`, which has
+    moments between layers; None: the trace's. spec: what policies are told, for a trace that does
+    not say it (a converted one) and for `router`. budgets: when which budget is carried out, as
     Trace.budgets says of the run. costs: what policies are told of them; None: the spec's.
     listener: called with each event of the Controller. watcher: called with each step, when it was
     dispatched. clock: seconds from the start to the reading of a step, by its number; None: the
-    trace's. as_run: all this is as
-    in the run that wrote the trace, so routing that favoured residents is what it would be.
+    trace's. as_run: all this is as in the run that wrote the trace, so routing that favoured
+    residents is what it would be.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
     now; without times each is read when the next one was dispatched. Without `budgets` cells that a
@@ -117,7 +115,12 @@ def simulate(
     PolicyError or ValueError for policies that cannot run and for cells that do not fit the model.
     """
     header = trace.header
-    _check_trace(trace, config_digest, as_run)
+    if (delta := header.spec.get("cache_aware_routing")) and not as_run:
+        raise TraceError(
+            f"{trace.directory}: cache_aware_routing was {delta:g}, so what was routed depends on "
+            "who was resident, and with other policies or cells it would be another; replay it, or "
+            "simulate a trace without"
+        )
     named = with_placement(placement, with_prefetch(prefetch, policies))
     _, policies = with_eviction(eviction, named)
     driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
@@ -125,18 +128,30 @@ def simulate(
     check_search(policies, driver)
     check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
+    bound = max(header.experts, granted.cell_bound)
     controller, weights = None, EVICTION["lru"]
     if any(policy.moments for policy in policies):
-        told = _told(spec or spec_of(header), driver, policies, costs)
-        told = told if cells is None else _with_cells(told, granted)
-        controller = Controller(told, policies, listener=listener)
-        _check_kv(controller, budgets)
-        resident, bound, sizes = told.resident, told.cell_bound, told.link_bytes
+        spec = spec or spec_of(header)
+        if cells is not None:
+            capacity = granted.capacity if granted.cells.shape[1] > 1 else None
+            spec = dataclasses.replace(spec, resident=None, capacity=capacity, cell_bound=bound)
+        spec = dataclasses.replace(
+            spec,
+            driver=driver,
+            second_processor=gives_away(policies),
+            costs=spec.costs if costs is None else costs,
+        )
+        controller = Controller(spec, policies, listener=listener)
+        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
+            raise ValueError(
+                "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
+                "budgets=, when which budget is carried out"
+            )
+        resident, bound, sizes = spec.resident, spec.cell_bound, spec.link_bytes
     else:
         chosen = [getattr(policy, "victim_weights", None) for policy in policies]
         weights = chosen[0] if chosen and chosen[0] is not None else weights
         resident = resident_said(header.spec.get("resident")) if cells is None else None
-        bound = max(header.experts, granted.cell_bound)
         said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
         sizes = _sizes(said, header.layers)
     if resident is None:
@@ -145,27 +160,10 @@ def simulate(
         tables = resident_tables(resident, weights)
     device = PagerDevice(Pager(tables, len(sizes)), np.stack([*sizes.values()]))
     if controller is None:
-        steps = _weighted_steps(trace, device, budgets or ())
+        steps = _steps_without_control(trace, device, budgets or ())
     else:
         steps = SimulatedEngine(trace, device, controller, budgets, clock).run(trace.step_traces())
-    return _collected(trace, steps, controller, watcher)
-
-
-def _check_trace(trace: Trace, config_digest: str | None, as_run: bool) -> None:
-    """Raises TraceError for a trace of another model, and for one that other policies or cells than
-    the run's would have made another."""
-    header = trace.header
-    if config_digest not in (None, header.config_digest):
-        raise TraceError(
-            f"{trace.directory} is of another model: its configuration is "
-            f"{header.config_digest[:12]}, wanted is {str(config_digest)[:12]}"
-        )
-    if (delta := header.spec.get("cache_aware_routing")) and not as_run:
-        raise TraceError(
-            f"{trace.directory}: cache_aware_routing was {delta:g}, so what was routed depends on "
-            "who was resident, and with other policies or cells it would be another; replay it, or "
-            "simulate a trace without"
-        )
+    return _gather(trace, steps, controller, watcher)
 
 
 def spec_of(header: TraceHeader) -> Spec:
@@ -178,8 +176,6 @@ def spec_of(header: TraceHeader) -> Spec:
         largest = int(max(map(np.max, sizes.values())))
         resident, paged = resident_said(said.get("resident")), paged_said(said.get("paged"))
         mixed = resident or paged
-        if "kv_floor_bytes" not in said:  # an older trace: the block table of whole spans
-            said["kv_floor_bytes"] = said["shapes"]["blocks"] * said["page_bytes"]
         return Spec(
             layers=header.layers,
             experts=header.experts,
@@ -229,29 +225,7 @@ def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) 
     return PagedSpec(np.broadcast_to(given, header.layers)[:, None], fill_version)
 
 
-def _with_cells(told: Spec, granted: PagedSpec) -> Spec:
-    """What policies are told where these are the cells, of whatever the trace had."""
-    capacity = granted.capacity if granted.cells.shape[1] > 1 else None
-    bound = max(told.experts, granted.cell_bound)
-    return dataclasses.replace(told, resident=None, capacity=capacity, cell_bound=bound)
-
-
-def _check_kv(controller: Controller, budgets: Sequence[BudgetMove] | None) -> None:
-    """Raises ValueError for policies that decide about KV, where nothing says when."""
-    if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
-        raise ValueError(
-            "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
-            "budgets=, when which budget is carried out"
-        )
-
-
-def _told(told: Spec, driver: str, policies: Sequence[Policy], costs: Costs | None) -> Spec:
-    """What policies are told of an engine that runs them."""
-    told = dataclasses.replace(told, driver=driver, second_processor=gives_away(policies))
-    return told if costs is None else dataclasses.replace(told, costs=costs)
-
-
-def _weighted_steps(
+def _steps_without_control(
     trace: Trace, device: PagerDevice, budgets: Sequence[BudgetMove]
 ) -> Iterator[SimulatedStep]:
     """The steps under a policy that is only weights."""
@@ -264,7 +238,7 @@ def _weighted_steps(
         yield device.end_step(step.number, KINDS[step.kind] if step.kind >= 0 else None)
 
 
-def _collected(
+def _gather(
     trace: Trace,
     steps: Iterator[SimulatedStep],
     controller: Controller | None,

@@ -32,7 +32,7 @@ INTERVAL = 300
 
 @dataclasses.dataclass(frozen=True)
 class StorageModel:
-    """What a placement takes of memory and time. Raises ValueError for what no machine is."""
+    """What a placement takes of memory and time."""
 
     layers: int
     experts: int
@@ -46,11 +46,6 @@ class StorageModel:
     """A packed expert's bytes by a dense one's, of the real store."""
     direct: bool = False
     """Packed experts are computed as they are, and take nothing of the window."""
-
-    def __post_init__(self):
-        least = min(self.layers, self.experts, self.record_bytes)
-        if least < 1 or self.host_rate <= 0 or self.packed_rate < 0 or not 0 < self.kappa <= 1:
-            raise ValueError(f"no machine is {self}")
 
     def experts_bytes(self, placement: np.ndarray, halves: int = 2) -> int:
         """C_exp: what experts take of the device, residents and the window of two layers, each as
@@ -74,9 +69,9 @@ class StorageModel:
     @property
     def most_packed(self) -> int:
         """Experts of a layer beyond which more packed ones load no faster."""
-        return self.balanced(self.experts)
+        return self.balance(self.experts)
 
-    def balanced(self, experts: int) -> int:
+    def balance(self, experts: int) -> int:
         """How many of so many of a layer are packed where both backends end together: x_gpu of
         equation (8), in whole experts those with the shortest load. Those that are computed as they
         are packed need no loading, so all of them."""
@@ -98,7 +93,7 @@ def uniform_placement(model: StorageModel, dense: int, packed: int) -> np.ndarra
     return np.tile(np.array(row, np.int64), (model.layers, 1))
 
 
-def moved(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
+def move_one_each(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
     """One expert of every layer from a tier to another: a staggered move. None where a layer has
     none there."""
     if np.any(placement[:, source] < 1):
@@ -109,11 +104,12 @@ def moved(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
     return after
 
 
-def moved_in_one_layer(
-    placement: np.ndarray, source: int, target: int, layer: int
+def move_in_one_layer(
+    placement: np.ndarray, source: int, target: int, layer: int | None = None
 ) -> np.ndarray | None:
-    """As many experts as `moved` moves, all of one layer: the paper's arm without I/O balance. None
-    where it has not as many."""
+    """As many experts as move_one_each, all of one layer, by default the first of those that have
+    most of the source: the paper's arm without I/O balance. None where it has not as many."""
+    layer = int(np.argmax(placement[:, source])) if layer is None else layer
     count = len(placement)
     if placement[layer, source] < count:
         return None
@@ -121,11 +117,6 @@ def moved_in_one_layer(
     after[layer, source] -= count
     after[layer, target] += count
     return after
-
-
-def moved_in_some_layer(placement: np.ndarray, source: int, target: int) -> np.ndarray | None:
-    """`moved_in_one_layer` of the layer that has most of the source, of equals the first."""
-    return moved_in_one_layer(placement, source, target, int(np.argmax(placement[:, source])))
 
 
 Move = Callable[[np.ndarray, int, int], np.ndarray | None]
@@ -144,7 +135,7 @@ class PlannerState(NamedTuple):
     """1 after a move that made more resident, −1 after one that made less, 0 before any."""
 
 
-def planned(
+def plan_residency(
     model: StorageModel,
     state: PlannerState,
     *,
@@ -164,10 +155,10 @@ def planned(
     far as there is room. Not staggered, the paper's arm without I/O balance, a move is of one
     layer.
 
-    Raises ValueError as `fitted`.
+    Raises ValueError as fit_placement.
     """
-    move = moved if staggered else moved_in_some_layer
-    placement = fitted(model, state.placement, room_bytes, move)
+    move = move_one_each if staggered else move_in_one_layer
+    placement = fit_placement(model, state.placement, room_bytes, move)
     if placement is not state.placement:
         return PlannerState(placement, last=-1)
     seconds, steps = state.seconds + compute_s, state.steps + 1
@@ -187,8 +178,8 @@ def planned(
     return PlannerState(wanted, last=direction)
 
 
-def fitted(
-    model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = moved
+def fit_placement(
+    model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = move_one_each
 ) -> np.ndarray:
     """The placement after as many moves as the hard constraint (12) takes; the same array where it
     fits as it is. Raises ValueError where not even the window of two layers fits."""
@@ -203,7 +194,9 @@ def fitted(
     return placement
 
 
-def _less(model: StorageModel, placement: np.ndarray, move: Move = moved) -> np.ndarray | None:
+def _less(
+    model: StorageModel, placement: np.ndarray, move: Move = move_one_each
+) -> np.ndarray | None:
     """The placement with a step less of residency, which takes less memory; None: there is none."""
     packs = model.packed_rate > 0 and model.kappa < 1
     below = PACKED if packs else HOST
@@ -216,7 +209,7 @@ def _less(model: StorageModel, placement: np.ndarray, move: Move = moved) -> np.
 
 
 def _more(
-    model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = moved
+    model: StorageModel, placement: np.ndarray, room_bytes: int, move: Move = move_one_each
 ) -> np.ndarray | None:
     """The placement with a step more of residency, which loads faster and fits; where no step does,
     one that loads as fast with less to bring, as where both backends end together; None: hold."""

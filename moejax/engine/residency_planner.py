@@ -21,8 +21,8 @@ from host_offload.sizing.tiers import (
     PACKED,
     PlannerState,
     StorageModel,
-    fitted,
-    planned,
+    fit_placement,
+    plan_residency,
 )
 from moejax.engine.resize import empty_slot
 from moejax.engine.scheduler import Scheduler
@@ -113,13 +113,13 @@ class ResidencyPlanner:
         arena = self.scheduler.arena
         room = (arena.slots - self.kv_needs()) * arena.layout.slot_bytes
         before, why = state.placement, "kv"
-        fits = fitted(self.model, before, room)
+        fits = fit_placement(self.model, before, room)
         if fits is not before:
             self._due.clear()
             state = PlannerState(fits, last=-1)
         while self._due and state.placement is before:
             why = "rho"
-            state = planned(
+            state = plan_residency(
                 self.model,
                 state,
                 compute_s=self.compute_s[self._due.popleft()],

@@ -110,7 +110,7 @@ def start_placement(
         dense = round(tiers.dense * model.experts)
         packed = round((tiers.packed or 0.0) * model.experts)
         if tiers.packed is None:
-            packed = model.balanced(model.experts - dense)
+            packed = model.balance(model.experts - dense)
             rooms = [
                 (room, of) for room, of in ((budget, halves), (kv_leaves, 2)) if room is not None
             ]

@@ -20,7 +20,7 @@ SPEC = {
     "page_tokens": 16,
     "slots": 10,
     "slot_bytes": 100,
-    "shapes": {"blocks": 5},
+    "kv_floor_bytes": 50,
     "seed": 0,
     "driver": "device",
     "eviction": "lru",

@@ -40,7 +40,7 @@ def test_policies_are_told_the_prices(tmp_path):
     assert (costs.expert_s, costs.page_s) == (pytest.approx(4e-3), pytest.approx(1e-3))
     arm = arm_of("mv_wsa(decay=0.8, expect_returns=False)", tmp_path, shared=True)
     (policy,) = [each for each in arm.policies if isinstance(each, MvWsa)]
-    assert policy.rule.decay == 0.8 and not policy.expect_returns and not policy.calibrate
+    assert policy.rule.decay == 0.8 and not policy.expect_returns
 
 
 @pytest.fixture(scope="module")
