@@ -17,7 +17,7 @@ from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, Residency, cold_tables, regrant
 from host_offload.policies.eviction.fifo import FIFO
 from host_offload.simulate.replay import replay
-from host_offload.simulate.simulator import simulate, spec_of
+from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import TraceError, columns, read_trace
 from pallas_kernels.stage import specs
 from tests.host_offload.control.policy_runs import (
