@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from moejax.errors import UserError
-from moejax.evaluate.experiments.intervals import median_interval
+from moejax.evaluate.experiments.records import median_interval
 from scripts.bench.peer_engines import Task
 from scripts.parts.big_checkpoint import write_checkpoint
 from scripts.parts.commands import new_parser, positive, refusing

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moejax.evaluate.experiments.definition import changes_of, read_experiment
+from moejax.evaluate.experiments.definition import read_changes, read_experiment
 from moejax.evaluate.experiments.grid import ablate
 
 FOLDER = Path("scripts") / "experiments"
@@ -33,7 +33,7 @@ def small(experiment):
         few = "turns(sessions=2, turns=2, document_tokens=40)"
         first = experiment.budgets[0]
         return {"conversations": few, "seeds": [0, 1], "budgets": first, "prompt_tokens": 320}
-    if any(map(experiment.mixed, experiment.precision)):
+    if any(map(experiment.is_mixed, experiment.precision)):
         # Bytes that these versions fit into; random maps differ by their seed alone.
         kept = [p for p in experiment.precision if "seed=" not in p or "seed=0" in p]
         quality = {} if experiment.quality_tokens is None else {"quality_tokens": 40}
@@ -60,8 +60,8 @@ def test_all_run(repository, name, tmp_path):
 
 
 def test_changes_are_yaml():
-    found = changes_of(["repeats=1", "batch=[1, 8]", "model=a/b=c"])
+    found = read_changes(["repeats=1", "batch=[1, 8]", "model=a/b=c"])
     assert found == {"repeats": 1, "batch": [1, 8], "model": "a/b=c"}
     for wrong, said in (("repeats", "write KEY=VALUE"), ("=1", "write KEY"), ("a=[", "no YAML")):
         with pytest.raises(ValueError, match=said):
-            changes_of([wrong])
+            read_changes([wrong])

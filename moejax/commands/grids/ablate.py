@@ -92,12 +92,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.ray is None and any(asked(args, CLUSTER).values()):
         args.parser.error("--workers and --cores-per-worker need --ray")
 
-    from moejax.evaluate.experiments.definition import changes_of
+    from moejax.evaluate.experiments.definition import read_changes
     from moejax.evaluate.experiments.grid import ablate
-    from moejax.evaluate.experiments.report.markdown import table
+    from moejax.evaluate.experiments.report.page import text_tables
 
     with notes_unlogged():  # budgets of a grid are its own business, engine by engine
-        changes = changes_of(args.set)
+        changes = read_changes(args.set)
         quiet = args.quiet or args.json
         if args.ray is None:
             records = ablate(config, directory, changes=changes, progress=not quiet)
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
         for line in records.summary():
             print(json.dumps(line))
     else:
-        print(table(records))
+        print(text_tables(records))
         for note in records.notes():
             print(f"note: {note}")
         print(f"{len(records.rows)} records in {directory}; moejax report {directory}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -10,12 +11,11 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Moment, Policy, Spec
+from host_offload.control.interface import Policy, Spec
 from host_offload.control.rules import (
     BETWEEN_LAYERS,
     check_policies,
@@ -35,41 +35,36 @@ from host_offload.policies.prefetch.prefetch_names import FIT, FROM_PATH, PREFET
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
-from moejax.evaluate.experiments.sources.named import named
 from moejax.step.step_parts import TRACE_ARRAYS
 
 BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 """What a policy of a grid may not decide: its engine's arena is that of the largest budget."""
 
-TRAIN, RUN = "train", "run"
+TRAIN, RUN, ORACLE = "train", "run", "oracle"
 
 LEARNERS: Mapping[str, Callable[..., Policy]] = {
     **FIT,
-    "expertflow": forests.kept_policy,
+    forests.NAME: forests.kept_policy,
     "learned": training.fit,
     "static": static.fit,
 }
 """Name → what makes the policy of NAME=train from a trace of the texts' training part; ExpertFlow's
 takes the model's routers too."""
 
+_MAPS = {"probs", "embedding"}
 
-def _mv_wsa(
-    decay: float = SplitRule.decay,
-    expect_returns: bool = True,
-    allocation: str = "uniform",
-    window: int = MvWsa.window,
-    floor_share: float = MvWsa.floor_share,
-    trace: str | None = None,
-) -> Policy:
-    """MvWsa, told what things cost by the grid's prices."""
-    return MvWsa(
-        rule=SplitRule(decay=decay),
-        expect_returns=expect_returns,
-        allocation=allocation,
-        window=window,
-        floor_share=floor_share,
-        trace=trace,
-    )
+_LEARNED_FROM = {
+    "expert_map": _MAPS,
+    "expert_map_in_step": _MAPS,
+    "expertflow": {"gate_input"},
+    "learned": {"gate_input"},
+    "promoe": {"gate_input"},
+}
+"""Name → what such a trace must have beside the routing."""
+
+
+def _mv_wsa(decay: float = SplitRule.decay, **settings: Any) -> Policy:
+    return MvWsa(rule=SplitRule(decay=decay), **settings)
 
 
 MOVERS: Mapping[str, Callable[..., Policy]] = {
@@ -77,16 +72,25 @@ MOVERS: Mapping[str, Callable[..., Policy]] = {
     "mv_wsa=train": functools.partial(_mv_wsa, trace=TRAIN),
     "peak_headroom": PeakHeadroom,
 }
-"""Name → policies that move the line between experts and KV, in grids of conversations."""
+"""Name → policies that move the line between experts and KV, in grids of conversations; MvWsa is
+told the prices and, where it says `train`, a trace when a run begins."""
 
-_LEARNED_FROM = {
-    "expert_map": {"probs", "embedding"},
-    "expert_map_in_step": {"probs", "embedding"},
-    "expertflow": {"gate_input"},
-    "learned": {"gate_input"},
-    "promoe": {"gate_input"},
-}
-"""Name → what such a trace must have beside the routing."""
+
+def parse_named(text: str, what: str) -> tuple[str, dict[str, Any]]:
+    """(name, settings) of NAME or NAME(key=value, …). what: for messages, such as "policy
+    'lru(2)'". Raises UserError for settings that are not plain values by name."""
+    name, bracket, rest = text.partition("(")
+    if not bracket:
+        return name.strip(), {}
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        return name.strip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
+    except (SyntaxError, ValueError):
+        raise UserError(
+            f"{what}: settings are written as NAME(key=value), with plain values"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,79 +100,81 @@ class Later:
     name: str
     settings: Mapping[str, Any]
 
-    @property
-    def needs_router(self) -> bool:
-        """It learns what the model's routers get wrong."""
-        return self.name == forests.NAME
-
-    def made(self, trace: Trace, router: np.ndarray | None) -> Policy:
-        """The policy. router: float32[L, D, E], None where there is no model. Forests, which take
-        minutes, are kept beside the trace, named by what they were learned from, and read again.
-        Raises what its fit does."""
-        if not self.needs_router:
+    def make(self, trace: Trace, router: np.ndarray | None) -> Policy:
+        """The policy. router: float32[L, D, E], which forests alone need. Those take minutes, so
+        they are kept beside the trace and read again. Raises what its fit does."""
+        if self.name != forests.NAME:
             return LEARNERS[self.name](trace, **self.settings)
         assert router is not None  # definitions without a model are refused: no gate inputs
         trained = {name: value for name, value in self.settings.items() if name != "pool"}
-        told = hashlib.sha256(repr(sorted(trained.items())).encode())
-        for array in (trace.array("token.ids"), router):
-            told.update(np.ascontiguousarray(array).tobytes())
-        kept = f"{trace.directory.name}-{self.name}-{told.hexdigest()[:16]}.safetensors"
-        return forests.kept_policy(trace.directory.with_name(kept), trace, router, **self.settings)
+        digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:16]
+        kept = trace.directory.with_name(f"{trace.directory.name}-{digest}.safetensors")
+        return forests.kept_policy(kept, trace, router, **self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One of the things that are compared: a name and its policies, eviction first."""
+    """One of the things that are compared."""
 
     name: str
-    policies: tuple[Policy, ...]
-    """Its policies; of one that learns only once it has (`taught`)."""
-    files: tuple[tuple[str, str], ...]
-    """Files that it was read from, with their SHA-256: another content is another experiment."""
     given: tuple[Policy | Later, ...] = ()
     """What the name says, in its order."""
-    oracle: Mapping[str, Any] | None = None
-    """Settings of an oracle of each run; None: there is none."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Files that it was read from, with their SHA-256: another content is another experiment."""
     shared: bool = False
     """It may move the line between experts and KV."""
+
+    @functools.cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """Its policies, eviction first; before it has learned none that learns."""
+        return with_eviction(None, [one for one in self.given if not isinstance(one, Later)])[1]
 
     @property
     def learns(self) -> tuple[str, ...]:
         """Names of policies that were not taught yet."""
-        return tuple(each.name for each in self.given if isinstance(each, Later))
+        return tuple(p.name for p in self.given if isinstance(p, Later) and p.name != ORACLE)
+
+    @property
+    def knows_run(self) -> bool:
+        return any(isinstance(each, Later) and each.name == ORACLE for each in self.given)
 
     @property
     def train_arrays(self) -> frozenset[str]:
         """What a trace must have to teach it, beside the routing."""
         return frozenset().union(*(_LEARNED_FROM.get(name, ()) for name in self.learns))
 
-    @property
-    def learns_by_router(self) -> bool:
-        """What teaches it has to know the model's routers."""
-        return any(isinstance(each, Later) and each.needs_router for each in self.given)
-
-    def taught(self, trace: Trace, router: np.ndarray | None = None) -> Arm:
+    def teach(self, trace: Trace, router: np.ndarray | None = None) -> Arm:
         """This arm with what `trace` teaches. router: float32[L, D, E] of its model, None where
         there is none. Raises UserError for a trace of no use."""
         if not self.learns:
             return self
         with user_errors(where=f"policy {self.name!r}: "):
-            given = [
-                each.made(trace, router) if isinstance(each, Later) else each for each in self.given
-            ]
-        return _ready(dataclasses.replace(self, given=tuple(given)))
+            given = tuple(
+                each.make(trace, router)
+                if isinstance(each, Later) and each.name != ORACLE
+                else each
+                for each in self.given
+            )
+        return dataclasses.replace(self, given=given).check()
+
+    def check(self) -> Arm:
+        """Raises UserError for policies that cannot run together, or not in a grid."""
+        with user_errors(where=f"policy {self.name!r}: "):
+            # With the driver that has all moments: which one runs it is another question.
+            check_policies(self.policies, "host")
+        for policy in () if self.shared else self.policies:
+            if moves := sorted(policy.writes & BUDGETS):
+                raise UserError(
+                    f"policy {self.name!r}: {name_of(policy)} writes {moves[0]!r}, and in a grid "
+                    "budgets are the grid's; leave it out"
+                )
+        return self
 
     def policies_in(self, trace: Trace | None) -> tuple[Policy, ...]:
         """The policies of a run whose routing is that of `trace`."""
-        if self.oracle is None:
-            return self.policies
-        assert trace is not None
-        return *self.policies, oracle_of(trace, **self.oracle)
-
-    @property
-    def moments(self) -> frozenset[Moment]:
-        """When its policies are asked; empty where tables say all that they decide."""
-        return frozenset().union(*(policy.moments for policy in self.policies))
+        oracles = [one for one in self.given if isinstance(one, Later) and one.name == ORACLE]
+        assert trace is not None or not oracles
+        return *self.policies, *(oracle_of(trace, **one.settings) for one in oracles)  # type: ignore[arg-type]
 
     @property
     def moves_cells(self) -> bool:
@@ -190,6 +196,11 @@ class Arm:
         return any(policy.moments & BETWEEN_LAYERS for policy in self.policies)
 
     @property
+    def in_step(self) -> bool:
+        """Compiled steps search maps for it."""
+        return search_of(self.policies) is not None or "expert_map_in_step" in self.learns
+
+    @property
     def arrays(self) -> frozenset[str]:
         """What steps must give out for it."""
         return TRACE_ARRAYS & {need for policy in self.policies for need in policy.needs}
@@ -197,11 +208,10 @@ class Arm:
     @property
     def simulated_arrays(self) -> frozenset[str]:
         """What a trace must have to simulate it: also what its steps search maps by."""
-        searched = {"probs", "embedding"} if search_of(self.policies) is not None else set()
-        return self.arrays | searched
+        return self.arrays | (_MAPS if search_of(self.policies) is not None else set())
 
 
-def arm_of(text: str, home: Path, *, shared: bool = False) -> Arm:
+def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
     with settings in parentheses if wanted, `mixtral-offloading(count=1)`; several with + between
     them. LRU evicts where none of them does. NAME=train learns from the texts' training part;
@@ -211,114 +221,76 @@ def arm_of(text: str, home: Path, *, shared: bool = False) -> Arm:
     policies may move (MOVERS too). Raises UserError for what is none of these, for policies that
     cannot run together, and for whatever a file of policies raises.
     """
-    given: list[Policy | Later] = []
-    files: dict[str, str] = {}
-    oracle = None
-    for part in (part.strip() for part in text.split("+")):
-        made, read = _policy(part, text, home, shared)
-        files.update(read)
-        if isinstance(made, Later) and made.name == "oracle":
-            oracle = made.settings
-        else:
-            given.append(made)
-    return _ready(Arm(text, (), tuple(files.items()), tuple(given), oracle, shared))
+    found = [_read_policy(part.strip(), text, home, shared) for part in text.split("+")]
+    files = {path: digest for _, read in found for path, digest in read.items()}
+    return Arm(text, tuple(policy for policy, _ in found), tuple(files.items()), shared).check()
 
 
-def _ready(arm: Arm) -> Arm:
-    """The arm with its policies, unless it has to learn first. Raises UserError for policies that
-    cannot run together."""
-    if arm.learns:
-        return arm
-    given = [each for each in arm.given if not isinstance(each, Later)]
-    with user_errors(where=f"policy {arm.name!r}: "):
-        _, every = with_eviction(None, given)
-        # With the driver that has all moments: which one runs it is another question.
-        check_policies(every, "host")
-    for policy in () if arm.shared else every:
-        if moves := sorted(policy.writes & BUDGETS):
-            raise UserError(
-                f"policy {arm.name!r}: {name_of(policy)} writes {moves[0]!r}, and in a grid "
-                "budgets are the grid's; leave it out"
-            )
-    return dataclasses.replace(arm, policies=tuple(every))
-
-
-def _policy(
+def _read_policy(
     part: str, whole: str, home: Path, shared: bool
 ) -> tuple[Policy | Later, dict[str, str]]:
-    name, settings = named(part, f"policy {whole!r}")
-    if shared and name in MOVERS:
-        with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
-            return MOVERS[name](**settings), {}
-    if name == f"oracle={RUN}" or name in (f"{each}={TRAIN}" for each in LEARNERS):
-        later = Later(name.partition("=")[0], settings)
-        if later.name in LEARNERS:
-            with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
-                inspect.signature(LEARNERS[later.name]).bind_partial(**settings)
-        if later.needs_router:  # before a model is loaded and a trace recorded
-            with user_errors(where=f"policy {whole!r}: "):
+    """(the policy, its files with their SHA-256)"""
+    where = f"policy {whole!r}"
+    name, settings = parse_named(part, where)
+    base, _, path = name.partition("=")
+    place, colon, class_name = name.rpartition(":")
+    refused = as_user_error(f"{where}: {name} does not take {settings}")
+    if name == f"{ORACLE}={RUN}":
+        return Later(base, settings), {}
+    if base in LEARNERS and path == TRAIN:
+        with refused:
+            inspect.signature(LEARNERS[base]).bind_partial(**settings)
+        if base == forests.NAME:  # before a model is loaded and a trace recorded
+            with user_errors(where=f"{where}: "):
                 forests.check_trainer()
-        return later, {}
-    place, colon, found = name.rpartition(":")
+        return Later(base, settings), {}
     if colon and place.endswith(".py"):
-        path = (home / place).resolve()
-        made = _in_file(path, found, whole)
-        files = {str(path): file_digest(path)}
-        with as_user_error(f"policy {whole!r}: {found}{settings or '()'} fails"):
-            return made(**settings), files
-    name, given, path = name.partition("=")
-    if given and name in FROM_PATH:
+        file = (home / place).resolve()
+        made = _class_in_file(file, class_name, where)
+        with as_user_error(f"{where}: {class_name}{settings or '()'} fails"):
+            return made(**settings), {str(file): file_digest(file)}
+    if path and base in FROM_PATH:
         at = (home / path).resolve()
         if settings:
-            raise UserError(
-                f"policy {whole!r}: what {name} learned has its settings; leave out (…)"
-            )
-        with user_errors(where=f"policy {whole!r}: "):
+            raise UserError(f"{where}: what {base} learned has its settings; leave out (…)")
+        with user_errors(where=f"{where}: "):
             # An oracle's is a directory, whose steps nobody edits.
-            files = {str(at): file_digest(at)} if at.is_file() else {str(at): ""}
-            return prefetch_policy(f"{name}={at}"), files
-    known = POLICIES | PREFETCH
-    if given or name not in known:
+            return prefetch_policy(f"{base}={at}"), {
+                str(at): file_digest(at) if at.is_file() else ""
+            }
+    known: dict[str, Any] = {**POLICIES, **PREFETCH, **(MOVERS if shared else {})}
+    if name not in known:
         with_files = ", ".join(f"{n}=PATH" for n in FROM_PATH)
         raise UserError(
-            f"unknown policy {name!r}; write one of {', '.join(known)}, {with_files}, "
-            f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, oracle={RUN}, or "
+            f"unknown policy {base!r}; write one of {', '.join(known)}, {with_files}, "
+            f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or "
             "FILE.py:CLASS of your own (docs/write_a_policy.md); several together as A + B"
         )
-    with as_user_error(f"policy {whole!r}: {name} does not take {settings}"):
+    with refused:
         return known[name](**settings), {}
 
 
-def _in_file(path: Path, name: str, whole: str) -> Callable[..., Policy]:
-    module = _module(path, whole)
-    made = getattr(module, name, None)
-    if not isinstance(made, type):
-        has = sorted(
-            n for n, v in vars(module).items() if isinstance(v, type) and hasattr(v, "decide")
-        )
-        raise UserError(
-            f"policy {whole!r}: {path} has no class {name}; it has {', '.join(has) or 'no policy'}"
-        )
-    return made
-
-
-def _module(path: Path, whole: str) -> ModuleType:
+def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
     if not path.is_file():
-        raise UserError(f"policy {whole!r}: there is no file {path}")
-    name = f"moejax_policy_{path.stem}_{file_digest(path)[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    try:
-        with as_user_error(f"policy {whole!r}: {path} cannot be read"):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+        raise UserError(f"{where}: there is no file {path}")
+    module_name = f"moejax_policy_{path.stem}_{file_digest(path)[:12]}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # dataclasses look their module up there
+        try:
+            with as_user_error(f"{where}: {path} cannot be read"):
+                spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    kinds = {n: v for n, v in vars(module).items() if isinstance(v, type)}
+    if name not in kinds:
+        has = ", ".join(sorted(n for n, kind in kinds.items() if hasattr(kind, "decide")))
+        raise UserError(f"{where}: {path} has no class {name}; it has {has or 'no policy'}")
+    return kinds[name]
 
 
 def file_digest(path: Path) -> str:

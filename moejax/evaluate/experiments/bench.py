@@ -1,22 +1,24 @@
 """The engine of some cells of a grid: one start and one compilation, other policies and budgets by
-contents of tables."""
+contents of tables. Of routing without a model only its traces."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from host_offload.control.interface import Spec
+from host_offload.control.interface import Policy
 from host_offload.control.paging import PagedSpec
-from host_offload.memory.budget import cells_per_layer
-from host_offload.simulate.simulator import spec_of
-from host_offload.traces.reader import Trace, TraceError
+from host_offload.policies.budget.mv_wsa import MvWsa
+from host_offload.sizing.cost_model import CostModel
+from host_offload.traces.reader import Trace, read_trace
 from moejax.cache import use_compilation_cache
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
@@ -24,17 +26,41 @@ from moejax.checkpoints.versions import with_versions
 from moejax.costs.measure import calibrate
 from moejax.costs.rates import measure_rates
 from moejax.costs.store import identity, kept_cost_model
+from moejax.costs.workload_plan import costs_of_trace
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import user_errors
-from moejax.evaluate.experiments.arms import Arm
-from moejax.evaluate.experiments.definition import NO_LINK, Cell, Experiment, GridSizes
-from moejax.evaluate.experiments.workload import Counter, Workload, run
+from moejax.evaluate.experiments.arms import TRAIN, Arm
+from moejax.evaluate.experiments.counted import (
+    Granted,
+    Terms,
+    active_bytes,
+    count_cell,
+    terms_of_trace,
+)
+from moejax.evaluate.experiments.definition import (
+    MEASURE,
+    NO_LINK,
+    Cell,
+    Experiment,
+    Group,
+    Run,
+    Sizes,
+)
+from moejax.evaluate.experiments.quality import score_tokens
+from moejax.evaluate.experiments.sources.conversations import (
+    TRAIN_SEED,
+    Conversations,
+    draw_sessions,
+)
+from moejax.evaluate.experiments.sources.corpus import Prompts
+from moejax.evaluate.experiments.workload import Workload, run
 from moejax.models.directory import model_directory
 from moejax.start.build import router_weights, start_engine
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
+from moejax.traces.tracer import start_trace
 
 VERSION_COLUMNS = (
     *("hi", "lo", "absent", "promotions", "demotions", "deferred"),
@@ -42,180 +68,57 @@ VERSION_COLUMNS = (
 )
 """Columns of experts in two versions: how many are in which, and what transitions came to."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """What one engine is for: cells that agree in these."""
-
-    driver: str
-    precision: str
-    link_rate: str
-    batch: int
-    arrays: frozenset[str]
-    """What its steps give out for policies; steps that do are others, and slower."""
-    budget: str | None = None
-    """The budget of experts in two versions, which each start lays out anew; None: any."""
+Place = tuple[str, int, int, int]
+"""Which routing is a cell's: text, batch, prompt tokens, seed."""
 
 
-def group_of(cell: Cell, experiment: Experiment) -> Group:
-    """The group of a cell, whatever its mode."""
-    arm = experiment.arms[cell.policy]
-    arrays = arm.arrays if cell.mode == "measured" else arm.simulated_arrays
-    budget = cell.budget if experiment.mixed(cell.precision) else None
-    return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays, budget)
+class Bench(Protocol):
+    """What runs the cells of a group, one after the other."""
+
+    def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any] | None:
+        """Makes ready for these; what the start took, as plain data, None where nothing started.
+        Raises UserError for what is wrong with all of them."""
+        ...
+
+    def columns(self, cell: Cell) -> dict[str, Any]:
+        """The columns of one run of a cell, from a cold start. Raises whatever goes wrong in it."""
+        ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Granted:
-    """What a budget comes to for an arm."""
-
-    cells: tuple[int, ...]
-    """Each layer's."""
-    experts: int
-    """A layer's experts."""
-    expert_bytes: int
-    """What the cells take."""
-    learned_bytes: int
-    """What the arm learned takes, which the budget pays for."""
-    moves_cells: bool
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """Columns of a record."""
-        return {
-            "cells_least": min(self.cells),
-            "cells_most": max(self.cells),
-            "experts": self.experts,
-            "expert_bytes": self.expert_bytes,
-            "learned_bytes": self.learned_bytes,
-            "moves_cells": self.moves_cells,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What budgets and policies come to in some cells, with an engine or without."""
-
-    experiment: Experiment
-    arms: Mapping[str, Arm]
-    sizes: GridSizes
-    base: Spec
-    """What policies are told by an engine of all budgets."""
-    kv_bytes: int
-    router: np.ndarray | None
-    """float32[L, D, E]; None: routing without a model."""
-    mixed: Granted | None = None
-    """What the budget came to where experts have two versions."""
-
-    def granted(self, cell: Cell) -> Granted:
-        """The cells of a budget, as even as they can be over the layers."""
-        if self.mixed is not None:
-            return self.mixed
-        arm = self.arms[cell.policy]
-        slots = self.sizes.expert_slots(cell.budget, arm, self.experiment.equal)
-        cells = cells_per_layer(slots, self.base.layers, self.base.experts)
-        nbytes = slots * self.sizes.slot_bytes
-        learned = arm.learned_bytes(self.base)
-        return Granted(cells, self.base.experts, nbytes, learned, arm.moves_cells or arm.pooled)
-
-    def spec(self, cell: Cell) -> Spec:
-        """What the policies of a cell are told: an arena of this budget and the KV, not the largest
-        one of the grid."""
-        needs_router = any("router" in policy.needs for policy in self.arms[cell.policy].policies)
-        return dataclasses.replace(
-            self.base,
-            budget_bytes=self.granted(cell).expert_bytes + self.kv_bytes,
-            seed=cell.seed,
-            router=self.router if needs_router else None,
-        )
-
-
-def terms_of_trace(experiment: Experiment, arms: Mapping[str, Arm], trace: Trace) -> Terms:
-    """The terms of routing without a model. Raises UserError for a trace that does not say what
-    policies are told."""
-    with user_errors(TraceError):
-        spec = spec_of(trace.header)
-    size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
-    kv_bytes = max(spec.budget_bytes - spec.layers * spec.experts * size, 0)
-    return Terms(experiment, arms, GridSizes(spec, size, size, None), spec, kv_bytes, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bench:
-    """An engine that runs cells of a group, one after the other."""
-
-    terms: Terms
-    plan: StartPlan
-    engine: Engine
-    started: Mapping[str, Any]
-    """What the start took, as plain data."""
-
-    def measured(self, cell: Cell, workload: Workload, trace: Trace | None) -> dict[str, Any]:
-        """The columns of one run of a cell, from a cold start. trace: of the workload's routing."""
-        runner = self.engine.runner
-        compiled = len(runner.executables())
-        granted, policies = self.terms.granted(cell), self.terms.arms[cell.policy]
-        self.engine.begin_anew(self.terms.spec(cell), policies.policies_in(trace), granted.cells)
-        counter = Counter(granted.cells, self.engine.statistics.record_bytes)
-        columns = {**granted.columns, **run(self.engine, workload, counter)}
-        return {**columns, "compiled": len(runner.executables()) - compiled}
-
-    def started_run(self, workload: Workload) -> dict[str, Any]:
-        """The columns of the first run of an engine of experts in two versions, from what the start
-        laid out."""
-        runner, granted = self.engine.runner, self.terms.mixed
-        assert granted is not None
-        compiled = len(runner.executables())
-        counter = Counter(granted.cells, self.engine.statistics.record_bytes)
-        columns = {**granted.columns, **run(self.engine, workload, counter)}
-        compiled = len(runner.executables()) - compiled
-        return {**columns, **self.versions(), "compiled": compiled}
-
-    def versions(self) -> dict[str, Any]:
-        """How many experts have which version, and what transitions came to."""
-        control = self.engine.control
-        told = None if control is None else control.controller.stats().get("precision")
-        stats: dict[str, Any] = dict(told or {})
-        if not stats:
-            tables = self.engine.runner.tables
-            version = np.asarray(tables.version)[np.asarray(tables.address) >= 0]
-            stats = dict(zip(("hi", "lo"), np.bincount(version, minlength=2).tolist(), strict=True))
-        return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
-
-
-@contextmanager
-def loaded_model(experiment: Experiment, precision: str) -> Iterator[tuple[LoadedModel, float]]:
-    """The model in a precision, and seconds; leaving the context frees it."""
-    largest = max(experiment.batch)
-    options = experiment.engine_options("device", precision, largest, budget=experiment.budgets[0])
-    settings = settings_of(options)
+@contextlib.contextmanager
+def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel]:
+    """The model in a precision; leaving the context frees it."""
+    budget = experiment.budgets[0] if experiment.is_mixed(precision) else None
+    group = Group("device", precision, NO_LINK, max(experiment.batch), frozenset(), budget)
+    options = experiment.engine_options(group)
+    settings, model = settings_of(options), options.model
     use_compilation_cache()
     device = select_device(options.runtime.device, options.runtime.threads)
-    began = time.perf_counter()
     loaded = load_checkpoint(
-        model_directory(options.model.model),
-        options.model.dtype,
+        model_directory(model.model),
+        model.dtype,
         device,
         None,
-        options.model.step,
-        options.model.name_map,
+        model.step,
+        model.name_map,
         settings.versions,
     )
     loaded = with_versions(loaded, settings.versions, quantizer=settings.precision.quantizer)
     try:
-        yield loaded, time.perf_counter() - began
+        yield loaded
     finally:
         for array in jax.tree.leaves(loaded.params):
             array.delete()
         loaded.store.delete()
 
 
-@contextmanager
-def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Iterator[Bench]:
+@contextlib.contextmanager
+def engine_bench(
+    experiment: Experiment, group: Group, loaded: LoadedModel, root: Path
+) -> Iterator[EngineBench]:
     """The bench of a group, with everything compiled that its arms may ask for and the machine's
-    rates measured; leaving the context frees its arena, not the model."""
-    asked = group.driver, group.precision, group.batch, group.link_rate, group.budget
-    options = experiment.engine_options(*asked)
+    rates measured; leaving the context frees its arena, not the model. root: of traces."""
+    options = experiment.engine_options(group)
     settings = dataclasses.replace(settings_of(options), trace_arrays=group.arrays)
     device = select_device(options.runtime.device, options.runtime.threads)
     began = time.perf_counter()
@@ -223,52 +126,241 @@ def bench_of(experiment: Experiment, group: Group, loaded: LoadedModel) -> Itera
     runner = engine.runner
     try:
         runner.wait_compiled(everything=True)
-        compile_s = time.perf_counter() - began
-        rates = measure_rates(runner)
+        compile_s, rates = time.perf_counter() - began, measure_rates(runner)
         started = {
             "compile_s": compile_s,
             "link_bytes_per_s": rates.link,
             "memory_bytes_per_s": rates.memory,
             "device": device.device_kind,
             "platform": device.platform,
-            "layers": plan.spec.layers,
-            "experts": plan.spec.experts,
-            "top_k": plan.spec.top_k,
-            "slot_bytes": plan.steps.layout.slot_bytes,
         }
-        layout, slots = plan.steps.layout, plan.budget.kv_slots
-        terms = Terms(
-            experiment,
-            experiment.arms,
-            GridSizes.of_plan(plan),
-            plan.spec,
-            slots * layout.slot_bytes,
-            router_weights(loaded),
-            None if plan.mixed is None else _granted(plan),
-        )
-        yield Bench(terms, plan, engine, started)
+        sizes, slots = Sizes.of_plan(plan), plan.budget.kv_slots
+        kv_bytes, mixed = slots * sizes.slot_bytes, None
+        if plan.mixed is not None:
+            cells = (plan.spec.experts,) * plan.spec.layers  # every expert is resident somewhere
+            if isinstance(plan.mixed, PagedSpec):
+                cells = tuple(plan.mixed.cells.sum(axis=1).tolist())
+            nbytes = (plan.budget.slots - slots) * sizes.slot_bytes
+            mixed = Granted(cells, plan.spec.experts, nbytes)
+        terms = Terms(experiment, sizes, plan.spec, kv_bytes, router_weights(loaded), mixed)
+        yield EngineBench(terms, plan, engine, started, root)
     finally:
         runner.delete(given=False)
 
 
-def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel) -> None:
+class EngineBench:
+    """A bench with an engine."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        plan: StartPlan,
+        engine: Engine,
+        started: Mapping[str, Any],
+        root: Path,
+    ):
+        self.terms, self.plan, self.engine = terms, plan, engine
+        self.experiment = terms.experiment
+        self._prompts, self._started, self._root = Prompts(terms.experiment), started, root
+        self._traces: dict[Place, Trace] = {}
+        self._costs: CostModel | None = None
+
+    def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any]:
+        """As of Bench: records the routing of the runs' prompts, which no policy and no budget
+        changes, and runs each policy once, so that no record has a first step."""
+        runner, mixed = self.engine.runner, self.terms.mixed is not None
+        cells = [cell for cell, _ in runs if cell.mode not in ("quality", "priced")]
+        measured = {cell.policy: cell for cell in cells if cell.mode == "measured"}
+        for cell in cells if not mixed else ():
+            if _place(cell) not in self._traces:
+                path = self._root / _trace_name(cell, self.plan.steps.trace_arrays)
+                self._traces[_place(cell)] = self.record(self._prompts.workload(cell), path)
+        if any(cell.mode == "predicted" for cell in cells):
+            self._costs = _costs(self.experiment, next(iter(self._traces.values())))
+        for cell in measured.values() if not mixed else ():
+            # What it raises is for its record to say.
+            with contextlib.suppress(Exception):
+                self._begin(cell, self.experiment.arm_of(cell))
+                run(self.engine, self._prompts.workload(cell, warm_up=True))
+        runner.wait_compiled(everything=True)
+        sizes = self.plan.spec.version_bytes
+        active = [active_bytes(trace, sizes) for trace in self._traces.values()]
+        return {
+            **self._started,
+            "active_bytes": max(active, default=None),
+            "executables": len(runner.executables()),
+        }
+
+    def columns(self, cell: Cell) -> dict[str, Any]:
+        """As of Bench."""
+        arm = self.experiment.arm_of(cell)
+        if cell.mode == "quality":
+            return {"texts": [self._score(text) for text in self.experiment.sources]}
+        if cell.mode not in ("measured", "priced"):
+            return count_cell(self.terms, cell, arm, self._traces[_place(cell)], self._costs)
+        compiled = len(self.engine.runner.executables())
+        granted = self._begin(cell, arm)
+        if cell.mode == "priced":
+            moves = any("kv_pages" in policy.writes for policy in arm.policies)
+            columns = {"moves_memory": moves, **run(self.engine, self._conversations(cell))}
+        else:
+            columns = run(self.engine, self._prompts.workload(cell), granted.cells)
+            columns |= self._versions()
+        compiled = len(self.engine.runner.executables()) - compiled
+        return {**granted.columns, **columns, "compiled": compiled}
+
+    def _begin(self, cell: Cell, arm: Arm) -> Granted:
+        """Nothing resident, no KV held, and the policies as new. With two versions of experts the
+        engine is as it started."""
+        granted = self.terms.grant(cell, arm)
+        if self.terms.mixed is not None:
+            return granted
+        policies: tuple[Policy, ...] = arm.policies_in(self._traces.get(_place(cell)))
+        if cell.mode == "priced":
+            policies = tuple(self._tell(policy, cell, granted) for policy in policies)
+            self._split(granted)
+        self.engine.begin_anew(self.terms.spec_of(cell, arm), policies, granted.cells)
+        return granted
+
+    def _split(self, granted: Granted) -> None:
+        """All memory that experts do not get is KV's, which holds nothing."""
+        engine, arena = self.engine, self.engine.scheduler.arena
+        engine.control = engine.hooks = None
+        engine.set_budget([0] * len(granted.cells), arena.slots)
+        engine.set_budget(granted.cells, arena.slots - sum(granted.cells))
+
+    def _tell(self, policy: Policy, cell: Cell, granted: Granted) -> Policy:
+        """MvWsa with the grid's prices, and with a trace of other conversations of the same kind,
+        under the budget held, where it begins with one."""
+        if not isinstance(policy, MvWsa):
+            return policy
+        policy = dataclasses.replace(policy, costs=self.experiment.stated_prices.costs)
+        if policy.trace != TRAIN:
+            return policy
+        number = self.experiment.conversations.index(cell.text)
+        path = self._root / f"train-{number}-{cell.batch}-{sum(granted.cells)}"
+        self._split(granted)
+        other = dataclasses.replace(cell, seed=TRAIN_SEED)
+        self.record(self._conversations(other), path, granted.cells)
+        return dataclasses.replace(policy, trace=str(path))
+
+    def _conversations(self, cell: Cell) -> Conversations:
+        asked, vocabulary = self.experiment, self.engine.runner.config.vocab_size
+        sessions = draw_sessions(asked.sessions[cell.text], vocabulary, cell.seed)
+        return Conversations(sessions, asked.stated_prices, asked.temperature, cell.seed)
+
+    def record(
+        self, workload: Workload, directory: Path, cells: Sequence[int] | None = None
+    ) -> Trace:
+        """The trace of a workload's routing; recorded with LRU and so many cells of each layer, all
+        by default, where it is not there yet."""
+        if directory.exists():
+            trace = read_trace(directory)
+            if trace.complete:
+                return trace
+            shutil.rmtree(directory)  # a run that was killed
+        engine, plan = self.engine, self.plan
+        engine.begin_anew(plan.spec, (), plan.cells if cells is None else cells)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        about = {"model": self.experiment.model, "eviction": "lru", "prefetch": None}
+        arrays = plan.steps.trace_arrays
+        engine.tracer = start_trace(
+            directory, engine.runner, plan.spec, settings=about, arrays=arrays
+        )
+        try:
+            workload.play(engine)
+            engine.tracer.close()
+        finally:
+            engine.tracer = None
+        return read_trace(directory)
+
+    def _score(self, text: str) -> dict[str, Any]:
+        """The quality of a text: of two versions in one run over all texts in their order, from
+        what the start laid out, else each from a cold start."""
+        if self.terms.mixed is None:
+            self.engine.begin_anew(self.plan.spec, (), self.plan.cells)
+        found = score_tokens(self.engine, self._prompts.quality_tokens(text))
+        return {"text": text, **found, **self._versions()}
+
+    def _versions(self) -> dict[str, Any]:
+        """How many experts have which of two versions, and what transitions came to."""
+        if self.terms.mixed is None:
+            return {}
+        control = self.engine.control
+        stats: dict[str, Any] = (
+            {} if control is None else control.controller.stats().get("precision") or {}
+        )
+        if not stats:
+            tables = self.engine.runner.tables
+            version = np.asarray(tables.version)[np.asarray(tables.address) >= 0]
+            stats = dict(zip(("hi", "lo"), np.bincount(version, minlength=2).tolist(), strict=True))
+        return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
+
+
+class TraceBench:
+    """A bench of routing without a model. arms and experiment: before anything has learned, since
+    each place teaches anew. root: of traces."""
+
+    def __init__(self, experiment: Experiment, root: Path):
+        self.experiment, self._root = experiment, root
+        self._known: dict[Place, tuple[Terms, Mapping[str, Arm], Trace, CostModel | None]] = {}
+
+    def prepare(self, runs: Sequence[Run]) -> None:
+        """As of Bench."""
+        for cell, _ in runs:
+            if _place(cell) not in self._known:
+                routing, output = self.experiment.drawn[cell.text], self.experiment.output_tokens
+                asked = cell.batch, cell.prompt_tokens, output, cell.seed
+                trace = routing.test_trace(self._root, *asked)
+                costs = None
+                if "predicted" in self.experiment.modes:
+                    costs = _costs(self.experiment, trace)
+                arms = teach_by_drawn(self.experiment, cell, self._root)
+                known = terms_of_trace(self.experiment, trace), arms, trace, costs
+                self._known[_place(cell)] = known
+
+    def columns(self, cell: Cell) -> dict[str, Any]:
+        """As of Bench."""
+        terms, arms, trace, costs = self._known[_place(cell)]
+        return count_cell(terms, cell, arms.get(cell.policy) or Arm(cell.policy), trace, costs)
+
+
+def teach_by_drawn(experiment: Experiment, cell: Cell, root: Path) -> Mapping[str, Arm]:
+    """The arms, taught by the drawn routing of a cell's place."""
+    if not experiment.learns:
+        return experiment.arms
+    routing, most = experiment.drawn[cell.text], max(experiment.batch)
+    train = routing.train_trace(root, most, cell.prompt_tokens, cell.seed)
+    return {name: arm.teach(train) for name, arm in experiment.arms.items()}
+
+
+def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: Path) -> None:
     """Has the costs of a group's steps measured and kept as `moejax calibrate` does, where they are
     not yet: by an engine of its own, with room for all experts and without a link, which
     predictions take as given. Raises UserError as calibrate does."""
     whole = dataclasses.replace(experiment, budgets=("100%",))
-    plain = dataclasses.replace(group, link_rate=NO_LINK, arrays=frozenset(), budget=None)
-    plan, _ = dry_run(whole.engine_options(plain.driver, plain.precision, plain.batch))
+    plain = dataclasses.replace(group, link_rate=NO_LINK, arrays=frozenset())
+    plan, _ = dry_run(whole.engine_options(plain))
     with user_errors(where="costs: measure: "):
         if kept_cost_model(identity(plan.steps)) is None:
-            with bench_of(whole, plain, loaded) as bench:
+            with engine_bench(whole, plain, loaded, root) as bench:
                 calibrate(bench.engine.runner)
 
 
-def _granted(plan: StartPlan) -> Granted:
-    """What a start came to that laid out cells of two versions."""
-    experts, layout = plan.spec.experts, plan.steps.layout
-    cells = (experts,) * plan.spec.layers  # every expert is resident in one of them
-    if isinstance(plan.mixed, PagedSpec):
-        cells = tuple(plan.mixed.cells.sum(axis=1).tolist())
-    slots = plan.budget.slots - plan.budget.kv_slots
-    return Granted(cells, experts, slots * layout.slot_bytes, 0, False)
+def _costs(experiment: Experiment, trace: Trace) -> CostModel:
+    """What predicted cells are priced by. Raises UserError where nothing was measured."""
+    file = None if experiment.costs == MEASURE else experiment.costs
+    with user_errors(where="modes: predicted (costs: FILE names what was measured): "):
+        return costs_of_trace(trace, file)
+
+
+def _place(cell: Cell) -> Place:
+    return cell.text, cell.batch, cell.prompt_tokens, cell.seed
+
+
+def _trace_name(cell: Cell, arrays: frozenset[str]) -> str:
+    parts = cell.driver, *sorted(arrays), cell.precision, f"batch{cell.batch}"
+    parts = *parts, f"prompt{cell.prompt_tokens}", cell.text, f"seed{cell.seed}"
+    return "-".join([*parts, *([] if cell.link_rate == NO_LINK else [cell.link_rate])]).replace(
+        "/", "-"
+    )

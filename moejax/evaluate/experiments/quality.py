@@ -16,10 +16,10 @@ from moejax.evaluate.evaluation import sliding_windows
 from moejax.serve.generation import run_scores
 
 
-def scored(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
-    """What a record of quality says of tokens: their perplexity in windows of as many as the engine
-    has room for, one after the other, and each window's bits, by which two are compared. Raises
-    UserError for log-probabilities that are not finite."""
+def score_tokens(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
+    """The quality of a text: its perplexity in windows of as many tokens as the engine has room
+    for, one after the other, and each window's bits, by which two are compared. Raises UserError
+    for log-probabilities that are not finite."""
     room = engine.scheduler.max_model_len
     windows = sliding_windows(len(ids), room, room)
     bits, tokens = [0.0] * len(windows), [w.end - w.first for w in windows]
@@ -41,7 +41,7 @@ def scored(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def compared_quality(line: Mapping[str, Any], baseline: Mapping[str, Any]) -> Comparison:
+def compare_quality(line: Mapping[str, Any], baseline: Mapping[str, Any]) -> Comparison:
     """Bits a token of a record of quality less the baseline's, paired by window."""
     return paired(_units(baseline), _units(line))
 

@@ -1,9 +1,12 @@
-"""The records of a grid, and what they come to."""
+"""The records of a grid, their files, and what they come to."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,19 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from moejax.errors import UserError
+from moejax.errors import UserError, shown
 from moejax.evaluate.experiments.definition import Cell
-from moejax.evaluate.experiments.intervals import median_interval
-from moejax.evaluate.experiments.record_file import (
-    DEFINITION,
-    QUALITY,
-    RECORDS,
-    SESSIONS,
-    TIMELINES,
-    completed,
-    completed_keys,
-    read_records,
-)
+from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, read_line_file
+
+DEFINITION, RECORDS, SESSIONS = "experiment.json", "records.jsonl", "sessions.jsonl"
+"""Files of a directory of results: what was asked, a line for each run, a line for each start."""
 
 PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 """Columns that say which cell of the grid a record is of."""
@@ -31,10 +27,10 @@ PLACE = tuple(field.name for field in dataclasses.fields(Cell))
 KEYS = (*PLACE, "repeat")
 """Columns that no two records share."""
 
-TIMES = ("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s")
-"""Columns whose medians have intervals, and that are compared in pairs; a processor's time too."""
+TIMES = ("ttft_s", "tpot_p50_s", "tpot_p99_s", "tokens_per_s", "prefill_s", "decode_s", "cpu_s")
+"""Columns whose medians have intervals, and that are compared in pairs."""
 
-UNEQUAL = ("session", *TIMES, "wall_s", "cpu_s")
+UNEQUAL = ("session", *TIMES, "wall_s")
 """Columns in which two runs of the same definition may differ; in all others they must not."""
 
 COUNTS = tuple(
@@ -47,6 +43,20 @@ COUNTS = tuple(
 LEAST_REPEATS = 6
 """A median of fewer values has no 95% interval that holds whatever their distribution."""
 
+Line = Mapping[str, Any]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Order statistics that hold the median with at least 95% confidence, whatever the values'
+    distribution (binomial). Raises UserError for fewer than LEAST_REPEATS."""
+    n, tail, cut = len(values), 0.0, -1
+    if n < LEAST_REPEATS:
+        raise UserError(f"--repeats {n}: the median of fewer than 6 has no 95% interval")
+    while 2 * (tail := tail + math.comb(n, cut + 1) / 2**n) <= 0.05:
+        cut += 1
+    ordered = sorted(values)
+    return ordered[cut], ordered[n - 1 - cut]
+
 
 @dataclasses.dataclass(frozen=True)
 class Records:
@@ -55,22 +65,24 @@ class Records:
     directory: Path
     asked: Mapping[str, Any]
     """The definition, and digests of the files that it names."""
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Line]
     """A flat record of each run: plain values by column."""
-    sessions: Sequence[Mapping[str, Any]]
+    sessions: Sequence[Line]
     """Starts of engines: machine, versions, what was compiled."""
-    quality: Sequence[Mapping[str, Any]] = ()
-    """Perplexity of each precision and text, where it was asked for."""
-    timelines: Sequence[Mapping[str, Any]] = ()
-    """What happens in some layers of each predicted cell over a link."""
 
-    def of_mode(self, mode: str) -> list[Mapping[str, Any]]:
-        """The records without an error of one mode: measured, simulated, predicted or bound."""
+    def of_mode(self, mode: str) -> list[Line]:
+        """The records without an error of one mode: measured, simulated, predicted, priced, bound
+        or quality."""
         return [row for row in self.rows if row["mode"] == mode and row["error"] is None]
 
     @property
-    def failures(self) -> list[Mapping[str, Any]]:
+    def failures(self) -> list[Line]:
         return [row for row in self.rows if row["error"] is not None]
+
+    @property
+    def quality(self) -> list[Line]:
+        """A line for each text of each record of quality."""
+        return [{**row, **text} for row in self.of_mode("quality") for text in row["texts"]]
 
     def summary(self) -> list[dict[str, Any]]:
         """A row for each cell: counts, which repeats share, and medians over repeats; with `_low`
@@ -81,18 +93,16 @@ class Records:
         or nothing had to go; policies that only evict are then alike. `counts_differ`: repeats
         moved different experts, so the policy depends on time.
         """
-        cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        cells: dict[tuple[Any, ...], list[Line]] = {}
         for row in self.rows:
-            cells.setdefault(tuple(row[key] for key in PLACE), []).append(row)
+            if row["mode"] != "quality":
+                cells.setdefault(tuple(row[key] for key in PLACE), []).append(row)
         return [self._summed(rows, cells) for rows in cells.values()]
 
     def _summed(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        cells: Mapping[tuple[Any, ...], Sequence[Mapping[str, Any]]],
+        self, rows: Sequence[Line], cells: Mapping[tuple[Any, ...], Sequence[Line]]
     ) -> dict[str, Any]:
-        first = rows[0]
-        found = {key: first[key] for key in PLACE}
+        found = {key: rows[0][key] for key in PLACE}
         whole = [row for row in rows if row["error"] is None]
         errors = [row["error"] for row in rows if row["error"] is not None]
         found |= {"runs": len(whole), "error": errors[0] if errors else None}
@@ -109,7 +119,7 @@ class Records:
         place = {**found, "policy": self.asked["baseline"]}
         others = cells.get(tuple(place[key] for key in PLACE), ())
         pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
-        for name in (*TIMES, "cpu_s"):
+        for name in TIMES:
             values = [row[name] for row in whole if row.get(name) is not None]
             if not values:
                 continue
@@ -156,43 +166,27 @@ class Records:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise UserError("plot needs matplotlib: pip install 'moejax[plot]'") from error
-        lines = [row for row in self.summary() if row.get(x) is not None and row.get(y) is not None]
-        if not lines:
+        texts: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for line in self.summary():
+            if line.get(x) is not None and line.get(y) is not None:
+                named = [line["policy"], *(line[key] for key in ("mode", "driver"))]
+                label = ", ".join(n for n in named if n not in ("measured", "device", "bound"))
+                lines = texts.setdefault(line["text"], {})
+                lines.setdefault(label, []).append((line[x], line[y]))
+        if not texts:
             raise UserError(f"no record has both {x} and {y}")
-        texts = list(dict.fromkeys(line["text"] for line in lines))
         figure = Figure(figsize=(5 * len(texts), 4), layout="constrained")
-        for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
-            named: dict[str, list[tuple[float, float]]] = {}
-            for line in lines:
-                if line["text"] == text:
-                    named.setdefault(_label(line), []).append((line[x], line[y]))
-            for name, points in named.items():
-                dashed = "--" if name.startswith("MIN") else "o-"
-                axes.plot(*zip(*sorted(points), strict=True), dashed, label=name)
+        panels = figure.subplots(1, len(texts), squeeze=False)[0]
+        for axes, (text, lines) in zip(panels, texts.items(), strict=True):
+            for label, points in lines.items():
+                dashed = "--" if label == "MIN" else "o-"
+                axes.plot(*zip(*sorted(points), strict=True), dashed, label=label)
             axes.set(title=text, xlabel=x, ylabel=y)
         figure.axes[0].legend(fontsize="small")
         return figure
 
 
-def read_results(directory: str | os.PathLike[str]) -> Records:
-    """The records in a directory of results. Raises UserError where there are none."""
-    root = Path(directory)
-    try:
-        asked = json.loads((root / DEFINITION).read_text())
-    except (OSError, ValueError):
-        raise UserError(
-            f"{root} is no directory of results; moejax ablate CONFIG.yaml --output DIR makes one"
-        ) from None
-    others = [
-        read_records(root / name) if (root / name).exists() else [] for name in (QUALITY, TIMELINES)
-    ]
-    sessions = completed(read_records(root / SESSIONS))
-    experts = sessions[0].get("experts") if sessions else None
-    records = completed(read_records(root / RECORDS), experts)
-    return Records(root, completed_keys(asked), records, sessions, *others)
-
-
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _place(row: Line) -> tuple[Any, ...]:
     """Which cell a record is of, whatever its mode."""
     return tuple(row[key] for key in PLACE if key != "mode")
 
@@ -202,12 +196,6 @@ def _median(name: str, values: Sequence[float]) -> dict[str, float]:
     if len(values) >= LEAST_REPEATS:
         found[f"{name}_low"], found[f"{name}_high"] = median_interval(values)
     return found
-
-
-def _label(line: Mapping[str, Any]) -> str:
-    parts = [line["policy"]]
-    parts += [line[key] for key in ("mode", "driver") if line[key] not in ("measured", "device")]
-    return ", ".join(dict.fromkeys(str(part) for part in parts if part != "bound"))
 
 
 def _notes(records: Records) -> Iterator[str]:
@@ -237,15 +225,15 @@ def _notes(records: Records) -> Iterator[str]:
         yield f"{policy} moved less than MIN, which cannot be: report a bug"
     if len({session["machine"] for session in records.sessions}) > 1:
         yield "sessions ran on several machines; times are compared within a session only"
-    if any(session["platform"] == "cpu" for session in records.sessions) and rows:
+    on_cpu = any(session["platform"] == "cpu" for session in records.sessions)
+    if on_cpu and any(row["link_rate"] == "none" for row in rows):
         yield (
-            "times are of a CPU, where a miss is a copy within the same memory: no evidence about "
-            "GPUs"
+            "times without a link_rate are of a CPU, where a miss is a copy within the same "
+            "memory: no evidence about GPUs"
         )
     if any(row["compiled"] for row in rows):
         yield "some runs compiled; their times are no times of a step"
-    marked = sum(line.get("no_choice", False) for line in records.summary())
-    if marked:
+    if marked := sum(line.get("no_choice", False) for line in records.summary()):
         yield (
             f"in {marked} cells eviction had no choice (marked ∅): a step's experts fill every "
             "cell, or nothing had to go, so policies that only evict are alike there"
@@ -255,17 +243,80 @@ def _notes(records: Records) -> Iterator[str]:
 def _below_min(records: Records) -> set[str]:
     """Policies that moved fewer experts than their bound somewhere; those that move cells between
     layers have the bound of one pool."""
-    least = {_bounded(row): row for row in records.of_mode("bound")}
+
+    def place(row: Line) -> tuple[Any, ...]:
+        return tuple(row[key] for key in PLACE if key not in ("mode", "driver", "policy"))
+
+    least = {
+        place(row): row for row in records.of_mode("bound") if row["decode_misses"] is not None
+    }
     return {
         row["policy"]
         for row in (*records.of_mode("measured"), *records.of_mode("simulated"))
-        if (bound := least.get(_bounded(row)))
+        if (bound := least.get(place(row)))
         and row["cells_least"] == bound["cells_least"]
         and row["decode_misses"] + row["decode_ahead"]
         < bound["pool_misses" if row["moves_cells"] else "decode_misses"]
     }
 
 
-def _bounded(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Which bound is a record's."""
-    return tuple(row[key] for key in PLACE if key not in ("mode", "driver", "policy"))
+# ---- files
+
+
+def read_results(directory: str | os.PathLike[str]) -> Records:
+    """The records in a directory of results. Raises UserError where there are none."""
+    root = Path(directory)
+    try:
+        asked = json.loads((root / DEFINITION).read_text())
+    except (OSError, ValueError):
+        raise UserError(
+            f"{root} is no directory of results; moejax ablate CONFIG.yaml --output DIR makes one"
+        ) from None
+    rows, sessions = (
+        read_line_file(path, functools.partial(_parsed, path))
+        for path in (root / RECORDS, root / SESSIONS)
+    )
+    return Records(root, asked, rows, sessions)
+
+
+def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:
+    """The file, as open_line_file. Raises UserError for one that is something else."""
+    return open_line_file(path, functools.partial(_parsed, path))
+
+
+def _parsed(path: Path, data: bytes) -> list[dict[str, Any]]:
+    advice = "delete the file, or choose another --output"
+    return parsed_lines(path, data, "no record", advice, frozenset())
+
+
+def require_same(directory: Path, asked: Mapping[str, Any]) -> None:
+    """Writes what was asked into a new directory of results; of one that is there raises UserError
+    unless it is of the same, saying by what they differ."""
+    path, now = directory / DEFINITION, json.loads(json.dumps(asked))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            written = path.with_suffix(".new")  # a killed run may have left it
+            if others := sorted(p.name for p in directory.iterdir() if p != written):
+                raise UserError(
+                    f"{directory} is no directory of results, it has {shown(others[0])}; choose "
+                    "another --output"
+                )
+            written.write_text(json.dumps(now, indent=1) + "\n")
+            os.replace(written, path)
+            return
+        before = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} cannot be read or written: {error}") from None
+    differing = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if differing:
+        said = "; ".join(
+            f"{name} was {shown(before.get(name), 200)} and is {shown(now.get(name), 200)}"
+            for name in differing
+        )
+        raise UserError(
+            f"{directory} has results of another experiment: {said}. Give the same, or choose "
+            "another --output"
+        )

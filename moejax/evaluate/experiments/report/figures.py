@@ -1,160 +1,126 @@
-"""Plots as SVG, drawn by hand: they need no library, and follow the reader's light or dark."""
+"""The plots of a report as SVG, by matplotlib."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from html import escape
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from moejax.evaluate.experiments.report.content import Series
+from moejax.evaluate.experiments.records import Line
+from moejax.evaluate.experiments.report.tables import Panel, labels, moved
 
-STYLE = """\
-.plot{--ink:#1a1a1a;--soft:#6b6b6b;--grid:#e2e2e2;--paper:#ffffff;--c0:#0072b2;--c1:#d55e00;
---c2:#007a5a;--c3:#aa4499;--c4:#8c6d00;--c5:#3b8fd0;--c6:#555555;font:11px system-ui,sans-serif}
-@media (prefers-color-scheme:dark){.plot{--ink:#ececec;--soft:#a3a3a3;--grid:#3a3a3a;
---paper:#161616;--c0:#56b4e9;--c1:#ff8c42;--c2:#2fcb9b;--c3:#e29ac9;--c4:#e6c229;--c5:#9bd1ff;
---c6:#c8c8c8}}
-.plot text{fill:var(--ink)}.plot .soft{fill:var(--soft)}.plot .grid{stroke:var(--grid)}
-.plot .paper{fill:var(--paper)}.plot .bound{stroke:var(--soft)}
-"""
-"""Colours after Okabe & Ito, darkened on white and lightened on black to at least 3:1; shapes and
-dashes say the same, for who sees no colour."""
+MIB = 2**20
 
-COLOURS = 7
-_DASHES = ("", "7 3", "2 3")
-_BOUNDS = ("5 4", "1.5 3", "9 3 2 3")
-_SHAPES = ("circle", "square", "up", "diamond", "down", "cross", "plus")
-
-WIDTH, HEIGHT = 460, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 18, 28, 38
-_ROW = 16
+Interval = tuple[float, float, float]
+"""A value and the ends of its 95% interval, which are the value where there is none."""
 
 
-def figure(
-    title: str, x_label: str, y_label: str, series: Sequence[Series], *, log: bool = False
-) -> str:
-    """A plot as an SVG element of its own, with a legend below. log: the y axis, where all values
-    are above 0."""
-    points = [p for one in series for p in one.points]
-    log = log and all(y > 0 for _, y in points)
-    xs, ys = _Axis([x for x, _ in points]), _Axis([y for _, y in points], log=log, zero=not log)
-    right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
+class Series(NamedTuple):
+    """A line of a plot."""
 
-    def at(point: tuple[float, float]) -> tuple[float, float]:
-        x, y = xs.share(point[0]), ys.share(point[1])
-        return _LEFT + x * (right - _LEFT), bottom - y * (bottom - _TOP)
-
-    parts = [_text(WIDTH / 2, 16, title, "middle", bold=True)]
-    for value in ys.ticks:
-        _, y = at((xs.low, value))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(_LEFT - 5, y + 4, _number(value), "end", soft=True))
-    for value in xs.ticks:
-        x, _ = at((value, ys.low))
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
-        parts.append(_text(x, bottom + 14, _number(value), "middle", soft=True))
-    parts.append(_text((_LEFT + right) / 2, bottom + 30, x_label, "middle", soft=True))
-    parts.append(
-        f'<text class="soft" transform="translate(12 {(_TOP + bottom) / 2:.0f}) rotate(-90)" '
-        f'text-anchor="middle">{escape(y_label)}</text>'
-    )
-    for i, one in enumerate(series):
-        places = [at(point) for point in one.points]
-        if one.bound and len({x for x, _ in places}) == 1:  # at one budget: from side to side
-            places = [(_LEFT, places[0][1]), (right, places[0][1])]
-        parts.append(_line(i, one, places))
-    rows = -(-len(series) // 2)
-    for i, one in enumerate(series):
-        x, y = 16 + (i % 2) * WIDTH / 2, HEIGHT + 8 + (i // 2) * _ROW
-        key = _line(i, one._replace(points=[one.points[0]] * 2), [(x, y - 4), (x + 26, y - 4)])
-        parts += [key, _text(x + 34, y, _short(one.name), "start")]
-    height = HEIGHT + rows * _ROW + 4
-    return (
-        f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>'
-        f'<rect class="paper" width="{WIDTH}" height="{height}"/>{"".join(parts)}</svg>'
-    )
+    name: str
+    points: list[tuple[float, Interval]]
+    bound: bool = False
+    """What no policy can go below: dashed, in grey."""
 
 
-class _Axis:
-    """A range of values and where to write numbers."""
-
-    def __init__(self, values: Sequence[float], *, log: bool = False, zero: bool = False):
-        low, high = min(values), max(values)
-        self._log = log
-        if log:
-            low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
-            high = high if high > low else low * 10
-            decades = range(round(math.log10(low)), round(math.log10(high)) + 1)
-            self.low, self.high, self.ticks = low, high, [10.0**n for n in decades]
-            return
-        low = 0.0 if zero else low
-        span = (high - low) or abs(high) or 1.0
-        step = _step(span / 5)
-        self.low = 0.0 if zero else math.floor(low / step) * step
-        self.high = math.ceil((high or step) / step) * step
-        count = round((self.high - self.low) / step)
-        self.ticks = [self.low + step * i for i in range(count + 1)]
-
-    def share(self, value: float) -> float:
-        if self._log:
-            return math.log10(value / self.low) / math.log10(self.high / self.low)
-        return (value - self.low) / ((self.high - self.low) or 1.0)
+class Plot(NamedTuple):
+    name: str
+    y_label: str
+    series: list[Series]
+    log: bool = False
 
 
-def _step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least so much."""
-    power = 10 ** math.floor(math.log10(least))
-    return next(n * power for n in (1, 2, 5, 10) if n * power >= least * 0.999)
-
-
-def _line(number: int, one: Series, places: Sequence[tuple[float, float]]) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    if one.bound:
-        dash = _BOUNDS[number % len(_BOUNDS)]
-        return (
-            f'<polyline class="bound" fill="none" stroke-width="1.5" stroke-dasharray="{dash}" '
-            f'points="{path}"/>'
-        )
-    colour, dash = f"var(--c{number % COLOURS})", _DASHES[number // COLOURS % len(_DASHES)]
-    parts = [
-        f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}" '
-        f'points="{path}"/>'
+def plots_of(panel: Panel) -> Iterator[Plot]:
+    """The panel's plots against the budget; none of one line, which is no comparison."""
+    if len(panel.lines) < 2:
+        return
+    whole = [line for line in panel.lines if line["runs"] and line["decode_steps"]]
+    modes = [
+        m for m in ("measured", "simulated", "predicted") if any(m == x["mode"] for x in whole)
     ]
-    for (x, y), (given_x, given_y) in zip(places, one.points, strict=True):
-        said = f"{one.name}: {_number(given_x)}, {_number(given_y)}"
-        shape = _shape(_SHAPES[number % len(_SHAPES)], x, y)
-        parts.append(
-            f'<path d="{shape}" fill="{colour}" stroke="{colour}">'
-            f"<title>{escape(said)}</title></path>"
-        )
-    return "".join(parts)
+    counted = [line for line in whole if line["mode"] == modes[0]]  # all modes count alike
+    if counted:
+        steps = counted[0]["decode_steps"]
+        waits = _series(counted, lambda line: _sure(line["decode_misses"] / line["decode_steps"]))
+        yield Plot("misses", "misses a decode step", waits)
+        all_moved = _series(counted, lambda line: _sure(moved(line) / line["decode_steps"]))
+        all_moved += _bound(panel, "MIN", lambda line: line["decode_misses"] / steps)
+        all_moved += _bound(panel, "MIN, one pool", lambda line: line["pool_misses"] / steps)
+        yield Plot("moved", "experts moved a decode step", all_moved)
+    timed = [line for line in panel.lines if line.get("tpot_p50_s")]
+    if not timed:
+        return
+    steps, times = timed[0]["decode_steps"] or 1, _series(timed, _tpot)
+    if link := panel.link:
+        floor = _bound(panel, "link", lambda line: line["decode_bytes"] / steps / link * 1e3)
+        times += [one._replace(name="MIN over the link") for one in floor]
+    if panel.active_s:
+        xs = sorted({x for one in times for x, _ in one.points})
+        times.append(Series("memory", [(x, _sure(panel.active_s * 1e3)) for x in xs], True))
+    yield Plot("times", "ms an output token, median", times, log=True)
+    ratios = [line for line in timed if line.get("tpot_p50_s_ratio")]
+    if len({line["policy"] for line in ratios}) > 1:
+        yield Plot("ratios", "ms an output token / baseline's", _series(ratios, _ratio))
 
 
-def _shape(name: str, x: float, y: float, r: float = 3.4) -> str:
-    """The path of a marker."""
-    at = f"M{x:.1f} {y:.1f}"
-    return {
-        "circle": f"{at}m{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0",
-        "square": f"{at}m{-r} {-r}h{2 * r}v{2 * r}h{-2 * r}z",
-        "up": f"{at}m0 {-r}l{r} {2 * r}h{-2 * r}z",
-        "down": f"{at}m0 {r}l{r} {-2 * r}h{-2 * r}z",
-        "diamond": f"{at}m0 {-1.3 * r}l{r} {1.3 * r}l{-r} {1.3 * r}l{-r} {-1.3 * r}z",
-        "cross": f"{at}m{-r} {-r}l{2 * r} {2 * r}m0 {-2 * r}l{-2 * r} {2 * r}",
-        "plus": f"{at}m{-r} 0h{2 * r}m{-r} {-r}v{2 * r}",
-    }[name]
+def _sure(value: float) -> Interval:
+    return value, value, value
 
 
-def _text(
-    x: float, y: float, text: str, anchor: str, *, soft: bool = False, bold: bool = False
-) -> str:
-    style = ' class="soft"' if soft else ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
+def _interval(line: Line, name: str, scale: float) -> Interval:
+    value = line[name]
+    ends = value, line.get(f"{name}_low") or value, line.get(f"{name}_high") or value
+    return ends[0] * scale, ends[1] * scale, ends[2] * scale
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _tpot(line: Line) -> Interval:
+    return _interval(line, "tpot_p50_s", 1e3)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 27 else f"{name[:15]}…{name[-11:]}"
+def _ratio(line: Line) -> Interval:
+    return _interval(line, "tpot_p50_s_ratio", 1)
+
+
+def _series(lines: Sequence[Line], value: Callable[[Line], Interval]) -> list[Series]:
+    points: dict[str, list[tuple[float, Interval]]] = {}
+    for name, line in zip(labels(lines), lines, strict=True):
+        points.setdefault(name, []).append((line["expert_bytes"] / MIB, value(line)))
+    return [Series(name, sorted(found)) for name, found in points.items()]
+
+
+def _bound(panel: Panel, name: str, value: Callable[[Line], float]) -> list[Series]:
+    lines = panel.least.values()
+    points = sorted((line["expert_bytes"] / MIB, _sure(value(line))) for line in lines)
+    return [Series(name, points, True)] if points else []
+
+
+def draw(plot: Plot) -> str:
+    """The plot as an SVG element. Raises ImportError without matplotlib."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name, "font.size": 9}):
+        figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+        axes, markers = figure.subplots(), "osD^vPX"
+        for i, one in enumerate(plot.series):
+            xs, ys = [x for x, _ in one.points], [y for _, (y, _, _) in one.points]
+            if one.bound:
+                axes.plot(xs, ys, linestyle=("--", ":", "-.")[i % 3], color="grey", label=one.name)
+                continue
+            ends = [[y - low for _, (y, low, _) in one.points]]
+            ends.append([high - y for _, (y, _, high) in one.points])
+            style = {"marker": markers[i % len(markers)], "markersize": 4, "capsize": 2}
+            axes.errorbar(xs, ys, yerr=ends, label=one.name, **style)
+        axes.set(xlabel="MiB of experts on the device", ylabel=plot.y_label)
+        if plot.log and all(y > 0 for one in plot.series for _, (y, _, _) in one.points):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    svg = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
+    return svg[svg.index("<svg") :]

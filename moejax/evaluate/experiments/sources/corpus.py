@@ -1,46 +1,29 @@
-"""Texts that prompts are cut from."""
+"""Texts, and the prompts of a grid that are cut from them."""
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from moejax.errors import UserError
-
-TEXTS = ("story", "math", "code")
-"""Texts in the package; moejax/evaluate/experiments/texts/README.md says whose they are."""
+from moejax.evaluate.experiments.definition import Cell, Experiment
+from moejax.evaluate.experiments.workload import PromptBatches
+from moejax.models.directory import model_directory
+from moejax.requests.tokenizer import load_tokenizer
 
 Part = tuple[float, float]
 
 TRAIN: Part = (0.0, 0.6)
-VALIDATION: Part = (0.6, 0.8)
 TEST: Part = (0.8, 1.0)
-"""Contiguous parts of a text: what learns sees the first, what is chosen is chosen on the second,
-figures are of the last (docs/ablation.md, "A fair comparison")."""
+"""Contiguous parts of a text: what learns sees the first, figures are of the last; what is between
+is for whoever chooses settings (docs/ablation.md, "A fair comparison")."""
 
-PARTS = {"test": TEST, "validation": VALIDATION}
-"""Parts whose quality can be asked for."""
-
-
-def text_path(name: str, home: Path) -> Path:
-    """The file of a text: one of TEXTS, or a path, from `home` on unless it is absolute. Raises
-    UserError where there is none."""
-    if name in TEXTS:
-        package = importlib.resources.files("moejax.evaluate.experiments")
-        return Path(str(package / "texts" / f"{name}.txt"))
-    path = (home / name).resolve()
-    if not path.is_file():
-        raise UserError(
-            f"there is no text {name!r}: write one of {', '.join(TEXTS)}, or the path of a file "
-            f"(looked for {path})"
-        )
-    return path
+WARM_UP_TOKENS = 16
 
 
 def windows(
     ids: Sequence[int], count: int, length: int, name: str, part: Part = TEST
-) -> list[list[int]]:
+) -> list[tuple[int, ...]]:
     """`count` windows of `length` tokens, spread evenly over a part of a text; they overlap where
     it is shorter than all of them. Raises UserError for one that has no room for a window."""
     begin, end = (int(share * len(ids)) for share in part)
@@ -52,4 +35,50 @@ def windows(
         )
     last = end - length
     starts = [begin + (last - begin) * i // max(count - 1, 1) for i in range(count)]
-    return [list(ids[start : start + length]) for start in starts]
+    return [tuple(ids[start : start + length]) for start in starts]
+
+
+class Prompts:
+    """Prompts from an experiment's texts."""
+
+    def __init__(self, experiment: Experiment):
+        self._experiment = experiment
+        self._ids: dict[str, list[int]] = {}
+        self._tokenizer: Any = None
+
+    def workload(self, cell: Cell, warm_up: bool = False) -> PromptBatches:
+        """The cell's prompts. warm_up: as few tokens as tell an engine everything. Raises UserError
+        for a text without room for one."""
+        asked = self._experiment
+        # The same prompts at any batch, or the first of the largest.
+        most = asked.prompts or max(asked.batch)
+        count = cell.batch if warm_up or asked.prompts is None else most
+        prompts = windows(self.tokens(cell.text), most, cell.prompt_tokens, cell.text)[:count]
+        output = min(asked.output_tokens, WARM_UP_TOKENS) if warm_up else asked.output_tokens
+        return PromptBatches(tuple(prompts), cell.batch, output, asked.temperature, cell.seed)
+
+    def training(self) -> PromptBatches:
+        """Prompts from the training parts of all texts together, of the shortest length."""
+        asked, length = self._experiment, min(self._experiment.prompt_tokens)
+        found = [
+            window
+            for text in asked.sources
+            for window in windows(self.tokens(text), asked.train_prompts, length, text, TRAIN)
+        ]
+        batch, seed = max(asked.batch), asked.seeds[0]
+        return PromptBatches(tuple(found), batch, asked.output_tokens, asked.temperature, seed)
+
+    def quality_tokens(self, text: str) -> list[int]:
+        """Those whose quality is measured: the first of a text's last fifth."""
+        ids = self.tokens(text)
+        return ids[int(TEST[0] * len(ids)) :][: self._experiment.quality_tokens]
+
+    def tokens(self, text: str) -> list[int]:
+        """All of a text."""
+        asked = self._experiment
+        if text not in self._ids:
+            if self._tokenizer is None:
+                words = asked.options.get("tokenizer") or model_directory(asked.model)
+                self._tokenizer = load_tokenizer(words, required=True)
+            self._ids[text] = self._tokenizer(asked.sources[text].read_text())["input_ids"]
+        return self._ids[text]

@@ -11,13 +11,13 @@ from typing import Any
 from host_offload.traces.generators import KINDS
 from host_offload.traces.reader import Trace, read_trace
 from moejax.errors import UserError, user_errors
-from moejax.evaluate.experiments.sources.named import named
+from moejax.evaluate.experiments.arms import parse_named
 from moejax.traces.generated_traces import write_generated_trace
 
 EXPERT_BYTES = 9 << 20
 """An expert of drawn routing, where nothing else is said, is Qwen3-30B-A3B's."""
 
-_SETTINGS = ("layers", "experts", "top_k", "phase_tokens", "shared")
+_SETTINGS = ("layers", "experts", "top_k", "phase_tokens", "shared", "expert_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,14 @@ class GeneratedRouting:
     directory: Path | None
     """The trace; None: it is drawn."""
 
-    def test(self, root: Path, batch: int, prompt: int, output: int, seed: int) -> Trace:
+    def test_trace(self, root: Path, batch: int, prompt: int, output: int, seed: int) -> Trace:
         """The trace that figures are of, drawn below `root` where it is not there yet: one prefill
         step of `prompt` tokens of `batch` sequences, then `output` decode steps."""
         if self.directory is not None:
             return read_trace(self.directory)
-        return self._drawn(root, batch, prompt + output, prompt, seed)
+        return self._draw(root, batch, prompt + output, prompt, seed)
 
-    def train(self, root: Path, batch: int, prompt: int, seed: int) -> Trace:
+    def train_trace(self, root: Path, batch: int, prompt: int, seed: int) -> Trace:
         """The trace to learn from: the tokens of the prompts, as decode steps. Raises UserError for
         routing that is not drawn."""
         if self.directory is not None:
@@ -46,9 +46,9 @@ class GeneratedRouting:
                 f"routing {self.name!r} is one trace, which policies are compared on; let them "
                 "learn from another one (docs/policies.md) and write NAME=FILE"
             )
-        return self._drawn(root, batch, prompt, 0, seed)
+        return self._draw(root, batch, prompt, 0, seed)
 
-    def _drawn(self, root: Path, batch: int, tokens: int, prompt: int, seed: int) -> Trace:
+    def _draw(self, root: Path, batch: int, tokens: int, prompt: int, seed: int) -> Trace:
         assert self.kind is not None
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
         path = root / f"{self.kind}-{digest}-{batch}x{tokens}-prompt{prompt}-seed{seed}"
@@ -80,12 +80,16 @@ class GeneratedRouting:
         return read_trace(path)
 
 
-def routing_of(text: str, home: Path) -> GeneratedRouting:
+def read_routing(text: str, home: Path) -> GeneratedRouting:
     """The routing that `text` names: KIND or KIND(key=value, …), drawn, or the directory of a trace
     from `home` on. Raises UserError for what is neither, saying what to write."""
     if text.partition("(")[0].strip() in KINDS:
-        name, settings = named(text, f"routing {text!r}")
-        return GeneratedRouting(text, name, _checked(settings, text), None)
+        name, settings = parse_named(text, f"routing {text!r}")
+        for key in settings:
+            if key not in _SETTINGS:
+                known = ", ".join(_SETTINGS)
+                raise UserError(f"routing {text!r} has no setting {key!r}; it has {known}")
+        return GeneratedRouting(text, name, settings, None)
     directory = (home / text).resolve()
     if not directory.is_dir():
         raise UserError(
@@ -95,11 +99,3 @@ def routing_of(text: str, home: Path) -> GeneratedRouting:
     with user_errors(where=f"routing {text!r}: "):
         read_trace(directory)
     return GeneratedRouting(text, None, {}, directory)
-
-
-def _checked(settings: Mapping[str, Any], text: str) -> Mapping[str, Any]:
-    known = (*_SETTINGS, "expert_bytes")
-    for name in settings:
-        if name not in known:
-            raise UserError(f"routing {text!r} has no setting {name!r}; it has {', '.join(known)}")
-    return settings

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from moejax import UserError
 from moejax.evaluate.cluster import grids
 from moejax.evaluate.cluster.grids import GridWorker
 from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.grid import key_of
 from moejax.serve.cluster.fleet import Scale
 from moejax.serve.cluster.ray_cluster import Node
 
@@ -30,35 +32,44 @@ GRID = {
 }
 
 
-def parts_of(monkeypatch, nodes, definition=None, **scale):
-    """(parts of a grid on a cluster of these nodes, the driver's view of the grid)."""
-    monkeypatch.setattr(grids, "nodes", lambda: nodes)
-    experiment = read_experiment(definition or GRID)
-    none = type("File", (), {"lines": ()})
-    files = grids.Files(none, none, none, none)
-    driver = grids._ClusterGrid(experiment, files, Scale(**scale), print)
-    return list(driver._parts(grids.runs_of(experiment))), driver
+def runs_of_share(experiment, number, count, measured, done=frozenset()):
+    """Groups with the runs that a worker does of a share."""
+    worker, found = GridWorker(), {}
+    worker._experiment = worker._learned = experiment
+    worker._scratch = SimpleNamespace(name="nowhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grids, "run_groups", lambda _, groups, *others: found.update(groups))
+        worker._run(grids._Share(number, count, measured, set(done)), print)
+    return found
 
 
-def test_what_is_measured_has_a_node_and_what_is_counted_is_shared_out(monkeypatch):
+def test_shares_are_all_runs_once_and_an_engine_measures_its_own():
+    experiment = read_experiment({**GRID, "batch": [1, 2], "budgets": ["20%", "40%"]})
+    every = [key_of(run) for runs in experiment.runs().values() for run in runs]
+    shares = [runs_of_share(experiment, i, 2, m) for m in (True, False) for i in range(2)]
+    runs = [run for share in shares for runs in share.values() for run in runs]
+    assert sorted(map(repr, map(key_of, runs))) == sorted(map(repr, every))
+    assert [[cell.batch for cell, _ in runs] for s in shares[:2] for runs in s.values()] == [
+        [1] * 8,
+        [2] * 8,
+    ]
+    counted = [len(runs) for share in shares[2:] for runs in share.values()]
+    assert counted == [3, 3, 3, 3]  # two policies and MIN at two budgets and batches
+    # What has come is left out.
+    assert not runs_of_share(experiment, 0, 2, True, every)
+
+
+def test_what_is_measured_has_a_node_for_itself(monkeypatch):
+    experiment = read_experiment(GRID)
     cpus = [Node("a", "1", 8, 0), Node("b", "2", 4, 0), Node("head", "3", 0, 0)]
-    definition = {**GRID, "batch": [1, 2], "budgets": ["20%", "40%"]}
-    parts, driver = parts_of(monkeypatch, cpus, definition)
-    measured = [part for part in parts if part.measured]
-    assert [len(part.runs) for part in measured] == [8, 8]  # an engine's repeats stay together
-    assert all(len({cell.batch for cell, _ in part.runs}) == 1 for part in measured)
-    assert [len(part.runs) for part in parts if not part.measured] == [2, 2, 2, 2]
-    bounds = [bound for part in parts for bound in part.bounds]
-    assert len(bounds) == len(set(bounds)) == 4
-    assert all(part.quality is None for part in parts[1:]) and parts[0].quality == []
-    asked = driver._workers(True, 9)
+    monkeypatch.setattr(grids, "nodes", lambda: cpus)
+    asked = grids._workers(experiment, Scale(workers=8, cores_per_worker=2), True)
     assert asked.on == tuple(cpus[:2]) and asked.count == 2 and asked.gpus == 0
-    assert not driver._workers(False, 9).on
-    parts, driver = parts_of(monkeypatch, cpus, workers=8, cores_per_worker=2)
-    assert driver._workers(True, 1).count == 1 and driver._workers(False, 99).cpus == 2
-    gpus = [Node("a", "1", 64, 8), Node("b", "2", 64, 0)]
-    assert parts_of(monkeypatch, gpus)[1]._workers(True, 9).count == 1
-    assert parts_of(monkeypatch, gpus)[1]._workers(True, 9).gpus == 1
+    asked = grids._workers(experiment, Scale(workers=8, cores_per_worker=2), False)
+    assert not asked.on and (asked.count, asked.cpus) == (8, 2)
+    monkeypatch.setattr(grids, "nodes", lambda: [Node("a", "1", 64, 8), Node("b", "2", 64, 0)])
+    asked = grids._workers(experiment, Scale(), True)
+    assert (asked.count, asked.gpus) == (1, 1)
 
 
 def test_one_measurement_at_a_time_on_a_machine(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from moejax.commands.main import main
 from moejax.errors import UserError
-from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.definition import Group, read_experiment
 from moejax.evaluate.experiments.example import GRID, write_example
 
 SMALL = {"policies": ["lru", "lfu"], "budgets": ["25%", "50%"]}
@@ -113,9 +113,8 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"policies": ["expert_map_in_step + coactivation"]}, "no policy beside it that looks"),
         ({"policies": ["mine.py:Moves"]}, "writes 'cells', and in a grid budgets are the grid's"),
         ({"costs": "none.json"}, "there is no file"),
-        ({"placement": ["gpu", "cpu"]}, "placement 'cpu' is not compared in grids"),
         ({"prompts": 1, "batch": 2}, "prompts: 1 are fewer than a batch of 2"),
-        ({"link_rate": ["none", "none"]}, "link_rate is a list such as [none, 2GB/s]"),
+        ({"link_rate": ["none", "none"]}, "link_rate names something twice"),
         ({"policies": ["promoe=x(a=1)"]}, "what promoe learned has its settings; leave out"),
         ({"policies": ["promoe=none.npz"]}, "none.npz"),
         ({"policies": ["fate=train"]}, "unknown policy 'fate'; write one of"),
@@ -123,7 +122,7 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"routing": ["none"], "modes": "simulated"}, "routing 'none' is none of qwen3-like,"),
         ({"routing": ["zipf(shape=1)"]}, "routing 'zipf(shape=1)' has no setting 'shape'"),
         ({"routing": ["zipf"]}, "write modes: [simulated] or [predicted]"),
-        ({"routing": ["zipf"], "texts": ["math"]}, "so texts say nothing; leave them out"),
+        ({"routing": ["zipf"], "texts": ["math"]}, "texts says nothing beside routing; leave one"),
         (
             {"routing": ["zipf"], "modes": ["simulated"], "policies": ["fate"]},
             "policy 'fate' needs gate_input, which routing without a model lacks",
@@ -131,11 +130,11 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"budgets": [25]}, 'did you mean "25%"?'),
         ({"budgets": ["1KiB"]}, "budget 1KiB holds no expert: one takes 98304 bytes (96 KiB)"),
         ({"budgets": ["a lot"]}, "'a lot' is not an expert budget"),
-        ({"budgets": ["25%", "25%"]}, "budgets has one twice"),
+        ({"budgets": ["25%", "25%"]}, "budgets names something twice"),
         ({"texts": ["none.txt"]}, "there is no text 'none.txt': write one of story, math, code"),
         ({"texts": ["math", "math.txt"]}, "two texts have the same name"),
-        ({"batch": [0]}, "batch must be whole numbers such as [1, 8] of at least 1"),
-        ({"seeds": [1, 1]}, "seeds has a number twice"),
+        ({"batch": [0]}, "batch must be whole numbers of at least 1"),
+        ({"seeds": [1, 1]}, "seeds names something twice"),
         ({"temperature": 3}, "temperature must be from 0 to 2"),
         ({"modes": ["guessed"]}, "modes is one of measured, simulated, predicted"),
         ({"driver": "both"}, "driver is one of auto, device, host"),
@@ -166,7 +165,7 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ),
         ({"options": ["float32"]}, "options must be a mapping such as dtype: float32"),
         ({"model": 5}, "model must be text, not 5"),
-        ({"texts": [5]}, "must be a list of text"),
+        ({"texts": [5]}, "texts must be text, not 5"),
         ({"texts": ["math", "math"]}, "names something twice"),
         ({"model": "/no/such/model"}, "/no/such/model"),
         ({"prompt_tokens": 4096}, "1024"),
@@ -199,7 +198,7 @@ def test_equal_bytes_give_a_smaller_version_more_cells():
         found = read_experiment(given | {"equal": equal})
         slots = []
         for precision in found.precision:
-            options = found.engine_options("device", precision, 1)
+            options = found.engine_options(Group("device", precision, "none", 1, frozenset()))
             slots.append(int(options.memory.expert_budget))
         dense, int8 = slots
         assert dense == 16 * 98304
@@ -240,14 +239,14 @@ TALKS = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"texts": ["math"]}, "conversations have no texts; leave it out"),
+        ({"texts": ["math"]}, "texts says nothing beside conversations; leave one"),
         ({"memory": None}, "conversations need a memory for experts and KV; write memory: 4MiB"),
         ({"memory": "much"}, "'much' is not a size"),
-        ({"modes": ["measured"]}, "priced; write modes: [priced]"),
+        ({"modes": ["measured"]}, "modes: [priced] is of conversations, which have no other"),
         ({"conversations": ["talks(turns=2)"]}, "talks is unknown; write turns(key=value, …)"),
         ({"conversations": ["turns(seed=2)"]}, "seed is unknown; write turns(key=value, …)"),
         ({"conversations": ["turns(turns=0)"]}, "turns must be at least 1, got 0"),
-        ({"conversations": ['turns(turns="a")']}, "lengths are whole numbers"),
+        ({"conversations": ['turns(turns="a")']}, "turns must be at least 1, got 'a'"),
         ({"prices": {"miss_ms": -1}}, "prices are numbers of decode_ms, prefill_ms, miss_ms"),
         ({"policies": ["lru", "fate"]}, "which conversations do not have yet"),
         ({"policies": ["mv_wsa(gamma=1)"]}, "mv_wsa does not take {'gamma': 1}"),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from moejax.evaluate.experiments.definition import _DEFAULTS
+from moejax.evaluate.experiments.definition import KEYS
 
 
 @pytest.fixture(scope="module")
@@ -15,4 +15,4 @@ def page(repository):
 def test_the_page_has_every_key(page):
     section = page[page.index("## What a grid says") : page.index("## How it runs")]
     first = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`(\w+)`", first)) == set(_DEFAULTS)
+    assert set(re.findall(r"`(\w+)`", first)) == set(KEYS)

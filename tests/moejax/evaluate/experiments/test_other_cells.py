@@ -2,18 +2,16 @@
 the simulator has something to compare with."""
 
 import dataclasses
-import itertools
 
 import pytest
 
 import moejax
 from host_offload.policies.prefetch.expertflow import expertflow_training as forests
-from moejax.costs.store import write_cost_model
+from moejax.costs import store, workload_plan
+from moejax.costs.store import cost_file, write_cost_model
 from moejax.errors import UserError
-from moejax.evaluate.experiments.report.content import panels
-from moejax.evaluate.experiments.report.lanes import timeline
-from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.sources import learning
+from moejax.evaluate.experiments import bench, grid
+from moejax.evaluate.experiments.report.tables import tables_of
 from tests.moejax.engine.budget_workload import COSTS
 
 FORESTS = "expertflow=train(trees=2, leaves=8, reach=1, pool=False)"
@@ -115,7 +113,7 @@ def test_prompts_run_batch_by_batch(learned):
 
 def test_what_was_learned_is_found_again(learned, monkeypatch):
     """A grid that goes on does not start an engine to learn, nor grow forests again."""
-    monkeypatch.setattr(learning, "bench_of", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr(grid, "engine_bench", lambda *_: pytest.fail("it started"))
     monkeypatch.setattr(forests, "fit", lambda *_, **__: pytest.fail("it learned"))
     given = {name: value for name, value in learned.asked.items() if name != "files"}
     again = moejax.ablate(given, learned.directory, progress=False)
@@ -193,22 +191,30 @@ def test_a_link_delays_and_changes_no_count(linked):
         assert times["20MB/s"] > times["none"]
 
 
-def test_a_report_draws_what_was_predicted_over_a_link(linked, tmp_path):
-    """Both policies at the smallest budget; within a lane one thing at a time."""
-    lines = {line["policy"]: line for line in linked.timelines}
-    assert [*lines] == ["lru", "random"]
-    for line in lines.values():
-        tracks = {event["track"] for event in line["events"]}
-        assert tracks == {"device", "link"}
-        for track in tracks:
-            mine = sorted((e["begin"], e["end"]) for e in line["events"] if e["track"] == track)
-            assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(mine))
-    drawn = [timeline(linked, panel) for panel in panels(linked)]
-    (svg,) = [picture for picture in drawn if picture]
-    bars = sum(len(line["events"]) for line in lines.values())
-    assert svg.count("<title>") == bars
-    for said in ("waits", "computes", "moves what is needed", "lru", "random"):
-        assert said in svg
-    page, *others = write_report(linked, tmp_path)
-    assert svg in page.read_text()
-    assert sum("timeline" in path.name for path in others) == 1
+def test_costs_are_measured_once_and_without_a_link(tmp_path, monkeypatch):
+    """For an engine with a link too; calibrate itself is of tests/moejax/costs."""
+    for module in (store, workload_plan):  # programs are kept where they always are
+        monkeypatch.setattr(module, "cache_root", lambda: tmp_path / "cache")
+    measured = []
+
+    def calibrated(runner):
+        about = bench.identity(runner.steps)
+        measured.append((runner.steps.queue, runner.shapes.rows, runner.slots))
+        write_cost_model(cost_file(about), dataclasses.replace(COSTS, about=about))
+
+    monkeypatch.setattr(bench, "calibrate", calibrated)
+    given = SMALL | {"policies": ["lru"], "budgets": ["50%"], "costs": "measure"}
+    given |= {"modes": ["measured", "predicted"], "link_rate": ["none", "1GB/s"]}
+    found = moejax.ablate(given, tmp_path / "one", progress=False)
+    assert not found.failures
+    ((queue, _, slots),) = measured
+    assert queue is None and slots >= 4 * 16  # room for all experts
+    assert found.agreement() == (2, 2)
+    (table,) = [t for t in tables_of(found) if t.title.startswith("Predicted")]
+    assert [row[:3] for row in table.rows] == [
+        ("none", "1", "1"),
+        ("1GB/s", "1", "1"),
+        ("all", "all", "2"),
+    ]
+    moejax.ablate(given, tmp_path / "two", progress=False)
+    assert len(measured) == 1

@@ -10,12 +10,18 @@ import pytest
 
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.evaluate.experiments.intervals import median_interval
-from moejax.evaluate.experiments.records import Records, read_results
-from moejax.evaluate.experiments.report.content import panels, table_rows
-from moejax.evaluate.experiments.report.markdown import definition, table
-from moejax.evaluate.experiments.report.page import page, plots, write_report
-from moejax.evaluate.experiments.report.speed import speed_rows
+from moejax.evaluate.experiments.records import Records, median_interval, read_results
+from moejax.evaluate.experiments.report.figures import draw, plots_of
+from moejax.evaluate.experiments.report.page import definition, page, text_tables, write_report
+from moejax.evaluate.experiments.report.tables import (
+    Pair,
+    errors,
+    kendall,
+    panel_table,
+    panels,
+    prediction_table,
+    tables_of,
+)
 
 ASKED = {
     "model": "demo",
@@ -126,25 +132,12 @@ def of(records, policy, budget="50%"):
     return line
 
 
-def test_a_grid_that_was_simulated_alone_says_how_fast(records):
-    """Two cells of two prefill and two decode steps with 16 references each."""
-    rows = [
-        {**row("lru", b, 0, mode="simulated"), "wall_s": s}
-        for b, s in (("25%", 16e-6), ("50%", 4e-6))
-    ]
-    of_speed = dataclasses.replace(records, rows=rows, asked=ASKED | {"modes": ["simulated"]})
-    assert speed_rows(of_speed) == [["lru", "1", "2", "32", "5.00", "2.00", "8.00", "2"]]
-    assert "M references/s" in table(of_speed)
-    measured = dataclasses.replace(of_speed, asked=ASKED | {"modes": ["measured", "simulated"]})
-    assert speed_rows(measured) == []
-
-
 def test_failures_are_in_the_table(records):
     bad = "dir/mine.py:Mine"
     rows = [r | {"error": "ValueError: <no>"} if r["policy"] == bad else r for r in records.rows]
     found = dataclasses.replace(records, rows=rows)
-    assert "failed: ValueError: <no>" in table(found)
-    assert "failed: ValueError: &lt;no&gt;" in page(found)
+    assert "failed: ValueError: <no>" in text_tables(found)
+    assert "failed: ValueError: &lt;no&gt;" in page(found, {})
     assert "12 of 26 runs failed" in "\n".join(found.notes())
 
 
@@ -174,18 +167,22 @@ def test_what_a_reader_must_know(records):
 
 
 def test_the_table_has_marks_intervals_and_bounds(records):
-    (panel,) = panels(records)
-    rows = table_rows(panel)
-    assert [r[:3] for r in rows] == [
-        ["lru", "25%", "∅"],
-        ["mine.py:Mine", "25%", "∅"],
-        ["lru", "50%", ""],
-        ["mine.py:Mine", "50%", ""],
+    table, beside = tables_of(records)
+    assert [r[:3] for r in table.rows] == [
+        ("lru", "25%", "∅"),
+        ("mine.py:Mine", "25%", "∅"),
+        ("lru", "50%", ""),
+        ("mine.py:Mine", "50%", ""),
     ]
-    assert rows[3][3:7] == ["2.00", "2.00", "1.00", "75.0%"]
-    assert "5.25 [1.50–9.00]" in rows[3]
-    assert "1.500 [1.500–1.500]" in rows[3]
-    assert "5.25 [1.50–9.00]" in table(records)
+    said = dict(zip(table.headings, table.rows[3], strict=True))
+    assert (said["misses/step"], said["+ ahead"], said["MIN"]) == ("2.00", "2.00", "1.00")
+    assert (said["hits"], said["TPOT p50 ms"]) == ("75.0%", "5.25 [1.50–9.00]")
+    assert said["× baseline"] == "1.500 [1.500–1.500]"
+    assert "5.25 [1.50–9.00]" in text_tables(records)
+    # A column in which nothing has a value is left out.
+    assert not {"recall", "high/low", "ahead: used/moved"} & {*table.headings}
+    assert beside.rows[1][:5] == ("dir/mine.py:Mine", "1.00–1.00", "0", "0", "2")
+    assert beside.rows[1][-1] == "2.00–2.00"
 
 
 def test_a_simulated_cell_is_told_once_unless_it_differs(records):
@@ -199,49 +196,57 @@ def test_a_simulated_cell_is_told_once_unless_it_differs(records):
     simulated[0]["decode_hits"] = 11
     assert found.agreement() == (2, 1)
     (panel,) = panels(found)
-    assert [r[0] for r in table_rows(panel)][:3] == [
+    assert [r[0] for r in panel_table(panel).rows][:3] == [
         "lru, measured",
         "lru, simulated",
         "mine.py:Mine, measured",
     ]
 
 
-def test_the_page_needs_nothing_else(records):
-    text = page(records)
-    # A namespace is a name, not an address that is read.
-    rest = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert not re.search(r"https?:|<script|<link|@import|url\(|src=", rest)
-    assert "prefers-color-scheme:dark" in text
-    assert "width=device-width" in text
-    assert "&lt;here&gt;" in text
-    assert text.count("<svg") == 3
-    assert "SHA-256 of mine.py" in text
-    assert "budgets:\n- 25%" in definition(records)
-
-
-def test_plots_are_svg_with_every_bound(records):
-    (panel,) = panels(records)
-    drawn = plots(panel)
-    for one in drawn:
-        ElementTree.fromstring(one)
-    assert "MIN, ahead of need too" in drawn[0]
-    assert "MIN over the link" in drawn[1]
-    assert ">memory<" in drawn[1]
-    assert ">link<" in drawn[2]
-
-
-def test_a_report_is_written_whole(records, tmp_path):
+@pytest.mark.slow  # matplotlib takes seconds to import
+def test_the_page_needs_nothing_else(records, tmp_path):
     paths = write_report(records, tmp_path / "report")
     assert [path.name for path in paths[:2]] == ["report.html", "report.md"]
-    text = paths[1].read_text()
+    text, markdown = (path.read_text() for path in paths[:2])
+    # A namespace is a name, not an address that is read.
+    rest = re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
+    assert not re.search(r"https?:|<script|<link|@import|src=", rest)
+    assert "prefers-color-scheme:dark" in text and "width=device-width" in text
+    assert "&lt;here&gt;" in text and "SHA-256 of mine.py" in text
+    assert text.count("<svg") == 4
+    assert "budgets:\n- 25%" in definition(records)
     for path in paths[2:]:
-        assert f"({path.name})" in text
+        assert f"({path.name})" in markdown or path.suffix == ".csv"
+    (table,) = [
+        path for path in paths if path.name.startswith("report-math") and "csv" in path.name
+    ]
+    assert table.read_text().startswith("policy,budget,,MiB,misses/step")
     assert len(list((tmp_path / "report").iterdir())) == len(paths)
+
+
+@pytest.mark.slow
+def test_plots_have_intervals_and_every_bound(records):
+    (panel,) = panels(records)
+    plots = {plot.name: plot for plot in plots_of(panel)}
+    assert [*plots] == ["misses", "moved", "times", "ratios"]
+    for plot in plots.values():
+        ElementTree.fromstring(draw(plot))
+    bounds = {name: [s.name for s in plot.series if s.bound] for name, plot in plots.items()}
+    assert bounds["moved"] == ["MIN", "MIN, one pool"]
+    assert bounds["times"] == ["MIN over the link", "memory"] and not bounds["misses"]
+    (first, _), *_ = [series.points for series in plots["times"].series]
+    assert first == (4.0, pytest.approx((3.5, 1.0, 6.0)))
+
+
+def test_a_report_that_cannot_be_written_is_refused(records, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match="has no records yet"):
         write_report(dataclasses.replace(records, rows=[]), tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         write_report(records, tmp_path / "file" / "below")
+    page, *_ = write_report(records, tmp_path)
+    assert "without matplotlib there are no figures: pip install" in page.read_text()
 
 
 def test_results_are_read_or_refused(records, tmp_path, capsys):
@@ -283,3 +288,41 @@ def test_the_interval_of_a_median(n, cut):
     assert 1 - 2 * sum(below[: cut + 1]) >= 0.95 > 1 - 2 * sum(below)
     with pytest.raises(UserError, match="median of fewer than 6"):
         median_interval(values[:5])
+
+
+def pair(measured, predicted, *, budget="25%", **place):
+    """A cell with these milliseconds a step, ten steps after a first token of as many."""
+
+    def line(mode, ms):
+        seconds = {"prefill_s": ms / 1e3, "decode_s": ms / 1e2, "decode_steps": 10, "runs": 6}
+        times = dict.fromkeys(("tpot_p50_s", "tpot_p99_s", "ttft_s"), ms / 1e3)
+        where = row("lru", budget, 0) | {"mode": mode, **place}
+        return where | seconds | times
+
+    stall = {"stall_share": 0.25, "stall_bound_share": 0.125}
+    return Pair(line("measured", measured), line("predicted", predicted) | stall)
+
+
+def test_tau_counts_pairs_of_one_batch():
+    assert kendall([pair(1, 10), pair(2, 20), pair(3, 30)]) == (1.0, 3)
+    assert kendall([pair(1, 30), pair(2, 20), pair(3, 10)]) == (-1.0, 3)
+    one_wrong = [pair(1, 10), pair(2, 30), pair(3, 20)]
+    assert kendall(one_wrong) == (pytest.approx(1 / 3), 3)
+    # Equal predictions are a pair that is not ordered.
+    assert kendall([pair(1, 10), pair(2, 10)]) == (0.0, 1)
+    assert math.isnan(kendall([pair(1, 10), pair(2, 20, batch=2)])[0])
+
+
+def test_errors_are_relative_to_what_was_measured():
+    pairs = [pair(2, 1), pair(2, 2.5, budget="50%"), pair(4, 4, batch=8)]
+    assert errors(pairs, "p50") == pytest.approx([-0.5, 0.25, 0])
+    table = prediction_table([line for found in pairs for line in found])
+    assert [row[:3] for row in table.rows] == [
+        ["none", "1", "2"],
+        ["none", "8", "1"],
+        ["all", "all", "3"],
+    ]
+    said = dict(zip(table.headings, table.rows[-1], strict=True))
+    assert said["step, median"] == "25.0%"
+    assert said["p99"] == said["first token"] == said["run"] == "25.0% (-50.0%)"
+    assert (said["τ"], said["stall"], said["bound"]) == ("0.00 of 1", "25%", "12%")

@@ -7,11 +7,9 @@ import moejax
 from moejax import LLM
 from moejax.evaluate.evaluation import perplexity
 from moejax.evaluate.experiments.definition import read_experiment
-from moejax.evaluate.experiments.report.content import panels
-from moejax.evaluate.experiments.report.page import write_report
-from moejax.evaluate.experiments.report.quality_tables import ALL, quality_rows
-from moejax.evaluate.experiments.sources.learning import Prompts
-from moejax.evaluate.experiments.sources.mixes import mix_of
+from moejax.evaluate.experiments.report.tables import tables_of
+from moejax.evaluate.experiments.sources.corpus import Prompts
+from moejax.evaluate.experiments.sources.precisions import read_mix
 from moejax.evaluate.token_ids import TokenIds
 from tests.host_offload.traces.traces_of import write_trace
 
@@ -43,9 +41,9 @@ def counted(tmp_path, ids):
 
 def test_a_map_has_those_high_that_were_selected_most(tmp_path):
     trace = counted(tmp_path, [2, 2, 2, 1, 1, 0])
-    found = mix_of(f"map=train({MIX})", tmp_path)
-    assert found.learns == {"map"}
-    taught = found.taught(trace)
+    found = read_mix(f"map=train({MIX})", tmp_path)
+    assert found.learns == "map"
+    taught = found.teach(trace)
     assert not taught.learns
     assert taught.precision.start(1, 4, 2).tolist() == [[1, 0, 0, 1]]
     assert taught.precision.start(1, 4, 1).tolist() == [[1, 1, 0, 1]]
@@ -54,8 +52,8 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
 
 
 def test_a_policy_learns_scores_from_the_training_part(tmp_path):
-    found = mix_of(f'dynaexq({MIX}, scores="train")', tmp_path)
-    taught = found.taught(counted(tmp_path, [2, 2, 2, 1, 1, 0]))
+    found = read_mix(f'dynaexq({MIX}, scores="train")', tmp_path)
+    taught = found.teach(counted(tmp_path, [2, 2, 2, 1, 1, 0]))
     assert taught.precision.policy.scores.tolist() == [[1, 2, 3, 0]]
 
 
@@ -110,13 +108,19 @@ def test_quality_of_a_run_that_changes_versions_is_that_of_one_engine(mixed):
 
 
 @pytest.mark.slow
-def test_the_report_compares_precisions(mixed, tmp_path):
-    assert {panel.title.split(" · ")[1] for panel in panels(mixed)} == {"int8"}
-    rows = quality_rows(mixed)
-    assert [row[1] for row in rows] == ["story"] * 4 + ["math"] * 4 + [ALL] * 4
-    assert rows[0][3] == "–" and rows[1][3].startswith(("+", "-"))
-    page = write_report(mixed, tmp_path)[0].read_text()
-    assert "Precisions, lru" in page and "/ int8" in page
+def test_the_report_compares_precisions(mixed):
+    panel, other, quality = tables_of(mixed)
+    assert panel.title.startswith("story") and other.title.startswith("math")
+    names = [row[0] for row in panel.rows]
+    assert [name.partition(", ")[0] for name in names] == ["lru", "lfu", "lru", "lru", "lru"]
+    assert len(set(names)) == 5
+    assert "high/low" in panel.headings
+    assert [row[1] for row in quality.rows] == [
+        *["story"] * 4,
+        *["math"] * 4,
+        *["all texts"] * 4,
+    ]
+    assert quality.rows[0][3] == "–" and quality.rows[1][3].startswith(("+", "-"))
     # A grid that goes on starts nothing and scores nothing.
     again = moejax.ablate(GRID, mixed.directory, progress=False)
-    assert (again.rows, again.quality) == (mixed.rows, mixed.quality)
+    assert (again.rows, again.sessions) == (mixed.rows, mixed.sessions)

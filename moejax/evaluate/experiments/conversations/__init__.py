@@ -1,1 +1,0 @@
-"""Conversations through an engine whose memory experts and KV share."""

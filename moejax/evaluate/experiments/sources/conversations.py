@@ -1,0 +1,340 @@
+"""Conversations as a workload: seeded sessions with long documents, tool calls, changes of topic
+and bursts of arrivals, on a clock by stated prices.
+
+What is drawn depends on the seed and the session's number alone, so a workload of more sessions
+begins with the smaller one's. A turn holds what the user adds; what the model answered is known
+only when it runs, so a prompt is put together then: everything before, then `new_tokens`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.sizing.split import MissCosts
+from moejax.engine.loop import Engine
+from moejax.engine.resize import cells_of
+from moejax.errors import UserError
+from moejax.evaluate.experiments.arms import parse_named
+from moejax.evaluate.experiments.workload import digest_outputs
+from moejax.models.json_values import is_number
+from moejax.requests.request import Request
+from moejax.requests.sampling_params import SamplingParams
+
+KIND = "turns"
+"""How a definition names conversations: turns(sessions=10, …)."""
+
+THEN = " then "
+"""Between conversations of two kinds: the second begin when the last of the first came."""
+
+TRAIN_SEED = 10**6
+"""The seed of what mv_wsa=train begins with; no seed of a grid should be it."""
+
+DOMAINS, CORPUS_TOKENS = 3, 1 << 15
+
+ON_SHARE, BURST = 0.2, 10.0
+"""Bursty arrivals: the part of the time in which some come, and how many then, in the mean."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """What things are stated to take, in milliseconds."""
+
+    decode_ms: float = 4.0
+    """A decode step without misses."""
+    prefill_ms: float = 20.0
+    """A prefill step without misses."""
+    miss_ms: float = 0.4
+    """An expert over the link."""
+    page_ms: float = 0.3
+    """A KV page over the link."""
+
+    @property
+    def costs(self) -> MissCosts:
+        """What policies that weigh experts against KV are told; a page goes out and back."""
+        return MissCosts(self.miss_ms / 1e3, 2 * self.page_ms / 1e3)
+
+
+def read_prices(given: Mapping[str, Any]) -> Prices:
+    """Raises UserError for an unknown price and for one that is no number from 0 on."""
+    known = [field.name for field in dataclasses.fields(Prices)]
+    for name, value in given.items():
+        if name not in known or not is_number(value) or not 0 <= value < float("inf"):
+            raise UserError(f"prices are numbers of {', '.join(known)}, not {name}: {value!r}")
+    return Prices(**given)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionKind:
+    """How many sessions there are and what happens in one. Raises UserError for what cannot be.
+
+    Lengths of questions, tool results and answers are uniform in [n/2, 3n/2] around the number
+    given; times are exponential around theirs. A tool burst is tool_turns turns in quick
+    succession: the model answers shortly, the tool's result comes back.
+    """
+
+    sessions: int = 8
+    turns: int = 6
+    arrival: str = "poisson"
+    """poisson; or bursty, an interrupted Poisson process (Fischer and Meier-Hellstern, 1993)."""
+    rate: float = 1.0
+    """Sessions a second, in the mean."""
+    document_tokens: int = 256
+    question_tokens: int = 16
+    answer_tokens: int = 16
+    think_s: float = 2.0
+    tool_share: float = 0.2
+    """Probability that a burst of tool calls begins at a turn."""
+    tool_turns: int = 3
+    tool_tokens: int = 24
+    tool_answer_tokens: int = 6
+    tool_s: float = 0.05
+    shift_share: float = 0.1
+    """Probability that a turn changes the domain and brings a document of the new one."""
+    shift_tokens: int = 64
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, whole = getattr(self, field.name), isinstance(field.default, int)
+            least = 0 if field.name in ("document_tokens", "shift_tokens") else 1
+            if field.name == "arrival":
+                good, said = value in ("poisson", "bursty"), "poisson or bursty"
+            elif whole:
+                good, said = type(value) is int and value >= least, f"at least {least}"
+            elif field.name.endswith("share"):
+                good, said = is_number(value) and 0 <= value <= 1, "a share from 0 to 1"
+            else:
+                above = value > 0 if field.name == "rate" else value >= 0
+                good, said = is_number(value) and above, "a number above 0"
+            if not good:
+                raise UserError(f"{field.name} must be {said}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One request of a session."""
+
+    think_s: float
+    """Seconds from the end of the turn before to this one's arrival."""
+    new_tokens: tuple[int, ...]
+    """What the prompt has after the history, document included."""
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """arrival_s: when the first turn arrives, in seconds from the start."""
+
+    arrival_s: float
+    turns: tuple[Turn, ...]
+
+
+def read_sessions(text: str) -> tuple[SessionKind, ...]:
+    """The conversations that `text` names: turns(…) with settings of SessionKind, several with
+    `then` between them. Raises UserError for what is none."""
+    found = []
+    for part in text.split(THEN):
+        name, settings = parse_named(part.strip(), f"conversations {text!r}")
+        known = [field.name for field in dataclasses.fields(SessionKind)]
+        wrong = [key for key in settings if key not in known]
+        if name != KIND or wrong:
+            raise UserError(
+                f"conversations {text!r}: {wrong[0] if wrong else name} is unknown; write "
+                f"{KIND}(key=value, …) with keys of {', '.join(known)}"
+            )
+        found.append(SessionKind(**settings))
+    return tuple(found)
+
+
+def draw_sessions(kinds: Sequence[SessionKind], vocabulary: int, seed: int) -> tuple[Session, ...]:
+    """The sessions of a seed, of random tokens below `vocabulary`; each kind begins when the last
+    of the one before came."""
+    corpus = draw_corpus(vocabulary, seed)
+    found: list[Session] = []
+    for number, kind in enumerate(kinds):
+        begin = max((each.arrival_s for each in found), default=0.0)
+        # Arrivals draw from a stream of their own: a session is the same whenever it comes.
+        rng = np.random.default_rng([1000 * number + seed, 0])
+        times = {"poisson": poisson_arrivals, "bursty": bursty_arrivals}[kind.arrival](
+            rng, kind.rate, kind.sessions
+        )
+        for place, time in enumerate(times.tolist()):
+            turns = _draw_turns(
+                kind, corpus, np.random.default_rng([1000 * number + seed, 1, place])
+            )
+            found.append(Session(begin + time, turns))
+    return tuple(found)
+
+
+def poisson_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.ndarray:
+    """float64[count]: times in seconds, of a Poisson process of `rate` a second."""
+    return np.cumsum(rng.exponential(1.0 / rate, count))
+
+
+def bursty_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.ndarray:
+    """float64[count]: times in seconds with the mean `rate`, of a process that is on for ON_SHARE
+    of the time; on and off last exponentially long, on for BURST arrivals in the mean."""
+    peak = rate / ON_SHARE
+    on_s = BURST / peak
+    off_s = on_s * (1.0 - ON_SHARE) / ON_SHARE
+    times, now, on = [], 0.0, rng.random() < ON_SHARE
+    while len(times) < count:
+        end = now + rng.exponential(on_s if on else off_s)
+        while on and len(times) < count:
+            # Exponential gaps have no memory: what is left of one at the period's end is dropped.
+            now += rng.exponential(1.0 / peak)
+            if now > end:
+                break
+            times.append(now)
+        now, on = end, not on
+    return np.asarray(times)
+
+
+def draw_corpus(vocabulary: int, seed: int) -> list[np.ndarray]:
+    """int32[CORPUS_TOKENS] of each domain: it prefers its own part of the vocabulary, by Zipf's
+    law. Token 0 does not occur (models use it as the end of text)."""
+    weights = 1.0 / np.arange(1, vocabulary)
+    weights /= weights.sum()
+    corpus = []
+    for number in range(DOMAINS):
+        rng = np.random.default_rng([seed, number])
+        order = rng.permutation(np.arange(1, vocabulary))
+        drawn = rng.choice(vocabulary - 1, CORPUS_TOKENS, p=weights)
+        corpus.append(order[drawn].astype(np.int32))
+    return corpus
+
+
+def _draw_turns(
+    kind: SessionKind, corpus: Sequence[np.ndarray], rng: np.random.Generator
+) -> tuple[Turn, ...]:
+    domain, turns, tools = int(rng.integers(DOMAINS)), [], 0
+
+    def cut(tokens: int) -> tuple[int, ...]:
+        """A piece of the domain, around its end if need be."""
+        start = rng.integers(CORPUS_TOKENS)
+        return tuple(
+            np.take(corpus[domain], np.arange(start, start + tokens), mode="wrap").tolist()
+        )
+
+    def about(number: int) -> int:
+        return int(rng.integers(max(number // 2, 1), number + number // 2 + 1))
+
+    for index in range(kind.turns):
+        new: tuple[int, ...] = ()
+        tool = tools > 0
+        if index == 0:
+            new = cut(kind.document_tokens)
+        elif tool:
+            tools -= 1
+        elif rng.random() < kind.shift_share:
+            domain = int(rng.choice([other for other in range(DOMAINS) if other != domain]))
+            new = cut(kind.shift_tokens)
+        elif rng.random() < kind.tool_share:
+            tool, tools = True, kind.tool_turns - 1
+        pause = kind.tool_s if tool else kind.think_s
+        think_s = float(rng.exponential(pause)) if index else 0.0
+        asked = cut(about(kind.tool_tokens if tool else kind.question_tokens))
+        answer = about(kind.tool_answer_tokens if tool else kind.answer_tokens)
+        turns.append(Turn(think_s, new + asked, answer))
+    return tuple(turns)
+
+
+def count_priced(engine: Engine) -> np.ndarray:
+    """int64[4]: decode steps, prefill steps, misses and KV pages moved so far, as in Prices."""
+    statistics, cache = engine.statistics, engine.scheduler.cache
+    misses = statistics.paging["fills"] + statistics.paging["read_through"]
+    pages = cache.swapped_in + cache.swapped_out
+    return np.array([statistics.steps["decode"], statistics.steps["prefill"], misses, pages])
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+    """Concurrent sessions, turn by turn: a turn is added when the one before has finished and its
+    pause has passed. Answers have the length that the workload says."""
+
+    sessions: tuple[Session, ...]
+    prices: Prices
+    temperature: float
+    seed: int
+
+    def play(self, engine: Engine) -> dict[str, Any]:
+        """Runs them to their end; the columns of their record, whose times are by the prices. A
+        refusal ends them, and all turns that were left are unserved."""
+        first, prices = count_priced(engine), np.array(dataclasses.astuple(self.prices))
+        now, seen, refusal = 0.0, first, None
+        due = [(each.arrival_s, number, 0) for number, each in enumerate(self.sessions)]
+        heapq.heapify(due)
+        history: dict[int, list[int]] = {number: [] for number in range(len(self.sessions))}
+        running: dict[int, tuple[int, Request, float]] = {}
+        outputs: dict[tuple[int, int], list[int]] = {}
+        first_tokens: list[float] = []
+        try:
+            while due or running:
+                while due and due[0][0] <= now:
+                    arrival, number, index = heapq.heappop(due)
+                    request = self._add(engine, history[number], number, index)
+                    running[number] = index, request, arrival
+                if not running:
+                    now = due[0][0]
+                    continue
+                engine.step()
+                counts = count_priced(engine)
+                now, seen = now + float((counts - seen) @ prices) / 1e3, counts
+                for number, (index, request, arrival) in [*running.items()]:
+                    if request.output and arrival >= 0:
+                        first_tokens.append(now - arrival)
+                        running[number] = index, request, -1.0  # said
+                    if request.finish_reason is None:
+                        continue
+                    del running[number]
+                    outputs[number, index] = [*request.output]
+                    history[number] = [*request.prompt, *request.output]
+                    turns = self.sessions[number].turns
+                    if index + 1 < len(turns):
+                        heapq.heappush(due, (now + turns[index + 1].think_s, number, index + 1))
+                    else:
+                        engine.end_session(f"session {number}")
+            engine.drain()
+        except UserError as error:
+            refusal = str(error)
+        except BaseException:
+            engine.control = engine.hooks = None
+            raise
+        finally:
+            engine.abort([request for _, request, _ in running.values()])
+            engine.drain()
+            for session in engine.scheduler.sessions.all:
+                engine.end_session(session.session_id)
+        cells, turns = cells_of(engine.scheduler.arena), [len(s.turns) for s in self.sessions]
+        generated = sum(map(len, outputs.values()))
+        served = sum(
+            len(output) == self.sessions[number].turns[index].max_tokens
+            for (number, index), output in outputs.items()
+        )
+        return {
+            "tokens": digest_outputs([outputs[key] for key in sorted(outputs)]),
+            "turns": sum(turns),
+            "unserved": sum(turns) - served,
+            "refusal": refusal,
+            "generated": generated,
+            "priced_s": now,
+            "ttft_s": float(np.mean(first_tokens)) if first_tokens else None,
+            "tokens_per_s": generated / now if now else None,
+            "kv_pages_moved": int((seen - first)[3]),
+            "cells_end": sum(cells) / len(cells),
+        }
+
+    def _add(self, engine: Engine, history: Sequence[int], number: int, index: int) -> Request:
+        turn = self.sessions[number].turns[index]
+        drawn = np.random.SeedSequence([self.seed, number, index]).generate_state(1)
+        params = SamplingParams(
+            temperature=self.temperature,
+            max_tokens=turn.max_tokens,
+            ignore_eos=True,
+            seed=int(drawn[0]),
+        )
+        return engine.add([*history, *turn.new_tokens], params, session_id=f"session {number}")
