@@ -42,13 +42,8 @@ class Prediction:
     """float64[T]: each step, from the end of the one before it."""
     compute_s: np.ndarray
     """float64[T]: the same with every expert resident, so that nothing moves."""
-    read_s: np.ndarray
-    """float64[T]: when the step's results are read, from the first step's dispatch on."""
     tokens: np.ndarray
     """int64[T]: token rows of each step."""
-    active_bytes: np.ndarray
-    """int64[T]: of the experts that each step computes with, each once and in its version: what a
-    step must read at least, beside all other weights and KV."""
     bytes: int
     """Over the link, of all steps."""
     link_per_byte: float
@@ -161,9 +156,7 @@ def predict(
         simulation=simulation,
         seconds=np.array(clock.seconds),
         compute_s=np.array(clock.compute_s),
-        read_s=np.array([*clock.ends.values()]),
         tokens=np.array(clock.tokens, np.int64),
-        active_bytes=np.array(clock.active_bytes, np.int64),
         bytes=moved,
         link_per_byte=slowest if link is None else 1 / link.rate,
         events=tuple(timeline.timeline.events),
@@ -177,7 +170,6 @@ class _Clock:
         self, trace: Trace, costs: RunCosts, timeline: StepTimeline, moments: frozenset[Moment]
     ):
         self._costs, self._timeline = costs, timeline
-        self._sizes = np.array([model.expert_bytes for model in costs.models])
         self._experts = trace.header.experts
         self._control_s = costs.control if moments else 0.0
         self._look_s = costs.look if moments & BETWEEN_LAYERS else 0.0
@@ -185,7 +177,6 @@ class _Clock:
         self.seconds: list[float] = []
         self.compute_s: list[float] = []
         self.tokens: list[int] = []
-        self.active_bytes: list[int] = []
         self.ends: dict[int, float] = {}
         """Step → when it is read."""
         self._now = 0.0
@@ -195,8 +186,8 @@ class _Clock:
         step, costs = next(self._steps), self._costs
         work, rows = step_work(step, costs.models[0].chunk)
         routed = routed_counts(step.ids, self._experts)
-        versions = simulated.version[simulated.active]
-        compute = costs.fixed_cost(work, rows, versions).seconds(work) + self._control_s
+        used = simulated.version[simulated.active]
+        compute = costs.fixed_cost(work, rows, used).seconds(work) + self._control_s
         compute += float(costs.products(routed, simulated.version, rows).sum())
         load = StepLoad(work, rows, routed, self._control_s, self._look_s)
         seconds = self._timeline.play(load, simulated)
@@ -205,7 +196,6 @@ class _Clock:
         self.seconds.append(seconds)
         self.compute_s.append(compute + self._look_s * len(routed))
         self.tokens.append(len(step.ids))
-        self.active_bytes.append(int(self._sizes[versions].sum()))
 
 
 def _placement_costs(

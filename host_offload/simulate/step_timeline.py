@@ -24,6 +24,10 @@ from host_offload.traces.step_sets import in_waves
 
 PREFETCH = "prefetch"
 
+OUTSIDE = 0.25
+"""The share of StepCost.step before the first layer and after the last one; nobody looked into
+steps for it."""
+
 
 class StepLoad(NamedTuple):
     """What a step computes."""
@@ -62,16 +66,15 @@ class StepTimeline:
         timeline, began = self.timeline, self.timeline.now
         layers, costs = len(load.routed), self._costs
         cost = costs.fixed_cost(load.work, load.rows, step.version[step.active])
-        outside = cost.step * costs.models[0].outside
+        outside = cost.step * OUTSIDE
         attend = (cost.seconds(load.work) - outside) / layers
         products = self._products(load, step)
         moves = np.zeros((3, layers))
         if not self._queued:
             moves = costs.moves_s(step.moves, prefill=load.rows is None)
-        has_list = any(move.coming is None for move in step.stages)
         ended = None
         timeline.compute("policies", load.control)
-        timeline.compute("begin", outside / 2 + (costs.stage_list if has_list else 0.0))
+        timeline.compute("begin", outside / 2)
         for layer in range(layers):
             queued = [move for move in step.stages if move.coming == layer]
             self._prefetch(move for move in queued if not move.routed)

@@ -1,7 +1,7 @@
 """The cost model: what the steps of a run take, from figures that were measured on the machine.
 
-A step's seconds are those of its work with every expert resident, a sum of counts times measured
-seconds, and those of the experts that it moves, from tables by how many a layer moves at once.
+A step's seconds are those of its work with every expert resident and those of the experts that it
+moves, sums of counts times measured seconds.
 CostModel has the figures of experts in one version, RunCosts adds up those of a run's versions, and
 host_offload.simulate.prediction.predict says what a workload takes under a split and policies.
 moejax.costs.measure measures; docs/cost_model.md says how, and how well the model predicts.
@@ -22,10 +22,6 @@ FORMAT, VERSION = "moejax-costs", 5
 MOVES = ("fill", "read_through", "stage")
 """Ways in which an expert crosses the link: into a cell in time, beside any cell, into a cell ahead
 of need."""
-
-OUTSIDE = 0.25
-"""The share of StepCost.step before the first layer and after the last one, where steps were not
-looked into."""
 
 
 class CostError(ValueError):
@@ -64,11 +60,7 @@ class StepCost:
 @dataclasses.dataclass(frozen=True)
 class CostModel:
     """Figures of one model, device, version of the experts and set of start-up shapes. Seconds and
-    bytes.
-
-    A *table* is float64[n, 2]: experts that one layer moves at once in a step, ascending, and
-    seconds that they add to the step.
-    """
+    bytes."""
 
     layers: int
     """MoE layers."""
@@ -83,13 +75,9 @@ class CostModel:
     """By rows of the executable."""
     prefill: StepCost
     fill: np.ndarray
-    """Table of experts moved into a cell."""
+    """float64[2]: added to a decode step by a layer that moves experts into cells, and by each."""
     read_through: np.ndarray
-    """Table of experts computed from the store."""
-    stage: np.ndarray
-    """Table of experts moved ahead of need."""
-    stage_list: float
-    """Added by a list of transfers, whatever is in it."""
+    """float64[2], as fill: by experts computed from the store."""
     control: float
     """Added where policies look at a step's results: the copies of tables and routing that they
     see, not what they compute."""
@@ -110,8 +98,6 @@ class CostModel:
     look: float = 0.0
     """Added to a layer by policies that look between layers: the wait for what they see, the copies
     of it, and Python, not what they compute. 0 where the driver has no such moments."""
-    outside: float = OUTSIDE
-    """The share of StepCost.step before the first layer and after the last one."""
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the figures are of: machine, device, versions, model, start-up shapes, when."""
 
@@ -133,19 +119,19 @@ class CostModel:
 
     def moves_s(self, kind: str, counts: np.ndarray, *, prefill: bool) -> np.ndarray:
         """float64[L]: what layers that move so many experts (int[L]) in one of the ways of MOVES
-        add to a step; a list's own cost (`stage_list`) is not in it."""
-        if prefill and kind != "stage":
+        add to a step. Those that come ahead of need pass the link, and hide behind nothing."""
+        if kind == "stage":
+            return counts * (self.expert_bytes * self.link_per_byte)
+        if prefill:
             return counts * (self.prefill_fill if kind == "fill" else self.prefill_read_through)
-        # Straight between the table's counts, and beyond the last as from the one before it to it.
-        x, y = np.pad(getattr(self, kind), ((1, 0), (0, 0))).T
-        slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-        return np.interp(counts, x, y) + slope * np.maximum(counts - x[-1], 0.0)
+        of_layer, of_expert = getattr(self, kind)
+        return of_layer * (counts > 0) + of_expert * counts
 
     # ---- what policies see
 
     def costs(self) -> Costs:
-        """Fewer figures: lines in place of tables, and a step's seconds by its rows when each row
-        needs experts of its own, as far as there are any."""
+        """Fewer figures: a step's seconds by its rows when each row needs experts of its own, as
+        far as there are any."""
         steps = {}
         for rows, cost in self.decode.items():
             active = self.layers * min(self.experts, rows * self.top_k)
@@ -159,8 +145,8 @@ class CostModel:
         chunk_s = self.prefill.part + self.prefill.span + self.prefill.tile * tiles_per_chunk
         cpu = np.full(2, np.nan) if self.cpu_expert is None else self.cpu_expert
         return Costs(
-            fill=line(self.fill, self.expert_bytes),
-            stage=line(self.stage, self.expert_bytes),
+            fill=self.fill / [1, self.expert_bytes],
+            stage=np.array([0.0, self.link_per_byte]),
             gpu_expert=np.stack([tokens, first.expert + first.tile * beyond], axis=1),
             cpu_expert=cpu,
             step_s=steps,
@@ -205,7 +191,7 @@ class CostModel:
             raise CostError(f"costs without a figure, or with one too many ({error})") from error
 
 
-_ARRAYS = ("fill", "read_through", "stage", "cpu_expert")
+_ARRAYS = ("fill", "read_through", "cpu_expert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +208,6 @@ class RunCosts:
     @property
     def look(self) -> float:
         return max(model.look for model in self.models)
-
-    @property
-    def stage_list(self) -> float:
-        return max(model.stage_list for model in self.models)
 
     def fixed_cost(self, work: Work, rows: int | None, version: np.ndarray) -> StepCost:
         """The costs of all that is no expert's: those of the version where they are most, of those
@@ -247,7 +229,7 @@ class RunCosts:
 
     def moves_s(self, moved: np.ndarray, *, prefill: bool) -> np.ndarray:
         """float64[3, L]: seconds that each way of MOVES adds to each layer. moved: int[3, L, V]
-        experts of each version; a version is charged for its share of what its own table says of
+        experts of each version; a version is charged for its share of what its own figures say of
         all that the layer moves."""
         found = np.zeros(moved.shape[:2])
         for seconds, kind, of_kind in zip(found, MOVES, moved, strict=True):
@@ -302,31 +284,23 @@ def run_costs(
     return RunCosts(tuple(costs[name] for name in names))
 
 
-def fitted_table(counts: Sequence[float], seconds: Sequence[float]) -> np.ndarray:
-    """A table of measured seconds: none below 0, and none below that of fewer experts, which noise
-    can make them."""
-    order = np.argsort(counts)
-    rising = np.maximum.accumulate(np.maximum(np.asarray(seconds, np.float64)[order], 0.0))
-    return np.stack([np.asarray(counts, np.float64)[order], rising], axis=1)
-
-
-def fitted_step(works: Sequence[Work], seconds: Sequence[float]) -> StepCost:
+def fit_step(works: Sequence[Work], seconds: Sequence[float]) -> StepCost:
     """The costs that come nearest to measured steps, each weighted by one over its seconds, so that
     relative errors count; least squares with no cost below 0."""
-    return StepCost(*_fitted([[1, *work] for work in works], seconds))
+    return StepCost(*_fit_costs([[1, *work] for work in works], seconds))
 
 
-def fitted_prefill(
+def fit_prefill(
     works: Sequence[Work], moved: Sequence[tuple[int, int]], seconds: Sequence[float]
 ) -> tuple[StepCost, float, float]:
-    """fitted_step's costs of prefill steps that moved so many (into cells, read through) experts;
+    """fit_step's costs of prefill steps that moved so many (into cells, read through) experts;
     also the seconds of one of each."""
     rows = [[1, *work, *moves] for work, moves in zip(works, moved, strict=True)]
-    *cost, fill, read_through = _fitted(rows, seconds)
+    *cost, fill, read_through = _fit_costs(rows, seconds)
     return StepCost(*cost), fill, read_through
 
 
-def _fitted(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def _fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     scaled = np.array(counts, np.float64) / np.asarray(seconds, np.float64)[:, None]
     kept, found = list(range(scaled.shape[1])), np.zeros(scaled.shape[1])
     while kept:
@@ -341,17 +315,17 @@ def _fitted(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
     return found.tolist()
 
 
-def line(table: np.ndarray, expert_bytes: int) -> np.ndarray:
-    """float64[2]: latency in seconds and seconds per byte of the straight line nearest to a table,
-    neither below 0."""
-    nbytes, seconds = table[:, 0] * expert_bytes, table[:, 1]
+def fit_line(counts: Sequence[float], seconds: Sequence[float]) -> np.ndarray:
+    """float64[2]: seconds of none and of each, the straight line nearest to what counts took, none
+    of both below 0."""
+    n, took = np.asarray(counts, np.float64), np.asarray(seconds, np.float64)
     slope = 0.0
-    if len(table) > 1:
+    if len(n) > 1:
         # Least squares by hand: exactly 0 for what does not rise, which LAPACK's is on some CPUs.
-        x, y = nbytes - nbytes.mean(), seconds - seconds.mean()
+        x, y = n - n.mean(), took - took.mean()
         slope = float(x @ y / (x @ x))
-    latency = float(np.mean(seconds - slope * nbytes))
-    if slope <= 0 or latency < 0:
-        # Through the origin: all of it goes with the bytes.
-        return np.array([0.0, float(nbytes @ seconds / (nbytes @ nbytes))])
-    return np.array([latency, slope])
+    start = float(np.mean(took - slope * n))
+    if slope <= 0 or start < 0:
+        # Through the origin: all of it goes with the counts.
+        return np.array([0.0, float(n @ took / (n @ n))])
+    return np.array([start, slope])

@@ -83,7 +83,6 @@ def _run(args: argparse.Namespace) -> int:
         "further tile",
     )
     print_table(parts, _steps(model))
-    _print_moves(model)
     print_table(("other figures", "value", "unit"), _figures(model))
     if not os.path.exists(path):
         raise UserError(f"these were measured, but cannot be kept: {path} cannot be written")
@@ -98,33 +97,21 @@ def _steps(model: CostModel) -> Iterator[list[str]]:
         yield [name, *(f"{value * 1e6:,.1f}" for value in vars(cost).values())]
 
 
-def _print_moves(model: CostModel) -> None:
-    """Microseconds by how many experts one layer moves at once."""
-    tables = {"fill": model.fill, "read through": model.read_through, "staged": model.stage}
-    counts = sorted({int(n) for found in tables.values() for n in found[:, 0]})
-    rows = []
-    for name, found in tables.items():
-        seconds = dict(zip(found[:, 0].astype(int).tolist(), found[:, 1].tolist(), strict=True))
-        shown = [f"{seconds[n] * 1e6:,.1f}" if n in seconds else "" for n in counts]
-        most, last = found[-1]
-        rate = f"{most * model.expert_bytes / last / 1e9:.1f}" if last else "–"
-        rows.append([name, *shown, rate])
-    print_table(["experts moved in one layer, µs", *map(str, counts), "GB/s"], rows)
-
-
 def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
     yield "one expert", "", format_bytes(model.expert_bytes)
     per_prompt_token = model.costs().prefill_s_per_token
     rows = [
-        ("a list of transfers in a step", model.stage_list * 1e6, "µs a step"),
         ("policies that look at a step", model.control * 1e6, "µs a step"),
         ("policies that look between layers", model.look * 1e6, "µs a layer"),
+        ("a layer that fills cells", model.fill[0] * 1e6, "µs"),
+        ("an expert filled", model.fill[1] * 1e6, "µs"),
+        ("a layer that reads experts through", model.read_through[0] * 1e6, "µs"),
+        ("an expert read through", model.read_through[1] * 1e6, "µs"),
         ("expert filled in a prefill step", model.prefill_fill * 1e6, "µs"),
         ("expert read through in a prefill step", model.prefill_read_through * 1e6, "µs"),
         ("one more prompt token", per_prompt_token * 1e6, "µs"),
         ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
         ("link", 1e-9 / model.link_per_byte, "GB/s"),
-        ("outside of layers", 100 * model.outside, "% of a step without experts"),
         ("computing beside a GB that moves", model.beside_per_byte * 1e12, "ms longer"),
         ("KV swapped", 1e-9 / model.kv_swap_per_byte, "GB/s"),
     ]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.sizing.cost_model import line
+from host_offload.sizing.cost_model import fit_line
 from moejax.step.executor import Executor
 from moejax.step.experts import compute, nothing_computed
 from moejax.step.programs import ProgramKey
@@ -32,7 +32,7 @@ def cpu_expert_costs(runner: Executor) -> np.ndarray | None:
             seconds = _xla_seconds(runner, jax.devices("cpu")[0])
         except RuntimeError:  # JAX_PLATFORMS names another one only
             return None
-    return line(np.stack([ROWS, seconds], axis=1), 1)
+    return fit_line(ROWS, seconds)
 
 
 def _in_place_seconds(runner: Executor) -> list[float]:

@@ -17,7 +17,7 @@ from host_offload.control.step_record import USES, PageUse
 from host_offload.memory.arena import SlotArena
 from host_offload.memory.kv_cache import KVCache
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry, Residency
+from host_offload.memory.tables import Residency
 from host_offload.simulate.prediction import step_work
 from host_offload.sizing.cost_model import Work
 from moejax.engine.control import control_of, layer_hooks, spec_of_engine
@@ -30,9 +30,7 @@ from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
-from moejax.step.programs import STAGES
 from moejax.step.step_parts import DECODE_TILE, Routing, StepOutput
-from pallas_kernels.stage import Entries
 
 WARM = 1
 """Steps of a case before the timed ones."""
@@ -40,21 +38,16 @@ WARM = 1
 SLACK = 8
 """Tokens that a sequence has room for beyond the planned steps."""
 
-NO_ENTRIES = Entries._make(np.full((len(Entries._fields), STAGES), -1, np.int32))
-"""A list of nothing, which costs what having a list costs."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Decode steps that are alike. active, missing, staged: experts of each layer, staged of one
-    layer only; missing ones are read through or fill cells."""
+    """Decode steps that are alike. active, missing: experts of each layer; missing ones are read
+    through or fill cells."""
 
     rows: int
     active: int
     missing: int = 0
     read_through: bool = False
-    staged: int | None = None
-    """None: no list of transfers, which is another executable."""
     watched: tuple[Moment, ...] = ()
     """Policies look at these moments, and decide nothing."""
     prompt: int = 1
@@ -93,11 +86,11 @@ class Onlooker:
 
 
 class ForcedRunner:
-    """The runner, but decode steps take routing and stage lists from a queue."""
+    """The runner, but decode steps take routing from a queue."""
 
     def __init__(self, runner: Executor):
         self._runner = runner
-        self.queue: deque[tuple[Routing, Entries | None]] = deque()
+        self.queue: deque[Routing] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -105,10 +98,8 @@ class ForcedRunner:
     def decode(
         self, positions: np.ndarray, block_table: jax.Array, stages: None, hooks: Hooks | None
     ) -> StepOutput:
-        routing, listed = self.queue.popleft()
-        return self._runner.decode(
-            positions, block_table, forced=routing, stages=listed, hooks=hooks
-        )
+        routing = self.queue.popleft()
+        return self._runner.decode(positions, block_table, forced=routing, hooks=hooks)
 
 
 class ForcedSteps:
@@ -229,28 +220,20 @@ class ForcedSteps:
         if case.read_through:
             return case.active - case.missing  # hits pin them all
         # As many are absent as move, and those that are resident stay so.
-        moved = case.missing
-        if case.staged is not None:
-            moved = min(STAGES, (self.experts - self.top_k) // 2)
-        return min(self.cells, self.experts - moved)
+        return min(self.cells, self.experts - case.missing)
 
     def _plan(self, case: Case, steps: int) -> list[tuple[int, int, int]]:
-        """Queues routing and stage lists of so many steps. Returns (active experts, fills, experts
+        """Queues the routing of so many steps. Returns (active experts, fills, experts
         read through) of each."""
         pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
         planned = []
-        for step in range(steps):
+        for _ in range(steps):
             active = np.zeros((self.layers, self.experts), bool)
             for layer in range(self.layers):
                 active[layer, self._choose(pager, layer, case)] = True
             done = pager.reference(active)
-            stages = None
-            if case.staged is not None:
-                entries = self._entries(pager, step % self.layers, case.staged)
-                pager.stage(entries)
-                stages = self.runner.stage_list(entries) or NO_ENTRIES
-            self._forced.queue.append((self._routing(active, case.rows), stages))
+            self._forced.queue.append(self._routing(active, case.rows))
             counts = active, done.fills, done.read_through
             planned.append(tuple(int(n.sum()) for n in counts))
         return planned
@@ -274,16 +257,6 @@ class ForcedSteps:
             ids[layer, :tokens] = np.sort(chosen[turns % len(chosen)], axis=1)
         weights = np.full(ids.shape, 1 / self.top_k, np.float32)
         return Routing(*jax.device_put((ids, weights), self.runner.buffers.sharding))
-
-    def _entries(self, pager: Pager, layer: int, count: int) -> list[Entry]:
-        """Transfers that will be carried out: absent experts, into the cells used longest ago."""
-        tables = pager.tables
-        absent = self._random.permutation(np.flatnonzero(tables.address[layer] < 0))
-        idle = (tables.cell_row[layer] >= 0) & (tables.last_used[layer] < tables.clock[layer])
-        cells = np.flatnonzero(idle)
-        cells = cells[np.argsort(tables.last_used[layer, cells], kind="stable")]
-        pairs = zip(absent[:count].tolist(), cells[:count].tolist(), strict=False)
-        return [Entry(layer, expert, 0, cell) for expert, cell in pairs]
 
     # ---- prefill steps
 

@@ -19,21 +19,15 @@ import numpy as np
 
 from host_offload.control.interface import Moment
 from host_offload.memory.swap import SWAP_PAGES
-from host_offload.sizing.cost_model import (
-    CostModel,
-    Work,
-    fitted_prefill,
-    fitted_step,
-    fitted_table,
-)
+from host_offload.queue.native import NativeQueue
+from host_offload.queue.transfer import Load, Source, Transfer
+from host_offload.sizing.cost_model import CostModel, Work, fit_line, fit_prefill, fit_step
 from moejax.costs.cpu_costs import cpu_expert_costs, median_s
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
-from moejax.costs.overlap import beside_per_byte, outside_share
 from moejax.costs.rates import measure_link_rate
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.errors import UserError
 from moejax.step.executor import Executor
-from moejax.step.programs import STAGES
 from moejax.step.step_parts import DECODE_TILE
 
 log = logging.getLogger("moejax")
@@ -48,6 +42,10 @@ LEAST_ROUNDS = 3
 
 LONG = 512
 """Tokens of a long prompt, where they fit."""
+
+COPY_RATE, COPIED, COPY_ROUNDS = 2e9, 64 << 20, 5
+"""Bytes per second of the copy that steps are measured beside, bytes of one of its transfers, and
+pairs of steps alone and beside it."""
 
 
 def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> CostModel:
@@ -112,7 +110,9 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
         figures = _figures(runner, decoded, swept)
         if runner.steps.owned:
             say("beside a queue")
-            figures |= _overlap(forced, decoded, figures["decode"])
+            plain = [c for c in decoded if c == Case(1, c.active)]
+            case = max(plain, key=lambda case: case.active)
+            figures["beside_per_byte"] = _beside_per_byte(forced, case)
         say("KV")
         swap = _swap_per_byte(runner)
     finally:
@@ -192,9 +192,6 @@ def _cases(runner: Executor, forced: ForcedSteps, rows: int, prompt: int) -> lis
             found.append(Case(rows, max(k, missing), missing))
     for missing in _powers(most):
         found.append(Case(rows, max(k, missing), missing, read_through=True))
-    room = min(forced.cells - k, (forced.experts - k) // 2)
-    for staged in (0, *(n for n in _powers(STAGES) if n <= room)):
-        found.append(Case(rows, k, staged=staged))
     return list(dict.fromkeys(found))
 
 
@@ -222,11 +219,11 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     """Fields of a CostModel, from samples."""
     layers, experts = runner.tables.address.shape
     medians = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
-    plain = [c for c in medians if not c.missing and c.staged is None and not c.watched]
+    plain = [c for c in medians if not c.missing and not c.watched]
     costs = {}
     for bucket in runner.shapes.buckets or (runner.shapes.rows,):
         resident = [medians[c] for c in plain if runner.shapes.bucket(c.rows) == bucket]
-        costs[bucket] = fitted_step([work for _, work in resident], [s for s, _ in resident])
+        costs[bucket] = fit_step([work for _, work in resident], [s for s, _ in resident])
 
     def extra(case: Case, base: Case) -> float:
         """Seconds beyond those of another case: the median of rounds, since what slows the machine
@@ -237,23 +234,24 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         pairs = zip(decoded[case], decoded[base], strict=True)
         return float(np.median([_median(these)[0] - _median(those)[0] for these, those in pairs]))
 
-    tables = {}
-    for name, read in (("fill", False), ("read_through", True)):
-        chosen = [c for c in medians if c.missing and c.read_through == read]
-        bases = [dataclasses.replace(c, missing=0, read_through=False) for c in chosen]
-        found = [extra(c, base) / layers for c, base in zip(chosen, bases, strict=True)]
-        tables[name] = [c.missing for c in chosen], found
-    unstaged = next(c for c in medians if c.staged == 0)
-    staged = {c.staged: extra(c, unstaged) for c in medians if c.staged}
-    tables["stage"] = [*staged], [*staged.values()]
-    listed = max(extra(unstaged, dataclasses.replace(unstaged, staged=None)), 0.0)
     watched, *between = (c for c in medians if c.watched)
     prefill_steps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
-    prefill, fill, read_through = fitted_prefill(
+    prefill, fill, through = fit_prefill(
         [work for _, (_, work), _ in prefill_steps],
         [(sample.fills, sample.read_through) for _, _, sample in prefill_steps],
         [seconds for _, (seconds, _), _ in prefill_steps],
     )
+
+    def line_of(*, read_through: bool) -> np.ndarray:
+        """Of decode steps that miss experts. Where there are hardly more than a token takes, no
+        step can be made that moves few of them, and prefill steps say it."""
+        chosen = [c for c in medians if c.missing and c.read_through == read_through]
+        if not chosen:
+            return np.array([0.0, fill])
+        bases = [dataclasses.replace(c, missing=0, read_through=False) for c in chosen]
+        found = [extra(c, base) / layers for c, base in zip(chosen, bases, strict=True)]
+        return fit_line([c.missing for c in chosen], np.maximum(found, 0.0).tolist())
+
     (prompts, tokens, *_), (seconds, _), _ = max(
         (s for s in prefill_steps if not s[0][3]), key=lambda s: s[0][0] * s[0][1]
     )
@@ -266,30 +264,41 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         "row_tile": min(DECODE_TILE, runner.shapes.rows),
         "decode": costs,
         "prefill": prefill,
-        # Where there are hardly more experts than a token takes, no step can be made that moves
-        # few of them.
-        **{n: fitted_table(*(t if t[0] else ([1], [fill]))) for n, t in tables.items()},
-        "stage_list": listed,
+        "fill": line_of(read_through=False),
+        "read_through": line_of(read_through=True),
         "control": max(extra(watched, dataclasses.replace(watched, watched=())), 0.0),
         "look": max([0.0, *(extra(case, watched) / layers for case in between)]),
         "prefill_fill": fill,
-        "prefill_read_through": read_through,
+        "prefill_read_through": through,
         "recompute_per_token": seconds / (prompts * tokens),
     }
 
 
-def _overlap(forced: ForcedSteps, cases: Iterable[Case], decode: dict) -> dict[str, Any]:
-    """The other fields of a CostModel, of the resident step that computes most experts a row."""
-    plain = [
-        case
-        for case in cases
-        if not (case.missing or case.watched or case.prompt > 1) and case.staged is None
-    ]
-    case = max((c for c in plain if c.rows == 1), key=lambda case: case.active)
-    return {
-        "outside": outside_share(forced, case, decode[min(decode)], STEPS),
-        "beside_per_byte": beside_per_byte(forced, case, STEPS),
-    }
+def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:
+    """Seconds that steps lose by each byte that a queue copies meanwhile: the median of pairs."""
+    source, target = np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)
+    load = Load((COPIED,), Source(address=source.ctypes.data), target.ctypes.data)
+
+    def seconds() -> float:
+        forced.begin(case.rows, case.prompt, WARM + STEPS + SLACK)
+        samples = forced.measure(case, STEPS)
+        forced.end()
+        return _median(samples)[0]
+
+    lost = []
+    with NativeQueue(rate=COPY_RATE) as queue:
+        for _ in range(COPY_ROUNDS):
+            alone = seconds()
+            tickets = [queue.submit(Transfer(0, 0, 0, cell, "copy"), load) for cell in range(64)]
+            beside = seconds()
+            begun = [ticket for ticket in tickets if not queue.cancel(ticket)]
+            for ticket in begun:
+                queue.wait(ticket)
+            if len(begun) == len(tickets):
+                raise RuntimeError("the copy ended before the steps that were measured beside it")
+            queue.observe()
+            lost.append((1 - alone / beside) / COPY_RATE)
+    return max(float(np.median(lost)), 0.0)
 
 
 def _median(samples: Iterable[StepSample]) -> tuple[float, Work]:

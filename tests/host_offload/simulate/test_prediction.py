@@ -43,9 +43,7 @@ def test_a_trace_by_hand(tmp_path):
     moves = [14 + 14, 10, 10, 14]
     assert found.simulation.fills.tolist() == [[2, 2], [0, 1], [0, 1], [2, 0]]
     assert found.compute_s.tolist() == [BASE] * 4
-    assert found.active_bytes.tolist() == [400] * 4
     assert found.stall_s.tolist() == moves
-    assert found.read_s.tolist() == np.cumsum([BASE + m for m in moves]).tolist()
     total = 4 * BASE + sum(moves)
     assert found.tokens_per_s == 4 / total
     assert found.stall_share == sum(moves) / total
@@ -86,9 +84,7 @@ def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
 def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
     routed = random_routing(np.random.default_rng(seed), 6, 2, EXPERTS, 2)
     trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
-    tables = {
-        name: getattr(MODEL, name) * [1, factor] for name in ("fill", "read_through", "stage")
-    }
+    tables = {name: getattr(MODEL, name) * [1, factor] for name in ("fill", "read_through")}
     slow = dataclasses.replace(MODEL, link_per_byte=MODEL.link_per_byte * factor, **tables)
     options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
     fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
@@ -144,9 +140,6 @@ def test_looking_between_layers_costs_each_layer(tmp_path, link):
     if link:
         moved = next(e for e in found.events if e.name.startswith("prefetch 1.2"))
         assert looks[0].end <= moved.begin  # it is queued when policies have looked
-    # A step's own list is another one.
-    lists = dataclasses.replace(MODEL, stage_list=900.0)
-    assert predict(trace, lists, **options).seconds.tolist() == free.seconds.tolist()
     plain = predict(trace, costly, cells=4, driver="host", link=link)
     assert plain.seconds.tolist() == predict(trace, MODEL, cells=4, link=link).seconds.tolist()
 
@@ -159,8 +152,7 @@ def test_with_a_link_steps_lie_between_the_larger_and_the_sum(tmp_path_factory, 
     trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
     options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
     found = predict(trace, MODEL, link=Link(rate, chunk_bytes=100), **options)
-    listed = MODEL.stage_list * np.count_nonzero(found.simulation.staged.sum(axis=1))
-    compute, moved = found.compute_s.sum() + listed, found.bytes / rate
+    compute, moved = found.compute_s.sum(), found.bytes / rate
     assert found.seconds.sum() <= compute + moved + 1e-6
     ahead = found.simulation.staged.sum() * MODEL.expert_bytes / rate  # may come after the end
     assert found.seconds.sum() >= max(compute, moved - ahead) - 1e-6
@@ -196,7 +188,6 @@ def test_two_versions_by_hand(tmp_path):
     # Filled and read through: high 10 and 8, low 4 and 2.
     assert found.stall_s.tolist() == [2 * (10 + 8), 8 + 4, 8 + 2, (4 + 2) + 2]
     assert found.bytes == 4 * 100 + (100 + 25) + (100 + 25) + 3 * 25
-    assert found.active_bytes.tolist() == [400, 325, 250, 100]
     assert found.link_per_byte == 0.05
     plain = write_trace(tmp_path / "u", STEPS, EXPERTS)
     assert predict(plain, LOW, cells=2).bytes == 8 * 25  # the costs' version moves its own bytes

@@ -6,11 +6,6 @@ import numpy as np
 
 from host_offload.sizing.cost_model import CostModel, StepCost
 
-
-def table(*pairs: tuple[float, float]) -> np.ndarray:
-    return np.array(pairs, np.float64)
-
-
 MODEL = CostModel(
     layers=2,
     experts=4,
@@ -23,10 +18,8 @@ MODEL = CostModel(
         16: StepCost(step=2000.0, part=10.0, span=1.0, expert=100.0, tile=50.0),
     },
     prefill=StepCost(step=5000.0, part=500.0, span=20.0, expert=200.0, tile=100.0),
-    fill=table((1, 10), (2, 14), (4, 20)),
-    read_through=table((1, 8)),
-    stage=table((1, 30)),
-    stage_list=7.0,
+    fill=np.array([6.0, 4.0]),
+    read_through=np.array([0.0, 8.0]),
     control=3.0,
     prefill_fill=40.0,
     prefill_read_through=60.0,
@@ -45,10 +38,8 @@ LOW = dataclasses.replace(
         8: StepCost(step=800.0, part=10.0, span=1.0, expert=40.0, tile=20.0),
         16: StepCost(step=1800.0, part=10.0, span=1.0, expert=40.0, tile=20.0),
     },
-    fill=table((1, 4), (2, 6), (4, 10)),
-    read_through=table((1, 2)),
-    stage=table((1, 12)),
-    stage_list=5.0,
+    fill=np.array([2.0, 2.0]),
+    read_through=np.array([0.0, 2.0]),
     control=1.0,
     prefill_fill=12.0,
 )

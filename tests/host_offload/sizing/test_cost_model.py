@@ -14,9 +14,9 @@ from host_offload.sizing.cost_model import (
     RunCosts,
     StepCost,
     Work,
-    fitted_prefill,
-    fitted_step,
-    fitted_table,
+    fit_line,
+    fit_prefill,
+    fit_step,
 )
 from tests.host_offload.sizing.cost_models import MODEL
 
@@ -37,11 +37,9 @@ def test_experts_that_move_are_looked_up_by_layer():
     assert seconds(fills=moved(1, 0)) == 10
     assert seconds(fills=moved(1, 1)) == 20
     assert seconds(fills=moved(2, 0)) == 14  # both at once cost less than one after the other
-    assert seconds(fills=moved(3, 0)) == 17  # between 14 of two and 20 of four
-    assert seconds(fills=moved(6, 0)) == 26  # beyond: as from two to four
-    assert seconds(read_through=moved(0, 2)) == 16  # one measured point: proportional
-    assert seconds(staged=moved(1, 0)) == 30
-    assert seconds(staged=moved(1, 1)) == 60
+    assert seconds(fills=moved(6, 0)) == 30
+    assert seconds(read_through=moved(0, 2)) == 16
+    assert seconds(staged=moved(1, 1)) == 2 * 100 * 0.05  # they pass the link
     assert seconds(fills=moved(2, 1), read_through=moved(1, 0), prefill=True) == 3 * 40 + 60
 
 
@@ -51,11 +49,10 @@ def test_more_rows_than_were_measured_are_refused():
         MODEL.bucket(17)
 
 
-def test_policies_see_lines_and_totals():
+def test_policies_see_totals():
     costs = MODEL.costs()
-    # Fills of 1, 2, 4 experts of 100 bytes take 10, 14, 20 seconds.
-    np.testing.assert_allclose(costs.fill, np.polyfit([100, 200, 400], [10, 14, 20], 1)[::-1])
-    assert costs.stage.tolist() == [0, 0.3]
+    assert costs.fill.tolist() == [6, 4 / 100]
+    assert costs.stage.tolist() == [0, 0.05]
     # 8 rows in 2 layers of top-2 of 4 experts: 8 active, 32 pairs in tiles of 4.
     assert costs.step_s[8] == 1000 + 8 * 10 + 8 * 1 + 8 * 100 + 0 * 50
     assert costs.step_s[16] == 2000 + 16 * 10 + 16 * 1 + 8 * 100 + 8 * 50
@@ -97,7 +94,7 @@ def broken(**figures):
         (broken(extra=1), "one too many.*extra"),
         (broken(decode={"8": {"step": 1}}), "without a figure"),
         (broken(decode={"x": vars(MODEL.prefill)}), "invalid literal"),
-        (broken(fill=[[1, "slow"]]), "could not convert"),
+        (broken(fill=[1, "slow"]), "could not convert"),
     ],
 )
 def test_what_is_no_cost_model_is_refused(found, message):
@@ -116,14 +113,14 @@ def test_a_fit_finds_the_costs_that_made_the_seconds(costs, works):
     wanted = StepCost(*costs)
     works = [Work(*w) for w in works]
     seconds = [wanted.seconds(work) for work in works]
-    found = fitted_step(works, seconds)
+    found = fit_step(works, seconds)
     np.testing.assert_allclose([found.seconds(w) for w in works], seconds, rtol=1e-6)
 
 
 def test_a_fit_has_no_cost_below_zero():
     # Alone, least squares would give experts −2.
     works = [Work(1, 1, n, 0) for n in (1, 2, 3)]
-    found = fitted_step(works, [8.0, 6.0, 4.0])
+    found = fit_step(works, [8.0, 6.0, 4.0])
     assert min(vars(found).values()) >= 0 and found.expert == 0
     assert 4 < found.seconds(works[0]) < 8
 
@@ -133,11 +130,12 @@ def test_prefill_steps_also_give_what_a_moved_expert_takes():
     moves = [(0, 0), (4, 0), (0, 4), (2, 2), (0, 0), (1, 3), (3, 0)]
     cost = StepCost(2.0, 3.0, 0.5, 1.0, 0.25)
     seconds = [cost.seconds(w) + 6 * f + 7 * r for w, (f, r) in zip(works, moves, strict=True)]
-    found, fill, read_through = fitted_prefill(works, moves, seconds)
+    found, fill, read_through = fit_prefill(works, moves, seconds)
     assert (fill, read_through) == (pytest.approx(6), pytest.approx(7))
     assert found.seconds(Work(9, 9, 4, 9)) == pytest.approx(cost.seconds(Work(9, 9, 4, 9)))
 
 
-def test_a_table_rises():
-    found = fitted_table([4, 1, 2, 8], [3.0, -1.0, 5.0, 9.0])
-    assert found.tolist() == [[1, 0], [2, 5], [4, 5], [8, 9]]
+def test_a_line_has_no_part_below_zero():
+    np.testing.assert_allclose(fit_line([1, 2, 4], [10, 14, 22]), [6, 4])
+    assert fit_line([1, 2], [4.0, 4.0]).tolist() == [0, pytest.approx(12 / 5)]  # does not rise
+    assert fit_line([1, 2], [1.0, 4.0])[0] == 0 and fit_line([3], [6.0]).tolist() == [0, 2]

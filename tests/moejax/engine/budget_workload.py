@@ -19,7 +19,6 @@ from moejax.start.options import Config
 from moejax.start.report.dry_run import facts_without_weights
 from moejax.start.report.model_info import read_headers
 from moejax.start.settings import settings_of
-from tests.host_offload.sizing.cost_models import table
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 MEMORY = 3 << 20
@@ -48,10 +47,8 @@ COSTS = CostModel(
         16: StepCost(step=2e-3, part=1e-5, span=1e-6, expert=1e-5, tile=1e-5),
     },
     prefill=StepCost(step=5e-3, part=1e-4, span=1e-6, expert=1e-5, tile=1e-5),
-    fill=table((1, 2e-4), (4, 8e-4), (16, 32e-4)),
-    read_through=table((1, 2e-4)),
-    stage=table((1, 2e-4)),
-    stage_list=1e-5,
+    fill=np.array([0.0, 2e-4]),
+    read_through=np.array([0.0, 2e-4]),
     control=1e-5,
     prefill_fill=2e-4,
     prefill_read_through=2e-4,
