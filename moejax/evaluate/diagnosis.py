@@ -74,8 +74,6 @@ ENVIRONMENT = (
 
 _SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.free")
 _SMI_LINK = ("pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
-_PCIE_GB = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe generation → GB a second of a lane, without packets' headers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +87,6 @@ class Gpu:
     free: int
     link: str = ""
     """PCIe generation, lanes in use and lanes; empty: not known."""
-    rate: float | None = None
-    """Bytes a second that the link has on paper."""
     lanes_missing: bool = False
 
 
@@ -212,14 +208,11 @@ def described(machine: Machine) -> dict[str, str]:
     lines["pinned memory"] = (
         f"at most {pinned_limit(machine)} GiB for experts ({PINNED_LIMIT}); ulimit -l: {lock}"
     )
-    links = [gpu for gpu in machine.gpus if gpu.link]
-    measured = machine.backend.get("link")
-    if measured:
-        lines["link"] = f"{measured / 1e9:.1f} GB/s measured, pinned host memory to device"
-    elif links and links[0].rate:
-        lines["link"] = f"{links[0].rate / 1e9:.0f} GB/s on paper, not measured"
+    links = [gpu.link for gpu in machine.gpus[:1] if gpu.link]
+    if measured := machine.backend.get("link"):
+        links = [f"{measured / 1e9:.1f} GB/s measured, pinned host memory to device", *links]
     if links:
-        lines["link"] = ", ".join([*([lines["link"]] if "link" in lines else []), links[0].link])
+        lines["link"] = ", ".join(links)
     lines["native CPU ops"] = machine.native
     lines["weights' pages"] = machine.pages
     runs = what_runs(machine)
@@ -397,13 +390,9 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
         gpus.append(Gpu(name, driver, capability, memory, left, **_link(link)))
     if gpus:
         return tuple(gpus), None
-    try:
-        answer = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
+    if shutil.which("nvidia-smi") is None:
         return (), None
-    except (OSError, subprocess.SubprocessError) as error:
-        return (), str(error)
-    return (), _first_line([answer.stdout + answer.stderr])
+    return (), _first_line([_answer(["nvidia-smi"])[1]])
 
 
 def _link(fields: list[str]) -> dict[str, Any]:
@@ -411,9 +400,8 @@ def _link(fields: list[str]) -> dict[str, Any]:
     if len(fields) != len(_SMI_LINK) or not all(text.isdecimal() for text in fields):
         return {}
     generation, lanes, most = map(int, fields)
-    rate = _PCIE_GB[generation] * lanes * 1e9 if generation in _PCIE_GB else None
     text = f"PCIe {generation}, {lanes} of {most} lanes"
-    return {"link": text, "rate": rate, "lanes_missing": lanes < most}
+    return {"link": text, "lanes_missing": lanes < most}
 
 
 def _backend(timeout: float = 180.0) -> dict[str, Any]:
@@ -455,21 +443,19 @@ def _assembler(versions: Mapping[str, str], capability: str) -> Assembler | None
         program = Path(folder, "tiny.ptx")
         program.write_text(_TINY.format(version=_PTX[cuda]))
         target = f"-arch=sm_{capability.replace('.', '')}"
-        try:
-            version = subprocess.run(
-                [path, "--version"], capture_output=True, text=True, timeout=60
-            )
-            run = subprocess.run(
-                [path, target, str(program), "-o", str(Path(folder, "tiny.cubin"))],
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return Assembler(path, "unknown", str(error))
-    release = re.search(r"\bV(\d[\d.]*)", version.stdout)
-    said = _first_line([run.stderr, run.stdout]).replace(f"{program}, ", "")
-    return Assembler(path, release[1] if release else "unknown", said if run.returncode else "")
+        release = re.search(r"\bV(\d[\d.]*)", _answer([path, "--version"])[1])
+        failed, said = _answer([path, target, str(program), "-o", str(Path(folder, "tiny.cubin"))])
+    said = _first_line([said]).replace(f"{program}, ", "")
+    return Assembler(path, release[1] if release else "unknown", said if failed else "")
+
+
+def _answer(command: list[str]) -> tuple[int, str]:
+    """(exit status, what the program said)."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return 1, str(error)
+    return run.returncode, run.stderr + run.stdout
 
 
 def _ptxas() -> str | None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from moejax.errors import UserError, shown
@@ -16,9 +16,6 @@ LOCAL = "local"
 
 OBJECT_STORE = 200 << 20
 """Bytes of a local Ray's object store: only requests and results pass through it."""
-
-TRIES = 3
-"""How often a local Ray is started that does not answer in time."""
 
 REACHED_S = 5.0
 """How long a cluster's head may take to accept a connection."""
@@ -60,10 +57,16 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    said = dict(logging_level="ERROR", log_to_driver=False)
+    said: Any = dict(logging_level="ERROR", log_to_driver=False)
     try:
         if address == LOCAL:
-            _start_here(ray, cpus, said)
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE,
+                **said,
+            )
         else:
             _require_answer(address)
             ray.init(address, **said)
@@ -79,24 +82,6 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _start_here(ray: Any, cpus: int | None, said: Mapping[str, Any]) -> None:
-    """Ray gives its own processes 30 seconds, which a machine with other work may not keep."""
-    for left in reversed(range(TRIES)):
-        try:
-            ray.init(
-                "local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE,
-                **said,
-            )
-            return
-        except Exception as error:
-            ray.shutdown()
-            if not left or "timed out" not in str(error):
-                raise
 
 
 def nodes() -> list[Node]:

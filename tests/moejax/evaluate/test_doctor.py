@@ -228,7 +228,6 @@ def test_lines_of_a_smaller_card():
     assert lines["environment"] == "XLA_CLIENT_MEM_FRACTION=0.5"
     assert doctor._link(["4", "8", "16"]) == {
         "link": "PCIe 4, 8 of 16 lanes",
-        "rate": pytest.approx(15.752e9),
         "lanes_missing": True,
     }
     assert doctor._link(["[N/A]", "16", "16"]) == doctor._link([]) == {}
@@ -331,7 +330,7 @@ def test_the_command_on_a_machine_with_a_gpu_that_jax_cannot_use(tmp_path, monke
     out = capsys.readouterr().out
     assert "NVIDIA H200, compute capability 9.0" in out
     assert "wrong: JAX_PLATFORMS=cpu keeps jax from the GPU\nmend:  unset JAX_PLATFORMS" in out
-    assert "63 GB/s on paper, not measured, PCIe 5, 16 of 16 lanes" in out
+    assert re.search(r"link +PCIe 5, 16 of 16 lanes", out)
     smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     assert cli.main(["doctor"]) == 0
     assert re.search("driver +NVIDIA-SMI has failed", capsys.readouterr().out)
