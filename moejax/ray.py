@@ -9,9 +9,10 @@
                                   workers=8, expert_budget="25%")
     results.write_parquet("s3://bucket/results")
 
-Reading, writing, backpressure and autoscaling are Ray Data's. What a whole job has beyond that, to
-go on after a kill and to have errors of its own for what ends workers, is `moejax generate --ray`
-(docs/scale_out.md). Ray itself is imported when a function is called: pip install 'moejax[ray]'.
+Reading, writing, backpressure and autoscaling are Ray Data's: directories, Parquet, object stores.
+What a whole job has beyond that, to go on after a kill and to have errors of its own for what ends
+workers, is `moejax generate --ray` (docs/scale_out.md). Ray itself is imported when a function is
+called: pip install 'moejax[ray]'.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
-from moejax.serve.batch.result_lines import failure, success
+from moejax.serve.batch.result_lines import failure, read_result, success
 from moejax.serve.cluster.fleet import Generator, Scale, worker_options
-from moejax.serve.cluster.part_files import columns, result_schema
 from moejax.serve.cluster.ray_cluster import connected, require_ray
 from moejax.serve.llm import LLM
 from moejax.start.provenance import decided_by
@@ -132,8 +132,8 @@ class Rows:
                 results[place] = failure(lines[place], str(output))
             else:
                 results[place] = success(lines[place], output, self._job.model)
-        found = [columns(results[place]) for place in range(len(lines))]
-        for field in result_schema():
+        found = [_columns(results[place]) for place in range(len(lines))]
+        for field in _result_schema():
             if field.name == "id" and "id" in table.column_names:
                 continue  # as it was given, also where it is a number
             if field.name in table.column_names:
@@ -153,3 +153,44 @@ def _lines(rows: list[dict[str, Any]], job: Job) -> Iterator[Line]:
             fields["id"] = f"row-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
         raw = json.dumps(fields, ensure_ascii=False, default=str).encode()
         yield from read_lines([raw], sampling=job.sampling, seed=job.seed, made_with=job.made_with)
+
+
+def _columns(raw: bytes) -> dict[str, Any]:
+    """A result as columns: what most want of the first sequence by name, and all of it, as the line
+    that a file of JSON lines has, as `result`."""
+    id, _, failed = read_result(raw)
+    record = json.loads(raw)
+    body = record if "custom_id" not in record else record["response"]["body"]
+    first = (body.get("outputs") or body.get("choices") or [body])[0]
+    message = first.get("message")
+    error = record["error"]
+    usage = body.get("usage") or {}
+    return {
+        "id": str(id),
+        "text": message["content"] if message else first.get("text"),
+        "token_ids": first.get("token_ids"),
+        "finish_reason": first.get("finish_reason"),
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "error": error["message"] if failed else None,
+        "result": raw.decode().rstrip("\n"),
+    }
+
+
+def _result_schema() -> Any:
+    """The Arrow schema of `_columns`."""
+    import pyarrow
+
+    text, number = pyarrow.string(), pyarrow.int32()
+    return pyarrow.schema(
+        {
+            "id": text,
+            "text": text,
+            "token_ids": pyarrow.list_(number),
+            "finish_reason": text,
+            "prompt_tokens": number,
+            "completion_tokens": number,
+            "error": text,
+            "result": text,
+        }
+    )

@@ -7,8 +7,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
@@ -60,7 +59,7 @@ _SAMPLING = of_fields(
 _FILES = {
     "output": Description(
         "JSON lines, appended as they finish; results that are there are kept and not made "
-        "again; - writes to stdout; with --ray a directory",
+        "again; - writes to stdout",
         metavar="FILE",
     ),
     "on_error": Description(
@@ -69,12 +68,6 @@ _FILES = {
     ),
     "overwrite": Description(
         "remove the results in --output, start anew", type=bool, default=False
-    ),
-}
-_CLUSTER = {
-    **CLUSTER,
-    "output_format": Description(
-        "of the files in --output (default: jsonl)", choices=("jsonl", "parquet")
     ),
 }
 _EPILOG = """\
@@ -90,9 +83,9 @@ examples:
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
       a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
       of any kind. OpenAI batch lines work too; docs/batch.md has all fields
-  moejax generate --input prompts/ --output results/ --ray local --workers 2
-      the same on two workers, files of JSON lines or Parquet in, parts in a directory out; with
-      HOST:PORT of a Ray cluster's head on all its GPUs (docs/scale_out.md)
+  moejax generate --input prompts.jsonl --output out.jsonl --ray local --workers 2
+      the same job on two workers; with HOST:PORT of a Ray cluster's head on all its GPUs
+      (docs/scale_out.md)
   moejax generate "The old house" --expert-budget 25% --timeline run.json
       what every op did when, for https://ui.perfetto.dev
 
@@ -135,13 +128,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     files = generate.add_argument_group("files")
     files.add_argument(
         "--input",
-        nargs="+",
         metavar="FILE",
-        help="JSON lines with a prompt each, instead of PROMPT; - reads stdin; with --ray any "
-        "number of files of JSON lines and Parquet, directories of them, and URIs",
+        help="JSON lines with a prompt each, instead of PROMPT; - reads stdin",
     )
     add_described(files, _FILES)
-    add_described(generate.add_argument_group("several machines"), _CLUSTER)
+    add_described(generate.add_argument_group("several machines"), CLUSTER)
     add_described(generate.add_argument_group("sampling"), _SAMPLING)
     add_model_options(generate)
     output = generate.add_argument_group("output")
@@ -174,12 +165,10 @@ def _run(args: argparse.Namespace) -> int:
         args.parser.error("--output, --on-error and --overwrite need --input")
     if args.timeline is not None and args.input is not None:
         args.parser.error("--timeline is of a PROMPT, not of --input")
-    if args.ray is None and any(asked(args, _CLUSTER).values()):
-        args.parser.error("--workers, --cores-per-worker and --output-format need --ray")
+    if args.ray is None and any(asked(args, CLUSTER).values()):
+        args.parser.error("--workers and --cores-per-worker need --ray")
     if args.ray is not None and args.input is None:
-        args.parser.error("--ray needs --input FILE...")
-    if args.ray is None and args.input is not None and len(args.input) > 1:
-        args.parser.error("several files need --ray, which also runs on this machine: --ray local")
+        args.parser.error("--ray needs --input FILE")
     params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
     if args.input is None:
         return _generate_text(args, params, options)
@@ -238,7 +227,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         )
     refuse_cache_aware(args.cache_aware_routing, "a job could not be resumed to the same results")
     job = Job(
-        input=args.input[0],
+        input=args.input,
         output=args.output,
         model=args.model,
         dtype=args.dtype or "auto",
@@ -248,14 +237,36 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         on_error=args.on_error or "fail",
         overwrite=args.overwrite,
     )
-    if args.ray is not None:
-        from moejax.serve.cluster.part_files import open_cluster_job
+    if args.ray is not None and args.trace is not None:
+        raise UserError("--trace is of one model, not of many; leave out --trace or --ray")
+    run = _on_one if args.ray is None else _on_cluster
+    with open_job(job) as work:
+        before, summary = work.done, ""
+        try:
+            # A model takes long to load; a job that is done already, or empty, needs none.
+            if work.complete:
+                work.results.begin(overwrite=work.job.overwrite)
+            else:
+                summary = run(args, options, work)
+        except KeyboardInterrupt:
+            if args.output == "-":
+                raise
+            of = "" if work.total is None else f" of {work.total}"
+            say(
+                f"interrupted; {work.done}{of} results are in {args.output}, and the same command "
+                f"goes on from there"
+            )
+            return EXIT_INTERRUPTED
+    if not work.done:
+        from moejax.serve.batch.lines import EXAMPLE
 
-        if args.trace is not None:
-            raise UserError("--trace is of one model, not of many; leave out --trace or --ray")
-        opening = open_cluster_job(job, args.input, args.output_format or "jsonl")
-        return _run_job(args, opening, lambda work: _on_cluster(args, options, work))
-    return _run_job(args, open_job(job), lambda work: _on_one(args, options, work))
+        say(f"{args.input} has no lines, so there is nothing to do; one is like {EXAMPLE}")
+    elif work.errors or not args.quiet:
+        kept = f", {before} of them from before" if before else ""
+        say(f"{work.done} results{kept}, {work.errors} errors")
+    if summary and (args.json or not args.quiet):
+        print(summary if args.json else f"\n{summary}", file=sys.stderr)
+    return EXIT_BAD_LINES if work.errors else 0
 
 
 def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
@@ -281,40 +292,6 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()
     return json.dumps(stats) if args.json else format_fleet(stats)
-
-
-def _run_job(
-    args: argparse.Namespace,
-    opening: AbstractContextManager[OpenJob],
-    run: Callable[[OpenJob], str],
-) -> int:
-    with opening as work:
-        before, summary = work.done, ""
-        try:
-            # A model takes long to load; a job that is done already, or empty, needs none.
-            if work.complete:
-                work.results.begin(overwrite=work.job.overwrite)
-            else:
-                summary = run(work)
-        except KeyboardInterrupt:
-            if args.output == "-":
-                raise
-            of = "" if work.total is None else f" of {work.total}"
-            say(
-                f"interrupted; {work.done}{of} results are in {args.output}, and the same command "
-                f"goes on from there"
-            )
-            return EXIT_INTERRUPTED
-    if not work.done:
-        from moejax.serve.batch.lines import EXAMPLE
-
-        say(f"{args.input[0]} has no lines, so there is nothing to do; one is like {EXAMPLE}")
-    elif work.errors or not args.quiet:
-        kept = f", {before} of them from before" if before else ""
-        say(f"{work.done} results{kept}, {work.errors} errors")
-    if summary and (args.json or not args.quiet):
-        print(summary if args.json else f"\n{summary}", file=sys.stderr)
-    return EXIT_BAD_LINES if work.errors else 0
 
 
 def _not_default(params: SamplingParams) -> dict[str, Any]:

@@ -44,13 +44,6 @@ def cluster_command(source: Path, output: Path, address: str, workers: int) -> l
     return command(source, output, *options)
 
 
-def parts_results(output: Path) -> list[str]:
-    """As file_jobs.results, of all parts of a directory."""
-    whole = output.parent / f"{output.name}.all"
-    whole.write_bytes(b"".join(p.read_bytes() for p in sorted(output.glob("part-*.jsonl"))))
-    return results(whole)
-
-
 def check_equal(directory: Path, prompts: int, seed: int) -> bool:
     source, one = directory / "input.jsonl", directory / "one.jsonl"
     write_input(source, prompts, seed)
@@ -60,7 +53,7 @@ def check_equal(directory: Path, prompts: int, seed: int) -> bool:
         output, began = directory / f"workers{workers}", time.perf_counter()
         run(cluster_command(source, output, "local", workers))
         seconds = time.perf_counter() - began
-        found = parts_results(output)
+        found = results(output)
         same = found == expected
         good &= same
         print(
@@ -176,7 +169,7 @@ def check_kills(directory: Path, prompts: int, kills: int, seed: int, address: s
             arguments = cluster_command(source, output, where, 2)
             jobs, began = jobs + 1, time.perf_counter()
             runs += (times := _until_done(arguments, disturbance, 3 * kills + 3))
-            found = parts_results(output)
+            found = results(output)
             good = found == expected
             met = {kind: count - before[kind] for kind, count in disturbance.made.items()}
             print(

@@ -16,9 +16,8 @@ from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch.inputs import JobInput, open_input
 from moejax.serve.batch.lines import Line, read_lines
-from moejax.serve.batch.result_file import open_results
+from moejax.serve.batch.result_file import ResultFile, open_results
 from moejax.serve.batch.result_lines import failure, success
-from moejax.serve.batch.results import Results
 
 MOST_MESSAGE = 500
 """Characters of what is said about a bad line, which may quote it."""
@@ -79,7 +78,7 @@ class OpenJob:
 
     job: Job
     input: JobInput
-    results: Results
+    results: ResultFile
     total: int | None = None
     """Input lines that are not blank; None where the input can be read only once."""
     errors: int = 0
@@ -192,7 +191,7 @@ class OpenJob:
 
     def _bad(self, line: Line, message: str, warn: Callable[[str], None]) -> None:
         message = message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}…"
-        message_with_place = f"{self.input.place(line.number)}: {message}"
+        message_with_place = f"{self.job.input}, line {line.number}: {message}"
         if self.job.on_error == "fail":
             if self._running:
                 # Said at once, since what runs may take minutes.
@@ -218,7 +217,7 @@ def open_job(job: Job) -> Iterator[OpenJob]:
             yield survey(job, source, results)
 
 
-def survey(job: Job, source: JobInput, results: Results) -> OpenJob:
+def survey(job: Job, source: JobInput, results: ResultFile) -> OpenJob:
     """The job of an open input and output, once the input was read through for its size, its
     sessions and what the results are of. Raises UserError for results that are not of this input
     with these options."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, Any
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
 from moejax.output_lock import lock_output
-from moejax.serve.batch.results import Results, not_a_result
+from moejax.serve.batch.result_lines import read_result
 
 SYNC_S = 10.0
 """Seconds of results that a power cut may take; a killed process loses nothing."""
@@ -22,12 +23,20 @@ SYNC_S = 10.0
 _LINE_BEGIN = b'{"id": '
 
 
-class ResultFile(Results):
+class ResultFile:
     """A file of lines, or output that is none (a pipe, a device, `-`). Made by `open_results`.
     file: unbuffered."""
 
     def __init__(self, name: str, file: IO[bytes], regular: bool):
-        super().__init__(name, regular)
+        self.name, self.regular = name, regular
+        self.keys: set[bytes] = set()
+        """Of `read_result`, of what was there when it was opened."""
+        self.errors = 0
+        """Errors among those."""
+        self.count = 0
+        """Whole results in it now."""
+        self.size = 0
+        """Bytes of whole results; what comes after is torn."""
         self._file = file
         self._checked = False
         """Whether the file is this job's to write, so that it has to keep its name and size."""
@@ -36,7 +45,7 @@ class ResultFile(Results):
     def begin(self, *, overwrite: bool) -> None:
         """Cuts off a torn last line, or everything."""
         if overwrite:
-            self.forget()
+            self.keys, self.errors, self.count, self.size = set(), 0, 0, 0
         if self.regular:
             self._file.truncate(self.size)
             self._file.seek(self.size)
@@ -119,6 +128,7 @@ class ResultFile(Results):
         return UserError(f"cannot write to {self.name}: {error.strerror}{kept}")
 
     def stored(self) -> Iterator[tuple[str, bytes]]:
+        """(place, line) of each whole result that is in a regular file."""
         # Reading from the unbuffered file itself would be one call for every byte.
         with open(self._file.fileno(), "rb", closefd=False) as reader:
             try:
@@ -133,6 +143,46 @@ class ResultFile(Results):
                         raise not_a_result(place)
             except OSError as error:
                 raise UserError(f"cannot read {self.name}: {error.strerror}") from error
+
+    def scan(self) -> None:
+        """Reads what is there. Raises UserError for what is no result, or is there twice."""
+        for place, raw in self.stored():
+            try:
+                _, key, error = read_result(raw)
+            except (ValueError, RecursionError):
+                raise not_a_result(place) from None
+            if key in self.keys:
+                raise UserError(
+                    f"{place}: this result is there twice; take one out, or start anew with "
+                    "--overwrite"
+                )
+            self.keys.add(key)
+            self.errors += error
+            self.count += 1
+            self.size += len(raw)
+
+    def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
+        """(place, id) of the first result that is not among the keys."""
+        for place, raw in self.stored():
+            id, key, _ = read_result(raw)
+            if key not in keys:
+                return place, id
+        raise LookupError(f"every result of {self.name} is among the keys")
+
+    def options(self) -> dict[str, Any] | None:
+        """Those of the run that wrote the results, as the first one of it says."""
+        for _, raw in self.stored():
+            metrics = json.loads(raw).get("metrics")
+            job = metrics.get("job") if isinstance(metrics, dict) else None
+            if isinstance(job, dict):
+                return job
+        return None
+
+
+def not_a_result(place: str) -> UserError:
+    return UserError(
+        f"{place}, is no result of moejax; choose another --output, or start anew with --overwrite"
+    )
 
 
 READER_S = 5.0

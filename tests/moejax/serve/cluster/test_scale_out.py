@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from moejax import LLM
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, open_job
 from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
-from moejax.serve.cluster.part_files import open_cluster_job
 from moejax.serve.cluster.ray_cluster import LOCAL, connected
 from scripts.parts import file_jobs
 
@@ -44,13 +42,6 @@ class Killing(Fleet):
             yield pair
 
 
-def results(directory: Path) -> list[str]:
-    """As file_jobs.results, of all parts."""
-    whole = directory.parent / f"{directory.name}.all"
-    whole.write_bytes(b"".join(p.read_bytes() for p in sorted(directory.glob("*.jsonl"))))
-    return file_jobs.results(whole)
-
-
 def test_two_workers_give_the_results_of_one_process(ray, tmp_path, demo_dir):
     """Also where one of them is killed. Lines of both forms, turns of sessions, bad ones."""
     source = tmp_path / "in.jsonl"
@@ -60,14 +51,14 @@ def test_two_workers_give_the_results_of_one_process(ray, tmp_path, demo_dir):
         work.run(llm)
     job, said = dataclasses.replace(job, output=str(tmp_path / "many")), []
     with (
-        open_cluster_job(job, [job.input]) as work,
+        open_job(job) as work,
         Killing(str(demo_dir), LIMITS, Scale(ray, 2, 1), work.turns, said.append) as fleet,
     ):
         work.run(fleet)
         stats = fleet.stats()
     assert stats["ended_workers"] == 1 and "run again" in said[0]
-    assert results(tmp_path / "many") == file_jobs.results(tmp_path / "one")
-    assert len(results(tmp_path / "many")) == 120
+    assert file_jobs.results(tmp_path / "many") == file_jobs.results(tmp_path / "one")
+    assert len(file_jobs.results(tmp_path / "many")) == 120
     assert stats["generated_tokens"] > 0 and "1 ended before" in format_fleet(stats)
     kinds = {(row["store"], row["store_bytes"]) for row in stats["workers"]}
     assert kinds == {("shared", 6 << 20)}

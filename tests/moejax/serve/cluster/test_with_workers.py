@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch, capsys):
     return go
 
 
-def test_a_job(run, tmp_path):
+def test_a_job(run, tmp_path, monkeypatch):
     """Lines of both forms, turns of a session, a bad line."""
     lines = [
         *({"id": f"a{i}", "prompt": "The old house", "seed": i} for i in range(6)),
@@ -41,12 +41,23 @@ def test_a_job(run, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = ["generate", "--input", "in.jsonl", "--max-tokens", "8", "--on-error", "skip", *LIMITS]
     assert run(*job, "--output", "one.jsonl")[0] == run(*job, "--output", "many", workers=True)[0]
-    parts = "".join(part.read_text() for part in (tmp_path / "many").glob("*.jsonl"))
     found, wanted = (
         sorted(json.dumps(json.loads(line) | {"metrics": None}) for line in text.splitlines())
-        for text in (parts, (tmp_path / "one.jsonl").read_text())
+        for text in ((tmp_path / name).read_text() for name in ("many", "one.jsonl"))
     )
     assert found == wanted and len(found) == len(lines)
+    # Where workers were, one process goes on, and the other way round; nothing is left to do.
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(*job, "--output", "many")[0] == 3
+    assert run(*job, "--output", "one.jsonl", workers=True)[0] == 3
+
+
+def test_without_ray(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o")]
+    assert cli.main(["generate", *files, "--ray", "local"]) == 2
+    assert "pip install 'moejax[ray]'" in capsys.readouterr().err
 
 
 def test_perplexity(run, tmp_path):
