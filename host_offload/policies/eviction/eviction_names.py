@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from host_offload.control.interface import Policy
-from pallas_kernels.option_text import unknown
+from host_offload.policies.registry import Registry
 
-POLICIES: dict[str, Callable[[], Any]] = {
-    name: pkgutil.resolve_name(f"{__package__}.{place}")
-    for name, place in {
+POLICIES = Registry(
+    "eviction policy",
+    __package__,
+    {
         "lru": "weights:LRU",
         "lfu": "weights:LFU",
         "lfru": "weights:LFRU",
@@ -21,11 +20,10 @@ POLICIES: dict[str, Callable[[], Any]] = {
         "fifo": "fifo:FIFO",
         "static": "static:Static",
         "hot-table": "hot_table:HotTable",
-    }.items()
-}
+    },
+)
 """Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +
-w1·log2(1 + frequency) + w2·prior: what LLM(eviction=…) and --eviction take. A new one is a file of
-its own and a line here."""
+w1·log2(1 + frequency) + w2·prior: what LLM(eviction=…) and --eviction take."""
 
 EVICTION: dict[str, tuple[int, int, int]] = {
     name: policy.victim_weights
@@ -33,13 +31,6 @@ EVICTION: dict[str, tuple[int, int, int]] = {
     if not policy.moments
 }
 """Name → weights of pallas_kernels.plan.victim_key, of the policies that are nothing else."""
-
-
-def eviction_policy(eviction: str) -> Policy:
-    """The policy of that name. Raises ValueError naming the known ones."""
-    if eviction not in POLICIES:
-        raise ValueError(unknown("eviction policy", eviction, POLICIES))
-    return POLICIES[eviction]()
 
 
 def with_eviction(
@@ -55,4 +46,4 @@ def with_eviction(
             if isinstance(writes, frozenset) and "victim_weights" in writes:
                 return type(policy).__name__, tuple(policies)
         eviction = "lru"
-    return eviction, (eviction_policy(eviction), *policies)
+    return eviction, (POLICIES.parse(eviction), *policies)

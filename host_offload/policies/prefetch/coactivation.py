@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
+from host_offload.policies.prefetch.fitted import Fitted, fitted
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, stages_of
 from host_offload.sizing.coactivation_counts import (
     REACH,
@@ -99,8 +99,3 @@ def fit(trace: Trace, *, reach: int = REACH, decay: float = 0.5) -> CoActivation
     found = fitted(NAME, header, {"pairs": pairs}, {"reach": reach})
     return CoActivation(fitted=found, decay=decay, reach=reach)
 
-
-def read(path: str) -> CoActivation:
-    """The policy with the counts that a fit wrote to the file."""
-    state = read_fitted(path, NAME)
-    return CoActivation(fitted=state, reach=state.setting("reach"))

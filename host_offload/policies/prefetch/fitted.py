@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from host_offload.control.interface import Policy, Spec
-from host_offload.traces.reader import Trace, TraceError
 from host_offload.traces.schema import TraceHeader
 
 FORMAT = "moejax.policy"
@@ -48,8 +47,12 @@ class Fitted:
             array.flags.writeable = False
         return arrays
 
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        return json.loads(self.settings)
+
     def setting(self, name: str) -> Any:
-        return json.loads(self.settings)[name]
+        return self.all_settings[name]
 
     @property
     def nbytes(self) -> int:
@@ -121,21 +124,6 @@ def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
         return Fitted(policy, found["config_digest"], model, found["settings"], save(arrays))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: its header is damaged ({error!r}); fit it again") from error
-
-
-def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:
-    """Raises TraceError for a trace without gate inputs or tokens, and ValueError for a stride
-    that leaves no layer, before a policy of that name learns from it."""
-    header = trace.header
-    if not 1 <= stride < header.layers:
-        raise ValueError(f"stride must lie in 1…{header.layers - 1}, not {stride}")
-    if not header.gate_input:
-        raise TraceError(
-            f"{trace.directory} has no gate inputs, which {policy} learns from; record a trace "
-            "with --trace DIR,arrays=gate_input"
-        )
-    if not trace.tokens:
-        raise TraceError(f"{trace.directory} has no tokens to learn from")
 
 
 def learned_bytes(policies: Sequence[Policy], spec: Spec) -> int:

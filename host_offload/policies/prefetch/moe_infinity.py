@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
-from host_offload.policies.prefetch.fitted import Fitted, fitted, read_fitted
+from host_offload.policies.prefetch.fitted import Fitted, fitted
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import TraceError
 
 NAME = "moe-infinity"
 
@@ -137,40 +136,22 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
 
     Raises TraceError for a trace that does not know its requests.
     """
-    header = trace.header
-    if "token.request" in header.absent:
-        raise TraceError(
-            f"{trace.directory} does not say which request a token belongs to, which {NAME} learns "
-            "from; record one with --trace DIR"
-        )
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, not {capacity}")
-    matrices = matrices_of(trace)
-    arrays = {"matrices": matrices[diverse(matrices, -(-capacity // 2))]}
-    return MoEInfinity(
-        fitted=fitted(NAME, header, arrays, {"capacity": capacity}), capacity=capacity
-    )
+    header = trace.header
+    requests, ids = trace.array("token.request"), trace.array("token.ids")
+    known, first = np.unique(requests, return_index=True)
+    matrices = [
+        shares(routed_counts(ids[requests == request], header.experts))
+        for request in known[np.argsort(first)]
+    ]
+    every = np.array(matrices, np.float32).reshape(-1, header.layers, header.experts)
+    arrays = {"matrices": every[choose_diverse(every, -(-capacity // 2))]}
+    found = fitted(NAME, header, arrays, {"capacity": capacity})
+    return MoEInfinity(fitted=found, capacity=capacity)
 
 
-def read(path: str) -> MoEInfinity:
-    """The policy with the matrices that a fit wrote to the file."""
-    state = read_fitted(path, NAME)
-    return MoEInfinity(fitted=state, capacity=state.setting("capacity"))
-
-
-def matrices_of(trace: Trace) -> np.ndarray:
-    """float32[n, L, E]: the shares of each request of a trace, in the order of their first step."""
-    shape = trace.header.layers, trace.header.experts
-    running: dict[int, np.ndarray] = {}
-    for step in trace.step_traces():
-        for request in np.unique(step.request).tolist():
-            tokens = routed_counts(step.ids[step.request == request], shape[1])
-            running[request] = running.get(request, 0) + tokens
-    matrices = np.array([shares(matrix) for matrix in running.values()], np.float32)
-    return matrices.reshape(-1, *shape)
-
-
-def diverse(matrices: np.ndarray, count: int) -> list[int]:
+def choose_diverse(matrices: np.ndarray, count: int) -> list[int]:
     """Which of float32[n, L, E] to keep of at most `count`: the first, then always the one least
     like any chosen."""
     if not len(matrices):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,13 @@ def summed(rows: np.ndarray) -> np.ndarray:
     """Sum over the first axis, with the same bits in whatever order the rows are: a replay has
     them in another one than the engine."""
     return np.sort(rows, axis=0).sum(axis=0)
+
+
+def mark_experts(ids: np.ndarray, experts: int, values: Any = 1) -> np.ndarray:
+    """float32[N, E]: a row's values (a number, or [N, k]) where ids int[N, k] say, 0 elsewhere."""
+    found = np.zeros((len(ids), experts), np.float32)
+    np.put_along_axis(found, ids.astype(np.int64), np.asarray(values, np.float32), axis=1)
+    return found
 
 
 def chosen_by_rows(scores: np.ndarray, k: int) -> list[int]:

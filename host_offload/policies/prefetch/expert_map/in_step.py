@@ -1,32 +1,37 @@
 """Expert maps searched inside the compiled step: the store is the host form's, the searches and
-what they fetch are the step's own (moejax/step/map_search.py)."""
+what they fetch are the step's own (moejax/step/map_search.py); what these decide in numpy, for a
+simulation."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import (
-    Decision,
-    MapRows,
-    MapSearch,
-    Moment,
-    Observation,
-    Spec,
-)
-from host_offload.policies.prefetch.expert_map.expert_map_policy import NAME, check_distance
-from host_offload.policies.prefetch.expert_map.expert_map_policy import fit as fit_maps
+from host_offload.control.interface import Decision, MapSearch, Moment, Observation, Spec
+from host_offload.control.staging import making_room
+from host_offload.memory.tables import Entry, Residency
+from host_offload.policies.prefetch.expert_map import expert_map_policy
+from host_offload.policies.prefetch.expert_map.expert_map_policy import store_bytes, store_of
 from host_offload.policies.prefetch.expert_map.map_store import (
+    BITS,
+    NONE,
+    FoundMaps,
     MapStore,
-    empty_store,
-    placed,
-    stored,
+    selected,
+    with_rows,
 )
-from host_offload.policies.prefetch.expert_map.step_search import rounded
-from host_offload.policies.prefetch.fitted import Fitted, read_fitted
+from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.traces.reader import Trace
+from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
+
+NAME = expert_map_policy.NAME
+
+ENTRIES = 24
+"""Most transfers of a layer and step, where it has as many experts: as many as the host form hands
+out between two layers."""
 
 
 class Kept(NamedTuple):
@@ -79,66 +84,73 @@ class ExpertMapInStep:
     def init(self, spec: Spec) -> Kept:
         """The store that is given. Raises ValueError for settings that mean nothing and for maps of
         another model."""
-        if self.capacity < 1:
-            raise ValueError(f"capacity must be at least 1, not {self.capacity}")
-        check_distance(self.distance, spec.layers)
-        store = empty_store(spec.layers, spec.experts, spec.hidden)
-        if self.fitted is not None:
-            self.fitted.check(spec)
-            arrays = self.fitted.arrays
-            if arrays.keys() != {"embeddings", "maps"}:
-                raise ValueError(
-                    f"steps search maps, and what was fitted has {', '.join(arrays)}; fit "
-                    "expert_map with tracker='map_tsd'"
-                )
-            store = stored(arrays["embeddings"], arrays["maps"])
-        if store.size > self.capacity:
-            raise ValueError(
-                f"{store.size} maps are given and capacity is {self.capacity}; fit with a smaller "
-                "one"
-            )
+        store = store_of(self.fitted, self.capacity, self.distance, spec)
         return Kept(store, np.arange(self.capacity) < store.size)
 
     def memory(self, spec: Spec) -> int:
         """Bytes of the store: on the device, and on the host, where it is kept to learn."""
         on_device = self.search.nbytes(spec.layers, spec.experts, spec.hidden)
-        row = spec.hidden + spec.layers * (spec.experts + 1)
         given = 0 if self.fitted is None else self.fitted.nbytes
-        return on_device + (max(given, self.capacity * row * 4) if self.learns else given)
+        return on_device + (max(given, store_bytes(self.capacity, spec)) if self.learns else given)
 
     def stats(self, state: Kept) -> dict[str, int]:
         """maps: in the store. learned_bytes: the host's part, as it is now."""
         return {"maps": state.store.size, "learned_bytes": sum(a.nbytes for a in state.store)}
 
     def decide(self, state: Kept, observation: Observation) -> tuple[Kept, Decision]:
+        seen: Any = observation
         if observation.moment == Moment.STEP_END:
-            return self._learned(state, observation), Decision()
+            sizes = {"capacity": self.capacity, "distance": self.distance}
+            store, place = with_rows(state.store, seen.embedding, seen.probs, **sizes)
+            unwritten = state.unwritten.copy()
+            unwritten[place] = True
+            return Kept(store, unwritten), Decision()
         place = np.flatnonzero(state.unwritten)
         if not len(place):
             return state, Decision()
-        store = state.store
-        maps = store.maps[:, place].swapaxes(0, 1)
-        rows = MapRows(place, *rounded(store.embeddings[place], maps))
-        return state._replace(unwritten=np.zeros_like(state.unwritten)), Decision(map_rows=rows)
-
-    def _learned(self, state: Kept, seen: Any) -> Kept:
-        settings = {"capacity": self.capacity, "distance": self.distance}
-        store, place = placed(state.store, seen.embedding, seen.probs, **settings)
-        unwritten = state.unwritten.copy()
-        unwritten[place] = True
-        return Kept(store, unwritten)
+        written = state._replace(unwritten=np.zeros_like(state.unwritten))
+        return written, Decision(map_rows=state.store.rows_at(place))
 
 
 def fit(
     trace: Trace, *, capacity: int = 1000, distance: int = 3, share: float = 1.0
 ) -> ExpertMapInStep:
-    """As expert_map.policy.fit, for steps that search."""
-    found = fit_maps(trace, capacity=capacity, distance=distance, share=share)
+    """As the fit of expert_map, for steps that search."""
+    found = expert_map_policy.fit(trace, capacity=capacity, distance=distance, share=share)
     return ExpertMapInStep(found.fitted, capacity, distance, learns=False)
 
 
-def read(path: str) -> ExpertMapInStep:
-    """The policy with what a fit of expert_map wrote to the file."""
-    state = read_fitted(path, NAME)
-    capacity, distance = state.setting("capacity"), state.setting("distance")
-    return ExpertMapInStep(state, capacity, distance, learns=False)
+def prior_of(likely: Any, xp: Any) -> Any:
+    """int32[E]: the prior of experts of these probabilities, rounded ones float32[E], as of
+    victim_key: their logarithm, of 0 the least there is. xp: numpy or jax.numpy."""
+    whole = (likely * np.float32(2.0**BITS)).astype(np.int32)
+    return xp.where(whole > 0, log2_fixed(whole) - BITS * LOG2_UNIT, -MAX_PRIOR)
+
+
+def wanted_of(
+    store: MapStore, found: FoundMaps, layer: int, top_k: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """(prior int32[E], and how much each expert of the layer is wanted, float32[E], 0: it is not);
+    None where nothing is stored."""
+    if not np.all(found.score > NONE):
+        return None
+    likely = store.maps[layer, found.place]
+    chosen = selected(likely, found.score, top_k)
+    return prior_of(likely.max(axis=0), np), np.where(chosen, likely, 0).max(axis=0)
+
+
+def entries_of(tables: Residency, layer: int, wanted: np.ndarray) -> Sequence[Entry]:
+    """A step's transfers to a layer that it has yet to compute, at most ENTRIES: absent experts of
+    float32[E], 0: not wanted, the likeliest first. Free cells make room first, then those whose
+    owner nobody wants, by plan's victim key, then those whose owner is wanted less than who
+    comes."""
+    room = making_room(tables, layer, 0)
+    worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
+    cells = sorted(worth, key=lambda cell: worth[cell] > 0 and worth[cell])
+    absent = np.flatnonzero((wanted > 0) & (tables.address[layer] < 0))
+    likely_first = absent[np.argsort(-wanted[absent], kind="stable")][:ENTRIES]
+    return [
+        Entry(layer, expert, 0, cell)
+        for expert, cell in zip(likely_first.tolist(), cells, strict=False)
+        if wanted[expert] > worth[cell]
+    ]

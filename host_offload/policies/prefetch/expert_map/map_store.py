@@ -1,100 +1,197 @@
 """The store of expert maps, and the searches in it (fMoE, sections 4.2 to 4.4).
 
-Shapes: n maps in the store, N new rows, L MoE layers, E experts a layer, D hidden size. Layers
-count from 0 here and from 1 in the paper. Equal scores go to the lowest place.
+The host policy, a compiled step (moejax/step/map_search.py) and a simulation of it find the same to
+the bit. Sums of float32 depend on their order, so rows are rounded to multiples of 2 ** -BITS:
+every product, and every sum of products of rows of length 1, is then a whole number of
+2 ** -(2 · BITS) that float32 holds exactly, in whatever order; sums over layers are int32. What is
+left (a root, a product, a quotient of two numbers) IEEE rounds in one way. Functions with `xp` take
+numpy or jax.numpy.
+
+Shapes: C places of the store, N rows, L MoE layers, E experts a layer, D hidden size. Layers count
+from 0 here and from 1 in the paper. Equal scores go to the lowest place.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from host_offload.control.interface import MapRows
+
+BITS = 11
+"""Those that a float16 below 1 has: what is rounded to 2 ** -BITS is stored as it is."""
+
+NONE = -3.0
+"""A score below every cosine: nothing is stored."""
+
+_COARSE = 8
+"""Bits of a row's largest element with which its length is found: squares of 2^15 of them fit into
+int32."""
+
+_FINE = 20
+"""Bits of a probability with which a row's sum is found, likewise."""
 
 _ALONE = 1 << 18
 """Multiplications that OpenBLAS, numpy's, gives to one thread (interface/gemm.c, 65536 ·
 GEMM_MULTITHREAD_THRESHOLD). Above, the caller waits for others of its threads, which have to get a
 core beside those of the step: 20 ms for half a millisecond's work where they do not get one."""
 
-_ROWS = 32
-"""Rows of a piece."""
+
+# ---- rounding, for numpy and jax
+
+
+def unit_rows(rows: Any, xp: Any) -> Any:
+    """Rows float32[N, D] divided by their lengths, in multiples of 2 ** -BITS."""
+    largest = xp.max(xp.abs(rows), axis=1, keepdims=True)
+    coarse = xp.rint(rows * _quotient(2.0**_COARSE, largest, xp)).astype(np.int32)
+    squares = xp.sum(coarse * coarse, axis=1, keepdims=True, dtype=np.int32)
+    length = largest * xp.sqrt(squares.astype(np.float32))
+    return xp.rint(rows * _quotient(2.0 ** (_COARSE + BITS), length, xp)) * _float(2.0**-BITS)
+
+
+def distributions(probabilities: Any, xp: Any) -> Any:
+    """float32[…, E] divided by the sums over the last axis, in multiples of 2 ** -BITS. Scores of
+    sigmoid routers keep their order and ratios; softmax's stay what they are but for rounding."""
+    whole = xp.rint(probabilities * _float(2.0**_FINE)).astype(np.int32)
+    sums = xp.sum(whole, axis=-1, keepdims=True, dtype=np.int32).astype(np.float32)
+    scale = _quotient(2.0 ** (_FINE + BITS), sums, xp)
+    return xp.rint(probabilities * scale) * _float(2.0**-BITS)
+
+
+def whole_products(products: Any) -> Any:
+    """int32 of sums of products of rounded rows, float32, in units of 2 ** -(2 · BITS)."""
+    return (products * _float(2.0 ** (2 * BITS))).astype(np.int32)
+
+
+def squares_of(rows: Any, xp: Any) -> Any:
+    """int32[…]: the square of the length of each rounded row float32[…, E], in the same units."""
+    whole = (rows * _float(2.0**BITS)).astype(np.int32)
+    return xp.sum(whole * whole, axis=-1, dtype=np.int32)
+
+
+def prefix_lengths(maps: Any, xp: Any) -> Any:
+    """float32[L, n]: lengths of rounded maps float32[L, n, E] up to each layer, that one included,
+    in units of 2 ** -BITS."""
+    squares = xp.cumsum(squares_of(maps, xp), axis=0, dtype=np.int32)
+    return xp.sqrt(squares.astype(np.float32))
+
+
+def cosines(products: Any, squares: Any, lengths: Any, xp: Any) -> Any:
+    """float32[N, C]: of products int32[N, C], squares int32[N] of the rows, and lengths
+    float32[C], roots of squares."""
+    both = xp.sqrt(squares.astype(np.float32))[:, None] * lengths
+    return _quotient(products.astype(np.float32), both, xp)
+
+
+# ---- the store, in numpy
+
+
+class FoundMaps(NamedTuple):
+    """The nearest map of each row; equal ones: the lowest place."""
+
+    place: np.ndarray
+    """int[N]"""
+    score: np.ndarray
+    """float32[N]: its cosine; NONE: nothing is stored."""
+
+
+class Trajectory(NamedTuple):
+    """Rows of a step beside every map, over the layers routed so far: enough to add one layer in
+    O(N·C·E)."""
+
+    products: np.ndarray
+    """int32[N, C]: as of whole_products."""
+    squares: np.ndarray
+    """int32[N]: of the rows themselves."""
 
 
 class MapStore(NamedTuple):
-    """Maps of earlier iterations, each with the embedding of the token that was fed in."""
+    """Maps of earlier iterations, each with the embedding of the token that was fed in; rounded."""
 
     embeddings: np.ndarray
-    """float32[n, D], of length 1."""
+    """float32[C, D], of length 1."""
     maps: np.ndarray
-    """float32[L, n, E]: the router's probabilities; layer-major, as a step searches them."""
+    """float32[L, C, E]: the router's probabilities; layer-major, as a step searches them."""
     lengths: np.ndarray
-    """float32[L, n]: of a map up to that layer, the layer included."""
+    """float32[L, C]: see prefix_lengths; 0: the place is empty."""
 
     @property
     def size(self) -> int:
         return len(self.embeddings)
 
+    def with_written(self, rows: MapRows) -> MapStore:
+        """With other rows at some places."""
+        new = MapStore(*(array.copy() for array in self))
+        new.embeddings[rows.place] = rows.embeddings
+        new.maps[:, rows.place] = rows.maps.swapaxes(0, 1)
+        new.lengths[:, rows.place] = prefix_lengths(new.maps[:, rows.place], np)
+        return new
 
-def empty_store(layers: int, experts: int, hidden: int) -> MapStore:
-    return _stored(np.zeros((0, hidden), np.float32), np.zeros((layers, 0, experts), np.float32))
+    def rows_at(self, place: np.ndarray) -> MapRows:
+        """What a device is given of these places, which holds it as it is."""
+        maps = self.maps[:, place].swapaxes(0, 1)
+        return MapRows(place, self.embeddings[place].astype(np.float16), maps.astype(np.float16))
+
+    def nearest_embedding(self, embeddings: np.ndarray) -> FoundMaps:
+        """By the cosine of embeddings float[N, D] (equation 4)."""
+        rows = unit_rows(embeddings.astype(np.float32), np)
+        return self._nearest(dot_products(rows, self.embeddings))
+
+    def trajectory(self, rows: int) -> Trajectory:
+        """Before the first layer of a step."""
+        return Trajectory(np.zeros((rows, self.size), np.int32), np.zeros(rows, np.int32))
+
+    def nearest_map(
+        self, before: Trajectory, layer: int, probabilities: np.ndarray
+    ) -> tuple[Trajectory, FoundMaps]:
+        """By the cosine of all layers routed so far, that one and its probabilities float[N, E]
+        included (equation 5)."""
+        rows = distributions(probabilities.astype(np.float32), np)
+        after = Trajectory(
+            before.products + whole_products(dot_products(rows, self.maps[layer])),
+            before.squares + squares_of(rows, np),
+        )
+        return after, self._nearest(cosines(*after, self.lengths[layer], np))
+
+    def _nearest(self, scores: np.ndarray) -> FoundMaps:
+        if not self.size:
+            return FoundMaps(np.zeros(len(scores), int), np.full(len(scores), NONE, np.float32))
+        scores = np.where(self.lengths[0] > 0, scores, np.float32(NONE))
+        place = np.argmax(scores, axis=1)
+        return FoundMaps(place, scores[np.arange(len(scores)), place])
+
+
+def empty_store(layers: int, experts: int, hidden: int, places: int = 0) -> MapStore:
+    """A store with so many empty places."""
+    return MapStore(
+        np.zeros((places, hidden), np.float32),
+        np.zeros((layers, places, experts), np.float32),
+        np.zeros((layers, places), np.float32),
+    )
 
 
 def stored(embeddings: np.ndarray, maps: np.ndarray) -> MapStore:
     """A store of rows: embeddings float[n, D], maps float[n, L, E]."""
-    return _stored(_units(embeddings), np.ascontiguousarray(_distributions(maps).swapaxes(0, 1)))
+    by_layer = distributions(np.ascontiguousarray(maps.swapaxes(0, 1), np.float32), np)
+    units = unit_rows(embeddings.astype(np.float32), np)
+    return MapStore(units, by_layer, prefix_lengths(by_layer, np))
 
 
-def semantic_scores(store: MapStore, embeddings: np.ndarray) -> np.ndarray:
-    """float32[N, n]: cosines of embeddings float[N, D] and the store's (equation 4)."""
-    return dot_products(_units(embeddings), store.embeddings)
-
-
-class Trajectory(NamedTuple):
-    """Rows of a step beside every map, over the layers routed so far: enough to add one layer in
-    O(N·n·E)."""
-
-    products: np.ndarray
-    """float32[N, n]"""
-    squares: np.ndarray
-    """float32[N]: of the rows themselves."""
-
-    @classmethod
-    def of(cls, store: MapStore, rows: int) -> Trajectory:
-        """Before the first layer."""
-        return cls(np.zeros((rows, store.size), np.float32), np.zeros(rows, np.float32))
-
-    def after(self, store: MapStore, layer: int, probabilities: np.ndarray) -> Trajectory:
-        """With the layer's probabilities, float[N, E]."""
-        rows = _distributions(probabilities)
-        return Trajectory(
-            self.products + dot_products(rows, store.maps[layer]),
-            self.squares + np.einsum("ne,ne->n", rows, rows),
-        )
-
-    def scores(self, store: MapStore, layer: int) -> np.ndarray:
-        """float32[N, n]: cosines of what was concatenated up to that layer (equation 5)."""
-        return _quotient(self.products, np.sqrt(self.squares)[:, None] * store.lengths[layer])
-
-
-def selected(
-    probabilities: np.ndarray, scores: np.ndarray, top_k: int, *, by_similarity: bool = True
-) -> np.ndarray:
-    """bool[N, E]: the experts of float[N, E] that are prefetched (equations 6 to 8).
-
-    The fewest, likeliest ones whose probabilities sum to at least clip(1 − score, 0, 1), and at
-    least top_k; all where rounding keeps the sum below. by_similarity: False takes top_k.
-    """
-    row, order = np.arange(len(probabilities))[:, None], _likely_first(probabilities)
-    counts = np.full(len(probabilities), top_k)
-    if by_similarity:
-        wanted = np.clip(1 - scores, 0, 1)[:, None]
-        sums = np.cumsum(probabilities[row, order], axis=1)
-        counts = np.maximum(counts, np.sum(sums < wanted, axis=1) + 1)
+def selected(probabilities: np.ndarray, scores: np.ndarray, top_k: int) -> np.ndarray:
+    """bool[N, E]: the experts of float[N, E] that are prefetched (equations 6 to 8): the fewest,
+    likeliest ones whose probabilities sum to at least clip(1 − score, 0, 1), and at least top_k;
+    all where rounding keeps the sum below."""
+    row, order = np.arange(len(probabilities))[:, None], _sort_likely_first(probabilities)
+    wanted = np.clip(1 - scores, 0, 1)[:, None]
+    sums = np.cumsum(probabilities[row, order], axis=1)
+    counts = np.maximum(top_k, np.sum(sums < wanted, axis=1) + 1)
     chosen = np.zeros(probabilities.shape, bool)
     chosen[row, order] = np.arange(probabilities.shape[1]) < counts[:, None]
     return chosen
 
 
-def _likely_first(probabilities: np.ndarray) -> np.ndarray:
+def _sort_likely_first(probabilities: np.ndarray) -> np.ndarray:
     """int64[N, E]: experts, the likeliest first, equal ones by their numbers. A stable argsort of
     −probabilities, as one sort of whole numbers, five times as fast: the bits of a float32 that is
     not negative are ordered as it is."""
@@ -106,20 +203,14 @@ def _likely_first(probabilities: np.ndarray) -> np.ndarray:
 
 def with_rows(
     store: MapStore, embeddings: np.ndarray, maps: np.ndarray, *, capacity: int, distance: int
-) -> MapStore:
-    """The store after iterations that ended: embeddings float[N, D], maps float[N, L, E].
+) -> tuple[MapStore, np.ndarray]:
+    """The store after iterations that ended, embeddings float[N, D] and maps float[N, L, E], and
+    the places that it wrote, int64[m], ascending.
 
     Until it has `capacity` maps they are appended. Then each new one in its turn takes the place of
     the one that it makes most redundant, by RDY = d/L · semantic + (L − d)/L · trajectory score
     (section 4.4), so that what is kept is diverse and not recent.
     """
-    return placed(store, embeddings, maps, capacity=capacity, distance=distance)[0]
-
-
-def placed(
-    store: MapStore, embeddings: np.ndarray, maps: np.ndarray, *, capacity: int, distance: int
-) -> tuple[MapStore, np.ndarray]:
-    """The store of with_rows, and the places that it wrote, int64[m], ascending."""
     new = stored(embeddings, maps)
     room = max(capacity - store.size, 0)
     old = MapStore(
@@ -128,61 +219,49 @@ def placed(
         np.concatenate([store.lengths, new.lengths[:, :room]], axis=1),
     )
     written = {*range(store.size, old.size)}
-    if (late := new.size - room) <= 0:
-        return old, np.array(sorted(written), np.int64)
     rest = MapStore(new.embeddings[room:], new.maps[:, room:], new.lengths[:, room:])
-    scores, among = _redundancy(rest, old, distance), _redundancy(rest, rest, distance)
-    for i in range(late):
-        place = int(np.argmax(scores[i]))
-        old.embeddings[place] = rest.embeddings[i]
-        old.maps[:, place], old.lengths[:, place] = rest.maps[:, i], rest.lengths[:, i]
-        scores[:, place] = among[:, i]
-        written.add(place)
+    if rest.size:
+        scores, among = _redundancy(rest, old, distance), _redundancy(rest, rest, distance)
+        for i in range(rest.size):
+            place = int(np.argmax(scores[i]))
+            old.embeddings[place] = rest.embeddings[i]
+            old.maps[:, place], old.lengths[:, place] = rest.maps[:, i], rest.lengths[:, i]
+            scores[:, place] = among[:, i]
+            written.add(place)
     return old, np.array(sorted(written), np.int64)
 
 
 def _redundancy(new: MapStore, old: MapStore, distance: int) -> np.ndarray:
-    """float32[N, n]: RDY of every new row and every old one."""
+    """float32[N, C]: RDY of every new row and every old one."""
     layers = len(old.maps)
-    products = np.zeros((new.size, old.size), np.float32)
-    for rows, maps in zip(new.maps, old.maps, strict=True):
-        products += dot_products(rows, maps)
-    trajectory = _quotient(products, new.lengths[-1][:, None] * old.lengths[-1])
+    products = sum(
+        whole_products(dot_products(rows, maps))
+        for rows, maps in zip(new.maps, old.maps, strict=True)
+    )
+    both = new.lengths[-1][:, None] * old.lengths[-1]
+    trajectory = _quotient(np.asarray(products, np.float32), both, np)
     semantic = dot_products(new.embeddings, old.embeddings)
     return (distance * semantic + (layers - distance) * trajectory) / np.float32(layers)
 
 
 def dot_products(rows: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """float32[N, n]: of each of float32[N, K] and each of float32[n, K], in pieces computed
-    where they are asked for: a search must not wait for a core that the step computes on."""
-    (count, length), products = kept.shape, np.empty((len(rows), len(kept)), np.float32)
-    for first in range(0, len(rows), _ROWS):
-        some = rows[first : first + _ROWS]
-        piece = max(_ALONE // (len(some) * length), 1)
-        whole = count - count % piece
-        into = products[first : first + _ROWS]
-        pieces = kept[:whole].reshape(-1, piece, length)
-        into[:, :whole] = (pieces @ some.T).reshape(whole, len(some)).T
-        into[:, whole:] = (kept[whole:] @ some.T).T
+    """float32[N, C]: of each of float32[N, K] and each of float32[C, K], in pieces that are
+    computed by the thread that asks: a search must not wait for a core that the step computes
+    on."""
+    piece = max(_ALONE // max(rows.size, 1), 1)
+    products = np.empty((len(rows), len(kept)), np.float32)
+    for first in range(0, len(kept), piece):
+        some = slice(first, first + piece)
+        products[:, some] = rows @ kept[some].T
     return products
 
 
-def _stored(units: np.ndarray, maps: np.ndarray) -> MapStore:
-    return MapStore(units, maps, np.sqrt(np.cumsum(np.einsum("lne,lne->ln", maps, maps), axis=0)))
+def _float(value: float) -> Any:
+    """numpy would take a Python number of a product for a float64 if an array had no axes."""
+    return np.float32(value)
 
 
-def _units(rows: np.ndarray) -> np.ndarray:
-    rows = rows.astype(np.float32)
-    return _quotient(rows, np.linalg.norm(rows, axis=1, keepdims=True))
-
-
-def _distributions(probabilities: np.ndarray) -> np.ndarray:
-    """float32 whose last axis sums to 1: scores of sigmoid routers are divided by their sum, which
-    keeps their order and ratios; softmax's stay what they are but for float16's rounding."""
-    rows = probabilities.astype(np.float32)
-    return _quotient(rows, rows.sum(axis=-1, keepdims=True))
-
-
-def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b, 0 where both are: what has no direction is like nothing."""
-    return a / np.maximum(b, np.finfo(np.float32).tiny)
+def _quotient(a: Any, b: Any, xp: Any) -> Any:
+    """a / b, 0 where b is: what has no direction is like nothing."""
+    a = _float(a) if isinstance(a, float) else a
+    return a / xp.where(b > 0, b, _float(np.inf))

@@ -6,13 +6,13 @@ Shapes: N rows, F features, T trees, M nodes of a tree, V leaves of a tree, E ex
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.policies.prefetch.llapor.llapor_network import compressed, routing
-from host_offload.policies.prefetch.next_layers import softmax
+from host_offload.policies.prefetch.next_layers import mark_experts, softmax
 
 HISTORY = 2
 """Layers before the one that predicts whose choices are told (ours)."""
@@ -72,11 +72,10 @@ def features(seen: Seen, base: np.ndarray, mean: np.ndarray, basis: np.ndarray) 
     """float32[N, F]: the gate's guess [N, E], the choice here with its weights, the choices of the
     layers before (zeros where there are none), the input's principal components."""
     experts = base.shape[1]
-    ones = np.ones(seen.ids.shape, np.float32)
-    past = [routing(ids, ones, experts) for ids in seen.history[:HISTORY]]
+    past = [mark_experts(ids, experts) for ids in seen.history[:HISTORY]]
     past += [np.zeros_like(base)] * (HISTORY - len(past))
-    here = routing(seen.ids, seen.weights, experts)
-    parts = [base, here, *past, compressed(seen.gate_input, mean, basis)]
+    here = mark_experts(seen.ids, experts, seen.weights)
+    parts = [base, here, *past, (seen.gate_input - mean) @ basis]
     return np.concatenate(parts, axis=1, dtype=np.float32)
 
 
@@ -93,3 +92,61 @@ def scores(
     base = pre_gate(said, seen.ids.shape[1])
     told = features(seen, base, arrays[f"{layer}.mean"], arrays[f"{layer}.basis"])
     return base + forest_of(arrays, layer, ahead).predicted(told)
+
+
+class NoTrainer(ValueError):
+    """scikit-learn is not installed."""
+
+
+def check_trainer() -> None:
+    """Raises NoTrainer without scikit-learn, which nothing imports before it trains."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise NoTrainer("forests are trained by scikit-learn: pip install 'moejax[train]'")
+
+
+def grow_forest(
+    x: np.ndarray, y: np.ndarray, *, trees: int, leaves: int, share: float, seed: int
+) -> Forest:
+    """The forest that learned y float32[N, E] from x float32[N, F], by scikit-learn (an extra:
+    `train`); all of its trees answer for all experts at once.
+
+    - `leaves`: most of a tree.
+    - `share`: of the features, in which a split is looked for.
+    """
+    check_trainer()
+    from sklearn.ensemble import RandomForestRegressor
+
+    model = RandomForestRegressor(
+        trees, max_leaf_nodes=leaves, max_features=share, random_state=seed
+    ).fit(x, y)
+    grown = [each.tree_ for each in model.estimators_]
+    nodes = max(tree.node_count for tree in grown)
+    most = max(int((tree.children_left < 0).sum()) for tree in grown)
+    columns = [_arrays(tree, nodes, most) for tree in grown]
+    depth = np.array([max(tree.max_depth for tree in grown)], np.int16)
+    return Forest(*(np.stack(column) for column in zip(*columns, strict=True)), depth=depth)
+
+
+def _arrays(tree: Any, nodes: int, leaves: int) -> tuple[np.ndarray, ...]:
+    """A tree of scikit-learn in the arrays of a Forest but the depth."""
+    count, is_leaf = tree.node_count, tree.children_left < 0
+    own = np.arange(count)
+    # Rows are float32 and its thresholds float64: the largest float32 that is no larger.
+    threshold = tree.threshold.astype(np.float32)
+    above = threshold > tree.threshold
+    threshold[above] = np.nextafter(threshold[above], np.float32(-np.inf))
+    number = np.where(is_leaf, np.cumsum(is_leaf) - 1, 0)
+    value = np.zeros((leaves, tree.value.shape[1]), np.float32)
+    value[: is_leaf.sum()] = tree.value[is_leaf, :, 0]
+
+    def padded(array: np.ndarray, dtype: type) -> np.ndarray:
+        return np.pad(array, (0, nodes - count)).astype(dtype)
+
+    return (
+        padded(np.where(is_leaf, 0, tree.feature), np.int16),
+        padded(np.where(is_leaf, 0, threshold), np.float32),
+        padded(np.where(is_leaf, own, tree.children_left), np.int16),
+        padded(np.where(is_leaf, own, tree.children_right), np.int16),
+        padded(number, np.int16),
+        value,
+    )

@@ -1,0 +1,121 @@
+"""Searches for the expert maps of a step: by the thread of inference, or beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Moment, Observation
+from host_offload.policies.prefetch.expert_map.map_store import (
+    NONE,
+    FoundMaps,
+    MapStore,
+    Trajectory,
+    with_rows,
+)
+
+IN_STEP = frozenset({Moment.EMBEDDED, Moment.ROUTED})
+"""When something is predicted."""
+
+
+class MapPrediction(NamedTuple):
+    """What some layers to come are likely to need."""
+
+    step: int
+    layers: range
+    likely: np.ndarray
+    """float32[M, N, E]: probabilities, of M layers and N rows."""
+    scores: np.ndarray
+    """float32[N]: how alike each row is to the map that it was taken from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MapMatcher:
+    """A value that searches and learns: the semantic search for the first `distance` layers, the
+    trajectory search for the layer `distance` behind each router."""
+
+    store: MapStore
+    trajectory: Trajectory
+    """The rows of the step that is made."""
+    capacity: int
+    distance: int
+    learns: bool
+
+    def see(self, observation: Observation) -> tuple[MapMatcher, MapPrediction | None]:
+        """The matcher after a moment, and what it predicts there. After EMBEDDED and ROUTED the
+        others may be left out: what is learned is learned at STEP_END."""
+        seen: Any = observation
+        store = self.store
+        if observation.moment == Moment.STEP_END:
+            if not self.learns:
+                return self, None
+            sizes = {"capacity": self.capacity, "distance": self.distance}
+            store, _ = with_rows(store, seen.embedding, seen.probs, **sizes)
+            return dataclasses.replace(self, store=store), None
+        if observation.moment == Moment.EMBEDDED:
+            after = dataclasses.replace(self, trajectory=store.trajectory(len(seen.embedding)))
+            found = store.nearest_embedding(seen.embedding)
+            return after, self._predict(seen.step, range(self.distance), found)
+        trajectory, found = store.nearest_map(self.trajectory, seen.layer, seen.probs[:, 0])
+        target = seen.layer + self.distance
+        layers = range(target, min(target + 1, len(store.maps)))
+        return dataclasses.replace(self, trajectory=trajectory), self._predict(
+            seen.step, layers, found
+        )
+
+    def _predict(self, step: int, layers: range, found: FoundMaps) -> MapPrediction | None:
+        if not (layers and len(found.place) and found.score[0] > NONE):
+            return None
+        likely = self.store.maps[layers.start : layers.stop, found.place]
+        return MapPrediction(step, layers, likely, found.score)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.store)
+
+
+class AsynchronousMatcher:
+    """A matcher on a thread of its own (fMoE, section 4.3, "Asynchronous expert map matching"). It
+    sees moments in the order in which they are published; a search of a step that another one has
+    followed is left out, since nothing can use it. The thread ends with the matcher."""
+
+    def __init__(self, matcher: MapMatcher):
+        self._matcher, self._newest = matcher, -1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="expert-map")
+        self._pending: list[Future[MapPrediction | None]] = []
+        self.left_out = 0
+        """Searches that were left out."""
+
+    def publish(self, observation: Observation) -> None:
+        """Returns at once; arrays of the observation are kept, not copied."""
+        if observation.moment in IN_STEP:
+            self._newest = max(self._newest, observation.step)
+        self._pending.append(self._thread.submit(self._see, observation))
+
+    def take_found(self) -> list[MapPrediction]:
+        """What was predicted by searches that ended since the last call, in their order; waits for
+        none. Raises what a search raised."""
+        ready: list[MapPrediction] = []
+        while self._pending and self._pending[0].done():
+            if (prediction := self._pending.pop(0).result()) is not None:
+                ready.append(prediction)
+        return ready
+
+    def wait(self) -> None:
+        """Until all is seen that was published: for tests and the end of a measurement."""
+        for future in self._pending:
+            future.exception()
+
+    @property
+    def nbytes(self) -> int:
+        return self._matcher.nbytes
+
+    def _see(self, observation: Observation) -> MapPrediction | None:
+        if observation.moment in IN_STEP and observation.step < self._newest:
+            self.left_out += 1
+            return None
+        self._matcher, prediction = self._matcher.see(observation)
+        return prediction

@@ -1,1 +1,0 @@
-"""ExpertFlow's prefetch (docs/prescope.md, "ExpertFlow")."""

@@ -1,0 +1,301 @@
+"""LLaPor, PreScope's learned predictor (section 4.2, docs/prescope.md): what a layer's router saw
+and chose says whom a later layer will choose.
+
+One network for each layer, of one of two shapes: layers near the input and the output have a
+shallow one, those between a residual block that the gate input gates. Shapes: N rows, D hidden
+size, q principal components, E experts, H width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Moment, Observation, Spec
+from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.next_layers import (
+    Predicted,
+    finite,
+    mark_experts,
+    with_predicted,
+)
+from host_offload.traces.reader import Trace
+
+NAME = "learned"
+
+NOT_TRAINED = ("mean", "basis", "balance")
+"""A layer's arrays that are not its network's: of the principal components, and 1/f."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """The Learnable Layer-aware Predictor of PreScope (section 4.2): what the router of a layer saw
+    and chose predicts the experts of the layer `stride` on. Everybody whom some row is predicted to
+    choose is wanted, those of most rows first. The first `stride` layers have no prediction. Needs
+    driver="host". What is ours: docs/prescope.md.
+    """
+
+    fitted: Fitted
+
+    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
+    needs: frozenset[str] = frozenset({"gate_input", "ids", "weights"})
+    writes: frozenset[str] = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> Predicted:
+        """No layer is predicted yet. Raises ValueError for another model."""
+        self.fitted.check(spec)
+        return Predicted(spec.top_k)
+
+    def decide(self, state: Predicted, observation: Observation) -> tuple[Predicted, Decision]:
+        return self.predict(state, observation, self.fitted.arrays)
+
+    def predict(
+        self, state: Predicted, seen: Any, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[Predicted, Decision]:
+        """By these networks."""
+        found = None
+        if own := of_layer(arrays, seen.layer):
+            inputs = finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0]
+            found = scores(own, *inputs)
+        return with_predicted(state, seen.layer, self.fitted.setting("stride"), found, NAME)
+
+
+# ---- the network
+
+
+def compress(gate_input: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
+    """PCA_q(a): float32[N, q] of gate inputs float32[N, D] by a layer's mean [D] and basis [D, q],
+    which also brings them to unit size."""
+    return (gate_input - mean) @ basis
+
+
+def logits(
+    weights: Mapping[str, Any],
+    pca: Any,
+    route: Any,
+    xp: ModuleType,
+    drop: Callable[[Any], Any] = lambda x: x,
+) -> Any:
+    """float32[N, E], before the sigmoid, of PCA_q(a) [N, q] and route(ids, w) [N, E].
+
+    - `weights`: by name, `input` [q + E, H], `output` [H, E], with a block also `inner1`, `inner2`
+      [H, H] and `gate` [q, H]; each with a bias, `input_bias` [H] and so on.
+    - `xp`: numpy or jax.numpy.
+    - `drop`: dropout, or nothing.
+    """
+
+    def linear(name: str, x: Any) -> Any:
+        return x @ weights[name] + weights[f"{name}_bias"]
+
+    def block(name: str, x: Any) -> Any:
+        """lin: Dropout(GELU(Linear(x))), GELU by its tanh."""
+        x = linear(name, x)
+        return drop(0.5 * x * (1 + xp.tanh(0.7978845608 * (x + 0.044715 * x * x * x))))
+
+    z = block("input", xp.concatenate([pca, route], axis=1))
+    if "gate" in weights:
+        residual = block("inner2", block("inner1", z))
+        z = z + residual / (1 + xp.exp(-linear("gate", pca)))
+    return linear("output", z)
+
+
+def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+    """A layer's own, of arrays named LAYER.NAME."""
+    prefix = f"{layer}."
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
+
+
+def scores(
+    arrays: Mapping[str, np.ndarray], gate_input: np.ndarray, ids: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """float32[N, E] of a layer's arrays (of_layer), in the order of p = σ(scores). gate_input:
+    float32[N, D], finite; ids, weights: [N, k]."""
+    pca = compress(gate_input, arrays["mean"], arrays["basis"])
+    return logits(arrays, pca, mark_experts(ids, arrays["output_bias"].size, weights), np)
+
+
+# ---- training (section 4.2.2)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTask:
+    """How a layer of a group learns (training.Task); figures are ours where the paper has none."""
+
+    deep: bool
+    """Middle layers."""
+    width: int = 512
+    epochs: int = 30
+    patience: int = 6
+    fixed_rate: float | None = None
+    """AdamW's, of a network that goes on learning; None: as its group's."""
+    dropout: float = 0.1
+    focal: float = 1.0
+    """λ"""
+    gamma: float = 2.0
+    """γ"""
+    noise: float = 0.05
+    """Standard deviation of what is added to principal components, which have unit size."""
+    masked: float = 0.05
+    """Share of a batch's inputs that are zero."""
+    batch: int = 128
+
+    @property
+    def components(self) -> int:
+        """q of the PCA (the paper's, at 4096 inputs), at most as many as there are inputs."""
+        return 512 if self.deep else 256
+
+    def optimizer(self, batches: int) -> Any:
+        """AdamW: after a linear warm-up of five epochs a cosine (input, output), or one rate."""
+        import optax
+
+        rate: Any = self.fixed_rate or (2e-3 if self.deep else 1e-3)
+        if not self.deep and self.fixed_rate is None:
+            warmup = min(5, self.epochs - 1) * batches
+            steps = max(self.epochs * batches, warmup + 1)
+            rate = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, steps)
+        return optax.adamw(rate, weight_decay=1e-2 if self.deep else 1e-4)
+
+    def loss(self, weights: Mapping[str, Any], batch: Any, key: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        from host_offload.policies.prefetch.training import drop_out
+
+        pca, route, chosen, balance = batch
+        noise, mask, *drops = jax.random.split(key, 5)
+        pca = pca + self.noise * jax.random.normal(noise, pca.shape)
+        pca = pca * jax.random.bernoulli(mask, 1 - self.masked, pca.shape)
+        keys = iter(drops)
+        found = logits(weights, pca, route, jnp, lambda x: drop_out(x, self.dropout, next(keys)))
+        return self.loss_of(found, chosen, balance)
+
+    def loss_of(self, found: Any, chosen: Any, balance: Any) -> Any:
+        """The mean over rows of the loss of logits [N, E] against chosen 0/1 [N, E].
+
+        Input and output groups: ℒ = L_expert + λ·L_focal with balance [N, E] (1/f_i); the middle
+        group: binary cross-entropy, our reading of what its loss is. Both are means over experts;
+        the paper's BCE has no minus of its own.
+        """
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        entropy = optax.sigmoid_binary_cross_entropy(found, chosen)
+        if self.deep:
+            return entropy.mean()
+        wrong = jnp.abs(jax.nn.sigmoid(found) - chosen)  # 1 − p_t
+        return (entropy * balance).mean() + self.focal * (wrong**self.gamma * entropy).mean()
+
+    def rows_of(self, some: Any, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """What batches are taken of: pca, route, chosen and balance of training.LayerSamples."""
+        experts = len(arrays["balance"])
+        pca = compress(some.gate_input, arrays["mean"], arrays["basis"])
+        route = mark_experts(some.ids, experts, some.weights)
+        chosen = mark_experts(some.later, experts)
+        return pca, route, chosen, np.broadcast_to(arrays["balance"], chosen.shape)
+
+    def draw_weights(
+        self, components: int, experts: int, rng: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        from host_offload.policies.prefetch.training import draw_linear
+
+        width = self.width
+        sizes = {"input": (components + experts, width), "output": (width, experts)}
+        if self.deep:
+            inner = (width, width)
+            sizes |= {"inner1": inner, "inner2": inner, "gate": (components, width)}
+        found = {}
+        for name, (rows, columns) in sizes.items():
+            found[name], found[f"{name}_bias"] = draw_linear(rows, columns, rng)
+        return found
+
+
+def fit(
+    trace: Trace,
+    *,
+    stride: int = 1,
+    width: int = LayerTask.width,
+    epochs: int = LayerTask.epochs,
+    patience: int = LayerTask.patience,
+    edge: int = -1,
+    seed: int = 0,
+    report: Callable[[int, int, str], None] | None = None,
+) -> Learned:
+    """LLaPor for the model of a trace that has gate inputs.
+
+    - `edge`: layers of the input and of the output group; −1: an eighth each, rounded up (ours; the
+      paper leaves it open).
+
+    The last quarter of the trace's requests is left out: of the epochs the one with the best recall
+    on those is taken. It reads the trace once for each layer. Raises TraceError for a trace without
+    gate inputs or with too few requests, ValueError for a stride that leaves no layer.
+    """
+    from host_offload.policies.prefetch import training
+
+    training.check_gate_inputs(trace, stride, NAME)
+    count, left_out = trace.header.layers - stride, training.leave_out(trace, 0.25)
+    edge = -(-count // 8) if edge < 0 else edge
+    arrays: dict[str, np.ndarray] = {}
+    for layer in range(count):
+        task = LayerTask(edge <= layer < count - edge, width, epochs, patience)
+        some = training.layer_samples(trace, layer, stride)
+        say = None if report is None else functools.partial(report, layer, count)
+        given = some.of(~left_out), some.of(left_out), trace.header.experts
+        own = fit_layer(task, *given, np.random.default_rng(seed), say)
+        arrays |= {f"{layer}.{name}": array for name, array in own.items()}
+    return Learned(fitted(NAME, trace.header, arrays, {"stride": stride}))
+
+
+def fit_layer(
+    task: LayerTask,
+    learned: Any,
+    left_out: Any,
+    experts: int,
+    rng: np.random.Generator,
+    report: Callable[[str], None] | None = None,
+) -> dict[str, np.ndarray]:
+    """The arrays of one layer's network (see scores), of the epoch with the best recall. learned,
+    left_out: training.LayerSamples."""
+    from host_offload.policies.prefetch import training
+
+    mean, basis = training.principal(learned.gate_input, task.components)
+    share = mark_experts(learned.later, experts).mean(axis=0)
+    # 1 / f, relative to an even use; nobody counts for more than ten times that.
+    balance = (1 / np.maximum(share / share.mean(), 0.1)).astype(np.float32)
+    around = {"mean": mean, "basis": basis, "balance": balance}
+
+    def score(weights: Mapping[str, Any]) -> float:
+        own = around | {name: np.asarray(array) for name, array in weights.items()}
+        found = scores(own, left_out.gate_input, left_out.ids, left_out.weights)
+        return training.recall_of(found, left_out.later)
+
+    begun = task.draw_weights(basis.shape[1], experts, rng)
+    rows = task.rows_of(learned, around)
+    return around | training.train(task, begun, rows, score, rng, report)
+
+
+def tune_layer(
+    arrays: Mapping[str, np.ndarray], some: Any, rate: float, iterations: int, seed: int
+) -> dict[str, np.ndarray]:
+    """A layer's arrays after a few iterations on new samples, from where they are: AdamW at one
+    rate. Principal components and 1/f stay as they are. some: training.LayerSamples."""
+    from host_offload.policies.prefetch.training import take_step
+
+    task = LayerTask("gate" in arrays, fixed_rate=rate)
+    rows = task.rows_of(some, arrays)
+    weights: Any = {name: a for name, a in arrays.items() if name not in NOT_TRAINED}
+    rng = np.random.default_rng(seed)
+    state = task.optimizer(1).init(weights)
+    for _ in range(iterations):
+        chosen = rng.integers(len(rows[0]), size=task.batch)
+        weights, state = take_step(task, 1, weights, state, rows, chosen, rng)
+    return {**arrays, **{name: np.asarray(array) for name, array in weights.items()}}

@@ -1,1 +1,0 @@
-"""PreScope's learned predictor (docs/prescope.md)."""

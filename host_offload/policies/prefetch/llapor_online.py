@@ -1,0 +1,138 @@
+"""LLaPor that goes on learning while the model runs (PreScope, section 4.2.2, "online")."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from host_offload.control.interface import Decision, Observation, Spec
+from host_offload.policies.prefetch import llapor
+from host_offload.policies.prefetch.llapor import Learned, of_layer, tune_layer
+from host_offload.policies.prefetch.next_layers import Predicted, finite
+
+NAME = llapor.NAME
+
+
+class SeenRows(NamedTuple):
+    """What a layer's router saw and chose in a step."""
+
+    gate_input: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+class Tuner:
+    """Networks that learn on a thread of their own, which ends with them. Nobody waits for it:
+    what steps bring while a round runs is kept up to the rows of one round, the newest."""
+
+    def __init__(self, policy: LearnedOnline):
+        self.arrays: Mapping[str, np.ndarray] = policy.fitted.arrays
+        """As they are used now."""
+        self.rounds = 0
+        """That were swapped in."""
+        self._policy = policy
+        self._step: list[SeenRows] = []
+        self._kept: list[list[SeenRows]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llapor")
+        self._running: Future[dict[str, np.ndarray]] | None = None
+
+    def see(self, layer: int, layers: int, seen: SeenRows) -> None:
+        """Takes what a layer saw; layers of a step come in order. Returns at once; the arrays are
+        kept, not copied."""
+        if layer == 0:
+            self._step = []
+        if len(self._step) != layer:
+            return  # the step began before the policy did
+        self._step.append(seen)
+        if layer < layers - 1:
+            return
+        self._kept.append(self._step)
+        rows = np.cumsum([len(step[0].ids) for step in self._kept[::-1]])
+        if rows[-1] < self._policy.rows:
+            return
+        self._kept = self._kept[-1 - int(np.searchsorted(rows, self._policy.rows)) :]
+        if self._running is None:
+            kept, self._kept = self._kept, []
+            self._running = self._thread.submit(self._round, kept, self.arrays, self.rounds)
+
+    def swap(self) -> None:
+        """Takes the networks of a round that has ended; waits for none. Raises what it raised."""
+        if self._running is not None and self._running.done():
+            self.arrays, self._running = self._running.result(), None
+            self.rounds += 1
+
+    def wait(self) -> None:
+        """Until the round that runs has ended: for tests."""
+        if self._running is not None:
+            self._running.exception()
+
+    def _round(
+        self, kept: list[list[SeenRows]], arrays: Mapping[str, np.ndarray], seed: int
+    ) -> dict[str, np.ndarray]:
+        # Optax is loaded by those who learn, not by whoever looks a policy's name up.
+        from host_offload.policies.prefetch.training import LayerSamples
+
+        found, stride = dict(arrays), self._policy.fitted.setting("stride")
+        for layer in range(len(kept[0]) - stride):
+            here = [step[layer] for step in kept]
+            later = [step[layer + stride].ids for step in kept]
+            gate_input, ids, weights = map(np.concatenate, zip(*here, strict=True))
+            some = LayerSamples(
+                finite(gate_input), ids, weights.astype(np.float32), np.concatenate(later)
+            )
+            settings = self._policy.rate, self._policy.iterations, seed
+            new = tune_layer(of_layer(arrays, layer), some, *settings)
+            found |= {f"{layer}.{name}": array for name, array in new.items()}
+        return found
+
+
+class Learning(NamedTuple):
+    """State of LearnedOnline. The tuner is no value: see there."""
+
+    predicted: Predicted
+    layers: int
+    tuner: Tuner
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedOnline(Learned):
+    """Learned whose networks go on learning, on a thread beside the steps, from what these route:
+    no step waits for it, and new networks are used from the first layer of a step on. No output bit
+    depends on them; what is prefetched then depends on times, so it is taken from the trace of a
+    run where it is replayed (policies.recorded). The paper has "a few samples, limited iterations"
+    and no figures.
+    """
+
+    rows: int = 256
+    """Rows of each layer that a round of learning waits for."""
+    iterations: int = 10
+    """Of a round."""
+    rate: float = 2e-4
+
+    def init(self, spec: Spec) -> Learning:  # type: ignore[override]
+        """Raises ValueError for another model, or settings that learn nothing."""
+        if self.rows < 1 or self.iterations < 1 or self.rate <= 0:
+            raise ValueError(
+                f"learning on needs rows, iterations and a rate, not {self.rows}, "
+                f"{self.iterations} and {self.rate}"
+            )
+        return Learning(super().init(spec), spec.layers, Tuner(self))
+
+    def stats(self, state: Learning) -> dict[str, int]:
+        """rounds: of learning whose networks came into use."""
+        return {"rounds": state.tuner.rounds}
+
+    def decide(  # type: ignore[override]
+        self, state: Learning, observation: Observation
+    ) -> tuple[Learning, Decision]:
+        seen: Any = observation
+        if seen.layer == 0:
+            state.tuner.swap()
+        rows = SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])
+        state.tuner.see(seen.layer, state.layers, rows)
+        predicted, decision = self.predict(state.predicted, seen, state.tuner.arrays)
+        return state._replace(predicted=predicted), decision

@@ -1,0 +1,201 @@
+"""What predictors share that learn from a trace with gate inputs: the samples of a layer, the rows
+that are left out, and the loop over batches, by jax and Optax.
+
+Shapes: N rows, D hidden size, k top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from host_offload.policies.prefetch.next_layers import finite
+from host_offload.traces.reader import Trace, TraceError
+
+Report = Callable[[int, int, str], None]
+"""(layer that learns, layers, how far it is)"""
+
+Weights = Mapping[str, Any]
+"""Arrays of a layer's network by name, numpy's or jax's."""
+
+
+class LayerSamples(NamedTuple):
+    """What a layer saw and chose, and whom the layer of the prediction chose; by rows."""
+
+    gate_input: np.ndarray
+    """float32[N, D]"""
+    ids: np.ndarray
+    """int16[N, k]"""
+    weights: np.ndarray
+    """float32[N, k]"""
+    later: np.ndarray
+    """int16[N, k]: what is to be predicted."""
+
+    def of(self, rows: np.ndarray) -> LayerSamples:
+        return LayerSamples(*(array[rows] for array in self))
+
+
+def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:
+    """Raises TraceError for a trace without gate inputs or tokens, and ValueError for a stride
+    that leaves no layer, before a policy of that name learns from it."""
+    header = trace.header
+    if not 1 <= stride < header.layers:
+        raise ValueError(f"stride must lie in 1…{header.layers - 1}, not {stride}")
+    if not header.gate_input:
+        raise TraceError(
+            f"{trace.directory} has no gate inputs, which {policy} learns from; record a trace "
+            "with --trace DIR,arrays=gate_input"
+        )
+    if not trace.tokens:
+        raise TraceError(f"{trace.directory} has no tokens to learn from")
+
+
+def layer_samples(trace: Trace, layer: int, stride: int) -> LayerSamples:
+    """All rows of a trace, for the prediction of layer + stride by that layer; one layer's arrays
+    are held."""
+    parts = [
+        (
+            finite(step.gate_input[:, layer]),
+            step.ids[:, layer],
+            step.weights[:, layer].astype(np.float32),
+            step.ids[:, layer + stride],
+        )
+        for step in trace.step_traces()
+        if step.gate_input is not None and step.weights is not None
+    ]
+    return LayerSamples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def leave_out(trace: Trace, share: float) -> np.ndarray:
+    """bool[tokens]: the rows of the last `share` of a trace's requests, which a network does not
+    learn from. Raises TraceError where either part would be empty."""
+    request = trace.array("token.request")
+    known = np.unique(request)
+    left_out = np.isin(request, known[len(known) - round(share * len(known)) :])
+    if not left_out.any() or left_out.all():
+        raise TraceError(
+            f"{trace.directory} has {len(known)} requests, too few to leave some out of training; "
+            "record more of them"
+        )
+    return left_out
+
+
+def principal(inputs: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
+    """(mean float32[D], basis float32[D, q]) of inputs float32[N, D]: the q directions of largest
+    variance, the first one first, divided by one number so that the components have unit size
+    together. Of fewer than q directions the rest are left out."""
+    mean = inputs.mean(axis=0)
+    centred = inputs - mean
+    _, directions = np.linalg.eigh(centred.T @ centred)  # ascending
+    basis = directions[:, ::-1][:, :components]
+    size = np.sqrt(np.mean((centred @ basis) ** 2))
+    return mean, np.ascontiguousarray(basis / max(size, 1e-6), np.float32)
+
+
+def draw_linear(rows: int, columns: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """float32[rows, columns] and a bias as torch.nn.Linear begins: weights evenly within
+    ±1/√rows."""
+    bound = 1 / np.sqrt(rows)
+    weights = rng.uniform(-bound, bound, (rows, columns)).astype(np.float32)
+    return weights, np.zeros(columns, np.float32)
+
+
+def recall_of(scores: np.ndarray, later: np.ndarray) -> float:
+    """Plain top-k recall: which share of the experts of rows, later int[N, k], is among the k best
+    of their scores [N, E]."""
+    best = np.argsort(-scores, axis=1, kind="stable")[:, : later.shape[1]]
+    return float((best[:, :, None] == later[:, None, :]).any(axis=1).mean())
+
+
+def drop_out(x: Any, share: float, key: Any) -> Any:
+    """Dropout of that share of the units."""
+    kept = jax.random.bernoulli(key, 1 - share, x.shape)
+    return jnp.where(kept, x / (1 - share), 0.0)
+
+
+class Task(Protocol):
+    """What a network is trained for; hashable, so that layers alike share one compiled step."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def epochs(self) -> int:
+        """Most passes over the rows."""
+        ...
+
+    @property
+    def patience(self) -> int:
+        """It ends after so many passes without a better score on what was left out."""
+        ...
+
+    def optimizer(self, batches: int) -> optax.GradientTransformation:
+        """batches: of an epoch."""
+        ...
+
+    def loss(self, weights: Weights, batch: Any, key: Any) -> Any:
+        """The mean loss of the rows of a batch."""
+        ...
+
+
+def train(
+    task: Task,
+    weights: Weights,
+    rows: tuple[np.ndarray, ...],
+    score: Callable[[Weights], float],
+    rng: np.random.Generator,
+    report: Callable[[str], None] | None = None,
+) -> dict[str, np.ndarray]:
+    """The weights of the epoch with the best score.
+
+    - `rows`: arrays [N, …], a batch has some rows of each.
+    - `score`: of weights, by what was left out; the larger the better.
+    """
+    batches = -(-len(rows[0]) // task.batch)
+    state = task.optimizer(batches).init(dict(weights))
+    best, most, waited = weights, -np.inf, 0
+    for epoch in range(task.epochs):
+        order = np.resize(rng.permutation(len(rows[0])), (batches, task.batch))
+        for some in order:
+            weights, state = take_step(task, batches, weights, state, rows, some, rng)
+        found = score(weights)
+        if report is not None:
+            report(f"epoch {epoch}: {found:.3f} on what is left out")
+        if found > most:
+            best, most, waited = weights, found, 0
+        elif (waited := waited + 1) >= task.patience:
+            break
+    return {name: np.asarray(array) for name, array in best.items()}
+
+
+def take_step(
+    task: Task,
+    batches: int,
+    weights: Weights,
+    state: Any,
+    rows: tuple[np.ndarray, ...],
+    some: np.ndarray,
+    rng: np.random.Generator,
+) -> tuple[Weights, Any]:
+    """Weights and the optimizer's state after a step on some rows."""
+    batch = tuple(jnp.asarray(array[some]) for array in rows)
+    return _step_of(task, batches)(weights, state, batch, jax.random.key(rng.integers(1 << 31)))
+
+
+@functools.cache
+def _step_of(task: Task, batches: int) -> Callable[..., tuple[Any, Any]]:
+    optimizer = task.optimizer(batches)
+
+    @jax.jit
+    def step(weights: Any, state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
+        gradients = jax.grad(task.loss)(weights, batch, key)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    return step

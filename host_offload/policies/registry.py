@@ -1,0 +1,98 @@
+"""Policies by name. A new one is a file of its own and a line in the table of its kind.
+
+The module of a policy that learns has two names more: `fit(trace, …)`, which makes the policy from
+a trace, and NAME, which a file of what it learned says. Such a policy has a field `fitted`; the
+settings that were saved with the arrays are its other fields. A module with another way to make a
+policy from a path has `read(path)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from host_offload.control.interface import Policy
+from host_offload.policies.prefetch.fitted import read_fitted
+from pallas_kernels.option_text import parse_option
+
+
+class Registry(Mapping[str, Callable[..., Any]]):
+    """Name → class of a policy.
+
+    - `option`: what messages call it, such as "prefetch policy".
+    - `package`: where the modules are.
+    - `places`: name → MODULE:CLASS in it.
+    """
+
+    def __init__(self, option: str, package: str, places: Mapping[str, str]):
+        self.option = option
+        self._classes = {
+            name: pkgutil.resolve_name(f"{package}.{place}") for name, place in places.items()
+        }
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self._classes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    @property
+    def plain(self) -> dict[str, Callable[..., Any]]:
+        """The policies that need nothing learned."""
+        return {name: made for name, made in self.items() if not _needs_more(made)}
+
+    @property
+    def fits(self) -> dict[str, Callable[..., Any]]:
+        """Name → function that fits the policy to a Trace, with settings if wanted;
+        `policy.fitted.write(FILE)` keeps it."""
+        every = {name: getattr(self._module(name), "fit", None) for name in self}
+        return {name: fit for name, fit in every.items() if fit is not None}
+
+    @property
+    def from_path(self) -> frozenset[str]:
+        """The policies that a path makes: a file of what they learned, or what their module
+        reads."""
+        return frozenset(
+            name
+            for name, made in self.items()
+            if hasattr(self._module(name), "read") or "fitted" in made.__dataclass_fields__
+        )
+
+    def parse(self, text: str) -> Policy:
+        """The policy called NAME or NAME=PATH. Raises ValueError naming the known ones, and for a
+        path that is missing, of no use or unreadable."""
+        names = {name: {} for name in sorted(self)}
+        name, path, _ = parse_option(self.option, text, names, paths=self.from_path)
+        if path is not None:
+            return self._read(name, path)
+        if name not in self.plain:
+            what = "the trace of the very run" if name == "oracle" else "a file that its fit wrote"
+            raise ValueError(
+                f"{self.option.split()[0]} {name!r} needs {what}: {name}=PATH (docs/policies.md)"
+            )
+        return self[name]()
+
+    def _read(self, name: str, path: str) -> Policy:
+        module = self._module(name)
+        if hasattr(module, "read"):
+            return module.read(path)
+        found = read_fitted(path, module.NAME)
+        fields = {field.name for field in dataclasses.fields(self[name])}
+        settings = {key: value for key, value in found.all_settings.items() if key in fields}
+        return self[name](fitted=found, **settings)
+
+    def _module(self, name: str) -> Any:
+        return sys.modules[self[name].__module__]
+
+
+def _needs_more(made: Any) -> bool:
+    return any(
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(made)
+    )
