@@ -105,7 +105,8 @@ def check_search(policies: Sequence[Policy], driver: str, versions: int = 1) -> 
 
 
 def name_of(policy: Any) -> str:
-    return type(policy).__name__
+    """Its class, or that of the policy whose decisions it takes again (policies.recorded)."""
+    return getattr(policy, "policy_name", type(policy).__name__)
 
 
 def check_policies(policies: Sequence[Policy], driver: str) -> None:

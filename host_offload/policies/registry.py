@@ -16,7 +16,7 @@ from typing import Any
 
 from host_offload.control.interface import Policy
 from host_offload.policies.prefetch.fitted import read_fitted
-from pallas_kernels.option_text import parse_option
+from pallas_kernels.option_text import Reader, parse_option
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -67,7 +67,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def parse(self, text: str) -> Policy:
         """The policy called NAME or NAME=PATH. Raises ValueError naming the known ones, and for a
         path that is missing, of no use or unreadable."""
-        names = {name: {} for name in sorted(self)}
+        names: dict[str, dict[str, Reader]] = {name: {} for name in self}
         name, path, _ = parse_option(self.option, text, names, paths=self.from_path)
         if path is not None:
             return self._read(name, path)

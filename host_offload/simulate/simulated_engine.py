@@ -28,11 +28,12 @@ from host_offload.control.step_record import (
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
 from host_offload.memory.tables import Entry, HandOver, Move, Residency
-from host_offload.policies.prefetch.expert_map.step_search import (
+from host_offload.policies.prefetch.expert_map.in_step import entries_of, wanted_of
+from host_offload.policies.prefetch.expert_map.map_store import (
     FoundMaps,
-    HeldMaps,
-    HeldTrajectory,
-    entries_of,
+    MapStore,
+    Trajectory,
+    empty_store,
 )
 from host_offload.queue.transfer import Progress
 from host_offload.traces.progress import RecordedProgress
@@ -129,7 +130,7 @@ class PagerDevice:
         self.pager, self._link_bytes = pager, link_bytes
         self._carried_out = np.zeros(0, np.int32)
         self._assigned: tuple[int, np.ndarray] | None = None
-        self.maps: HeldMaps | None = None
+        self.maps: MapStore | None = None
         """What decode steps search; None: nothing."""
         self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
         """As of Device."""
@@ -187,7 +188,7 @@ class PagerDevice:
         moejax.step.map_search.Lookahead.fetch has it. coming: as of stage. Returns those of
         StepRecord.ahead."""
         assert self.maps is not None, "only a step that searches finds anything"
-        said = self.maps.wanted(found, layer, top_k)
+        said = wanted_of(self.maps, found, layer, top_k)
         if said is None:
             return np.zeros((0, 4), np.int32)
         tables = self.pager.tables
@@ -208,7 +209,7 @@ class PagerDevice:
     def prepare(self, controller: Controller) -> None:
         if (search := controller.search) is not None:
             spec = controller.spec
-            self.maps = HeldMaps(search, spec.layers, spec.experts, spec.hidden)
+            self.maps = empty_store(spec.layers, spec.experts, spec.hidden, search.capacity)
 
     def snapshot(self) -> Callable[[], Residency]:
         copy = self.pager.copy()
@@ -242,20 +243,20 @@ class StepSearch:
     """A decode step's searches for expert maps and what they fetch, in the order of
     moejax.step.map_search.Lookahead: before the first layer, and after each layer's experts."""
 
-    def __init__(self, device: PagerDevice, maps: HeldMaps, step: StepRecord, top_k: int):
+    def __init__(self, device: PagerDevice, distance: int, step: StepRecord, top_k: int):
         assert step.embedding is not None and step.probabilities is not None
-        self._device, self._maps, self._top_k = device, maps, top_k
+        assert device.maps is not None
+        maps = device.maps
+        self._device, self._maps, self._distance, self._top_k = device, maps, distance, top_k
         self._probabilities: np.ndarray = step.probabilities
-        self._trajectory: HeldTrajectory = maps.trajectory(len(step.ids))
+        self._trajectory: Trajectory = maps.trajectory(len(step.ids))
         found = maps.nearest_embedding(step.embedding)
-        self.chosen = [
-            device.fetch(layer, found, top_k, coming=0) for layer in range(maps.search.distance)
-        ]
+        self.chosen = [device.fetch(layer, found, top_k, coming=0) for layer in range(distance)]
         """As of StepRecord.ahead, one array a search and layer."""
 
     def after_layer(self, layer: int) -> None:
         """After the layer's experts."""
-        target = layer + self._maps.search.distance
+        target = layer + self._distance
         if target >= self._probabilities.shape[1]:
             return
         said = self._probabilities[:, layer]
@@ -408,11 +409,11 @@ class SimulatedEngine:
     def _search_of(self, step: StepRecord) -> StepSearch | None:
         """What a decode step searches; None: nothing. Raises TraceError for a trace that does not
         say what routers and embeddings were."""
-        if self._device.maps is None or step.kind != "decode":
+        if (search := self.controller.search) is None or step.kind != "decode":
             return None
         for name in ("embedding", "probs"):
             _check_array(self.header, name, "a decode step searches")
-        return StepSearch(self._device, self._device.maps, step, self.header.top_k)
+        return StepSearch(self._device, search.distance, step, self.header.top_k)
 
     def _look_between(self, step: StepRecord, rows: StepRows, layer: int) -> None:
         fields = (getattr(step, name) for name in LayerRouting._fields[1:])

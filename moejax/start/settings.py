@@ -11,8 +11,7 @@ from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
 from host_offload.policies.eviction.eviction_names import with_eviction
-from host_offload.policies.placement.placement_names import placement_policy, with_placement
-from host_offload.policies.placement.recorded import PREFIX
+from host_offload.policies.placement.placement_names import PREFIX, placement_policy, with_placement
 from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from moejax.checkpoints.versions import check_quantizer

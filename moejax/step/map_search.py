@@ -2,9 +2,8 @@
 to 4.5), what they want fetched, and its transfers, with no host in between.
 
 Shapes: C places of the store, L MoE layers, E experts a layer, D hidden size, R rows of the step, S
-entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.map_store. What
-is stored, and what is compared with it, is rounded; step_search beside map_store says how, so that
-a simulation finds the same.
+entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.map_store, and
+so is how rows are rounded, so that a simulation finds the same.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from jax import lax
 
 from host_offload.control.interface import MapSearch
 from host_offload.memory.tables import Tables
-from host_offload.policies.prefetch.expert_map.step_search import (
-    ENTRIES,
+from host_offload.policies.prefetch.expert_map.in_step import ENTRIES, prior_of
+from host_offload.policies.prefetch.expert_map.map_store import (
     NONE,
     cosines,
     distributions,
-    prior_of,
+    prefix_lengths,
     squares_of,
     unit_rows,
     whole_products,
@@ -41,7 +40,7 @@ class MapArrays(NamedTuple):
     """The store on the device; steps read it, and between steps its rows are replaced."""
 
     embeddings: Any
-    """float16[C, D], of length 1, as of step_search.rounded."""
+    """float16[C, D], of length 1, rounded."""
     maps: Any
     """float16[L, C, E]: the router's probabilities, likewise."""
     lengths: Any
@@ -66,8 +65,7 @@ def write_rows(
     """The store with other rows at places int32[n], C and more: nowhere. embeddings float16[n, D],
     maps float16[n, L, E]."""
     by_layer = maps.swapaxes(0, 1)
-    squares = jnp.cumsum(squares_of(by_layer.astype(jnp.float32), jnp), axis=0)
-    lengths = jnp.sqrt(squares.astype(jnp.float32))
+    lengths = prefix_lengths(by_layer.astype(jnp.float32), jnp)
     return MapArrays(
         arrays.embeddings.at[place].set(embeddings, mode="drop"),
         arrays.maps.at[:, place].set(by_layer, mode="drop"),
@@ -79,7 +77,7 @@ class StepTrajectory(NamedTuple):
     """Rows of a step beside every map, over the layers routed so far."""
 
     products: jax.Array
-    """int32[R, C]: as of step_search.whole_products."""
+    """int32[R, C]: as of map_store.whole_products."""
     squares: jax.Array
     """int32[R]: of the rows themselves."""
 

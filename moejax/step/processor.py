@@ -12,7 +12,7 @@ Only rows of x and y cross. A layer, in the order of what the host does:
 
 Where both run the same implementation the bits are those of full residency (contract 1). Where the
 CPU's op has other bits than the device's, an expert's rows depend on who computed it: outputs are a
-function of the placement, which traces record and RecordedPlacement repeats.
+function of the placement, which traces record and policies.recorded repeats.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from host_offload.control.interface import Policy
+from host_offload.control.rules import name_of
 from host_offload.policies.registry import Registry
 
 POLICIES = Registry(
@@ -44,6 +45,6 @@ def with_eviction(
         for policy in policies:
             writes = getattr(policy, "writes", None)
             if isinstance(writes, frozenset) and "victim_weights" in writes:
-                return type(policy).__name__, tuple(policies)
+                return name_of(policy), tuple(policies)
         eviction = "lru"
     return eviction, (POLICIES.parse(eviction), *policies)

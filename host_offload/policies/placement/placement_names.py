@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from host_offload.control.interface import Policy, Spec
 from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
-from host_offload.policies.placement.recorded import PREFIX, recorded_placement
 from host_offload.policies.placement.rivals import SCHEDULERS
-from host_offload.policies.prefetch.llapor.llapor_policy import Learned
+from host_offload.policies.prefetch.llapor import Learned
+from host_offload.policies.recorded import recorded
 from host_offload.traces.reader import read_trace
 from pallas_kernels.option_text import Reader, one_of, parse_option, seconds, share, whole
+
+PREFIX = "recorded="
+"""What the name of a placement begins with that repeats a run's; a trace's directory follows."""
 
 ALIASES = {"cross_layer": "prescope"}
 
@@ -54,7 +57,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
     if placement.startswith(PREFIX):
         if any(isinstance(each, Learned) for each in policies):
             raise ValueError("a recorded placement has its prefetches; leave out prefetch")
-        return (*policies, recorded_placement(read_trace(placement.removeprefix(PREFIX))))
+        return (*policies, recorded(read_trace(placement.removeprefix(PREFIX)), PlacementPolicy))
     policy = placement_policy(placement)
     if policy.buffers is not None:
         policies = (*policies, beside_prefetches(policy.buffers))

@@ -20,7 +20,7 @@ from host_offload.policies.placement.presched import (
 )
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
-from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
+from host_offload.policies.prefetch.llapor import of_layer, scores
 from host_offload.policies.prefetch.next_layers import finite, gate_scores
 
 DISTANCE = 2

@@ -98,4 +98,3 @@ def fit(trace: Trace, *, reach: int = REACH, decay: float = 0.5) -> CoActivation
         pairs += coactivation_counts(chunk.array("token.ids"), header.experts, reach)
     found = fitted(NAME, header, {"pairs": pairs}, {"reach": reach})
     return CoActivation(fitted=found, decay=decay, reach=reach)
-

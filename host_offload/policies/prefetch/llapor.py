@@ -135,6 +135,7 @@ class LayerTask:
     width: int = 512
     epochs: int = 30
     patience: int = 6
+    batch: int = 128
     fixed_rate: float | None = None
     """AdamW's, of a network that goes on learning; None: as its group's."""
     dropout: float = 0.1
@@ -146,7 +147,6 @@ class LayerTask:
     """Standard deviation of what is added to principal components, which have unit size."""
     masked: float = 0.05
     """Share of a batch's inputs that are zero."""
-    batch: int = 128
 
     @property
     def components(self) -> int:
@@ -226,6 +226,7 @@ def fit(
     width: int = LayerTask.width,
     epochs: int = LayerTask.epochs,
     patience: int = LayerTask.patience,
+    batch: int = LayerTask.batch,
     edge: int = -1,
     seed: int = 0,
     report: Callable[[int, int, str], None] | None = None,
@@ -246,7 +247,8 @@ def fit(
     edge = -(-count // 8) if edge < 0 else edge
     arrays: dict[str, np.ndarray] = {}
     for layer in range(count):
-        task = LayerTask(edge <= layer < count - edge, width, epochs, patience)
+        deep = edge <= layer < count - edge
+        task = LayerTask(deep, width, epochs, patience, batch)
         some = training.layer_samples(trace, layer, stride)
         say = None if report is None else functools.partial(report, layer, count)
         given = some.of(~left_out), some.of(left_out), trace.header.experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,16 @@ def scores(weights: Any, x: Any, drop: Callable[[Any], Any] = lambda x: x) -> An
         x = x @ weights[f"weights{i}"] + weights[f"bias{i}"]
         x = drop(x * (x > 0))
     return x @ weights["weights3"] + weights["bias3"]
+
+
+def draw_network(sizes: Sequence[int], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Weights to begin with. sizes: inputs, units of each hidden layer, outputs."""
+    from host_offload.policies.prefetch.training import draw_linear
+
+    found: dict[str, np.ndarray] = {}
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes), 1):
+        found[f"weights{i}"], found[f"bias{i}"] = draw_linear(inputs, outputs, rng)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +134,7 @@ def fit(
         order = rng.permutation(len(x))
         kept = order[len(x) // 10 :]
         left_out = order[: len(x) // 10] if len(x) >= 10 else order
-        begun: dict[str, np.ndarray] = {}
-        for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes), 1):
-            drawn = training.draw_linear(inputs, outputs, rng)
-            begun[f"weights{i}"], begun[f"bias{i}"] = drawn
+        begun = draw_network(sizes, rng)
         say = None if report is None else functools.partial(report, layer, layers)
 
         def score(weights: Any, x=x[left_out], y=y[left_out]) -> float:

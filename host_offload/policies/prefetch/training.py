@@ -77,13 +77,13 @@ def leave_out(trace: Trace, share: float) -> np.ndarray:
     learn from. Raises TraceError where either part would be empty."""
     request = trace.array("token.request")
     known = np.unique(request)
-    left_out = np.isin(request, known[len(known) - round(share * len(known)) :])
-    if not left_out.any() or left_out.all():
+    count = max(round(share * len(known)), 1)
+    if count >= len(known):
         raise TraceError(
             f"{trace.directory} has {len(known)} requests, too few to leave some out of training; "
             "record more of them"
         )
-    return left_out
+    return np.isin(request, known[-count:])
 
 
 def principal(inputs: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,13 +25,12 @@ from host_offload.control.rules import (
 )
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
-from host_offload.policies.eviction import static
 from host_offload.policies.eviction.eviction_names import POLICIES, with_eviction
-from host_offload.policies.prefetch.expertflow import expertflow_training as forests
+from host_offload.policies.prefetch import expertflow
 from host_offload.policies.prefetch.fitted import learned_bytes
-from host_offload.policies.prefetch.llapor import llapor_training as training
+from host_offload.policies.prefetch.forest import check_trainer
 from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.prefetch_names import FIT, FROM_PATH, PREFETCH, prefetch_policy
+from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
@@ -43,10 +42,8 @@ BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 TRAIN, RUN, ORACLE = "train", "run", "oracle"
 
 LEARNERS: Mapping[str, Callable[..., Policy]] = {
-    **FIT,
-    forests.NAME: forests.kept_policy,
-    "learned": training.fit,
-    "static": static.fit,
+    **POLICIES.fits,
+    **PREFETCH.fits,
 }
 """Name → what makes the policy of NAME=train from a trace of the texts' training part; ExpertFlow's
 takes the model's routers too."""
@@ -103,13 +100,13 @@ class Later:
     def make(self, trace: Trace, router: np.ndarray | None) -> Policy:
         """The policy. router: float32[L, D, E], which forests alone need. Those take minutes, so
         they are kept beside the trace and read again. Raises what its fit does."""
-        if self.name != forests.NAME:
+        if self.name != expertflow.NAME:
             return LEARNERS[self.name](trace, **self.settings)
         assert router is not None  # definitions without a model are refused: no gate inputs
         trained = {name: value for name, value in self.settings.items() if name != "pool"}
         digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:16]
         kept = trace.directory.with_name(f"{trace.directory.name}-{digest}.safetensors")
-        return forests.kept_policy(kept, trace, router, **self.settings)
+        return expertflow.read_or_fit(kept, trace, router, **self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,27 +237,27 @@ def _read_policy(
     if base in LEARNERS and path == TRAIN:
         with refused:
             inspect.signature(LEARNERS[base]).bind_partial(**settings)
-        if base == forests.NAME:  # before a model is loaded and a trace recorded
+        if base == expertflow.NAME:  # before a model is loaded and a trace recorded
             with user_errors(where=f"{where}: "):
-                forests.check_trainer()
+                check_trainer()
         return Later(base, settings), {}
     if colon and place.endswith(".py"):
         file = (home / place).resolve()
         made = _class_in_file(file, class_name, where)
         with as_user_error(f"{where}: {class_name}{settings or '()'} fails"):
             return made(**settings), {str(file): file_digest(file)}
-    if path and base in FROM_PATH:
+    if path and base in PREFETCH.from_path:
         at = (home / path).resolve()
         if settings:
             raise UserError(f"{where}: what {base} learned has its settings; leave out (…)")
         with user_errors(where=f"{where}: "):
             # An oracle's is a directory, whose steps nobody edits.
-            return prefetch_policy(f"{base}={at}"), {
+            return PREFETCH.parse(f"{base}={at}"), {
                 str(at): file_digest(at) if at.is_file() else ""
             }
-    known: dict[str, Any] = {**POLICIES, **PREFETCH, **(MOVERS if shared else {})}
+    known: dict[str, Any] = {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})}
     if name not in known:
-        with_files = ", ".join(f"{n}=PATH" for n in FROM_PATH)
+        with_files = ", ".join(f"{n}=PATH" for n in sorted(PREFETCH.from_path))
         raise UserError(
             f"unknown policy {base!r}; write one of {', '.join(known)}, {with_files}, "
             f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or "

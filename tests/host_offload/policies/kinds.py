@@ -11,7 +11,6 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation
 from host_offload.control.step_record import StepRecord
 from host_offload.policies.prefetch.next_layers import softmax
-from host_offload.policies.prefetch.promoe.promoe_network import Training
 from host_offload.traces.reader import Trace
 from tests.host_offload.traces.traces_of import rewritten, write_trace
 
@@ -34,8 +33,8 @@ for _kind, _layer in itertools.product(range(KINDS), range(LAYERS)):
 PROBABILITIES = softmax(ROUTER.swapaxes(0, 1)).astype(np.float16)
 
 
-QUICK = Training(hidden=32, rate=1e-2, dropout=0.0)
-"""Enough to learn kinds by heart."""
+QUICK: dict[str, Any] = {"hidden": 32, "rate": 1e-2, "dropout": 0.0, "batch": 16, "epochs": 40}
+"""How ProMoE learns kinds by heart."""
 
 
 def trace_of_kinds(directory: Path, kinds: list[list[int]], **header: Any) -> Trace:

@@ -39,10 +39,8 @@ from host_offload.policies.placement.rivals import AHEAD, SCHEDULERS
 from host_offload.policies.precision.dynaexq import DynaExq
 from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
 from host_offload.policies.prefetch.fate import Fate
-from host_offload.policies.prefetch.llapor import llapor_training as llapor
 from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.prefetch_names import FIT, PREFETCH
-from host_offload.policies.prefetch.promoe import promoe_policy as promoe
+from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.queue.transfer import Progress
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.simulator import simulate, spec_of
@@ -63,15 +61,18 @@ COSTS = Costs(
     prefill_s_per_token=1e-3,
     kv_swap_s_per_byte=1e-8,
 )
-FITS: dict[str, Any] = FIT | {
-    "promoe": functools.partial(promoe.fit, training=QUICK),
-    "learned": functools.partial(llapor.fit, training=llapor.NetworkTraining(width=8, epochs=2)),
+FITS: dict[str, Any] = PREFETCH.fits | {
+    "promoe": functools.partial(PREFETCH.fits["promoe"], **QUICK),
+    "learned": functools.partial(PREFETCH.fits["learned"], width=8, epochs=2),
+    "expertflow": functools.partial(
+        PREFETCH.fits["expertflow"], router=ROUTER, trees=2, leaves=8, reach=2
+    ),
 }
 WAITING = "per_token=1,startup=1,load=4,accelerator=1,attention=2"
 
 PAGED: dict[str, Any] = {
     **{name: lambda trace, make=make: make() for name, make in POLICIES.items()},
-    **{name: lambda trace, make=make: make() for name, make in PREFETCH.items()},
+    **{name: lambda trace, make=make: make() for name, make in PREFETCH.plain.items()},
     **{f"{name}, fitted": fit for name, fit in FITS.items()},
     "static, warmed up": lambda trace: Static(warmup=5),
     "recent": lambda trace: RecentPrefetch(),

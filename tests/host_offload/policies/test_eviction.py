@@ -14,7 +14,6 @@ from host_offload.policies.eviction import hot_table, static
 from host_offload.policies.eviction.eviction_names import (
     EVICTION,
     POLICIES,
-    eviction_policy,
     with_eviction,
 )
 from host_offload.policies.eviction.fifo import FIFO
@@ -43,9 +42,9 @@ def test_names():
     assert set(POLICIES) == {*layered, "global-lru", "global-lfu", "global-lfru"}
     assert EVICTION == {"lru": (1, 0, 0), "lfu": (0, 1, 0), "lfru": (1, 1, 0)}
     with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: lru, lfu, lfru, g"):
-        eviction_policy("mru")
+        POLICIES.parse("mru")
     mine, other = scripted(writes={"victim_weights"}), scripted(writes={"stages"})
-    assert with_eviction(None, [other]) == ("lru", (eviction_policy("lru"), other))
+    assert with_eviction(None, [other]) == ("lru", (POLICIES.parse("lru"), other))
     assert with_eviction(None, [other, mine]) == ("Scripted", (other, mine))
     assert with_eviction("fifo", [mine]) == ("fifo", (FIFO(), mine))
     with pytest.raises(ValueError, match="policies must be a list of policies, not Scripted"):
@@ -165,8 +164,8 @@ def test_recent_prefetch_restores_what_was_used_before(run):
     them back in place of the old ones, so that nothing is missed in the end."""
     once, now = ([[[e], [e]] for e in experts] for experts in ((0, 1, 2, 3), (4, 5, 6, 7)))
     pattern = once * 9 + now * 6
-    plain = run([eviction_policy("lfu")], pattern, cells=4)
-    ahead = run([eviction_policy("lfu"), RecentPrefetch(window=4)], pattern, cells=4)
+    plain = run([POLICIES.parse("lfu")], pattern, cells=4)
+    ahead = run([POLICIES.parse("lfu"), RecentPrefetch(window=4)], pattern, cells=4)
     assert all(missed.sum() == LAYERS for missed in plain.missed[-6:])
     assert not any(missed.any() for missed in ahead.missed[-6:])
 

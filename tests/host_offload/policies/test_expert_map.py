@@ -18,22 +18,20 @@ from host_offload.control.interface import Moment, Observation, Spec
 from host_offload.control.staging import making_room
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import expert_map_policy as expert_map
-from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap, recorded
+from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
+from host_offload.policies.prefetch.expert_map.map_matcher import AsynchronousMatcher
 from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
-    Trajectory,
     empty_store,
     selected,
-    semantic_scores,
     stored,
     with_rows,
 )
-from host_offload.policies.prefetch.expert_map.matcher import Matcher
-from host_offload.policies.prefetch.expert_map.trackers import TRACKERS
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
-from host_offload.policies.prefetch.prefetch_names import prefetch_policy
+from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
+from host_offload.policies.recorded import RecordedPolicy, recorded
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.memory.layered_device import LayeredDevice
@@ -42,7 +40,6 @@ from tests.host_offload.policies.kinds import (
     KINDS,
     LAYERS,
     PROBABILITIES,
-    ROUTER,
     ROUTES,
     TOP_K,
     experts,
@@ -69,18 +66,25 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 # ---- searches
 
 
-def test_searches_are_cosines_layer_by_layer():
+def test_searches_find_the_largest_cosine_layer_by_layer():
+    """To the rounding of rows, 2 ** -11 of an element."""
     store, (embeddings, maps) = stored(*draw(0, 7)), draw(1, 3)
     old_embeddings, old_maps = draw(0, 7)
-    scores, trajectory = semantic_scores(store, embeddings), Trajectory.of(store, 3)
-    for x, y in itertools.product(range(3), range(7)):
-        assert scores[x, y] == pytest.approx(cosine(embeddings[x], old_embeddings[y]), abs=1e-6)
+    found = store.nearest_embedding(embeddings)
+    for x in range(3):
+        scores = [cosine(embeddings[x], old) for old in old_embeddings]
+        assert found.place[x] == np.argmax(scores)
+        assert found.score[x] == pytest.approx(max(scores), abs=2e-3)
+    trajectory = store.trajectory(3)
     for layer in range(L):
-        trajectory = trajectory.after(store, layer, maps[:, layer])
-        scores, first = trajectory.scores(store, layer), slice(layer + 1)
-        for x, y in itertools.product(range(3), range(7)):
-            wanted = cosine(maps[x, first], old_maps[y, first])
-            assert scores[x, y] == pytest.approx(wanted, abs=1e-6)
+        trajectory, found = store.nearest_map(trajectory, layer, maps[:, layer])
+        first = slice(layer + 1)
+        for x in range(3):
+            scores = [cosine(maps[x, first], old[first]) for old in old_maps]
+            assert scores[found.place[x]] == pytest.approx(max(scores), abs=4e-3)
+            assert found.score[x] == pytest.approx(max(scores), abs=4e-3)
+    empty = empty_store(L, E, D).nearest_embedding(embeddings)
+    assert np.all(empty.score < -1)
 
 
 # ---- selection
@@ -126,7 +130,7 @@ def plain_with_rows(kept: list, new: list, capacity: int, distance: int) -> list
 def same_store(store: MapStore, rows: list) -> None:
     wanted = stored(*(np.array([row[i] for row in rows]) for i in range(2)))
     for got, want in zip(store, wanted, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("distance", [1, 3])
@@ -135,9 +139,11 @@ def test_rows_replace_who_they_make_redundant(distance):
     for seed, count in enumerate((3, 4, 1, 0, 6, 2, 9)):
         embeddings, maps = draw(seed, count)
         before = [array.copy() for array in store]
-        new = with_rows(store, embeddings, maps, capacity=6, distance=distance)
+        new, place = with_rows(store, embeddings, maps, capacity=6, distance=distance)
         for array, was in zip(store, before, strict=True):
             np.testing.assert_array_equal(array, was)  # a policy's state is never changed
+        same = (new.embeddings[: len(before[0])] == before[0]).all(axis=1)
+        assert {*np.flatnonzero(~same), *range(len(before[0]), new.size)} <= {*place.tolist()}
         store = new
         rows = plain_with_rows(rows, list(zip(embeddings, maps, strict=True)), 6, distance)
         assert store.size == min(len(rows), 6)
@@ -223,28 +229,9 @@ def test_evicted_is_the_least_probability_times_frequency(trace, told):
     assert [owner for _, owner in making_room(tables, 0, 0)] == order.tolist()
 
 
-def test_a_prompt_as_one_row(told):
-    """prompt="mean": a row a request, of the mean embedding and map; generated tokens stay rows."""
-    kinds = [0, 3, 5, 1, 4]
-    prompt = {"request": np.array([3, 3, 3, 7, 7]), "phase": np.zeros(5, np.uint8)}
-    policy = ExpertMap(distance=1, prompt="mean")
-    state = walk_kinds(policy, policy.init(told), kinds, **prompt)[1]
-    rows = [
-        (np.eye(KINDS)[part].mean(axis=0), PROBABILITIES[part].astype(np.float32).mean(axis=0))
-        for part in (kinds[:3], kinds[3:])
-    ]
-    same_store(state.tracker.store, rows)
-    assert walk_kinds(policy, state, kinds)[1].tracker.store.size == 7
-    by_token = ExpertMap(distance=1)
-    found = walk_kinds(by_token, by_token.init(told), kinds, **prompt)[1]
-    assert found.tracker.store.size == 5
-
-
 def test_refusals(trace, told, tmp_path):
     for wrong, match in (
         ({"capacity": 0}, "capacity must be at least 1"),
-        ({"prompt": "words"}, "prompt one of tokens, mean"),
-        ({"tracker": "T"}, "tracker one of map_tsd, map_ts, map_t, speculate, hit_count"),
         ({"distance": 0}, r"distance must lie in 1…3, not 0"),
         ({"distance": LAYERS}, r"distance must lie in 1…3, not 4"),
     ):
@@ -259,57 +246,14 @@ def test_refusals(trace, told, tmp_path):
         policy.init(dataclasses.replace(told, layers=6))
 
 
-# ---- what takes the matcher's place
-
-
-def test_speculate_asks_the_gate_of_a_later_layer(told):
-    policy = ExpertMap(tracker="speculate", distance=2)
-    found, _ = walk_kinds(policy, policy.init(told), [4])
-    assert not found[0] and set(found[1]) == experts(2, 4)
-    assert set(found[2]) == experts(2, 4) | experts(3, 4) and set(found[3]) == experts(3, 4)
-    best = int(np.argmax(ROUTER[2, 4]))
-    assert found[1][0] == (2, best)
-    assert policy.needs == {"gate_input", "router"} and policy.memory(told) == 0
-
-
-def test_hit_count_takes_the_nearest_request_and_what_was_popular(told):
-    policy = ExpertMap(tracker="hit_count", distance=1, capacity=2)
-    state = policy.init(told)
-    for turn, kind in enumerate((0, 0, 3)):  # of the first two the older one goes
-        found, state = walk_kinds(policy, state, [kind], turn)
-        state, _ = policy.decide(state, moment(Moment.TURN_END, [kind], turn=0))
-    assert len(state.tracker.collection) == 2 and not state.tracker.running
-    found, state = walk_kinds(policy, state, [3], 3)
-    # Popular of two requests: what either used.
-    assert len(found[0]) == TOP_K and {n for n, _ in found[0]} == {0}
-    assert set(found[0]) <= experts(0, 0, 3)
-    for layer in range(LAYERS - 1):
-        assert set(found[layer + 1]) == experts(layer + 1, 3)
-    # Counts are the request's, over its steps.
-    assert state.tracker.running[0].sum() == LAYERS * TOP_K
-    again = walk_kinds(policy, state, [3], 4)[1]
-    assert again.tracker.running[0].sum() == 2 * LAYERS * TOP_K
-    # What a step counts between layers is not counted again at its end.
-    assert state.tracker.step[0].sum() == state.tracker.running[0].sum()
-
-
-def test_every_tracker_runs_and_the_maps_know_what_repeats(told, tmp_path):
-    """Property 3 with a cache: with the trace's maps and room, no layer behind the first ones
-    misses; the cells hold what is wanted and no more. (Kinds 1 and 3 have one first layer.)"""
+def test_the_maps_know_what_repeats(told, tmp_path):
+    """Property 3 with a cache: with the trace's maps and room, no layer misses; the cells hold what
+    is wanted and no more. (Kinds 1 and 3 have one first layer.)"""
     rng = np.random.default_rng(1)
     kinds = [[int(rng.integers(3)), int(rng.integers(4, 6))] for _ in range(40)]
-    trace = trace_of_kinds(tmp_path, kinds)
+    policy = expert_map.fit(trace := trace_of_kinds(tmp_path, kinds), distance=2)
     run: dict[str, Any] = dict(cells=TOP_K * 2, driver="host", spec=told)
-    misses = {}
-    for tracker in TRACKERS:
-        policy = ExpertMap(tracker=tracker, distance=2)
-        if tracker != "speculate":
-            policy = expert_map.fit(trace, distance=2, tracker=tracker)
-        misses[tracker] = simulate(trace, policies=[policy], **run).misses
-    assert not misses["map_t"][:, 2:].any() and misses["map_t"][:, :2].any()
-    assert not misses["map_ts"].any() and not misses["map_tsd"].any()
-    assert not misses["speculate"][:, 2:].any() and misses["speculate"][:, :2].any()
-    assert misses["hit_count"].sum() > misses["map_t"].sum()
+    assert not simulate(trace, policies=[policy], **run).misses.any()
 
 
 # ---- offline and online
@@ -326,33 +270,23 @@ def test_offline_fills_the_store_with_a_share_of_the_requests(trace, told, tmp_p
         )
         assert is_there == (kind < 3)
     state = walk_kinds(half, half.init(told), [5])[1]
-    assert state.tracker.store.size == 40
+    assert state.matcher.store.size == 40
     online = dataclasses.replace(half, learns=True)
-    assert walk_kinds(online, online.init(told), [5])[1].tracker.store.size == 41
+    assert walk_kinds(online, online.init(told), [5])[1].matcher.store.size == 41
     half.fitted.write(tmp_path / "half")
-    again: Any = prefetch_policy(f"expert_map={tmp_path / 'half'}")
-    assert not again.learns and again.tracker == "map_tsd"
-    counts = expert_map.fit(trace, distance=2, tracker="hit_count", share=0.5)
-    assert counts.fitted is not None and counts.fitted.arrays["matrices"].shape[0] == 1
-    counts.fitted.write(tmp_path / "counts")
-    again = prefetch_policy(f"expert_map={tmp_path / 'counts'}")
-    assert again.tracker == "hit_count" and len(again.init(told).tracker.collection) == 1
+    again: Any = PREFETCH.parse(f"expert_map={tmp_path / 'half'}")
+    assert not again.learns and again.distance == 2
 
 
-def test_what_cannot_be_fitted_is_refused(trace, told, tmp_path):
-    for wrong in ({"share": 0.0}, {"share": 1.5}, {"tracker": "speculate"}, {"capacity": 0}):
-        with pytest.raises(ValueError, match=r"share lie in \(0, 1\], and tracker learn something"):
-            expert_map.fit(trace, distance=2, **wrong)
+def test_what_cannot_be_fitted_is_refused(trace, tmp_path):
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=r"share must lie in \(0, 1\], not"):
+            expert_map.fit(trace, distance=2, share=share)
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        expert_map.fit(trace, distance=2, capacity=0)
     nameless = trace_of_kinds(tmp_path, [[0]] * 2, absent=("token.request",))
-    for asked in ({"share": 0.5}, {"tracker": "hit_count"}):
-        with pytest.raises(TraceError, match="does not say which request a token belongs to"):
-            expert_map.fit(nameless, distance=2, **asked)
-    maps = expert_map.fit(trace, distance=2)
-    with pytest.raises(ValueError, match="fit with tracker='hit_count'"):
-        dataclasses.replace(maps, tracker="hit_count").init(told)
-    counts = expert_map.fit(trace, distance=2, tracker="hit_count")
-    with pytest.raises(ValueError, match="2 requests are given and capacity is 1"):
-        dataclasses.replace(counts, capacity=1).init(told)
+    with pytest.raises(TraceError, match=r"has no token\.request: it was"):
+        expert_map.fit(nameless, distance=2, share=0.5)
 
 
 def test_memory_of_a_store_counts_before_it_is_full(trace, told):
@@ -364,8 +298,6 @@ def test_memory_of_a_store_counts_before_it_is_full(trace, told):
     assert dataclasses.replace(fitted, learns=True).memory(told) == 50 * row * 4
     full = walk_kinds(online, online.init(told), [0] * 50)[1]
     assert online.stats(full)["learned_bytes"] == 50 * row * 4
-    counts = ExpertMap(tracker="hit_count", capacity=50)
-    assert counts.memory(told) == 50 * LAYERS * EXPERTS * 4
     assert learned_bytes([RandomPrefetch(), online], told) == 50 * row * 4
     assert learned_bytes([MoEInfinity(capacity=3)], told) == 3 * LAYERS * EXPERTS * 4
 
@@ -376,11 +308,11 @@ def test_memory_of_a_store_counts_before_it_is_full(trace, told):
 class Held:
     """Keeps a matcher's thread busy until it is let go."""
 
-    def __init__(self, matcher: Matcher):
+    def __init__(self, matcher: AsynchronousMatcher):
         self._go = threading.Event()
         matcher._thread.submit(self._go.wait, 3.0)  # a caller that waits fails, and does not hang
 
-    def let_go(self, matcher: Matcher) -> None:
+    def let_go(self, matcher: AsynchronousMatcher) -> None:
         self._go.set()
         matcher.wait()
 
@@ -393,20 +325,20 @@ def asynchronous(trace: Trace, **given: Any) -> ExpertMap:
 def test_inference_waits_for_no_search_and_a_late_one_is_counted(trace, told):
     policy = asynchronous(trace)
     state: Any = policy.init(told)
-    held = Held(state.tracker)
+    held = Held(state.matcher)
     # The thread is held, and every moment returns, wanting nothing.
     found, state = walk_kinds(policy, state, [4])
     assert found == [[]] * (LAYERS + 1) and policy.stats(state)["late"] == 0
-    held.let_go(state.tracker)
+    held.let_go(state.matcher)
     # Found now: of a step that has ended. And the next step has what comes in time.
     state, decision = policy.decide(state, moment(Moment.EMBEDDED, [4], step=1))
-    state.tracker.wait()
+    state.matcher.wait()
     late = policy.stats(state)["late"]
     assert late >= LAYERS - 1  # the embedding's, and all but the last two routers'
     state, decision = policy.decide(state, moment(Moment.ROUTED, [4], 0, 1))
     assert set(wanted(decision)) == experts(1, 4)  # layer 0 is too late
     assert policy.stats(state)["late"] == late + 1
-    state.tracker.wait()
+    state.matcher.wait()
     state, decision = policy.decide(state, moment(Moment.ROUTED, [4], 1, 1))
     assert set(wanted(decision)) == experts(2, 4)
     assert policy.stats(state)["searches"] == LAYERS + 1 + 3
@@ -418,9 +350,9 @@ def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_pa
     events: list = []
     device = LayeredDevice(Controller(told, [policy], listener=events.append), 4)
     device.run(trace)
-    decided = tuple((e.step, e.moment.name, e.decision) for e in events if hasattr(e, "decision"))
+    decided = tuple((e.step, e.moment, e.decision) for e in events if hasattr(e, "decision"))
     assert len(decided) == 40 * (LAYERS + 1)  # each is in the trace, wanted or not
-    again = dataclasses.replace(policy, decisions=decided)
+    again = RecordedPolicy("ExpertMap", "run", decided, policy.victim_weights)
     found: list = []
     other = LayeredDevice(Controller(told, [again], listener=found.append), 4)
     other.run(trace)
@@ -428,9 +360,7 @@ def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_pa
     np.testing.assert_array_equal(other.missed, device.missed)
     said = device.control.controller.stats()["said"]["ExpertMap"]
     assert said["searches"] == 40 * (LAYERS + 1)
-    assert other.control.controller.stats()["said"] == {"ExpertMap": {"decisions": 200}}
-    state = again.init(told)
-    with pytest.raises(TraceError, match="decided nothing at ROUTED of step 0 in the trace"):
-        again.decide(state, moment(Moment.ROUTED, [0], 0))
+    with pytest.raises(TraceError, match="no decision of ExpertMap at ROUTED of step 0, layer 0"):
+        again.decide(again.init(told), moment(Moment.ROUTED, [0], 0))
     with pytest.raises(TraceError, match="has no decisions of ExpertMap"):
         recorded(trace, policy)

@@ -23,20 +23,13 @@ from host_offload.control.rules import (
     PolicyError,
     check_decision,
 )
-from host_offload.policies.prefetch import coactivation
+from host_offload.policies.prefetch import coactivation, promoe
 from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.fitted import check_fitted, read_fitted
 from host_offload.policies.prefetch.oracle import oracle_of
-from host_offload.policies.prefetch.prefetch_names import (
-    FIT,
-    FROM_PATH,
-    PREFETCH,
-    prefetch_policy,
-    with_prefetch,
-)
-from host_offload.policies.prefetch.promoe import promoe_policy as promoe
+from host_offload.policies.prefetch.prefetch_names import PREFETCH, with_prefetch
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.simulate.simulator import simulate
 from tests.host_offload.policies.kinds import (
@@ -44,6 +37,7 @@ from tests.host_offload.policies.kinds import (
     KINDS,
     LAYERS,
     QUICK,
+    ROUTER,
     ROUTES,
     TOP_K,
     routed,
@@ -54,7 +48,13 @@ from tests.host_offload.traces.traces_of import rewritten
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
-FITS: dict[str, Any] = FIT | {"promoe": functools.partial(promoe.fit, training=QUICK)}
+FITS: dict[str, Any] = PREFETCH.fits | {
+    "promoe": functools.partial(promoe.fit, **QUICK),
+    "learned": functools.partial(PREFETCH.fits["learned"], width=8, epochs=2),
+    "expertflow": functools.partial(
+        PREFETCH.fits["expertflow"], router=ROUTER, trees=2, leaves=8, reach=2
+    ),
+}
 
 
 # ---- by name
@@ -65,11 +65,11 @@ def test_names():
         "coactivation, deepspeed, expert_map, expert_map_in_step, expertflow, fate, "
         "layer-streaming, learned, learned_online, mixtral-offloading, moe-infinity, oracle, promoe"
     )
-    assert sorted(PREFETCH.keys() | FROM_PATH.keys()) == [*known.split(", "), "random"]
-    assert set(FIT) == {
-        *("coactivation", "expert_map", "expert_map_in_step", "moe-infinity", "promoe")
-    }
-    assert prefetch_policy("fate") == Fate()
+    assert [*PREFETCH] == [*known.split(", "), "random"]
+    learns = {"coactivation", "expert_map", "expert_map_in_step", "expertflow", "learned"}
+    assert {*PREFETCH.fits} == learns | {"moe-infinity", "promoe"}
+    assert PREFETCH.from_path == {*PREFETCH.fits, "learned_online", "oracle"}
+    assert PREFETCH.parse("fate") == Fate()
     assert with_prefetch(None, [Fate()]) == [Fate()]
     assert with_prefetch("random", [Fate()]) == (Fate(), RandomPrefetch())
 
@@ -90,7 +90,7 @@ def test_names():
 )
 def test_names_that_are_refused(name, match):
     with pytest.raises(ValueError, match=match):
-        prefetch_policy(name)
+        PREFETCH.parse(name)
 
 
 # ---- co-activation
@@ -175,13 +175,13 @@ def test_an_oracle_is_of_one_run_only(trace, told, tmp_path):
 # ---- what was learned, as a file
 
 
-@pytest.mark.parametrize("name", FIT)
+@pytest.mark.parametrize("name", FITS)
 def test_what_was_learned_comes_back_from_its_file(name, trace, told, tmp_path):
     policy: Any = FITS[name](trace)
     fitted_as = policy.fitted.policy  # two forms read expert_map's file
     path = tmp_path / "learned"
     policy.fitted.write(path)
-    again: Any = prefetch_policy(f"{name}={path}")
+    again: Any = PREFETCH.parse(f"{name}={path}")
     assert again.fitted.nbytes == sum(a.nbytes for a in policy.fitted.arrays.values()) > 0
     for array, found in policy.fitted.arrays.items():
         np.testing.assert_array_equal(again.fitted.arrays[array], found)
@@ -201,9 +201,9 @@ def test_what_was_learned_comes_back_from_its_file(name, trace, told, tmp_path):
 
 def test_files_that_are_refused(trace, tmp_path):
     good, bad = tmp_path / "good", tmp_path / "bad"
-    promoe.fit(trace, training=QUICK).fitted.write(good)
+    promoe.fit(trace, **QUICK).fitted.write(good)
     with pytest.raises(ValueError, match="was fitted for 'promoe', not for 'coactivation'"):
-        prefetch_policy(f"coactivation={good}")
+        PREFETCH.parse(f"coactivation={good}")
     arrays = load_file(good)
     header = {"format": "moejax.policy", "version": "1", "policy": "promoe"}
     for metadata, match in (

@@ -128,7 +128,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "train-predictor": [
         (["train-predictor", "/no/t", "out"], "/no/t is no trace"),
-        (["train-predictor", "/no/t", "out", "--epochs", "x"], "invalid int value: 'x'"),
+        (["train-predictor", "/no/t", "out", "--predictor", "fate"], "unknown predictor 'fate'"),
     ],
     "doctor": [(["doctor", "--nope"], "unrecognized arguments: --nope\nmoejax doctor --help")],
     "check-gpu": [

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import moejax.start.decide.start_plan
-from host_offload.policies.eviction.eviction_names import eviction_policy
+from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.hot_table import beside_prefetches
 from host_offload.policies.placement import placement_names as names
-from host_offload.policies.placement.recorded import recorded_placement
+from host_offload.policies.placement.placement_policy import PlacementPolicy
+from host_offload.policies.recorded import recorded
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
@@ -61,7 +62,7 @@ def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
     with placed(beside, policies=[Anyhow(0.5)], driver="host,waves=2") as llm:
         runner = llm.engine.runner
         for policy, cells in ((Anyhow(0.5), 6), (Anyhow(0.8), 0), (Anyhow(1.0), 6)):
-            llm.engine.begin_anew(llm.plan.spec, [eviction_policy("lru"), policy], [cells] * 4)
+            llm.engine.begin_anew(llm.plan.spec, [POLICIES.parse("lru"), policy], [cells] * 4)
             delay(llm, 1e-3 if cells else 0.0)
             paging, before = llm.engine.statistics.paging, llm.stats()["placement"]
             hits, fills = paging["hits"], paging["fills"]
@@ -178,9 +179,9 @@ def test_where_bits_differ_a_recorded_placement_repeats_them(tmp_path, monkeypat
 def test_a_recording_without_a_placement_is_refused(tmp_path):
     with placed("queue", trace=tmp_path / "run") as llm:
         run(llm, mixed_jobs()[:1], check=False)
-    with pytest.raises(TraceError, match="a run without a placement"):
-        recorded_placement(read_trace(tmp_path / "run"))
-    with pytest.raises(UserError, match="a run without a placement"):
+    with pytest.raises(TraceError, match="has no decisions of PlacementPolicy"):
+        recorded(read_trace(tmp_path / "run"), PlacementPolicy)
+    with pytest.raises(UserError, match="has no decisions of PlacementPolicy"):
         placed("queue", f"recorded={tmp_path / 'run'}").close()
 
 

@@ -1,4 +1,4 @@
-"""Searches for expert maps inside a step against the host form's functions, and the step compiled
+"""Searches for expert maps inside a step against those of the store in numpy, and the step compiled
 for an H200."""
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from host_offload.control.interface import MapRows, MapSearch
+from host_offload.control.interface import MapSearch
 from host_offload.control.staging import making_room
 from host_offload.memory.tables import Residency, Tables
-from host_offload.policies.prefetch.expert_map import step_search
+from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.map_store import (
-    MapStore,
-    Trajectory,
+    FoundMaps,
+    empty_store,
     selected,
-    semantic_scores,
+    stored,
 )
-from host_offload.policies.prefetch.expert_map.step_search import HeldMaps, rounded
 from moejax.checkpoints.random_model import shape
 from moejax.step import map_search
 from moejax.step.map_search import MapArrays, list_entries, map_shapes, wanted_experts, write_rows
@@ -41,62 +40,6 @@ def distributions(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (scores / scores.sum(axis=-1, keepdims=True)).astype(np.float16)
 
 
-def half_store(filled: int, seed: int = 0) -> tuple[MapArrays, MapStore]:
-    """A store with some places filled, out of order, and the same for the host's functions."""
-    rng = np.random.default_rng(seed)
-    embeddings, maps = rounded(rng.normal(size=(C, D)), distributions(rng, C, L, E))
-    place = rng.permutation(C)
-    place[filled:] = C  # dropped
-    arrays = MapArrays(
-        **{n: jnp.zeros(s, t) for n, (s, t) in map_shapes(MapSearch(C, 2), L, E, D).items()}
-    )
-    for part in np.array_split(np.arange(C), 3):
-        arrays = write_rows(arrays, jnp.asarray(place[part]), embeddings[part], maps[part])
-    order = np.full(C, -1)
-    order[place[:filled]] = np.arange(filled)
-    present = order >= 0
-    by_layer = np.where(present[:, None, None], maps[order], 0).swapaxes(0, 1).astype(np.float32)
-    lengths = np.sqrt(np.cumsum(np.einsum("lne,lne->ln", by_layer, by_layer), axis=0))
-    units = np.where(present[:, None], embeddings[order], 0).astype(np.float32)
-    return arrays, MapStore(units, by_layer, lengths)
-
-
-def same_place(scores: np.ndarray, found: map_search.Found, empty: np.ndarray) -> None:
-    scores = np.where(empty, -np.inf, scores)
-    assert np.asarray(found.place).tolist() == np.argmax(scores, axis=1).tolist()
-    np.testing.assert_allclose(found.score, scores.max(axis=1), atol=2e-3)
-
-
-@pytest.mark.parametrize("filled", [C, 7])
-def test_semantic_search_is_the_hosts(filled):
-    arrays, store = half_store(filled)
-    rng = np.random.default_rng(1)
-    near = rng.choice(np.flatnonzero(store.lengths[0]), R)
-    rows = (3 * store.embeddings[near] + 0.2 * rng.normal(size=(R, D))).astype(np.float16)
-    # One that is unlike all: an empty place, at a cosine of 0, would be nearer.
-    rows[0] = -np.sum(store.embeddings, axis=0)
-    found = map_search.nearest_embedding(arrays, jnp.asarray(rows))
-    same_place(semantic_scores(store, rows), found, store.lengths[0] == 0)
-    assert np.asarray(found.place)[1:].tolist() == near[1:].tolist()
-
-
-def test_trajectory_search_is_the_hosts_after_every_layer():
-    """Rows begin like one map and end like another, so that each layer's product counts."""
-    arrays, store = half_store(C, seed=2)
-    first, last = np.array([3, 11, 19]), np.array([8, 30, 2])
-    theirs, found = Trajectory.of(store, R), None
-    ours = map_search.StepTrajectory.begun(arrays, R)
-    for layer in range(L):
-        rows = store.maps[layer, first if layer < 3 else last].astype(np.float16)
-        theirs = theirs.after(store, layer, rows)
-        ours, found = map_search.nearest_map(arrays, ours, jnp.int32(layer), jnp.asarray(rows))
-        same_place(theirs.scores(store, layer), found, np.zeros(C, bool))
-        if layer < 3:
-            np.testing.assert_allclose(found.score, 1, atol=1e-3)
-    assert found is not None and np.all(np.asarray(found.score) < 0.99)
-    assert np.asarray(found.place).tolist() == first.tolist()
-
-
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [((40, 5, 16, 24), 3), pytest.param((300, 4, 128, 2048), 1, marks=pytest.mark.slow)],
@@ -109,16 +52,18 @@ def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
     outliers = rng.normal(size=(places, hidden)) * rng.exponential(size=(1, hidden)) ** 2
     outliers[places // 2 :] = outliers[: places - places // 2]
     maps = distributions(rng, places, layers, experts)
-    held = HeldMaps(search, layers, experts, hidden)
-    given = MapRows(np.arange(places, dtype=np.int32), *rounded(outliers, maps))
+    filled = rng.permutation(places)[: places - places // 4]
+    kept = stored(outliers[filled], maps[filled]).rows_at(np.arange(len(filled)))
+    given = kept._replace(place=filled.astype(np.int32))
+    held = empty_store(layers, experts, hidden, places)
     held.write(given)
     shapes = map_shapes(search, layers, experts, hidden)
     empty = MapArrays(**{name: jnp.zeros(*shape) for name, shape in shapes.items()})
     arrays = jax.jit(write_rows)(empty, *given)
-    assert np.array_equal(arrays.lengths, held._lengths)
+    assert np.array_equal(arrays.lengths, held.lengths)
     walk = jax.jit(_walked)
     for each in range(8):
-        near = rng.integers(0, places, rows)
+        near = rng.choice(filled, rows)
         fed = outliers[near] * rng.exponential() + (each % 2) * rng.normal(size=(rows, hidden))
         fed = fed.astype(np.float16)
         same_bits(jax.jit(map_search.nearest_embedding)(arrays, fed), held.nearest_embedding(fed))
@@ -128,7 +73,7 @@ def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
         for layer in range(layers):
             trajectory, theirs = held.nearest_map(trajectory, layer, said[layer])
             same_bits(map_search.Found(found.place[layer], found.score[layer]), theirs)
-            prior, worth = held.wanted(theirs, layer, TOP_K) or (None, None)
+            prior, worth = in_step.wanted_of(held, theirs, layer, TOP_K) or (None, None)
             assert np.array_equal(wanted[layer], worth)
             assert np.array_equal(priors[layer], prior)
 
@@ -142,13 +87,13 @@ def _walked(arrays: MapArrays, said: jax.Array):
         likely = arrays.maps[i, found.place].astype(jnp.float32)
         chosen = wanted_experts(likely, found.score, TOP_K)
         worth = jnp.max(jnp.where(chosen, likely, 0), axis=0)
-        return trajectory, (found, worth, step_search.prior_of(jnp.max(likely, axis=0), jnp))
+        return trajectory, (found, worth, in_step.prior_of(jnp.max(likely, axis=0), jnp))
 
     begun = map_search.StepTrajectory.begun(arrays, said.shape[1])
     return jax.lax.scan(layer, begun, (jnp.arange(len(said)), said))[1]
 
 
-def same_bits(found: map_search.Found, theirs: step_search.FoundMaps) -> None:
+def same_bits(found: map_search.Found, theirs: FoundMaps) -> None:
     assert np.array_equal(found.place, theirs.place)
     assert np.array_equal(np.asarray(found.score), theirs.score)
 
@@ -214,7 +159,7 @@ def check_entries(listed, rng: np.random.Generator) -> None:
     found = np.array(listed(given, jnp.int32(1), jnp.asarray(wanted), 6)).T
     assert [tuple(entry) for entry in found.tolist() if entry[0] >= 0] == expected
     assert np.all(found[len(expected) :] == -1)
-    simulated = step_search.entries_of(tables, 1, wanted)
+    simulated = in_step.entries_of(tables, 1, wanted)
     assert [tuple(entry) for entry in simulated[:6]] == expected
 
 

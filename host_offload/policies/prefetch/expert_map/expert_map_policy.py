@@ -196,7 +196,6 @@ def fit(trace: Trace, *, capacity: int = 1000, distance: int = 3, share: float =
         )
     requests = None
     if share < 1:
-        trace.require_requests(NAME)
         requests = np.unique(trace.array("token.request"))
         requests = requests[: max(int(share * len(requests)), 1)]
     store = empty_store(header.layers, header.experts, header.embedding)

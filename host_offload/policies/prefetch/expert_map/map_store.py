@@ -120,13 +120,11 @@ class MapStore(NamedTuple):
     def size(self) -> int:
         return len(self.embeddings)
 
-    def with_written(self, rows: MapRows) -> MapStore:
-        """With other rows at some places."""
-        new = MapStore(*(array.copy() for array in self))
-        new.embeddings[rows.place] = rows.embeddings
-        new.maps[:, rows.place] = rows.maps.swapaxes(0, 1)
-        new.lengths[:, rows.place] = prefix_lengths(new.maps[:, rows.place], np)
-        return new
+    def write(self, rows: MapRows) -> None:
+        """Other rows at some places of these arrays themselves: of a store that a device holds."""
+        self.embeddings[rows.place] = rows.embeddings
+        self.maps[:, rows.place] = rows.maps.swapaxes(0, 1)
+        self.lengths[:, rows.place] = prefix_lengths(self.maps[:, rows.place], np)
 
     def rows_at(self, place: np.ndarray) -> MapRows:
         """What a device is given of these places, which holds it as it is."""

@@ -20,7 +20,7 @@ from host_offload.policies.placement.placement_names import (
     with_placement,
 )
 from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
-from host_offload.policies.prefetch.llapor.llapor_policy import Learned
+from host_offload.policies.prefetch.llapor import Learned
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
 from host_offload.queue.transfer import Flying, Progress, Transfer
 from tests.host_offload.control.policy_runs import scripted, spec

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 import moejax
-from host_offload.policies.prefetch.expertflow import expertflow_training as forests
+from host_offload.policies.prefetch import expertflow
 from moejax.costs import store, workload_plan
 from moejax.costs.store import cost_file, write_cost_model
 from moejax.errors import UserError
@@ -114,7 +114,7 @@ def test_prompts_run_batch_by_batch(learned):
 def test_what_was_learned_is_found_again(learned, monkeypatch):
     """A grid that goes on does not start an engine to learn, nor grow forests again."""
     monkeypatch.setattr(grid, "engine_bench", lambda *_: pytest.fail("it started"))
-    monkeypatch.setattr(forests, "fit", lambda *_, **__: pytest.fail("it learned"))
+    monkeypatch.setattr(expertflow, "fit", lambda *_, **__: pytest.fail("it learned"))
     given = {name: value for name, value in learned.asked.items() if name != "files"}
     again = moejax.ablate(given, learned.directory, progress=False)
     assert again.rows == learned.rows

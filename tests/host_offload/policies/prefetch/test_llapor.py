@@ -12,28 +12,20 @@ import pytest
 
 from host_offload.control.interface import Moment, Observation
 from host_offload.policies.placement.placement_names import with_placement
-from host_offload.policies.prefetch.llapor import llapor_training as training
-from host_offload.policies.prefetch.llapor.llapor_evaluation import evaluated
-from host_offload.policies.prefetch.llapor.llapor_network import of_layer, scores
-from host_offload.policies.prefetch.llapor.llapor_policy import Learned
-from host_offload.policies.prefetch.llapor.llapor_training import (
-    EDGE,
-    NetworkTraining,
+from host_offload.policies.prefetch import llapor, llapor_online
+from host_offload.policies.prefetch.llapor import (
+    LayerTask,
+    Learned,
     fit,
-    loss,
-    recall_of,
-    samples,
-    split,
-    trained,
+    fit_layer,
+    of_layer,
+    scores,
 )
-from host_offload.policies.prefetch.llapor.metrics import quality
-from host_offload.policies.prefetch.llapor.online import (
-    LearnedOnline,
-    Learning,
-    Tuning,
-    recorded,
-)
-from host_offload.policies.prefetch.prefetch_names import prefetch_policy
+from host_offload.policies.prefetch.llapor_online import LearnedOnline
+from host_offload.policies.prefetch.next_layers import gate_scores
+from host_offload.policies.prefetch.prefetch_names import PREFETCH
+from host_offload.policies.prefetch.training import layer_samples, leave_out, recall_of
+from host_offload.policies.recorded import recorded
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.traces.traces_of import rewritten, write_trace
@@ -41,7 +33,6 @@ from tests.host_offload.traces.traces_of import rewritten, write_trace
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 4, 8, 2, 12
-QUICK = NetworkTraining(width=64, batch=16, epochs=40, patience=40, noise=0.02, masked=0.02)
 STEPS, ROWS = 75, 8
 
 
@@ -86,24 +77,21 @@ def trace(tmp_path_factory) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def parts(trace) -> list[np.ndarray]:
-    return split(trace, (0.6, 0.2))
+def learned(trace) -> Learned:
+    return fit(trace, width=64, epochs=40, patience=40, batch=16)
 
 
-@pytest.fixture(scope="module")
-def learned(trace, parts) -> Learned:
-    return fit(trace, training=QUICK, rows=(parts[0], parts[1]))
-
-
-def test_it_learns_a_router_that_follows_from_the_layer_before(trace, parts, learned):
-    """At least 99% by each metric, of requests that it has not seen, in each group, where reusing
-    the next layer's gate fails."""
-    reports = evaluated(learned, trace, parts[2], deterministic()[2])
-    assert [(r.layer, r.group) for r in reports] == [(1, "input"), (2, "middle"), (3, "output")]
-    for report in reports:
-        assert min(report.learned) >= 0.99, report
-        assert report.gate is not None and report.gate.recall < 0.7
-        assert report.call_us > 0 and report.call_rows == ROWS and abs(report.cosine) < 1
+def test_it_learns_a_router_that_follows_from_the_layer_before(trace, learned):
+    """In each group, of requests that it has not seen, where reusing the next layer's gate
+    fails."""
+    routers, left_out = deterministic()[2], leave_out(trace, 0.25)
+    for layer in range(LAYERS - 1):
+        some = layer_samples(trace, layer, 1).of(left_out)
+        own = of_layer(learned.fitted.arrays, layer)
+        assert ("gate" in own) == (layer == 1)  # the middle
+        found = scores(own, some.gate_input, some.ids, some.weights)
+        assert recall_of(found, some.later) >= 0.99, layer
+        assert recall_of(gate_scores(some.gate_input, routers[layer + 1]), some.later) < 0.7
 
 
 def test_the_policy_wants_whom_rows_are_predicted_to_choose(trace, learned):
@@ -155,69 +143,48 @@ def test_losses_are_the_papers():
     bce = chosen * np.log(p) + (1 - chosen) * np.log(1 - p)
     p_t = np.where(chosen == 1, p, 1 - p)
     expected = -np.mean(bce / frequency) - 1.5 * np.mean((1 - p_t) ** 3 * bce)
-    balance = 1 / frequency
-    value = loss(jnp.asarray(found), jnp.asarray(chosen), balance, focal=1.5, gamma=3.0)
-    assert float(value) == pytest.approx(expected, 1e-4)
-    assert float(loss(jnp.asarray(found), jnp.asarray(chosen), None)) == pytest.approx(
-        -np.mean(bce), 1e-4
-    )
+    given = jnp.asarray(found), jnp.asarray(chosen), 1 / frequency
+    edge, middle = (LayerTask(deep, focal=1.5, gamma=3.0) for deep in (False, True))
+    assert float(edge.loss_of(*given)) == pytest.approx(expected, 1e-4)
+    assert float(middle.loss_of(*given)) == pytest.approx(-np.mean(bce), 1e-4)
 
 
 # ---- training
 
 
-def test_the_epoch_with_the_best_recall_is_kept_and_it_ends_early(trace, parts):
-    some = samples(trace, 0, 1)
-    told: list[tuple[int, float]] = []
-    training = dataclasses.replace(QUICK, patience=3)
-    given = some.of(parts[0]), some.of(parts[1]), EXPERTS, EDGE, training
-    own = trained(*given, lambda epoch, recall: told.append((epoch, recall)))
-    recalls = [recall for _, recall in told]
-    assert [epoch for epoch, _ in told] == list(range(len(told))) and len(told) < 40
-    assert len(told) == int(np.argmax(recalls)) + 1 + 3
-    test = some.of(parts[1])
+def test_the_epoch_with_the_best_recall_is_kept_and_it_ends_early(trace):
+    some, left_out = layer_samples(trace, 0, 1), leave_out(trace, 0.25)
+    said: list[float] = []
+    task = LayerTask(False, width=64, epochs=40, patience=3)
+    given = some.of(~left_out), some.of(left_out), EXPERTS, np.random.default_rng(0)
+    own = fit_layer(task, *given, lambda text: said.append(float(text.split()[2])))
+    assert len(said) < 40 and len(said) == int(np.argmax(said)) + 1 + 3
+    test = some.of(left_out)
     found = scores(own, test.gate_input, test.ids, test.weights)
-    assert quality(found, test.later, test.step).recall == pytest.approx(max(recalls))
+    assert recall_of(found, test.later) == pytest.approx(max(said), abs=1e-3)
+    # 1/f is of what it learned from: who is used evenly has 1, nobody more than 10.
+    share = np.bincount(some.of(~left_out).later.ravel(), minlength=EXPERTS)
+    expected = np.minimum(share.mean() / np.maximum(share, 1), 10)
+    np.testing.assert_allclose(own["balance"], expected, rtol=1e-5)
 
 
-def test_what_it_cannot_learn_from_is_refused(trace, learned, tmp_path):
+def test_what_it_cannot_learn_from_is_refused(trace, tmp_path):
     with pytest.raises(ValueError, match="stride must lie in 1…3, not 4"):
         fit(trace, stride=4)
     inputs, ids, _ = deterministic()
-    blind = trace_of(tmp_path / "a", inputs, ids, gate_input=0)
     with pytest.raises(TraceError, match="has no gate inputs, which learned learns from"):
-        fit(blind)
-    with pytest.raises(ValueError, match="give a trace with gate inputs"):
-        evaluated(learned, blind, np.ones(blind.tokens, bool))
+        fit(trace_of(tmp_path / "a", inputs, ids, gate_input=0))
     with pytest.raises(TraceError, match="has 15 requests, too few to leave some out"):
-        split(trace, (0.6, 0.4))
-
-
-# ---- metrics
-
-
-def test_metrics_of_a_step_by_hand():
-    """Eight rows, k = 1. Rows of experts: real 4, 2, 1, 1 of 0…3; predicted 3 of 0, 2 of 1, 2 of 4
-    and 1 of 2."""
-    later = np.array([0, 0, 0, 0, 1, 1, 2, 3])[:, None]
-    predicted = np.array([0, 0, 0, 4, 1, 1, 2, 4])
-    scores_of = np.eye(8)[predicted]
-    found = quality(scores_of, later, np.zeros(8, int))
-    assert found.recall == 6 / 8
-    assert found.hot == 3 / 4 and found.all_hot == 0.0  # 4 has no rows
-    assert found.tokens == (3 + 2 + 1) / 8
+        leave_out(trace, 1.0)
 
 
 # ---- going on to learn: rounds, who waits for them (nobody), and decisions taken again
-
-TUNING = Tuning(rows=40, iterations=30, rate=2e-3)
 
 
 @pytest.fixture(scope="module")
 def begun(trace) -> LearnedOnline:
     """One epoch: it has learned little."""
-    learned = fit(trace, training=NetworkTraining(width=32, batch=64, epochs=1))
-    return LearnedOnline(learned.fitted, tuning=TUNING)
+    return LearnedOnline(fit(trace, width=32, epochs=1).fitted, rows=40, iterations=30, rate=2e-3)
 
 
 def observations(trace):
@@ -241,7 +208,7 @@ def observations(trace):
 def recalls(trace, arrays) -> list[float]:
     found = []
     for layer in range(LAYERS - 1):
-        some = samples(trace, layer, 1)
+        some = layer_samples(trace, layer, 1)
         said = scores(of_layer(arrays, layer), some.gate_input, some.ids, some.weights)
         found.append(recall_of(said, some.later))
     return found
@@ -261,19 +228,20 @@ def test_rounds_learn_from_what_steps_route_and_come_into_use_between_steps(trac
     after = recalls(trace, state.tuner.arrays)
     assert min(np.subtract(after, recalls(trace, before))) > 0.1
     assert before is begun.fitted.arrays  # which is as it was
-    assert np.array_equal(state.tuner.arrays["0.basis"], before["0.basis"])
+    for kept in ("0.basis", "0.balance"):
+        assert np.array_equal(state.tuner.arrays[kept], before[kept])
 
 
 def test_no_step_waits_for_a_round(trace, begun, monkeypatch):
     """A round that does not end until the run is over: all steps go on with what there was. The
     policy begins in the middle of a step, which is left out."""
-    go_on, run = threading.Event(), training.tuned
+    go_on, run = threading.Event(), llapor.tune_layer
 
     def slow(*args):
         assert go_on.wait(60)
         return run(*args)
 
-    monkeypatch.setattr(training, "tuned", slow)
+    monkeypatch.setattr(llapor_online, "tune_layer", slow)
     state = begun.init(spec_of(trace.header))
     for seen in itertools.islice(observations(trace), 2, None):
         state, _ = begun.decide(state, seen)
@@ -288,7 +256,7 @@ def test_what_a_round_raises_is_raised_at_the_next_step(trace, begun, monkeypatc
     def broken(*args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(training, "tuned", broken)
+    monkeypatch.setattr(llapor_online, "tune_layer", broken)
     state = begun.init(spec_of(trace.header))
     seen = list(observations(trace))
     for one in seen[: 5 * LAYERS]:
@@ -310,25 +278,23 @@ def test_decisions_are_taken_again_from_the_trace(trace, begun, monkeypatch):
         recorded(trace, begun)
     monkeypatch.setattr(type(trace), "decided", lambda self: iter(lines))
     again = recorded(trace, begun)
-    state = again.init(spec_of(trace.header))
-    assert isinstance(state, Learning) and again.stats(state) == {"rounds": 0}
-    found = []
+    state, found = again.init(spec_of(trace.header)), []
     for seen in observations(trace):
         state, decision = again.decide(state, seen)
         found.append(decision.stages)
     assert found == wanted
-    with pytest.raises(TraceError, match="decided nothing more in step"):
+    with pytest.raises(TraceError, match="no decision of LearnedOnline at ROUTED of step"):
         again.decide(state, seen)
 
 
 def test_what_cannot_be_is_refused(trace, begun, tmp_path):
     file = tmp_path / "learned"
     begun.fitted.write(file)
-    policy = prefetch_policy(f"learned_online={file}")
-    assert isinstance(policy, LearnedOnline) and policy.tuning == Tuning()
-    assert prefetch_policy(f"learned={file}") == Learned(begun.fitted)
-    for tuning in (Tuning(rows=0), Tuning(iterations=0), Tuning(rate=0.0)):
-        with pytest.raises(ValueError, match="tuning needs rows, iterations and a rate"):
-            dataclasses.replace(begun, tuning=tuning).init(spec_of(trace.header))
+    policy = PREFETCH.parse(f"learned_online={file}")
+    assert policy == LearnedOnline(begun.fitted)
+    assert PREFETCH.parse(f"learned={file}") == Learned(begun.fitted)
+    for wrong in ({"rows": 0}, {"iterations": 0}, {"rate": 0.0}):
+        with pytest.raises(ValueError, match="learning on needs rows, iterations and a rate"):
+            dataclasses.replace(begun, **wrong).init(spec_of(trace.header))
     with pytest.raises(ValueError, match="networks that stay as they are"):
         with_placement("prescope", [policy])
