@@ -46,7 +46,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([*JOB[:2], "none.jsonl", *JOB[3:]], "cannot open"),
         (["generate", "x", "--ray", "local"], "--ray needs --input"),
         ([*JOB, "--workers", "2"], "need --ray"),
-        ([*JOB[:3], "b.jsonl", *JOB[3:]], "several files need --ray"),
         ([*JOB, "--ray", "nobody"], NO_ADDRESS),
         ([*JOB, "--ray", "127.0.0.1:1"], NO_ANSWER),
         ([*JOB, "--ray", "local", "--workers", "0"], "at least 1"),
