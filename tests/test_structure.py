@@ -22,7 +22,6 @@ ENTRIES = {
     "moejax": "what users import",
     "pallas_kernels.cpu.build": "setup.py",
     "moejax.evaluate.backend_probe": "a process of moejax.evaluate.diagnosis",
-    "moejax.requests.bounded_work": "a process of moejax.requests.bounded_process",
 }
 """Module that needs no module of ours to import it → who does. So does every `__main__`."""
 

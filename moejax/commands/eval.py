@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax.commands import EXIT_INTERRUPTED, add_command, say
+from moejax.commands import add_command, say
 from moejax.commands.eval_tables import (
     format_comparison,
     format_cost,
@@ -30,7 +30,6 @@ from moejax.commands.model import (
     started,
 )
 from moejax.errors import UserError
-from moejax.interrupt import ending_after_interrupt
 from moejax.start.fields import Description
 from moejax.start.options import OPTIONS
 
@@ -173,9 +172,7 @@ class _Job:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Also while modules are imported: jax's callback of the garbage collector may swallow Ctrl-C.
-    with ending_after_interrupt(1.5, EXIT_INTERRUPTED):
-        return _compare(args) if args.compare else _evaluate(args)
+    return _compare(args) if args.compare else _evaluate(args)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
@@ -142,37 +142,32 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="no progress, and the statistics as one JSON object on stderr, not the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
-    add_described(output, _TIMELINE)
-
-
-_TIMELINE = {
-    "timeline": Description(
-        "what native CPU ops and the queue did when: FILE.json for "
-        "https://ui.perfetto.dev; of a prompt, not of --input",
+    output.add_argument(
+        "--timeline",
         metavar="FILE",
-    ),
-}
+        help="what native CPU ops and the queue did when: FILE.json for https://ui.perfetto.dev; "
+        "of a prompt, not of --input",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.prompt is None and args.input is None:
-        args.parser.error("the following arguments are required: PROMPT (or --input FILE)")
-    if args.prompt is not None and args.input is not None:
-        args.parser.error("PROMPT and --input exclude each other")
-    if args.input is not None and args.output is None:
-        args.parser.error("--input needs --output FILE, or --output - for standard output")
-    if args.input is None and (args.output or args.on_error or args.overwrite):
-        args.parser.error("--output, --on-error and --overwrite need --input")
-    if args.timeline is not None and args.input is not None:
-        args.parser.error("--timeline is of a PROMPT, not of --input")
-    if args.ray is None and any(asked(args, CLUSTER).values()):
-        args.parser.error("--workers and --cores-per-worker need --ray")
-    if args.ray is not None and args.input is None:
-        args.parser.error("--ray needs --input FILE")
+    text, files, here = args.prompt is not None, args.input is not None, args.ray is None
+    jobs = args.output or args.on_error or args.overwrite
+    wrong = {
+        "the following arguments are required: PROMPT (or --input FILE)": not text and not files,
+        "PROMPT and --input exclude each other": text and files,
+        "--input needs --output FILE, or --output - for standard output": files
+        and args.output is None,
+        "--output, --on-error and --overwrite need --input": jobs and not files,
+        "--timeline is of a PROMPT, not of --input": args.timeline is not None and files,
+        "--workers and --cores-per-worker need --ray": here and any(asked(args, CLUSTER).values()),
+        "--ray needs --input FILE": not here and not files,
+    }
+    for message, applies in wrong.items():
+        if applies:
+            args.parser.error(message)
     params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
-    if args.input is None:
-        return _generate_text(args, params, options)
-    return _generate_file(args, params, options)
+    return (_generate_file if files else _generate_text)(args, params, options)
 
 
 def _generate_text(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
@@ -186,17 +181,20 @@ def _generate_text(args: argparse.Namespace, params: SamplingParams, options: di
                 f"{args.model} has no tokenizer, which the command line needs; add its "
                 f"tokenizer.json, or pass token ids to moejax.LLM.generate in Python"
             )
-        if args.timeline is None:
+        with _timeline(args.timeline, llm):
             _stream(llm, prompt, params)
-        else:
-            _stream_recorded(args.timeline, llm, prompt, params)
         stats = llm.stats()
-    _print_stats(args, stats)
+    if args.json or not args.quiet:
+        print(json.dumps(stats) if args.json else f"\n{format_summary(stats)}", file=sys.stderr)
     return 0
 
 
-def _stream_recorded(path: str, llm: Any, prompt: str, params: SamplingParams) -> None:
-    """_stream, and its timeline into a file."""
+@contextmanager
+def _timeline(path: str | None, llm: Any) -> Iterator[None]:
+    """A block whose timeline goes into a file, where one is given."""
+    if path is None:
+        yield
+        return
     from moejax.traces.timeline import check_timeline, measured_events, write_timeline
     from pallas_kernels.cpu.spans import recorded
 
@@ -211,7 +209,7 @@ def _stream_recorded(path: str, llm: Any, prompt: str, params: SamplingParams) -
     if queue is not None:
         queue.record()
     with recorded() as ops:
-        _stream(llm, prompt, params)
+        yield
     write_timeline(path, measured_events(ops, () if queue is None else queue.spans()))
 
 
@@ -297,83 +295,34 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
 def _not_default(params: SamplingParams) -> dict[str, Any]:
     """Fields other than the seed that do not only repeat a default, so that a new field of a later
     release does not make the results of this one foreign."""
-    fields = (f.name for f in dataclasses.fields(params) if f.name != "seed")
-    given = {name: getattr(params, name) for name in fields}
-    return {n: value for n, value in given.items() if value != getattr(SamplingParams(), n)}
-
-
-def _print_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:
-    if args.json:
-        print(json.dumps(stats), file=sys.stderr)
-    elif not args.quiet:
-        print("\n" + format_summary(stats), file=sys.stderr)
+    usual = vars(SamplingParams())
+    given = vars(params).items()
+    return {name: v for name, v in given if name != "seed" and v != usual[name]}
 
 
 def format_summary(stats: Mapping[str, Any]) -> str:
-    """The dict of `LLM.stats` as aligned lines of text, the short report of a run on stderr.
-
-    A time or rate that does not exist yet (no token, no expert needed) is None in stats and a dash
-    here.
-    """
-    times, experts, moved = stats["time"], stats["experts"], stats["bytes"]
-    ttft, tpot, kv = stats["ttft_s"], stats["tpot_s"], stats["kv"]
+    """The dict of `LLM.stats` as some lines of text on stderr; --json has all of it. A time or rate
+    that does not exist yet (no token, no expert needed) is None in stats and a dash here."""
+    experts, arena, moved = stats["experts"], stats["arena"], sum(stats["bytes"].values())
+    ttft, tpot, size = stats["ttft_s"], stats["tpot_s"], format_bytes
     lines = {
-        "model": f"{stats['model']}, {stats['dtype']} on {stats['device']}, jax {stats['jax']}",
-        "tokens": (
-            f"{stats['prompt_tokens']} prompt, {stats['generated_tokens']} generated, "
-            f"{_number(stats['tokens_per_s'], '.1f')} tokens/s"
-        ),
-        "latency": (
-            f"first token {_ms(ttft['mean'])}; then per token mean {_ms(tpot['mean'])}, "
-            f"p99 {_ms(tpot['p99'])}"
-        ),
-        "start": f"load {times['load_s']:.2f} s, compile {times['compile_s']:.2f} s",
-        "experts": (
-            f"hit rate {_number(experts['hit_rate'], '.1%')} of {experts['activations']} "
-            f"activations ({experts['fills']} fills, {experts['read_through']} read through), "
-            f"{stats['eviction']}"
-        ),
-        "moved": (
-            f"{format_bytes(moved['fill'])} filled, {format_bytes(moved['read_through'])} read "
-            f"through"
-        ),
-        "arena": _arena(stats["arena"]),
-        "kv": (
-            f"{kv['prefix_hit_tokens']} tokens shared, {kv['session_hit_tokens']} of sessions; "
-            f"{kv['preemptions']} preemptions; {format_bytes(kv['swapped_out_bytes'])} swapped "
-            f"out, {format_bytes(kv['swapped_in_bytes'])} in"
-        ),
-        "ops": ", ".join(f"{op} {name}" for op, name in stats["ops"].items()),
+        "tokens": f"{stats['prompt_tokens']} prompt, {stats['generated_tokens']} generated, "
+        f"{_number(stats['tokens_per_s'], '.1f')} tokens/s; first token {_ms(ttft['mean'])}, then "
+        f"per token mean {_ms(tpot['mean'])}, p99 {_ms(tpot['p99'])}",
+        "experts": f"hit rate {_number(experts['hit_rate'], '.1%')} of {experts['activations']} "
+        f"activations, {size(moved)} moved, {stats['eviction']}",
+        "arena": f"{size(arena['bytes'])}: {arena['expert_slots']} slots of experts, "
+        f"{arena['kv_slots']} of KV ({arena['kv_pages_used_peak']} of {arena['kv_pages']} pages at "
+        f"peak), {arena['free_slots']} free",
     }
-    if (delta := stats["cache_aware_routing"]) is not None:
-        lines["routing"] = f"cache-aware, {delta:g}: outputs are NOT those of full residency"
     if (placed := stats["placement"]) is not None:
-        lines["beside"] = _placement(placed, experts["activations"] - experts["hits"])
+        missed = experts["activations"] - experts["hits"]
+        lines["beside"] = (
+            f"{placed['experts']} of {missed} missed experts and {placed['rows']} rows computed by "
+            f"the second processor; {placed['placement']}"
+        )
     text = [f"{name:<8} {line}" for name, line in lines.items()]
-    text += [f"{'note':<8} {note}" for note in stats["notes"]]
-    return "\n".join(text)
-
-
-def _arena(arena: Mapping[str, Any]) -> str:
-    counts = arena["cells_per_layer"]
-    low, high = min(counts, default=0), max(counts, default=0)
-    cells = str(low) if low == high else f"{low}–{high}"
-    return (
-        f"{format_bytes(arena['bytes'])} = {arena['slots']} slots of "
-        f"{format_bytes(arena['slot_bytes'])}: {arena['expert_slots']} experts ({cells} a layer, "
-        f"{arena['cells_used']} in use), {arena['kv_slots']} KV "
-        f"({arena['kv_pages_used_peak']} of {arena['kv_pages']} pages at peak), "
-        f"{arena['free_slots']} free"
-    )
-
-
-def _placement(placed: Mapping[str, Any], missed: int) -> str:
-    share = placed["experts"] / missed if missed else None
-    return (
-        f"{placed['experts']} of {missed} missed experts ({_number(share, '.0%')}) and "
-        f"{placed['rows']} rows computed by the second processor, in {placed['layers']} layers and "
-        f"{placed['seconds']:.3g} s; {placed['placement']}"
-    )
+    return "\n".join(text + [f"{'note':<8} {note}" for note in stats["notes"]])
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -386,18 +335,16 @@ def _ms(seconds: float | None) -> str:
 
 def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
     """Write the text as it comes, and a newline at the end also when it ends early."""
-    last = ""
+    piece = last = ""
+    ended = False
     try:
         for piece in llm.stream(prompt, params):
-            if piece:
-                print(piece, end="", flush=True)
-                last = piece
-    except BaseException:
-        if last and not last.endswith("\n"):
+            print(piece, end="", flush=bool(piece))
+            last = piece or last
+        ended = True
+    finally:
+        if (last or ended) and not last.endswith("\n"):
             print(flush=True)
-        raise
-    if not last.endswith("\n"):
-        print(flush=True)
 
 
 def _read_prompt(prompt: str) -> str:

@@ -4,8 +4,7 @@ A transition rides in a step, behind the experts of its layer, and adds its copy
 bound is taken from the shortest decode step, of one row, so that it holds for all others. It must
 not depend on what this machine happens to measure, or equal runs would have other histories of
 versions and other bits; so it comes from what the device's maker states. On a CPU nothing is
-bounded, since copies and products share the same cores; `stats()["precision"]["transition_share"]`
-says what they took.
+bounded, since copies and products share the same cores.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -47,15 +46,6 @@ from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-class StepEvent(NamedTuple):
-    """A line of the event log."""
-
-    what: str
-    """`dispatch` or `read`."""
-    step: int
-    seconds: float
 
 
 Listener = Callable[[Step], None]
@@ -98,7 +88,6 @@ class Engine:
         if hooks is not None and wanted is not None:
             raise UserError("hooks and policies that look between layers cannot both be given")
         self.hooks: StepHooks | None = wanted if hooks is None else lambda _: hooks
-        self.events: deque[StepEvent] = deque(maxlen=1000)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()
@@ -396,7 +385,6 @@ class Engine:
             _, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
         now, first = time.perf_counter(), program not in self._compiled
         self._compiled.add(program)
-        self.events.append(StepEvent("dispatch", number, now))
         moved = stages, runner.walk.transfers
         assert runner.tokens.results is not None
         return Step(
@@ -461,7 +449,6 @@ class Engine:
             self._give_up(step.work.requests(), step.work.published)
             raise
         now = time.perf_counter()
-        self.events.append(StepEvent("read", step.number, now))
         failures = self.runner.failures(results.writes)
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
         if self.planner is not None:

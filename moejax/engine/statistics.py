@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,36 +29,22 @@ KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
 
 
-def _times() -> deque[float]:
-    return deque(maxlen=KEPT_TIMES)
-
-
-@dataclasses.dataclass
 class Statistics:
     """Counters of one engine. record_bytes: bytes of one expert as it crosses the link, by version
     number."""
 
-    record_bytes: tuple[int, ...]
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: dict[str, int] = dataclasses.field(default_factory=lambda: {"prefill": 0, "decode": 0})
-    seconds: dict[str, float] = dataclasses.field(
-        default_factory=lambda: {"prefill": 0.0, "decode": 0.0}
-    )
-    paging: dict[str, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(Paging._fields, 0)
-    )
-    moved: dict[str, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(("fill", "read_through"), 0)
-    )
-    """Bytes over the link, by cause."""
-    copy_s_per_byte: float | None = None
-    """The link's rate for experts, before the first step; None: not measured."""
-    first_token_times: deque[float] = dataclasses.field(default_factory=_times)
-    token_times: deque[float] = dataclasses.field(default_factory=_times)
-    last_read_s: float | None = None
-    """From when the next step's time counts."""
+    def __init__(self, record_bytes: Sequence[int]):
+        self.record_bytes = tuple(record_bytes)
+        self.requests = self.prompt_tokens = self.generated_tokens = 0
+        self.steps = {"prefill": 0, "decode": 0}
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self.paging = dict.fromkeys(Paging._fields, 0)
+        self.moved = {"fill": 0, "read_through": 0}
+        """Bytes over the link, by cause."""
+        self.first_token_times: deque[float] = deque(maxlen=KEPT_TIMES)
+        self.token_times: deque[float] = deque(maxlen=KEPT_TIMES)
+        self.last_read_s: float | None = None
+        """From when the next step's time counts."""
 
     def add_step(
         self, kind: str, totals: Sequence[int], now: float, demand: np.ndarray | None = None
@@ -90,39 +76,32 @@ class Statistics:
 
     def summary(self) -> dict:
         """The part of LLM.stats() that requests make: seconds, counts, bytes over the link."""
-        wall = sum(self.seconds.values())
-        hits, active = self.paging["hits"], self.paging["active"]
+        wall, paging = sum(self.seconds.values()), self.paging
+        first, between = np.asarray(self.first_token_times), np.asarray(self.token_times)
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
-            "ttft_s": _summary(self.first_token_times, {"mean": np.mean, "max": np.max}),
-            "tpot_s": _summary(
-                self.token_times,
-                {
-                    "mean": np.mean,
-                    "p50": lambda times: np.percentile(times, 50),
-                    "p99": lambda times: np.percentile(times, 99),
-                },
-            ),
+            "ttft_s": {
+                "mean": float(first.mean()) if first.size else None,
+                "max": float(first.max()) if first.size else None,
+            },
+            "tpot_s": {
+                "mean": float(between.mean()) if between.size else None,
+                "p50": float(np.percentile(between, 50)) if between.size else None,
+                "p99": float(np.percentile(between, 99)) if between.size else None,
+            },
             "tokens_per_s": self.generated_tokens / wall if wall else None,
             "steps": dict(self.steps),
             "experts": {
-                "activations": active,
-                "hits": hits,
-                "fills": self.paging["fills"],
-                "read_through": self.paging["read_through"],
-                "hit_rate": hits / active if active else None,
+                "activations": paging["active"],
+                "hits": paging["hits"],
+                "fills": paging["fills"],
+                "read_through": paging["read_through"],
+                "hit_rate": paging["hits"] / paging["active"] if paging["active"] else None,
             },
             "bytes": dict(self.moved),
         }
-
-
-def _summary(
-    times: Collection[float], functions: Mapping[str, Callable]
-) -> dict[str, float | None]:
-    """Each function of the times; None where there are none."""
-    return {n: float(f(np.asarray(times))) if times else None for n, f in functions.items()}
 
 
 class StartTimes:
@@ -263,22 +242,17 @@ def stream_stats(
 def placement_stats(
     totals: PlacementTotals | None, placement: str | None, second: SecondProcessor | None
 ) -> dict[str, Any] | None:
-    """What a second processor computed beside the steps' own, as plain data; None: there is none.
-    Without `same_bits` outputs are a function of the placement."""
+    """What a second processor computed beside the steps' own, as plain data (PlacementTotals);
+    None: there is none. Without `same_bits` outputs are a function of the placement."""
     if totals is None or second is None:
         return None
-    return {
-        "placement": placement,
-        "implementation": second.implementation,
-        "same_bits": second.same_bits,
-        **dataclasses.asdict(totals),
-    }
+    about = {"implementation": second.implementation, "same_bits": second.same_bits}
+    return {"placement": placement, **about, **dataclasses.asdict(totals)}
 
 
 def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | None:
-    """What came beside compute, and over which link, as plain data; None: ops copied experts in
-    their place. `in_time` are transfers ahead of need for which no op had to wait, needed or not;
-    `late` those for which one did."""
+    """What came beside compute (host_offload.queue.native.Totals), and over which link, as plain
+    data; None: ops copied experts in their place."""
     if queue is None or totals is None:
         return None
     return {
@@ -286,19 +260,5 @@ def transfer_stats(queue: QueueSpec | None, totals: Totals | None) -> dict | Non
         "link_latency_s": queue.latency,
         "chunk_bytes": queue.chunk_bytes,
         "threads": queue.threads,
-        "bytes": {"demand": totals.demand_bytes, "prefetch": totals.ahead_bytes},
-        "demands": totals.demands,
-        "prefetches": {"in_time": totals.ahead - totals.late, "late": totals.late},
-        "cancelled": totals.cancelled,
-        "failed": totals.failed,
-        "tried_again": totals.retried,
-        "waits": totals.waits,
-        "wait_s": totals.wait_seconds,
-        "busy_s": totals.busy_seconds,
-        "unpacked": {
-            "experts": totals.unpacked,
-            "bytes": totals.unpacked_bytes,
-            "busy_s": totals.unpack_seconds,
-        },
-        "in_flight": {"transfers": totals.flying, "bytes": totals.bytes_left},
+        **dataclasses.asdict(totals),
     }

@@ -8,9 +8,10 @@ started anew after it was ended.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -45,14 +46,12 @@ class BoundedProcess:
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._knows: dict[str, Any] = {}
-        self._owner = 0
-        """Whose process it is: not that of a fork of this one."""
         self._end: weakref.finalize | None = None
 
     def start(self) -> None:
         """Starts it, so that the first prompt does not wait for that."""
         with self._turn:
-            self._started()
+            self._connect()
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The messages as the chat template writes them, the answer's beginning included. Raises
@@ -66,15 +65,12 @@ class BoundedProcess:
 
         Raises UserError when it takes more time or memory than there is.
         """
-        if "tokenizer" not in self._knows:
-            backend = self._tokenizer.backend_tokenizer.to_str()
-        else:
-            backend = self._knows["tokenizer"]
+        backend = self._knows.get("tokenizer") or self._tokenizer.backend_tokenizer.to_str()
         return self._ask("encode", {"tokenizer": backend}, [text, special_tokens])
 
     def interrupt(self) -> None:
         """Ends what it works on, with a UserError for who waits; the next use starts it anew."""
-        if (process := self._process) is not None and self._owner == os.getpid():
+        if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
@@ -87,7 +83,7 @@ class BoundedProcess:
         """given: what it must know, told once."""
         with self._turn:
             try:
-                connection = self._started()
+                connection = self._connect()
                 new = {name: v for name, v in given.items() if self._knows.get(name) != v}
                 connection.send_bytes(json.dumps([what, new, work], default=str).encode())
                 self._knows |= new
@@ -109,18 +105,17 @@ class BoundedProcess:
                 raise UserError(error)
             return answer
 
-    def _started(self) -> Connection:
+    def _connect(self) -> Connection:
         if self._connection is not None and self._process is not None:
-            if self._process.poll() is None and self._owner == os.getpid():
+            if self._process.poll() is None:
                 return self._connection
             self._stop()
-        _reap()
         ours, theirs = Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._owner, self._knows = os.getpid(), {}
+        self._knows = {}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "moejax.requests.bounded_work", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -138,27 +133,61 @@ class BoundedProcess:
         return ours
 
     def _stop(self) -> None:
-        if self._end is not None and self._owner == os.getpid():
+        if self._end is not None:
             self._end()
-            _reap()
-        elif self._end is not None:
-            self._end.detach()
         self._process = self._connection = self._end = None
 
 
-_dying: list[subprocess.Popen] = []
-"""Processes that were killed and not waited for."""
-
-
 def _end(process: subprocess.Popen, connection: Connection) -> None:
-    """Ends a process. It is not waited for: a finalizer calls this, in which Python loses a Ctrl-C
-    that comes meanwhile."""
     connection.close()
     process.kill()
-    _dying.append(process)
+    process.wait()
 
 
-@atexit.register
-def _reap() -> None:
-    while _dying:
-        _dying.pop().wait()
+# ---- in the process
+
+
+def serve(connection: Connection) -> None:
+    """Answers until the other end of the connection is closed."""
+    from tokenizers import Tokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection.send_bytes(b"")  # it stands
+    known: dict[str, Any] = {}
+
+    def answer(what: str, new: dict[str, Any], work: Any) -> Any:
+        if "tokenizer" in new:
+            new["tokenizer"] = Tokenizer.from_str(new["tokenizer"])
+            new["tokenizer"].no_truncation()
+            new["tokenizer"].no_padding()
+        known.update(new)
+        if what == "encode":
+            text, special_tokens = work
+            return known["tokenizer"].encode(text, add_special_tokens=special_tokens).ids
+        (text,), _ = render_jinja_template(
+            conversations=[work],
+            chat_template=known["template"],
+            add_generation_prompt=True,
+            **known["names"],
+        )
+        return text
+
+    while True:
+        try:
+            asked = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        # If the parent was killed meanwhile, nobody else ends it.
+        signal.alarm(int(WORK_S) + 2)
+        try:
+            reply = json.dumps([answer(*asked), None])
+        except BaseException as error:  # a panic of tokenizers is no Exception
+            reply = json.dumps([None, (str(error) or type(error).__name__)[:500]])
+        signal.alarm(0)
+        connection.send_bytes(reply.encode())
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

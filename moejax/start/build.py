@@ -33,9 +33,8 @@ from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
 from moejax.start.decide.transfers import automatic, with_packed
-from moejax.start.kernels import checked_later, native_note, verify_kernels
+from moejax.start.kernels import native_note, verify_kernels
 from moejax.start.options import Config
-from moejax.start.precision import place_experts
 from moejax.start.probe import divided, step_costs
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measured_rates
@@ -170,7 +169,7 @@ def _engine(
         plan.steps.layout, plan.budget.slots, spec.layers, spec.experts, cells=spec.cell_bound
     )
     arena.grant_kv_slots(plan.budget.kv_slots)
-    statistics = Statistics(runner.link_bytes, copy_s_per_byte=_grant(plan, arena, runner))
+    _grant(plan, arena, runner)
     cache = KVCache(
         arena, runner.read_pages, runner.write_pages, runner.move_pages, options.memory.swap_space
     )
@@ -192,14 +191,12 @@ def _engine(
 
     control, resizer = _control(plan, loaded, runner, scheduler, traced)
     runner.wait_compiled()
-    arena_bytes = plan.budget.slots * plan.steps.layout.slot_bytes
-    runner.compiler.run_later(checked_later(plan.steps, runner.device, arena_bytes))
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
     tracer = _tracer(plan, runner)
     return Engine(
         runner,
         scheduler,
-        statistics,
+        Statistics(runner.link_bytes),
         eos_token_ids=plan.steps.config.eos_token_ids,
         seed=options.runtime.seed,
         listener=options.runtime.listener,
@@ -212,9 +209,8 @@ def _engine(
     )
 
 
-def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> float | None:
-    """Gives layers their cells, or every expert its place, which may be in the store; the seconds
-    that a byte took then, where versions change later."""
+def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> None:
+    """Gives layers their cells, or every expert its place, which may be in the store."""
     mixed = plan.mixed
     if plan.steps.in_place:
         start = np.zeros((plan.spec.layers, plan.spec.experts), np.int32)
@@ -227,14 +223,13 @@ def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> float | None:
         runner.stream.open(plan.window)
     elif isinstance(mixed, ResidentSpec):
         arena.grant_expert_slots(mixed.slots)
-        return place_experts(runner, place(mixed))
+        runner.place(place(mixed))
     elif mixed is not None:
         cell_row, cell_version = arena.grant_versions(mixed.cells.tolist())
         contents = {"cell_row": cell_row, "cell_version": cell_version}
         runner.set_tables({**contents, "fill_version": mixed.fill_version})
     else:
         runner.grant_cells(arena.grant_cells(plan.cells))
-    return None
 
 
 def _planner(plan: StartPlan, runner: Executor, scheduler: Scheduler) -> ResidencyPlanner | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -21,13 +19,9 @@ from pallas_kernels.records.versions import Formats
 from pallas_kernels.verification import (
     Check,
     ModelShape,
-    Unverified,
     checks,
     require_verified,
-    unverified,
 )
-
-log = logging.getLogger("moejax")
 
 
 def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> None:
@@ -40,14 +34,13 @@ def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> Non
     """
     if device.platform != "gpu":
         return
-    needed, _ = start_checks(steps, arena_bytes)
     with user_errors():
-        require_verified(needed, device, _checked())
+        require_verified(start_checks(steps, arena_bytes), device, cache_root() / "verified")
 
 
-def start_checks(steps: StepSpec, arena_bytes: int) -> tuple[list[Check], list[Check]]:
-    """(the checks of kernels that a start with these steps and this arena runs, those that other
-    starts of the model run: more sequences at once, arrays of other sizes)."""
+def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
+    """The checks of the kernels that a start with these steps and this arena runs; other starts of
+    the model, with more sequences at once or arrays of other sizes, run others."""
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
     if steps.formats is None:
         records = [record.nbytes for record in steps.layout.records]
@@ -65,32 +58,8 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> tuple[list[Check], list[C
         runs = not check.rows or min(check.rows) < 2 * steps.shapes.rows
         return check.wide in widths and runs
 
-    found: tuple[list[Check], list[Check]] = [], []
-    for shape in kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats):
-        for check in checks(shape, steps.ops):
-            found[not needed(check)].append(check)
-    return found
-
-
-def checked_later(steps: StepSpec, device: jax.Device, arena_bytes: int) -> Iterator[str]:
-    """Checks the kernels that other starts of the model run, so that those need not: one with each
-    item, which is its name. Those of arrays beyond 4 GiB are left to `moejax check-gpu`, as this
-    start's arena has the memory that they would take. What fails is logged; the start that needs it
-    is refused."""
-    if device.platform != "gpu":
-        return
-    _, rest = start_checks(steps, arena_bytes)
-    for check in unverified((c for c in rest if not c.wide), device, _checked()):
-        try:
-            require_verified([check], device, _checked(), threads=1)
-        except Unverified as error:
-            log.info("checked in the background: %s", error)
-        yield check.key
-
-
-def _checked() -> Path:
-    """Where the checks that ran on this machine are kept."""
-    return cache_root() / "verified"
+    shapes = kernel_shapes(steps.config, steps.dtype, steps.layout, steps.formats)
+    return [check for shape in shapes for check in checks(shape, steps.ops) if needed(check)]
 
 
 def native_note(steps: StepSpec, platform: str) -> str:

@@ -1,20 +1,17 @@
-"""Precision in the engine: stores, formats, slots and where experts begin."""
+"""Precision in the engine: stores, formats and where experts begin."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from host_offload.control.paging import PagedSpec, version_cells
 from host_offload.memory.budget import Share
 from host_offload.memory.layout import SlotLayout
 from host_offload.memory.placement import (
-    Placement,
     ResidentSpec,
     capacity,
     resident_spec,
@@ -25,12 +22,10 @@ from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.precision_names import Precision
 from moejax.costs.transition_bound import describe_step_bound
 from moejax.errors import UserError
-from moejax.step.programs import ProgramKey
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
     from moejax.engine.loop import Engine
-    from moejax.step.executor import Executor
 
 DENSE = Precision("dense")
 
@@ -119,26 +114,6 @@ def _spares(precision: Precision) -> int:
     return max(precision.spares, 1)
 
 
-def place_experts(runner: Executor, placement: Placement) -> float | None:
-    """Copies every expert to its place; returns the seconds that a byte took, None where versions
-    never change and nobody asks."""
-    if not placement.resident.spares:
-        runner.place(placement)
-        return None
-    # Nothing else may run meanwhile: the figure says what transitions cost.
-    runner.compiler.need(ProgramKey("populate"))
-    runner.wait_compiled()
-    jax.block_until_ready(runner.arena)
-    began = time.perf_counter()
-    runner.place(placement)
-    jax.block_until_ready(runner.arena)
-    versions = runner.buffers.layer_versions
-    version = placement.contents["version"]
-    version = version if versions is None else versions.of(version)
-    nbytes = np.array(runner.link_bytes)[version].sum()
-    return (time.perf_counter() - began) / int(nbytes)
-
-
 def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
     """Version → how it was made: rtn or mse, `lossless`; `checkpoint` for
     dense, and for a version whose maker the checkpoint does not name."""
@@ -152,8 +127,7 @@ def precision_stats(
     quantizers: Mapping[str, str],
 ) -> dict[str, Any]:
     """What was asked for and what transitions came to, as plain data: of each version how it was
-    made (made_by), of lossless12 how many layers stay dense, of transitions what share of all
-    steps' time they took.
+    made (made_by), of lossless12 how many layers stay dense.
 
     control: Controller.stats. quantizers: of LoadedModel.
     """
@@ -161,12 +135,6 @@ def precision_stats(
     found["quantizers"] = made_by(precision.versions, quantizers)
     if "lossless12" in precision.versions:
         found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))
-    if (per_byte := engine.statistics.copy_s_per_byte) is not None:
-        moved = found.get("promoted_bytes", 0) + found.get("demoted_bytes", 0)
-        seconds = per_byte * moved
-        steps_s = sum(engine.statistics.seconds.values())
-        found["transition_s"] = seconds
-        found["transition_share"] = seconds / steps_s if steps_s else None
     return found
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -54,9 +53,6 @@ class Compiler:
         self._executables: dict[ProgramKey, Future] = {}
         # Two threads: tracing holds the interpreter, XLA's compiler does not.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
-        self._idle = threading.Event()
-        """Set where nothing is done in the background but to compile."""
-        self._idle.set()
         self._needed: list[ProgramKey] = []
         """What every request needs."""
 
@@ -89,37 +85,16 @@ class Compiler:
     def wait(self, everything: bool = False) -> None:
         """Blocks until the executables that every request needs exist.
 
-        - `everything`: also those that compile in the background, and what else is done there.
+        - `everything`: also those that compile in the background.
         """
         for key in [*self._executables] if everything else self._needed:
             self.start(key).result()
-        if everything:
-            self._idle.wait()
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
     def submit(self, work: Callable, *args: Any) -> Future:
         """Does something else that compiles in the same threads."""
         # In this thread's context: whether kernels are interpreted is a context variable.
         return self._pool.submit(contextvars.copy_context().run, work, *args)
-
-    def run_later(self, work: Iterator[object]) -> None:
-        """Does the work in the background after what compiles, an item at a time, until `close`."""
-        done = threading.Event()
-
-        def advance() -> None:
-            more = False
-            try:
-                more = next(work, None) is not None
-                if more:
-                    self.submit(advance)
-            except RuntimeError:  # the pool was shut down meanwhile
-                more = False
-            finally:
-                if not more:
-                    done.set()
-
-        self._idle = done
-        self.submit(advance)
 
     def close(self) -> None:
         """Waits for what compiles at this moment; nothing is called or compiled any more."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,7 @@ from moejax.engine.resize import cells_of
 from moejax.start.options import Config
 
 
-@dataclasses.dataclass(frozen=True)
-class ExplanationLine:
+class ExplanationLine(NamedTuple):
     """A line of the table. The lines of a block add up to its total, its last line."""
 
     what: str
@@ -26,11 +26,14 @@ class ExplanationLine:
     """Where the number comes from."""
 
 
+Block = tuple[ExplanationLine, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """Blocks of lines; `print` shows them."""
 
-    blocks: tuple[tuple[ExplanationLine, ...], ...]
+    blocks: tuple[Block, ...]
     notes: tuple[str, ...]
     """What the numbers given came to and what was cut."""
 
@@ -51,73 +54,96 @@ class Explanation:
 
 def explain(engine: Engine, budget: Budget) -> Explanation:
     """How an engine's memory is divided now, in bytes. budget: that it began with."""
-    arena, layout = engine.scheduler.arena, engine.scheduler.arena.layout
-    size, page = layout.slot_bytes, layout.page
+    arena, runner, line = engine.scheduler.arena, engine.runner, ExplanationLine
+    layout, blocks = arena.layout, list[Block]()
+    size, page, pages = layout.slot_bytes, layout.page, arena.pages
     total = arena.slots * size
-    blocks: list[tuple[ExplanationLine, ...]] = []
     if (memory := budget.memory) is not None:
-        taken = [
-            ExplanationLine("free device memory", memory.free, "at the start, parameters loaded")
-        ]
-        what = "activations and everything else"
+        taken = [line("free device memory", memory.free, "at the start, parameters loaded")]
         if memory.activations:
             how = "the largest step's temporaries and two results, from XLA's memory analysis"
-            taken.append(ExplanationLine("activations", -memory.activations, how))
-            what = "everything else"
-        largest = ExplanationLine("largest arena", memory.available)
-        reserve = f"{memory.reserve / memory.free:.0%} of it"
-        blocks.append(_block(largest, *taken, rest=what, how=reserve))
-        whole = ExplanationLine("arena", total, f"{arena.slots} slots of {size} bytes")
-        why = "not needed, not given, or no slot"
-        blocks.append(_block(whole, largest, rest="not taken", how=why))
+            taken.append(line("activations", -memory.activations, how))
+        largest = line("largest arena", memory.available)
+        rest = "everything else" if memory.activations else "activations and everything else"
+        blocks.append(
+            _block(largest, *taken, rest=(rest, f"{memory.reserve / memory.free:.0%} of it"))
+        )
+        whole = line("arena", total, f"{arena.slots} slots of {size} bytes")
+        rest = "not taken", "not needed, not given, or no slot"
+        blocks.append(_block(whole, largest, rest=rest))
     experts, kv = arena.count(SlotClass.EXPERT), arena.count(SlotClass.KV)
-    cells, pages = cells_of(arena), arena.pages
-    each = f"{min(cells)}" if min(cells) == max(cells) else f"{min(cells)} to {max(cells)}"
-    shared = f"{each} of {arena.experts} in each of {len(cells)} layers"
-    if engine.runner.placement is not None:  # layers have no cells of their own
-        names = " or ".join(r.version for r in layout.records)
-        shared = f"all {arena.experts * len(cells)} of {len(cells)} layers, each in {names}"
-    held = sum(cells)
-    if engine.runner.steps.window:
-        held = experts
-        held_layers = "two" if engine.runner.steps.owned else "one"
-        shared = f"a window of {held_layers} of {len(cells)} layers"
+    owner = "memory of the native ops, never moved" if runner.steps.owned else ""
+    parts = [line("KV", kv * size, f"{kv} slots")]
+    if not budget.in_place:
+        how = f"{experts} slots: {_shared(engine)}"
+        parts.insert(0, line("experts", experts * size, how))
+    blocks.append(_block(line("arena", total, owner), *parts, rest=("free", "given to neither")))
     tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
     ends = f"{layout.pages_per_slot} pages of {page.nbytes} bytes in a slot"
-    parts = (
-        ExplanationLine("experts", experts * size, f"{experts} slots: {shared}"),
-        ExplanationLine("KV", kv * size, f"{kv} slots"),
-    )
-    shares = parts[1:] if budget.in_place else parts
-    owner = "memory of the native ops, never moved" if engine.runner.steps.owned else ""
-    rest = "ends of slots" if len(layout.records) == 1 else "spare cells, ends"
-    blocks += (
-        _block(
-            ExplanationLine("arena", total, owner), *shares, rest="free", how="given to neither"
-        ),
-        _block(
-            ExplanationLine("KV", kv * size),
-            ExplanationLine("KV pages", pages * page.nbytes, tokens),
-            rest="ends of slots",
-            how=ends,
-        ),
-        _in_place(engine)
-        if budget.in_place
-        else _block(ExplanationLine("experts", experts * size), *_weights(engine, held), rest=rest),
-    )
-    if store := engine.runner.store.file_bytes:
-        held = experts * size
-        arrays = engine.runner.store.arrays.values()
-        cached = any(isinstance(array, CachedRecords) for array in arrays)
+    held = line("KV pages", pages * page.nbytes, tokens)
+    blocks.append(_block(line("KV", kv * size), held, rest=("ends of slots", ends)))
+    if budget.in_place:
+        arrays = runner.store.arrays.items()
+        lies = [
+            line(f"{v} experts", a.nbytes, f"{math.prod(a.shape[:2])} where they lie")
+            for v, a in arrays
+        ]
+        how = "in place in the store: one copy, no slots"
+        blocks.append((*lies, line("experts", runner.store.nbytes, how)))
+    else:
+        rest = "ends of slots" if len(layout.records) == 1 else "spare cells, ends", ""
+        blocks.append(_block(line("experts", experts * size), *_weights(engine), rest=rest))
+    if in_files := runner.store.file_bytes:
+        cached = any(isinstance(array, CachedRecords) for array in runner.store.arrays.values())
         through = "through a cache in pinned host memory" if cached else "the arena is their cache"
-        blocks.append(
-            _block(
-                ExplanationLine("experts' files", store, "read as they are computed"),
-                ExplanationLine("in cells, at most", held, through),
-                rest="in files alone",
-            )
-        )
+        files = line("experts' files", in_files, "read as they are computed")
+        cells = line("in cells, at most", experts * size, through)
+        blocks.append(_block(files, cells, rest=("in files alone", "")))
     return Explanation(tuple(blocks), budget.notes)
+
+
+def _block(total: ExplanationLine, *parts: ExplanationLine, rest: tuple[str, str]) -> Block:
+    """The parts, what is left of the total or goes beyond it, and the total."""
+    name, how = rest
+    left = ExplanationLine(name, total.bytes - sum(part.bytes for part in parts), how)
+    return (*parts, left, total)
+
+
+def _shared(engine: Engine) -> str:
+    """How the layers share the slots of experts."""
+    arena, runner = engine.scheduler.arena, engine.runner
+    cells = cells_of(arena)
+    if runner.steps.window:
+        return f"a window of {'two' if runner.steps.owned else 'one'} of {len(cells)} layers"
+    if runner.placement is not None:  # layers have no cells of their own
+        names = " or ".join(record.version for record in runner.layout.records)
+        return f"all {arena.experts * len(cells)} of {len(cells)} layers, each in {names}"
+    each = f"{min(cells)}" if min(cells) == max(cells) else f"{min(cells)} to {max(cells)}"
+    return f"{each} of {arena.experts} in each of {len(cells)} layers"
+
+
+def _weights(engine: Engine) -> list[ExplanationLine]:
+    """What is in the cells; of several versions, a line each with the cells cut for it."""
+    arena, tables, formats = (
+        engine.scheduler.arena,
+        engine.runner.tables,
+        engine.runner.steps.formats,
+    )
+    dense, *others = engine.runner.layout.records
+    cells = arena.count(SlotClass.EXPERT) if engine.runner.steps.window else sum(cells_of(arena))
+    counts = {("experts' weights", dense.nbytes): cells}
+    if others:
+        assert formats is not None, "several versions lie in cells as their formats say"
+        granted = np.asarray(tables.cell_version)[np.asarray(tables.cell_row) >= 0]
+        # Two versions of the store may lie alike in cells: lossless12 that is decoded on the way.
+        counts = Counter[tuple[str, int]]()
+        for number, lies in enumerate(formats):
+            name = f"{lies.cell.version} cells"
+            counts[name, lies.cell.nbytes] += int(np.sum(granted == number))
+    return [
+        ExplanationLine(name, n * nbytes, f"{n} of {nbytes} bytes")
+        for (name, nbytes), n in counts.items()
+    ]
 
 
 def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
@@ -141,44 +167,3 @@ def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
         found["verify_reads"] = source.verify
         found["past_the_page_cache"] = queue.reads_past_the_cache(source.first_file)
     return found
-
-
-def _block(
-    total: ExplanationLine, *parts: ExplanationLine, rest: str, how: str = ""
-) -> tuple[ExplanationLine, ...]:
-    """The parts, what is left of the total or goes beyond it, and the total."""
-    left = total.bytes - sum(part.bytes for part in parts)
-    return (*parts, ExplanationLine(rest, left, how), total)
-
-
-def _in_place(engine: Engine) -> tuple[ExplanationLine, ...]:
-    """The experts that are resident in the store."""
-    store = engine.runner.store
-    lines = [
-        ExplanationLine(
-            f"{version} experts", array.nbytes, f"{math.prod(array.shape[:2])} where they lie"
-        )
-        for version, array in store.arrays.items()
-    ]
-    return *lines, ExplanationLine(
-        "experts", store.nbytes, "in place in the store: one copy, no slots"
-    )
-
-
-def _weights(engine: Engine, cells: int) -> list[ExplanationLine]:
-    """What is in so many cells; of several versions, a line each with the cells cut for it."""
-    tables, formats = engine.runner.tables, engine.runner.steps.formats
-    dense, *others = engine.runner.layout.records
-    sizes, counts = {"experts' weights": dense.nbytes}, {"experts' weights": cells}
-    if others:
-        assert formats is not None, "several versions lie in cells as their formats say"
-        granted = np.asarray(tables.cell_version)[np.asarray(tables.cell_row) >= 0]
-        sizes = {f"{lies.cell.version} cells": lies.cell.nbytes for lies in formats}
-        counts = dict.fromkeys(sizes, 0)
-        # Two versions of the store may lie alike in cells: lossless12 that is decoded on the way.
-        for number, lies in enumerate(formats):
-            counts[f"{lies.cell.version} cells"] += int(np.sum(granted == number))
-    return [
-        ExplanationLine(name, n * sizes[name], f"{n} of {sizes[name]} bytes")
-        for name, n in counts.items()
-    ]

@@ -58,7 +58,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(fake, capsys):
     assert cli.main(["generate", "The"]) == 0
     out, err = capsys.readouterr()
     assert out == " old house\n"
-    assert err.startswith("\nmodel    demo, bfloat16 on cpu") and err.endswith(
+    assert err.startswith("\ntokens   3 prompt, 128 generated") and err.endswith(
         "experts (1.5 MiB)\n"
     )
     assert fake.calls == {

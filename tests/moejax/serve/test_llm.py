@@ -82,10 +82,20 @@ def test_score_agrees_with_generation(llm):
         llm.score([5])
 
 
-def test_a_step_is_dispatched_before_the_one_before_it_is_read(llm):
-    llm.engine.events.clear()
+def test_a_step_is_dispatched_before_the_one_before_it_is_read(llm, monkeypatch):
+    order, read = [], llm.engine._read
+    monkeypatch.setattr(
+        llm.engine, "_read", lambda step: order.append(("read", step.number)) or read(step)
+    )
+    dispatch = llm.engine._dispatch
+
+    def dispatched(work):
+        step = dispatch(work)
+        order.append(("dispatch", step.number))
+        return step
+
+    monkeypatch.setattr(llm.engine, "_dispatch", dispatched)
     llm.generate("The old house", GREEDY)
-    order = [(event.what, event.step) for event in llm.engine.events]
     steps = [step for what, step in order if what == "dispatch"]
     assert len(steps) == 8
     for step in steps[1:]:

@@ -1,4 +1,4 @@
-"""Which kernels a start checks, before it and in the background."""
+"""Which kernels a start checks."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from moejax.checkpoints.random_model import shape
 from moejax.errors import UserError
 from moejax.start import kernels
 from moejax.start.decide.shapes import decodes_in_buckets, step_shapes
-from moejax.start.kernels import checked_later, start_checks, verify_kernels
+from moejax.start.kernels import start_checks, verify_kernels
 from moejax.step.step_parts import StepSpec
 from pallas_kernels import resolve_ops
 from pallas_kernels.rms_norm import api
@@ -29,19 +29,13 @@ def steps(name="qwen3-30b-a3b", rows=64, layers=None, bucketed=True, **ops):
 
 def test_a_start_needs_what_it_runs():
     """Qwen3-30B-A3B's store is beyond 4 GiB: so are the kernels that read it."""
-    needed, rest = start_checks(steps(), 24 * GiB)
-    assert len(needed) + len(rest) == 91
-    assert len(needed) == 66 and not any(check.wide for check in rest)
-    assert {check.op for check in rest} == {
-        *("fill", "stage", "move", "expert_ffn", "fill_ffn", "kv_write", "paged_attention")
-    }
+    needed = start_checks(steps(), 24 * GiB)
+    assert len(needed) == 66
     # A smaller arena: what reads both is checked at either width, what reads pages at one.
-    needed, rest = start_checks(steps(), 2 * GiB)
+    needed = start_checks(steps(), 2 * GiB)
     assert {check.op for check in needed if check.wide} == {
         *("fill", "stage", "expert_ffn", "fill_ffn")
     }
-    assert {check.op for check in rest} == {"kv_write", "paged_attention", "move"}
-    assert all(check.wide for check in rest)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 17])
@@ -49,7 +43,7 @@ def test_experts_of_steps_without_buckets_are_checked(rows):
     """Where another op's product is XLA's, decode is of one number of rows."""
     of = steps(rows=rows, bucketed=False, linear="xla")
     assert of.ops.expert_ffn == "pallas" and not decodes_in_buckets(of.config, of.ops)
-    needed, _ = start_checks(of, 24 * GiB)
+    needed = start_checks(of, 24 * GiB)
     (run,) = of.shapes.buckets
     assert run >= rows
     for op in ("expert_ffn", "fill_ffn"):
@@ -67,14 +61,13 @@ class Gpu:
 def gpu(monkeypatch, tmp_path):
     """Checks that are made run on the CPU, interpreted, and are kept in a folder."""
     cpu, ran = jax.devices()[0], []
-    require, missing = kernels.require_verified, kernels.unverified
+    require = kernels.require_verified
 
     def required(wanted, device, cache, report=None, threads=None):
         ran.append([check.key for check in wanted])
         return require(wanted, cpu, cache, report, threads)
 
     monkeypatch.setattr(kernels, "require_verified", required)
-    monkeypatch.setattr(kernels, "unverified", lambda w, _, cache: missing(w, cpu, cache))
     monkeypatch.setattr(kernels, "cache_root", lambda: tmp_path)
     with interpreted():
         yield ran
@@ -97,28 +90,7 @@ def test_only_what_is_needed_is_checked_before(gpu):
     assert len(gpu) == 1
 
 
-def test_the_rest_is_checked_in_the_background(gpu, monkeypatch, caplog):
-    ran = []
-    monkeypatch.setattr(
-        kernels, "start_checks", lambda *_: ([], [*start_checks(of_norms(), GiB)[0], *wide])
-    )
-    wide = [dataclasses.replace(start_checks(of_norms(), GiB)[0][0], key="wide", wide=True)]
-    work = checked_later(of_norms(), Gpu(), GiB)
-    ran += [next(work)]
-    assert ran == gpu[0] and len(gpu) == 1  # one at a time
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", None)
-    ran += [*work]
-    assert ran == [keys[0] for keys in gpu] and "wide" not in ran
-    assert [*checked_later(of_norms(), Gpu(), GiB)] == []  # all are known
-    assert [*checked_later(of_norms(), jax.devices()[0], GiB)] == []
-
-
-def test_what_is_wrong_is_refused_before_and_logged_later(gpu, monkeypatch, caplog):
+def test_what_is_wrong_is_refused_before(gpu, monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", lambda x, *_: x)
     with pytest.raises(UserError, match=r"rms_norm 128 bfloat16 .* use ops=rms_norm=xla"):
         verify_kernels(of_norms(), Gpu(), GiB)
-    found = start_checks(of_norms(), GiB)[0]
-    monkeypatch.setattr(kernels, "start_checks", lambda *_: ([], found))
-    with caplog.at_level("INFO", "moejax"):
-        assert len([*checked_later(of_norms(), Gpu(), GiB)]) == 2
-    assert "in the background: the kernel for rms_norm" in caplog.text
