@@ -134,6 +134,8 @@ class Target:
     dtype: str
     no_kernel: Mapping[str, str]
     """Op whose kernel this model cannot use → why (its `why_not_pallas`)."""
+    no_native: Mapping[str, str]
+    """Op whose native CPU op cannot read what it would get → why."""
 
 
 def why_not_native(op: str, target: Target) -> str | None:
@@ -145,6 +147,8 @@ def why_not_native(op: str, target: Target) -> str | None:
     if target.dtype not in DTYPES:
         known = " or ".join(DTYPES)
         return f"the native CPU ops compute in {known}, not {target.dtype}; use xla or auto"
+    if op in target.no_native:
+        return f"{target.no_native[op]}; use xla or auto"
     return None
 
 
@@ -176,11 +180,12 @@ def resolve_ops(
     platform: str = "cpu",
     dtype: str = "float32",
     no_kernel: Mapping[str, str] | None = None,
+    no_native: Mapping[str, str] | None = None,
     shared_kib: int = CLASSES[-1],
 ) -> Ops:
     """Decides an implementation for each op.
 
-    ops: as for parse_ops. platform, dtype, no_kernel: as of Target. shared_kib: the device's
+    ops: as for parse_ops. platform to no_native: as of Target. shared_kib: the device's
     `cards.shared_class`. An op of MADE_OF is by itself a kernel where all that it is made of are.
 
     Raises ValueError for what parse_ops refuses, for a backend asked for where it cannot run
@@ -189,7 +194,7 @@ def resolve_ops(
     if shared_kib not in CLASSES:
         raise ValueError(f"kernels have tables for {CLASSES} KiB a program, not {shared_kib}")
 
-    target = Target(platform, dtype, no_kernel or {})
+    target = Target(platform, dtype, no_kernel or {}, no_native or {})
 
     def why_not(op: str, name: str) -> str | None:
         return WHY_NOT[name](op, target) if name in WHY_NOT else None

@@ -86,6 +86,26 @@ FAMILY = """
 directory = write_checkpoint(pathlib.Path(sys.argv[1]), "PlainMoeForCausalLM")
 assert len(tokens(directory, [5, 17, 300, 4, 9])[0]) == 8
 """
+RECORD = """
+from host_offload.versions.encoders import decode, encode
+from moejax.checkpoints.load import load_checkpoint
+from moejax.evaluate.quantization import quantize
+from pallas_kernels.records import RecordFormat
+import numpy as np
+fmt = RecordFormat("e4m3", 64, 40, "float32")
+weights = np.random.default_rng(0).standard_normal((2, 120, 64), np.float32)
+assert np.abs(decode(encode(weights, fmt), fmt) - weights).max() < 0.15
+made = tokens("demo", [5, 17, 300, 4, 9], precision="e4m3")[0]
+source = quantize("moejax/demo", sys.argv[1], ["e4m3"]).conversion.directory
+assert tokens(source, [5, 17, 300, 4, 9], precision="e4m3")[0] == made
+in_memory, in_files = (
+    load_checkpoint(source, versions=["e4m3"], in_files=files).store.versions["e4m3"]
+    for files in (False, True)
+)
+record = np.empty(in_memory.array.shape[2:], np.uint16)
+in_files.source.read(1, 3, record)
+assert np.array_equal(record, np.asarray(in_memory.array)[1, 3])
+"""
 OP = "from pallas_kernels import OPS; assert OPS['combine'][-1] == 'loop'"
 RUNS = {
     "host_offload/policies/eviction/random_eviction.py": START
@@ -93,12 +113,17 @@ RUNS = {
     "host_offload/policies/prefetch/popular.py": START
     + POLICY.format(option='prefetch="popular"', name="popular"),
     "moejax/models/families/plain_moe.py": START + FAMILY,
+    "pallas_kernels/records/e4m3.py": START + RECORD,
     "pallas_kernels/combine/loop.py": OP,
 }
 """File that a diff adds → what runs on the tree with it."""
 CONTRACTS = {"pallas_kernels/combine/loop.py": ["tests/pallas_kernels/test_contracts.py", "-kloop"]}
 """File that a diff adds → the contract suite that takes it in."""
-IN_CI = ("host_offload/policies/eviction/random_eviction.py", "pallas_kernels/combine/loop.py")
+IN_CI = (
+    "host_offload/policies/eviction/random_eviction.py",
+    "pallas_kernels/combine/loop.py",
+    "pallas_kernels/records/e4m3.py",
+)
 
 
 def changes(diff: str) -> dict[str, tuple[int, int]]:
@@ -114,7 +139,7 @@ def changes(diff: str) -> dict[str, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def shown() -> dict[str, str]:
     """File that is added → its diff."""
-    names = ("write_a_policy.md", "add_a_model.md", "add_an_op.md")
+    names = ("write_a_policy.md", "add_a_model.md", "add_an_op.md", "add_a_record_format.md")
     pages = [(REPOSITORY / "docs" / name).read_text() for name in names]
     pattern = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     blocks = [block for page in pages for block in pattern.findall(page)]

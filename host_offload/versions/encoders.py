@@ -103,14 +103,14 @@ def encode_expert(
     matrices: np.ndarray, fmt: RecordFormat, rule: ScaleRule, record: np.ndarray
 ) -> None:
     """Writes a record, uint16[rows, D]. matrices: [3, I, D], gate, up, down^T."""
-    if fmt.version == "dense":
+    if "weights" in fmt.encoding.fields:
         record.reshape(-1)[:] = matrices.reshape(-1).view(np.uint16)
-    elif fmt.version == "lossless12":
+    elif "tables" in fmt.encoding.fields:
         lossless.encode_expert(matrices.view(np.uint16), fmt, record)
     else:
         pack_quantized(
             {
-                matrix: quantize(weights, *reduced_axis(fmt, matrix), fmt.bits, rule)
+                matrix: quantize(weights, *reduced_axis(fmt, matrix), fmt.encoding, rule)
                 for matrix, weights in zip(MATRICES, matrices, strict=True)
             },
             fmt,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pallas_kernels.records.format import ZEROS
+from pallas_kernels.records.encoding import ZEROS, Encoding
 
 ScaleRule = Callable[[np.ndarray, int, int], np.ndarray]
 """(weights, axis, bits) → scales, float16. weights: float32, finite, groups along `axis`, which the
@@ -79,14 +79,16 @@ QUANTIZERS: dict[str, ScaleRule] = {"rtn": rtn, "mse": mse}
 
 
 def quantize(
-    weights: np.ndarray, axis: int, group: int, bits: int, rule: ScaleRule = rtn
+    weights: np.ndarray, axis: int, group: int, encoding: Encoding, rule: ScaleRule = rtn
 ) -> tuple[np.ndarray, np.ndarray]:
     """(codes uint8 of the weights' shape, scales float16) of a matrix.
 
     weights: [rows, columns], bfloat16, float16 or float32. axis: the reduced one, which scales have
-    in groups of `group`, the last one maybe shorter. What the codes mean is finite in the weights'
-    dtype. Raises UnquantizableError.
+    in groups of `group`, the last one maybe shorter. rule: of integer codes; others have the scale
+    that makes the group's largest weight the largest value. What integer codes mean is finite in
+    the weights' dtype. Raises UnquantizableError.
     """
+    bits = encoding.bits
     codes = np.empty(weights.shape, np.uint8)
     shape = list(weights.shape)
     shape[axis] = -(-shape[axis] // group)
@@ -100,9 +102,15 @@ def quantize(
             groups = tile.reshape(-1, length, tile.shape[1])
         if not np.isfinite(_absmax(groups, axis + 1)).all():
             raise UnquantizableError("weights are NaN or infinite")
-        scale = finite_scales(rule(groups, axis + 1, bits), bits, weights.dtype.name)
+        if encoding.nearest is None:
+            scale = finite_scales(rule(groups, axis + 1, bits), bits, weights.dtype.name)
+            found = nearest_codes(groups, scale, bits)
+        else:
+            scale = _half(_absmax(groups, axis + 1) / np.float32(encoding.largest))
+            scaled = groups * _inverse(scale)
+            found = encoding.nearest(np.clip(scaled, -encoding.largest, encoding.largest))
         scales[at] = scale.reshape(scales[at].shape)
-        codes[place] = nearest_codes(groups, scale, bits).reshape(tile.shape)
+        codes[place] = found.reshape(tile.shape)
     return codes, scales
 
 
@@ -122,9 +130,7 @@ def nearest_codes(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndar
 
 def _rounded(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     """float32: _MAGIC plus the codes."""
-    wide = scales.astype(np.float32)
-    inverse = np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
-    scaled = weights * inverse
+    scaled = weights * _inverse(scales)
     if bits == 2:
         scaled += np.float32(ZEROS[2])
         np.clip(scaled, 0, 3, out=scaled)
@@ -134,6 +140,12 @@ def _rounded(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
         np.clip(scaled, -most, most, out=scaled)
         scaled += np.float32(_MAGIC + ZEROS[bits])
     return scaled
+
+
+def _inverse(scales: np.ndarray) -> np.ndarray:
+    """float32; 0 of 0."""
+    wide = scales.astype(np.float32)
+    return np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
 
 
 def to_float32(weights: np.ndarray) -> np.ndarray:

@@ -34,50 +34,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pkgutil
 import types
 from collections.abc import Mapping
 
+from pallas_kernels.records.encoding import GROUPS, Encoding
 
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """How a version holds the weights of a matrix, as data from which a record's parts follow."""
+_PLACES = {
+    "dense": "encoding:DENSE",
+    "lossless12": "encoding:LOSSLESS12",
+    "int8": "encoding:INT8",
+    "int4": "encoding:INT4",
+    "int2": "encoding:INT2",
+}
+"""A new one is a file of its own and a line here (docs/add_a_record_format.md)."""
 
-    native: int
-    """Its number in native CPU ops (`Version` of kernels.h)."""
-    fields: tuple[str, ...] = ("weights",)
-    """What a record has of each matrix, one after the other: all gate, up and down of the first,
-    then of the second. "tables" are there once, of all."""
-    bits: int = 0
-    """Of a code; 0: none, weights are there as they are."""
-    zero: float = 0.0
-    """The code, not always a whole one, that means 0, where codes have scales."""
-    groups: tuple[int, ...] = ()
-    """Weights along the reduced axis that share a scale: the first of these that divides it, else
-    the last, with a short last group."""
-    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    """Of runs that can have it."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether decoded weights may differ from the encoded ones."""
-        return "scales" in self.fields
-
-
-_SCALED, _GROUPS = ("codes", "scales"), (128, 64, 32)
-
-VERSIONS = {
-    "dense": Encoding(0),
-    "lossless12": Encoding(4, ("bytes", "codes", "tables"), 4, dtypes=("bfloat16",)),
-    "int8": Encoding(1, _SCALED, 8, 128.0, _GROUPS),
-    "int4": Encoding(2, _SCALED, 4, 8.0, _GROUPS),
-    "int2": Encoding(3, _SCALED, 2, 1.5, _GROUPS),
+VERSIONS: dict[str, Encoding] = {
+    version: pkgutil.resolve_name(f"pallas_kernels.records.{place}")
+    for version, place in _PLACES.items()
 }
 """Version → how it holds weights, from the most bytes to the fewest."""
 
 LOSSY = tuple(version for version, encoding in VERSIONS.items() if encoding.lossy)
 
-ZEROS = {encoding.bits: encoding.zero for encoding in VERSIONS.values() if encoding.lossy}
-"""Bits of a lossy version's code → the code that means 0."""
+XLA_ONLY = tuple(version for version, encoding in VERSIONS.items() if encoding.native is None)
+"""Versions that neither kernels nor native CPU ops read."""
 
 MATRICES = ("gate", "up", "down")
 
@@ -177,7 +158,7 @@ class RecordFormat:
         return -(-self.width // self.group_out)
 
     def _group(self, axis: int) -> int:
-        groups = self.encoding.groups or _GROUPS
+        groups = self.encoding.groups or GROUPS
         return next((group for group in groups if axis % group == 0), groups[-1])
 
     @property

@@ -18,10 +18,10 @@ def decode(record: jax.Array, fmt: RecordFormat) -> jax.Array:
         raise ValueError(
             f"a record of {fmt.version} is [{fmt.rows}, {fmt.hidden}], not {list(record.shape)}"
         )
-    if fmt.version == "dense":
+    if "weights" in fmt.encoding.fields:
         shape = (3 * fmt.width, fmt.hidden) + (() if fmt.itemsize == 2 else (2,))
         return lax.bitcast_convert_type(record.reshape(shape), jnp.dtype(fmt.dtype))
-    if fmt.version == "lossless12":
+    if "tables" in fmt.encoding.fields:
         return _decode_lossless(record, fmt)
     return jnp.concatenate([_dequantize(record, fmt, matrix) for matrix in MATRICES])
 
@@ -43,7 +43,7 @@ def _codes(record: jax.Array, fmt: RecordFormat, matrix: str, name: str, bits: i
 
 def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
     """[I, D] of the run's dtype."""
-    codes = _codes(record, fmt, matrix, "codes", fmt.bits).astype(jnp.float32)
+    codes = _codes(record, fmt, matrix, "codes", fmt.bits)
     if matrix == "down":
         scales = _part(record, fmt, "down_scales", (fmt.groups_out, fmt.hidden))
         scales = jnp.repeat(scales, fmt.group_out, axis=0)[: fmt.width]
@@ -51,7 +51,9 @@ def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
         scales = _part(record, fmt, f"{matrix}_scales", (fmt.width, fmt.groups_in))
         scales = jnp.repeat(scales, fmt.group_in, axis=1)[:, : fmt.hidden]
     scales = lax.bitcast_convert_type(scales, jnp.float16).astype(jnp.float32)
-    return ((codes - fmt.zero) * scales).astype(fmt.dtype)
+    value = fmt.encoding.value
+    values = codes.astype(jnp.float32) - fmt.zero if value is None else value(codes)
+    return (values * scales).astype(fmt.dtype)
 
 
 def _decode_lossless(record: jax.Array, fmt: RecordFormat) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.records.format import RecordFormat
+from pallas_kernels.records.format import XLA_ONLY, RecordFormat
 
 
 class VersionFormats(NamedTuple):
@@ -34,6 +34,16 @@ class VersionFormats(NamedTuple):
 Formats = tuple[VersionFormats, ...]
 """By version number, the one in tables. Where an op's `formats` is None, there is one version,
 dense in cell and store."""
+
+
+READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
+"""Ops that know formats."""
+
+
+def why_xla_only(versions: Sequence[str]) -> dict[str, str]:
+    """Op → why neither its kernel nor its native op runs with these versions."""
+    found = next((version for version in versions if version in XLA_ONLY), None)
+    return dict.fromkeys(READERS if found else (), f"only XLA computes with records of {found}")
 
 
 def stored_in_part(formats: Formats | None) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ import numpy as np
 
 from host_offload.versions.encoders import NUMPY_DTYPES, reduced_axis
 from host_offload.versions.packing import part
-from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, ZEROS, RecordFormat
+from pallas_kernels.records.encoding import ZEROS
+from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
 
 
 def decode(records: np.ndarray, fmt: RecordFormat) -> np.ndarray:

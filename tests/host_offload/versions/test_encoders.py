@@ -81,7 +81,7 @@ def test_each_weight_gets_its_nearest_code(shape, version, dtype, quantizer, exp
     most = 1.5 if fmt.bits == 2 else 2 ** (fmt.bits - 1) - 1
     for matrix, values in zip(MATRICES, weights, strict=True):
         axis, group = reduced_axis(fmt, matrix)
-        codes, scales = quantize(values, axis, group, fmt.bits, QUANTIZERS[quantizer])
+        codes, scales = quantize(values, axis, group, fmt.encoding, QUANTIZERS[quantizer])
         assert codes.max() <= 2**fmt.bits - 1 and codes.min() >= (0 if fmt.bits == 2 else 1)
         exact = values.astype(np.float64)
         found = dequantize(codes, scales, axis, group, fmt.bits).astype(np.float64)
@@ -119,7 +119,7 @@ def test_what_no_scale_holds_is_refused(version, value, reason):
         encode(weights, fmt)
     assert refused.value.experts == (1,)
     with pytest.raises(UnquantizableError):
-        quantize(weights[1, 80:].astype(np.float32), 0, 32, fmt.bits)
+        quantize(weights[1, 80:].astype(np.float32), 0, 32, fmt.encoding)
 
 
 def test_other_shapes_and_dtypes_are_refused():
