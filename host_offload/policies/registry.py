@@ -1,9 +1,9 @@
 """Policies by name. A new one is a file of its own and a line in the table of its kind.
 
-The module of a policy that learns has two names more: `fit(trace, …)`, which makes the policy from
-a trace, and NAME, which a file of what it learned says. Such a policy has a field `fitted`; the
-settings that were saved with the arrays are its other fields. A module with another way to make a
-policy from a path has `read(path)`.
+A policy that learns has `fit(trace, …)`, a function of its module or a class method, which makes
+the policy from a trace. One that learns arrays has a field `fitted`, and its module NAME, which a
+file of them says; the settings that were saved with the arrays are its other fields. A module with
+another way to make a policy from a path has `read(path)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from host_offload.policies.prefetch.fitted import read_fitted
 from pallas_kernels.option_text import Reader, parse_option
 
 
-class Registry(Mapping[str, Callable[..., Any]]):
+class Registry(Mapping[str, Any]):
     """Name → class of a policy.
 
     - `option`: what messages call it, such as "prefetch policy".
@@ -27,13 +27,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
     - `places`: name → MODULE:CLASS in it.
     """
 
-    def __init__(self, option: str, package: str, places: Mapping[str, str]):
+    def __init__(self, option: str, package: str | None, places: Mapping[str, str]):
         self.option = option
-        self._classes = {
+        self._classes: dict[str, Any] = {
             name: pkgutil.resolve_name(f"{package}.{place}") for name, place in places.items()
         }
 
-    def __getitem__(self, name: str) -> Callable[..., Any]:
+    def __getitem__(self, name: str) -> Any:
         return self._classes[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -51,7 +51,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def fits(self) -> dict[str, Callable[..., Any]]:
         """Name → function that fits the policy to a Trace, with settings if wanted;
         `policy.fitted.write(FILE)` keeps it."""
-        every = {name: getattr(self._module(name), "fit", None) for name in self}
+        every = {
+            name: getattr(made, "fit", None) or getattr(self._module(name), "fit", None)
+            for name, made in self.items()
+        }
         return {name: fit for name, fit in every.items() if fit is not None}
 
     @property
@@ -83,7 +86,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if hasattr(module, "read"):
             return module.read(path)
         found = read_fitted(path, module.NAME)
-        fields = {field.name for field in dataclasses.fields(self[name])}
+        fields = self[name].__dataclass_fields__
         settings = {key: value for key, value in found.all_settings.items() if key in fields}
         return self[name](fitted=found, **settings)
 
@@ -92,7 +95,6 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
 
 def _needs_more(made: Any) -> bool:
-    return any(
-        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        for field in dataclasses.fields(made)
-    )
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(made)
+    return any(field.default is missing and field.default_factory is missing for field in fields)

@@ -20,7 +20,7 @@ class Directory(NamedTuple):
     aim: float = 0.0
     """p: how many of the cells `once` should have."""
 
-    def referenced(self, expert: int, cells: int) -> Directory:
+    def reference(self, expert: int, cells: int) -> Directory:
         """After a reference to the expert, with so many cells, at least 1."""
         now = self._cut(cells)
         if expert in now.once or expert in now.often:
@@ -28,35 +28,35 @@ class Directory(NamedTuple):
             return now._replace(once=once, often=(*_without(now.often, expert), expert))
         if expert in now.gone_once:
             more = max(1.0, len(now.gone_often) / len(now.gone_once))
-            now = now._replace(aim=min(float(cells), now.aim + more))._evicted(cells)
+            now = now._replace(aim=min(float(cells), now.aim + more))._evict(cells)
             gone = _without(now.gone_once, expert)
             return now._replace(gone_once=gone, often=(*now.often, expert))
         if expert in now.gone_often:
             fewer = max(1.0, len(now.gone_once) / len(now.gone_often))
-            now = now._replace(aim=max(0.0, now.aim - fewer))._evicted(cells, was_often=True)
+            now = now._replace(aim=max(0.0, now.aim - fewer))._evict(cells, was_often=True)
             gone = _without(now.gone_often, expert)
             return now._replace(gone_often=gone, often=(*now.often, expert))
         if len(now.once) + len(now.gone_once) == cells:
             if len(now.once) < cells:
-                now = now._replace(gone_once=now.gone_once[1:])._evicted(cells)
+                now = now._replace(gone_once=now.gone_once[1:])._evict(cells)
             else:
                 now = now._replace(once=now.once[1:])
         elif sum(map(len, now[:4])) >= cells:
             if sum(map(len, now[:4])) == 2 * cells:
                 now = now._replace(gone_often=now.gone_often[1:])
-            now = now._evicted(cells)
+            now = now._evict(cells)
         return now._replace(once=(*now.once, expert))
 
     def order(self) -> tuple[int, ...]:
         """Who is in the cache, the next one to be evicted first."""
         now, order = self, []
         while now.once or now.often:
-            after = now._evicted(0)
+            after = now._evict(0)
             order += [e for e in (*now.once, *now.often) if e not in (*after.once, *after.often)]
             now = after
         return tuple(order)
 
-    def _evicted(self, cells: int, *, was_often: bool = False) -> Directory:
+    def _evict(self, cells: int, *, was_often: bool = False) -> Directory:
         """REPLACE, where the cells are full."""
         if len(self.once) + len(self.often) < max(cells, 1):
             return self
@@ -72,7 +72,7 @@ class Directory(NamedTuple):
         """For fewer cells than before."""
         now = self
         while len(now.once) + len(now.often) > cells:
-            now = now._evicted(cells)
+            now = now._evict(cells)
         gone_once = now.gone_once[max(len(now.once) + len(now.gone_once) - cells, 0) :]
         rest = 2 * cells - len(now.once) - len(now.often) - len(gone_once)
         gone_often = now.gone_often[max(len(now.gone_often) - rest, 0) :]

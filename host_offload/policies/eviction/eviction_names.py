@@ -20,7 +20,7 @@ POLICIES = Registry(
         "global-lfru": "weights:GlobalLFRU",
         "fifo": "fifo:FIFO",
         "static": "static:Static",
-        "hot-table": "hot_table:HotTable",
+        "hot-table": "static:HotTable",
     },
 )
 """Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +

@@ -1,4 +1,4 @@
-"""A static hot set."""
+"""A static hot set, of each layer or ranked over all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
+from host_offload.sizing.cell_allocation import allocate
 from host_offload.traces.reader import Trace
 from pallas_kernels.plan.victim import MAX_PRIOR
 
@@ -17,8 +18,8 @@ class SeenExperts(NamedTuple):
 
     counts: np.ndarray
     """int64[L, E] so far."""
-    rows: int
-    cells: np.ndarray | None
+    rows: int = 0
+    cells: np.ndarray | None = None
     """int32[L] that the hot set was made for; None: still warming up."""
     again: int = 0
     """Steps until the hot set is staged once more; 0: it was."""
@@ -30,17 +31,17 @@ class SeenExperts(NamedTuple):
 class Static:
     """Keeps in each layer the experts that are used most, and lets no other one in.
 
-    The hot set is as large as the layer has cells: the first ones of `hot`, or those that most
-    rows were routed to during the first `warmup` rows (ties: the lower id), while LRU runs. From
-    then on the hot ones have the largest prior, are staged until they are resident, and fill when
-    they miss; the others are read through. The set is staged a second time, because steps that were
-    under way may have evicted some of it, and cut anew when the budget moves.
+    The hot set is as large as the layer has cells: those of the largest `counts`, or those that
+    most rows were routed to during the first `warmup` rows (ties: the lower id), while LRU runs.
+    From then on the hot ones have the largest prior, are staged until they are resident, and fill
+    when they miss; the others are read through. The set is staged a second time, because steps that
+    were under way may have evicted some of it, and cut anew when the budget moves.
     """
 
     warmup: int = 2048
     """Token rows of prompts and output that are counted."""
-    hot: tuple[tuple[int, ...], ...] | None = None
-    """Experts of each layer, the hottest first; None: from the warm-up."""
+    counts: tuple[tuple[int, ...], ...] | None = None
+    """Uses of each expert in each layer, of a profile (fit); None: from the warm-up."""
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END})
     needs: frozenset[str] = frozenset({"counts", "phase", "cells"})
@@ -51,35 +52,32 @@ class Static:
     spare: int = 0
     """Cells of each layer that the hot set leaves to who comes ahead of need."""
 
-    @property
-    def known(self) -> bool:
-        """Whether it needs no warm-up."""
-        return self.hot is not None
+    @classmethod
+    def fit(cls, trace: Trace) -> Static:
+        """With the experts of each layer that most tokens of a trace chose."""
+        counts = routed_counts(trace.array("token.ids"), trace.header.experts)
+        return cls(counts=tuple(map(tuple, counts.tolist())))
 
     def init(self, spec: Spec) -> SeenExperts:
-        if self.spare < 0:
-            raise ValueError(f"spare cells of a layer are 0 or more, not {self.spare}")
-        counts = np.zeros((spec.layers, spec.experts), np.int64)
-        if self.hot is not None:
-            if len(self.hot) != spec.layers:
-                raise ValueError(f"hot names experts of {len(self.hot)} layers, not {spec.layers}")
-            for layer, experts in enumerate(self.hot):
-                if len(set(experts)) != len(experts) or not all(
-                    0 <= e < spec.experts for e in experts
-                ):
-                    raise ValueError(
-                        f"hot[{layer}] must be different experts in 0…{spec.experts - 1}"
-                    )
-                counts[layer, list(experts)] = np.arange(len(experts), 0, -1)
-        return SeenExperts(counts, 0, None)
+        """Raises ValueError for counts of another model."""
+        if self.counts is None:
+            return SeenExperts(np.zeros((spec.layers, spec.experts), np.int64))
+        counts = np.array(self.counts, np.int64)
+        if counts.shape != (spec.layers, spec.experts):
+            raise ValueError(
+                f"counts are of {'×'.join(map(str, counts.shape))} experts, and the model has "
+                f"{spec.layers} layers of {spec.experts}"
+            )
+        return SeenExperts(counts)
 
     def decide(self, state: SeenExperts, observation: Observation) -> tuple[SeenExperts, Decision]:
         seen: Any = observation
         rows = state.rows + len(seen.phase)
         if state.cells is None:
-            counts = state.counts if self.known else state.counts + seen.counts
+            warm = self.counts is not None
+            counts = state.counts if warm else state.counts + seen.counts
             state = state._replace(counts=counts, rows=rows)
-            if not self.known and rows < self.warmup:
+            if not warm and rows < self.warmup:
                 return state, Decision()
         elif np.array_equal(state.cells, seen.cells) and state.again != 1:
             return state._replace(again=max(state.again - 1, 0)), Decision()
@@ -103,10 +101,39 @@ class Static:
         )
 
 
-def fit(trace: Trace) -> Static:
-    """Static with the experts of each layer that most tokens of a trace chose first."""
-    ids, experts = trace.array("token.ids"), trace.header.experts
-    counts = [
-        np.bincount(ids[:, layer].ravel(), minlength=experts) for layer in range(ids.shape[1])
-    ]
-    return Static(hot=tuple(tuple(np.argsort(-c, kind="stable").tolist()) for c in counts))
+@dataclasses.dataclass(frozen=True)
+class HotTable(Static):
+    """The hot table of PreScope (section 5): Static, but the hot set is the most used experts of
+    all layers together, so that a layer with flat routing gets fewer cells than one with a few
+    favourites. Once it is known the cells that there are move between layers accordingly, and again
+    when their number has changed. A layer keeps its least cells and never has more than it can.
+    """
+
+    writes: frozenset[str] = Static.writes | {"cells"}
+    least: int = 0
+    """Cells that each layer keeps in any case."""
+
+    def decide(self, state: SeenExperts, observation: Observation) -> tuple[SeenExperts, Decision]:
+        state, decision = super().decide(state, observation)
+        if state.cells is None or state.shared == (total := int(state.cells.sum())):
+            return state, decision
+        cells = share_by_rank(state.counts, total, max(self.least, self.spare))
+        return state._replace(shared=total), dataclasses.replace(decision, cells=cells)
+
+
+def share_by_rank(counts: np.ndarray, slots: int, least: int = 0) -> np.ndarray:
+    """int32[L]: how many of the `slots` most used experts of all layers each layer has, but at
+    least `least`. counts: int[L, E]."""
+    best = -np.sort(-counts, axis=1)
+    left = best.sum(axis=1)[:, None] - np.cumsum(best, axis=1)
+    misses = np.concatenate([best.sum(axis=1)[:, None], left], axis=1)
+    return allocate("marginal", misses, slots, least=least).cells.astype(np.int32)
+
+
+def hot_beside_prefetches(spare: int) -> HotTable:
+    """The hot table of PreScope beside its buffers (section 4.4): of each layer `spare` cells are
+    left to who comes ahead of need, the layer's own prefetch group, so that what comes for one
+    layer never overwrites what another one reads. Who is loaded on demand and is not hot gets no
+    cell: it is read through, by way of the two buffers of the native queue, one of which is filled
+    while the other one is read. It stages nobody, since prefetches are the placement's."""
+    return HotTable(spare=spare, writes=HotTable.writes - {"stages"})

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from host_offload.control.interface import Policy, Spec
-from host_offload.policies.eviction.hot_table import beside_prefetches
+from host_offload.policies.eviction.static import hot_beside_prefetches
 from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
 from host_offload.policies.placement.rivals import SCHEDULERS
 from host_offload.policies.prefetch.llapor import Learned
@@ -60,7 +60,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
         return (*policies, recorded(read_trace(placement.removeprefix(PREFIX)), PlacementPolicy))
     policy = placement_policy(placement)
     if policy.buffers is not None:
-        policies = (*policies, beside_prefetches(policy.buffers))
+        policies = (*policies, hot_beside_prefetches(policy.buffers))
     learned = [each for each in policies if isinstance(each, Learned)]
     if not learned:
         return (*policies, policy)

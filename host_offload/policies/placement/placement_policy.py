@@ -72,7 +72,7 @@ class PlacementPolicy:
     """R_hit at the start."""
     fitted: Fitted | None = None
     buffers: int | None = None
-    """Cells of each layer for who comes ahead, beside a hot table (hot_table.beside_prefetches,
+    """Cells of each layer for who comes ahead, beside a hot table (static.hot_beside_prefetches,
     which is a policy of its own); None: residents are whom eviction leaves."""
 
     @property

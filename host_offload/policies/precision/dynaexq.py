@@ -11,8 +11,6 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.precision.maps import HI, LO, check_shape, hi_capacity, top_map
 
-SCOPES = ("per-layer", "global", "error-weighted")
-
 
 class Hotness(NamedTuple):
     """State of DynaExq."""
@@ -45,17 +43,10 @@ class DynaExq:
     alpha: float = 0.5
     """α, from 0 to below 1: how much of the past stays; 0: only the last interval counts."""
     margin: float = 0.1
-    """m as a share of the layer's mean score (all layers' for a scope over all); 0: no
-    hysteresis."""
+    """m as a share of the layer's mean score; 0: no hysteresis."""
     slack: int | None = None
     """r, the paper's alternative to the margin: insiders stay while their rank is at most n + r,
     and outsiders take only places that became free."""
-    scope: str = "per-layer"
-    """`per-layer`: as many in each layer (one more in the first ones, if need be); `global`: one
-    set over all layers; `error-weighted`: global by S·weights, but per layer where paged."""
-    weights: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
-    """float[L, E], of `error-weighted`: how much more error the low version has than the high
-    one."""
     scores: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """float[L, E]: S of an earlier run, a warm start; None: S = 0 and all low."""
     paged: bool = False
@@ -72,15 +63,6 @@ class DynaExq:
             raise ValueError(f"margin must be a number from 0 up, not {self.margin}")
         if self.slack is not None and self.slack < 0:
             raise ValueError(f"slack must be at least 0, not {self.slack}")
-        if self.scope not in SCOPES:
-            raise ValueError(f"unknown scope {self.scope!r}; known: {', '.join(SCOPES)}")
-        if self.paged and self.scope == "global":
-            raise ValueError(
-                "scope=global means nothing where experts are paged: each layer has high cells of "
-                "its own, and as many high experts; leave scope or paged out"
-            )
-        if (self.weights is not None) != (self.scope == "error-weighted"):
-            raise ValueError("scope=error-weighted and weights go together; give both or neither")
 
     @property
     def moments(self) -> frozenset[Moment]:
@@ -96,20 +78,18 @@ class DynaExq:
 
     def init(self, spec: Spec) -> Hotness:
         """All low and S = 0, or the warm start. Raises ValueError for other than two versions and
-        arrays of another model."""
-        capacity = hi_capacity(spec)
-        shape = spec.layers, spec.experts
-        for name in ("weights", "scores"):
-            if (array := getattr(self, name)) is not None:
-                check_shape(array, shape, name)
+        scores of another model."""
+        capacity, shape = hi_capacity(spec), (spec.layers, spec.experts)
+        if self.scores is not None:
+            check_shape(self.scores, shape, "scores")
         score = np.zeros(shape) if self.scores is None else self.scores.astype(np.float64)
-        return Hotness(score, self.start(spec.layers, spec.experts, capacity) == HI, capacity)
+        return Hotness(score, self.start(*shape, capacity) == HI, capacity)
 
     def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
         """The map int8[L, E] to begin with; see precision_maps."""
         if self.scores is None:
             return np.full((layers, experts), LO, np.int8)
-        return top_map(self._values(self.scores), capacity, per_layer=self._per_layer)
+        return top_map(self.scores, capacity)
 
     def decide(self, state: Hotness, observation: Observation) -> tuple[Hotness, Decision]:
         seen: Any = observation
@@ -120,27 +100,14 @@ class DynaExq:
             return state, Decision()
         if self.resized:
             state = state._replace(capacity=seen.capacity)
-        values = self._values(score)
-        if self._per_layer:
-            rows, wanted = values, cells_per_layer(state.capacity, *values.shape)
-        else:
-            rows, wanted = values.reshape(1, -1), [state.capacity]
-        before = state.high.reshape(rows.shape)
-        layers = zip(rows, before, wanted, strict=True)
-        high = np.array([self._select(*layer) for layer in layers]).reshape(values.shape)
-        decision = Decision(transitions=transitions(values, high, seen.version, seen.state))
+        wanted = cells_per_layer(state.capacity, *score.shape)
+        layers = zip(score, state.high, wanted, strict=True)
+        high = np.array([self._select(*layer) for layer in layers])
+        decision = Decision(transitions=list_transitions(score, high, seen.version, seen.state))
         if self.paged:
             fill_version = np.where(high, HI, LO).astype(np.int8)
             decision = dataclasses.replace(decision, fill_version=fill_version)
         return Hotness(score, high, state.capacity), decision
-
-    @property
-    def _per_layer(self) -> bool:
-        """Whether each layer has a number of its own; where experts are paged that of its cells."""
-        return self.paged or self.scope == "per-layer"
-
-    def _values(self, score: np.ndarray) -> np.ndarray:
-        return score if self.weights is None else score * self.weights
 
     def _select(self, value: np.ndarray, high: np.ndarray, capacity: int) -> np.ndarray:
         """The next high set bool[E] of one layer."""
@@ -169,7 +136,7 @@ class DynaExq:
         return high
 
 
-def transitions(
+def list_transitions(
     value: np.ndarray, high: np.ndarray, version: np.ndarray, state: np.ndarray
 ) -> tuple[Transition, ...]:
     """What turns the residents into the high set: per layer promotions by value descending paired

@@ -1,7 +1,7 @@
 """Fixed maps of versions: which experts are in the high version, decided before the run.
 
 A map is int8[L, E] of version numbers: 0, the high one, and 1, the low one. A file of one, or of
-scores and weights, is an array as numpy.save writes it.
+scores, is an array as numpy.save writes it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,16 @@ HI, LO = 0, 1
 """Numbers of the two versions; their place in Spec.version_bytes."""
 
 
-def top(values: np.ndarray, count: int) -> np.ndarray:
-    """bool[..., E]: the `count` experts of largest value along the last axis; ties: the lower
-    id."""
-    order = np.argsort(-values, axis=-1, kind="stable")
-    chosen = np.zeros(values.shape, bool)
-    np.put_along_axis(chosen, order[..., :count], True, axis=-1)
-    return chosen
+def top_map(values: np.ndarray, capacity: int) -> np.ndarray:
+    """The map int8[L, E] that has the experts of largest value in the high version; ties: the lower
+    id.
 
-
-def top_map(values: np.ndarray, capacity: int, *, per_layer: bool = True) -> np.ndarray:
-    """The map int8[L, E] that has the experts of largest value in the high version.
-
-    values: [L, E], such as counts of selections. capacity: high experts of all layers together; per
-    layer: as even as can be (cells_per_layer).
+    values: [L, E], such as counts of selections. capacity: high experts of all layers together, of
+    each layer as many as can be (cells_per_layer).
     """
-    if per_layer:
-        each = zip(values, cells_per_layer(capacity, *values.shape), strict=True)
-        high = np.array([top(row, count) for row, count in each])
-    else:
-        high = top(values.reshape(-1), capacity).reshape(values.shape)
-    return np.where(high, HI, LO).astype(np.int8)
+    counts = np.array(cells_per_layer(capacity, *values.shape))[:, None]
+    rank = np.argsort(np.argsort(-values, axis=1, kind="stable"), axis=1)
+    return np.where(rank < counts, HI, LO).astype(np.int8)
 
 
 def random_map(layers: int, experts: int, capacity: int, seed: int) -> np.ndarray:

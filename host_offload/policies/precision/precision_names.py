@@ -43,8 +43,6 @@ class Precision:
     """int8[L, E]: a map from a file."""
     hot: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """float[L, E]: of the largest as many are high as there is room for, for good."""
-    hot_per_layer: bool = True
-    """In each layer as many; else of all layers together."""
     seed: int | None = None
     """What a random map is drawn from."""
     quantizer: str = "rtn"
@@ -83,7 +81,7 @@ class Precision:
             return self.given
         if self.hot is not None:
             check_shape(self.hot, (layers, experts), "map")
-            return top_map(self.hot, capacity, per_layer=self.hot_per_layer)
+            return top_map(self.hot, capacity)
         if self.seed is not None:
             return random_map(layers, experts, capacity, self.seed)
         if self.policy is not None:
@@ -92,7 +90,7 @@ class Precision:
 
     def report(self) -> dict[str, Any]:
         """For statistics and results, as plain data."""
-        names = ("alpha", "margin", "slack", "scope", "interval") if self.policy else ()
+        names = ("alpha", "margin", "slack", "interval") if self.policy else ()
         return {
             "name": self.name,
             "versions": list(self.versions),
@@ -135,9 +133,8 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
         )
     if not paged:
         moves.setdefault("spares", 1)
-    for key in ("weights", "scores"):
-        if key in keys:
-            keys[key] = read_array(keys[key], key)
+    if "scores" in keys:
+        keys["scores"] = read_array(keys["scores"], "scores")
     return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), **moves)
 
 
@@ -161,8 +158,6 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
         "alpha": number,
         "margin": number,
         "slack": whole(),
-        "scope": str,
-        "weights": str,
         "scores": str,
         "spares": whole(1),
         "blocking": yes,

@@ -205,7 +205,7 @@ def fit(
 
 
 def read_or_fit(
-    path: Path, trace: Trace, router: np.ndarray, *, pool: bool = True, **settings: int
+    path: Path, trace: Trace, router: np.ndarray, *, pool: bool = True, **settings: Any
 ) -> ExpertFlow:
     """ExpertFlow with the forests of a file, which `fit` trains with these settings where there is
     none. Raises what fit raises, and ValueError for a file of another kind or model."""

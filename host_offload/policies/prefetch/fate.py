@@ -12,8 +12,6 @@ from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch.next_layers import chosen_by_rows, gate_scores, stages_of
 
-CACHES = ("arc", "none")
-
 
 class Cached(NamedTuple):
     """State of Fate."""
@@ -42,38 +40,27 @@ class Fate:
     paper: docs/policies.md.
     """
 
-    cache: str = "arc"
-    """"none": whoever else decides about eviction does."""
     shallow: int = 0
     """So many first layers get cells for all of their experts, as far as the others keep top-k
     each; it then writes `cells`, which grids of equal cells refuse."""
+
+    needs: frozenset[str] = frozenset({"gate_input", "router", "ids", "cells"})
+    victim_weights: tuple[int, int, int] = (0, 0, 1)
+    """The prior alone, which is ARC's order."""
 
     @property
     def moments(self) -> frozenset[Moment]:
         return frozenset({Moment.ROUTED, *([Moment.STEP_BEGIN] if self.shallow else [])})
 
     @property
-    def needs(self) -> frozenset[str]:
-        cache = {"ids", "cells"} if self.cache == "arc" or self.shallow else set()
-        return frozenset({"gate_input", "router", *cache})
-
-    @property
     def writes(self) -> frozenset[str]:
-        cache = {"victim_weights", "prior"} if self.cache == "arc" else set()
-        return frozenset({"stages", *cache, *(["cells"] if self.shallow else [])})
-
-    @property
-    def victim_weights(self) -> tuple[int, int, int] | None:
-        """The prior alone, which is ARC's order."""
-        return (0, 0, 1) if self.cache == "arc" else None
+        written = frozenset({"stages", "victim_weights", "prior"})
+        return written | {"cells"} if self.shallow else written
 
     def init(self, spec: Spec) -> Cached:
         """Nobody was seen. Raises ValueError for settings that mean nothing."""
-        if self.cache not in CACHES or not 0 <= self.shallow < spec.layers:
-            raise ValueError(
-                f"cache is one of {', '.join(CACHES)} and shallow lies in 0…{spec.layers - 1}, not "
-                f"{self.cache!r} and {self.shallow}"
-            )
+        if not 0 <= self.shallow < spec.layers:
+            raise ValueError(f"shallow lies in 0…{spec.layers - 1}, not {self.shallow}")
         if self.shallow and spec.cell_bound < spec.experts:
             raise ValueError(
                 f"a layer can have {spec.cell_bound} cells and has {spec.experts} experts, so no "
@@ -86,19 +73,16 @@ class Fate:
     def decide(self, state: Cached, observation: Observation) -> tuple[Cached, Decision]:
         seen: Any = observation
         if observation.moment == Moment.STEP_BEGIN:
-            return self._granted(state, seen.cells)
-        prior = None
-        if self.cache == "arc":
-            state = _referenced(state, seen.layer, np.unique(seen.ids), seen.cells)
-            prior = state.prior
-        layer = seen.layer + 1
+            return self._grant(state, seen.cells)
+        state = _reference(state, seen.layer, np.unique(seen.ids), seen.cells)
+        prior, layer = state.prior, seen.layer + 1
         if layer == len(state.router):
             return state, Decision(prior=prior, stages=())
         scores = gate_scores(seen.gate_input[:, 0], state.router[layer])
         stages = stages_of(layer, chosen_by_rows(scores, state.top_k), "fate")
         return state, Decision(prior=prior, stages=stages)
 
-    def _granted(self, state: Cached, cells: np.ndarray) -> tuple[Cached, Decision]:
+    def _grant(self, state: Cached, cells: np.ndarray) -> tuple[Cached, Decision]:
         """Moves cells to the first layers, once for each budget."""
         total, (layers, experts) = int(cells.sum()), state.prior.shape
         if total == state.granted:
@@ -114,13 +98,13 @@ class Fate:
         return state, Decision()
 
 
-def _referenced(state: Cached, layer: int, experts: np.ndarray, cells: np.ndarray) -> Cached:
+def _reference(state: Cached, layer: int, experts: np.ndarray, cells: np.ndarray) -> Cached:
     """After a layer's references, those of lower ids first."""
     if not cells[layer]:
         return state
     directory = state.layers[layer]
     for expert in experts.tolist():
-        directory = directory.referenced(expert, int(cells[layer]))
+        directory = directory.reference(expert, int(cells[layer]))
     prior = state.prior.copy()
     prior[layer] = 0
     prior[layer, list(directory.order())] = 1 + np.arange(len(directory.order()))

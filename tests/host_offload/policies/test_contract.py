@@ -76,20 +76,20 @@ PAGED: dict[str, Any] = {
     **{f"{name}, fitted": fit for name, fit in FITS.items()},
     "static, warmed up": lambda trace: Static(warmup=5),
     "recent": lambda trace: RecentPrefetch(),
-    "fate, without its cache": lambda trace: Fate(cache="none"),
     "oracle": oracle_of,
     "static-layers": lambda trace: StaticLayers(),
 }
 """Name → policy of experts that are paged, of a trace that it may learn from."""
 
 OTHERS: dict[str, Any] = {
+    "fate, shallow": lambda trace: Fate(shallow=1),
     "joint": lambda trace: JointBudget(),
     "layer cells": lambda trace: LayerCells(interval="5 steps"),
     "mv-wsa": lambda trace: MvWsa(costs=MissCosts(1.0, 1.0), allocation="marginal", window=2),
     "mv-wsa, measured": lambda trace: MvWsa(),
     "peak headroom": lambda trace: PeakHeadroom(),
     "dynaexq": lambda trace: DynaExq(),
-    "dynaexq, global": lambda trace: DynaExq(scope="global", slack=2),
+    "dynaexq, slack": lambda trace: DynaExq(slack=2),
     "dynaexq, paged": lambda trace: DynaExq(paged=True),
     "dynaexq, resized": lambda trace: DynaExq(resized=True),
     **{

@@ -76,7 +76,6 @@ settings = st.fixed_dictionaries(
         "alpha": st.sampled_from([0.0, 0.3, 0.9]),
         "margin": st.sampled_from([0.0, 0.1, 1.0]),
         "slack": st.sampled_from([None, 0, 2]),
-        "scope": st.sampled_from(["per-layer", "global"]),
     }
 )
 
@@ -107,14 +106,13 @@ def crossing(below: float, rounds: int = 40) -> np.ndarray:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-@pytest.mark.parametrize("scope", ["per-layer", "global"])
-def test_scores_that_cross_by_less_than_the_margin_cause_nothing(alpha, scope):
+def test_scores_that_cross_by_less_than_the_margin_cause_nothing(alpha):
     """2.7, item 4, first half: two are high, expert 2 and one of those that cross."""
     counts = crossing(0.2)
-    steady = run(DynaExq(alpha=alpha, margin=0.2, scope=scope), counts, 2 * LAYERS)
+    steady = run(DynaExq(alpha=alpha, margin=0.2), counts, 2 * LAYERS)
     assert all(np.array_equal(state.high, steady[0].high) for state in steady)
     # Without the margin it flutters in every interval, so the test can fail.
-    flutter = run(DynaExq(alpha=alpha, margin=0.0, scope=scope), counts, 2 * LAYERS)
+    flutter = run(DynaExq(alpha=alpha, margin=0.0), counts, 2 * LAYERS)
     changed = [np.sum(a.high != b.high) for a, b in itertools.pairwise(flutter)]
     assert min(changed) == 2 * LAYERS
 
@@ -141,12 +139,9 @@ def test_the_high_set_fits_and_is_made_of_who_was_used(counts, given_settings, c
     for interval, state in zip(counts, run(policy, counts, capacity), strict=True):
         used |= interval > 0
         assert not np.any(state.high & ~used)
-        if policy.scope == "per-layer":
-            most = np.array(cells_per_layer(capacity, LAYERS, EXPERTS))
-            assert most.sum() == capacity and most.max() - most.min() <= 1
-            np.testing.assert_array_equal(state.high.sum(axis=1), np.minimum(most, used.sum(1)))
-        else:
-            assert state.high.sum() == min(capacity, used.sum())
+        most = np.array(cells_per_layer(capacity, LAYERS, EXPERTS))
+        assert most.sum() == capacity and most.max() - most.min() <= 1
+        np.testing.assert_array_equal(state.high.sum(axis=1), np.minimum(most, used.sum(1)))
 
 
 # ---- rank slack
@@ -164,23 +159,29 @@ def test_slack_keeps_insiders_that_are_near():
     assert np.flatnonzero(strict[1].high[0]).tolist() == [0, 1, 4]
 
 
-# ---- scopes
+def test_the_margin_is_a_share_of_the_mean_score_of_the_layer():
+    """An outsider that leads by less than the margin of the largest score, but by more than that of
+    the mean, takes a place."""
+    counts = np.zeros((2, LAYERS, EXPERTS), int)
+    counts[0, :, :3], counts[1, :, :4] = [100, 90, 80], [100, 90, 80, 86]
+    last = run(DynaExq(alpha=0, margin=0.1), counts)[-1]
+    assert np.flatnonzero(last.high[0]).tolist() == [0, 1, 3]
+    counts[1, :, 3] = 84  # the mean is 44.25
+    last = run(DynaExq(alpha=0, margin=0.1), counts)[-1]
+    assert np.flatnonzero(last.high[0]).tolist() == [0, 1, 2]
 
 
-def test_where_experts_are_paged_a_layer_wants_what_it_has_cells_for():
-    """Else what no cell can hold would be filled high, or read through so, in each step."""
+def test_a_layer_has_as_many_high_experts_as_it_has_cells_for():
     counts = np.zeros((1, LAYERS, EXPERTS), int)
     counts[0, 0, :5], counts[0, 1, :1] = 10, 10
-    weights = np.ones((LAYERS, EXPERTS))
-    weights[0, 4] = 2
-    policy = DynaExq(scope="error-weighted", weights=weights, paged=True)
+    policy = DynaExq(paged=True)
     (state,) = run(policy, counts)
-    assert [np.flatnonzero(row).tolist() for row in state.high] == [[0, 1, 4], [0]]
+    assert [np.flatnonzero(row).tolist() for row in state.high] == [[0, 1, 2], [0]]
     warm = dataclasses.replace(policy, scores=counts[0])
     assert (warm.start(LAYERS, EXPERTS, 6) == HI).sum(axis=1).tolist() == [3, 3]
     for capacity in range(LAYERS * EXPERTS + 1):
         cells = cells_per_layer(capacity, LAYERS, EXPERTS)
-        assert (top_map(weights, capacity) == HI).sum(axis=1).tolist() == list(cells)
+        assert (top_map(counts[0], capacity) == HI).sum(axis=1).tolist() == list(cells)
 
 
 # ---- transitions
@@ -228,10 +229,6 @@ def test_absent_experts_fill_what_is_wanted():
         ({"alpha": 1.0}, "alpha must lie from 0 to below 1, not 1.0"),
         ({"margin": -0.1}, "margin must be a number from 0 up"),
         ({"slack": -1}, "slack must be at least 0"),
-        ({"scope": "layer"}, "unknown scope 'layer'; known: per-layer, global, error-weighted"),
-        ({"scope": "error-weighted"}, "scope=error-weighted and weights go together"),
-        ({"scope": "global", "paged": True}, "scope=global means nothing where experts are paged"),
-        ({"weights": np.ones((2, 8))}, "scope=error-weighted and weights go together"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields, message):
@@ -289,7 +286,6 @@ def test_dynaexq_follows_the_capacity_at_once():
 def test_maps_have_as_many_high_experts_as_there_is_room_for():
     values = np.arange(16.0).reshape(2, 8)
     assert (top_map(values, 7) == HI).sum(axis=1).tolist() == [4, 3]
-    assert (top_map(values, 7, per_layer=False) == HI).sum(axis=1).tolist() == [0, 7]
     assert (random_map(2, 8, 6, 1) == HI).sum(axis=1).tolist() == [3, 3]
     np.testing.assert_array_equal(random_map(2, 8, 6, 1), random_map(2, 8, 6, 1))
     assert any(np.any(random_map(2, 8, 6, 1) != random_map(2, 8, 6, s)) for s in range(2, 5))
@@ -303,10 +299,10 @@ def test_names(tmp_path):
     assert precision_of("int4").versions == ("int4",) and precision_of("int4").lossy
     transit = precision_of("lossless12,in_transit=true")
     assert transit.in_transit and not transit.lossy
-    hot = precision_of("dynaexq,alpha=0.25,slack=2,scope=global,interval=8 steps,hi_share=50%")
+    hot = precision_of("dynaexq,alpha=0.25,slack=2,interval=8 steps,hi_share=50%")
     assert hot.versions == ("dense", "int4") and hot.hi_share == 0.5 and hot.lossy
     assert hot.spares == 1 and precision_of("dynaexq,spares=4").spares == 4
-    assert hot.policy == DynaExq(alpha=0.25, slack=2, scope="global", interval="8 steps")
+    assert hot.policy == DynaExq(alpha=0.25, slack=2, interval="8 steps")
     assert not precision_of("dynaexq,lo=lossless12").lossy
     given_map = np.array([[0, 1], [1, 0]])
     np.save(tmp_path / "map.npy", given_map)

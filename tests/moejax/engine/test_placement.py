@@ -13,7 +13,7 @@ import pytest
 
 import moejax.start.decide.start_plan
 from host_offload.policies.eviction.eviction_names import POLICIES
-from host_offload.policies.eviction.hot_table import beside_prefetches
+from host_offload.policies.eviction.static import hot_beside_prefetches
 from host_offload.policies.placement import placement_names as names
 from host_offload.policies.placement.placement_policy import PlacementPolicy
 from host_offload.policies.recorded import recorded
@@ -242,8 +242,8 @@ def test_loads_on_demand_pass_two_buffers_beside_a_hot_table(tmp_path, monkeypat
     # Of a small model a chunk is then a whole part of a record, and there is a thread for each.
     transfers = "queue,rate=500MB/s,latency=50us,threads=3,chunk_bytes=1MiB"
     options = {"transfers": transfers, "trace": f"{tmp_path / 'run'},arrays=gate_input"}
-    soon = dataclasses.replace(beside_prefetches(2), warmup=16)
-    monkeypatch.setattr(names, "beside_prefetches", {2: soon}.__getitem__)
+    soon = dataclasses.replace(hot_beside_prefetches(2), warmup=16)
+    monkeypatch.setattr(names, "hot_beside_prefetches", {2: soon}.__getitem__)
     with placed("link", f"prescope,{COSTS},predict=gates,buffers=2", **options) as llm:
         assert llm.engine.runner.transport.queue is not None and llm.engine.control is not None
         run(llm, mixed_jobs()[:1], check=False)  # until the table is known

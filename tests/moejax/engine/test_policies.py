@@ -18,8 +18,7 @@ from host_offload.control.step_record import USES
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.eviction.fifo import FIFO
-from host_offload.policies.eviction.hot_table import HotTable
-from host_offload.policies.eviction.static import Static
+from host_offload.policies.eviction.static import HotTable, Static
 from host_offload.policies.prefetch import llapor
 from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map import in_step

@@ -35,9 +35,7 @@ class Mix:
         found = self.precision
         with user_errors(where=f"precision {self.name!r}: "):
             if self.learns == "map":
-                found = dataclasses.replace(
-                    found, name="map", seed=None, hot=counts, hot_per_layer=True
-                )
+                found = dataclasses.replace(found, name="map", seed=None, hot=counts)
             else:
                 assert found.policy is not None
                 policy = dataclasses.replace(found.policy, scores=counts)

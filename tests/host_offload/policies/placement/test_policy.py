@@ -12,7 +12,7 @@ from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, Moment
 from host_offload.control.rules import PolicyError
 from host_offload.control.step_record import LayerRouting, StepRows
-from host_offload.policies.eviction.hot_table import beside_prefetches
+from host_offload.policies.eviction.static import hot_beside_prefetches
 from host_offload.policies.placement.placement_names import (
     ALIASES,
     placement_policy,
@@ -237,7 +237,7 @@ def test_buffers_bring_a_hot_table_that_leaves_cells_to_prefetches():
     """Of each layer so many cells; the table stages nobody, since the placement does, and whoever
     is not hot is read through. Free cells of those are not filled on demand."""
     table, policy = with_placement(f"prescope,{STATED},predict=gates,buffers=2", [])
-    assert table == beside_prefetches(2) and policy.buffers == 2
+    assert table == hot_beside_prefetches(2) and policy.buffers == 2
     assert not table.writes & policy.writes and "fill_version" in table.writes
     assert ",buffers=2," in said(policy, told())
     (alone,) = with_placement(f"prescope,{STATED}", [])
@@ -245,8 +245,6 @@ def test_buffers_bring_a_hot_table_that_leaves_cells_to_prefetches():
     for text in ("-1", "x", ""):
         with pytest.raises(ValueError, match="is not a whole number, 0 or more"):
             with_placement(f"prescope,buffers={text}", [])
-    with pytest.raises(ValueError, match="spare cells of a layer are 0 or more"):
-        beside_prefetches(-1).init(told())
     # Three cells, of which two are for who comes ahead: with one resident nothing is filled.
     counts, cells = [3, 90, 30, 0, 10], np.array([3, 3])
     for buffers, wanted in ((2, [1, 1, 1]), (1, [1, 0, 1])):
