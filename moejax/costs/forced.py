@@ -26,7 +26,6 @@ from moejax.engine.scheduler import Scheduler
 from moejax.engine.statistics import Statistics
 from moejax.engine.step_work import Step, step_record
 from moejax.errors import UserError
-from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.executor import Executor
 from moejax.step.hooks import Hooks
@@ -140,55 +139,59 @@ class ForcedSteps:
         forced: Any = self._forced
         self._engine = Engine(forced, scheduler, statistics, eos_token_ids=())
         self._spec = spec_of_engine(runner, max_model_len=scheduler.max_model_len, seed=0)
-        self._requests: list[Request] = []
         self._steps: list[Step] = []
         self._engine.listener = self._steps.append
 
-    # ---- decode
-
-    def begin(self, rows: int, prompt: int, steps: int) -> None:
-        """Prefills so many sequences of `prompt` tokens, for `steps` decode steps."""
-        self.grant(self.cells)
-        params = SamplingParams(temperature=0.0, max_tokens=steps + SLACK, ignore_eos=True)
-        self._requests = [self._engine.add(ids, params) for ids in self._prompts(rows, prompt)]
-        while not all(request.prefill_done for request in self._requests):
-            # Between two prefill steps those that are through decode.
-            if decoding := sum(request.prefill_done for request in self._requests):
-                self._plan(Case(decoding, self.top_k), 1)
-            self._engine.step()
-
-    def end(self) -> None:
-        """Takes the sequences out."""
-        self._engine.abort(self._requests)
-        self._engine.drain()
-        self._requests = []
-
     def measure(self, case: Case, steps: int) -> list[StepSample]:
-        """Runs WARM steps of the case, then so many timed ones, and one after them, so that each
-        timed step is dispatched before the one before it is read. Raises RuntimeError where a step
-        does not move what it should."""
-        count = WARM + steps + 1
-        self.grant(self._cells(case))
-        planned = self._plan(case, count)
+        """Prefills sequences, runs WARM decode steps of the case, then so many timed ones, and one
+        after them, so that each timed step is dispatched before the one before it is read."""
+        engine, count = self._engine, WARM + steps + 1
+        self.grant(self.cells)
+        params = SamplingParams(temperature=0.0, max_tokens=count + SLACK, ignore_eos=True)
+        requests = [engine.add(ids, params) for ids in self._prompts(case.rows, case.prompt)]
+        while not all(request.prefill_done for request in requests):
+            # Between two prefill steps those that are through decode.
+            if decoding := sum(request.prefill_done for request in requests):
+                self._plan(Case(decoding, self.top_k), 1)
+            engine.step()
+        # Hits pin all cells of what is read through; else as many are absent as move.
+        most = case.active if case.read_through else min(self.cells + case.missing, self.experts)
+        self.grant(most - case.missing)
+        self._plan(case, count)
         self._watch(case)
         self._steps.clear()
         reads: list[float] = []
         for _ in range(count):
-            self._engine.step()
+            engine.step()
             reads.append(time.perf_counter())
-        self._engine.control = self._engine.hooks = None
-        samples: list[StepSample] = []
-        for i in range(WARM, WARM + steps):
-            # engine.step reads the step before the one that it dispatches.
-            sample = self._sample(self._steps[i], reads[i + 1] - reads[i])
-            found = sample.work.experts, sample.fills, sample.read_through
-            if found != planned[i]:
-                raise RuntimeError(
-                    f"{case}: a step of {planned[i]} active experts, fills and experts read "
-                    f"through was planned; they were {found}"
-                )
-            samples.append(sample)
-        return samples
+        engine.control = engine.hooks = None
+        # engine.step reads the step before the one that it dispatches.
+        timed = range(WARM, WARM + steps)
+        found = [self._sample(self._steps[i], reads[i + 1] - reads[i]) for i in timed]
+        engine.abort(requests)
+        engine.drain()
+        return found
+
+    def prefill(self, prompts: int, tokens: int, cells: int, *, cold: bool) -> StepSample:
+        """The seconds of one prefill step over prompts of so many tokens, with the model's own
+        routing. cold: nothing is resident when it begins."""
+        if cold:
+            self.grant(0)
+        self.grant(cells)
+        jax.block_until_ready(self.runner.tables)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        lists = self._prompts(prompts, tokens)
+        self._steps.clear()
+        began = time.perf_counter()
+        for ids in lists:
+            self._engine.add(ids, params)
+        while not self._engine.idle:
+            self._engine.step()
+        return self._sample(self._steps[0], time.perf_counter() - began)
+
+    def grant(self, cells: int) -> None:
+        """Gives every layer so many cells."""
+        self.runner.grant_cells(self._arena.grant_cells([cells] * self.layers))
 
     def _watch(self, case: Case) -> None:
         """Sets the policies of a case."""
@@ -212,31 +215,16 @@ class ForcedSteps:
         moved = int(record.fills.sum()), int(record.read_through.sum())
         return StepSample(seconds, work, *moved)
 
-    def grant(self, cells: int) -> None:
-        """Gives every layer so many cells."""
-        self.runner.grant_cells(self._arena.grant_cells([cells] * self.layers))
-
-    def _cells(self, case: Case) -> int:
-        if case.read_through:
-            return case.active - case.missing  # hits pin them all
-        # As many are absent as move, and those that are resident stay so.
-        return min(self.cells, self.experts - case.missing)
-
-    def _plan(self, case: Case, steps: int) -> list[tuple[int, int, int]]:
-        """Queues the routing of so many steps. Returns (active experts, fills, experts
-        read through) of each."""
+    def _plan(self, case: Case, steps: int) -> None:
+        """Queues the routing of so many steps."""
         pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
-        planned = []
         for _ in range(steps):
             active = np.zeros((self.layers, self.experts), bool)
             for layer in range(self.layers):
                 active[layer, self._choose(pager, layer, case)] = True
-            done = pager.reference(active)
+            pager.reference(active)
             self._forced.queue.append(self._routing(active, case.rows))
-            counts = active, done.fills, done.read_through
-            planned.append(tuple(int(n.sum()) for n in counts))
-        return planned
 
     def _choose(self, pager: Pager, layer: int, case: Case) -> np.ndarray:
         """The layer's active experts: as many absent ones as should be missing, the others
@@ -257,27 +245,6 @@ class ForcedSteps:
             ids[layer, :tokens] = np.sort(chosen[turns % len(chosen)], axis=1)
         weights = np.full(ids.shape, 1 / self.top_k, np.float32)
         return Routing(*jax.device_put((ids, weights), self.runner.buffers.sharding))
-
-    # ---- prefill steps
-
-    def prefill(self, prompts: int, tokens: int, cells: int, *, cold: bool) -> StepSample:
-        """The seconds of one prefill step over prompts of so many tokens, with the model's own
-        routing. cold: nothing is resident when it begins."""
-        if cold:
-            self.grant(0)
-        self.grant(cells)
-        jax.block_until_ready(self.runner.tables)
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        lists = self._prompts(prompts, tokens)
-        self._steps.clear()
-        began = time.perf_counter()
-        requests = [self._engine.add(ids, params) for ids in lists]
-        while not self._engine.idle:
-            self._engine.step()
-        seconds = time.perf_counter() - began
-        if len(self._steps) != 1 or not all(request.output for request in requests):
-            raise RuntimeError(f"{len(self._steps)} steps for {prompts} prompts instead of one")
-        return self._sample(self._steps[0], seconds)
 
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
         vocabulary = self.runner.config.vocab_size

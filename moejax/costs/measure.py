@@ -87,16 +87,12 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
             "transfers, link_rate and link_latency, or `moejax calibrate` first"
         )
     say = report or (lambda _: None)
-    began = time.perf_counter()
     before = jax.tree.map(np.asarray, runner.tables)
     try:
-        groups = _groups(runner)
-        pages = max(rows * _pages(runner, prompt + steps) for rows, prompt, steps in groups)
-        pages = max(pages, *(p * _pages(runner, t) for p, t in _prefill_shapes(runner)))
-        forced = ForcedSteps(runner, pages)
+        forced = ForcedSteps(runner, _most_pages(runner))
         say("link")
         link_rate = measure_link_rate(runner)
-        cases = {group: _cases(runner, forced, group[0], group[1]) for group in groups}
+        cases = _decode_cases(runner, forced.cells)
         decoded: dict[Case, list[list[StepSample]]] = {}
         swept: dict[tuple[int, int, int, bool], list[StepSample]] = {}
         say("compiling")
@@ -132,24 +128,13 @@ def measure(runner: Executor, *, report: Callable[[str], None] | None = None) ->
                 "width": config.moe_intermediate_size,
                 "vocabulary": config.vocab_size,
             },
-            "cells": forced.cells,
-            "rounds": len(next(iter(decoded.values()))),
-            "seconds": round(time.perf_counter() - began, 1),
         },
     )
 
 
-def _round(forced: ForcedSteps, cases, timed: int, decoded, swept) -> None:
-    for (rows, prompt, steps), of_group in cases.items():
-        left = 0
-        for case in of_group:
-            if left < WARM + STEPS + 1:
-                forced.end()
-                forced.begin(rows, prompt, steps)
-                left = steps
-            decoded.setdefault(case, []).append(forced.measure(case, timed))
-            left -= WARM + STEPS + 1
-        forced.end()
+def _round(forced: ForcedSteps, cases: Sequence[Case], timed: int, decoded, swept) -> None:
+    for case in cases:
+        decoded.setdefault(case, []).append(forced.measure(case, timed))
     for prompts, tokens in _prefill_shapes(forced.runner):
         for cells, cold in ((forced.cells, False), (forced.cells, True), (0, True)):
             if not cold:  # so that it is not
@@ -158,45 +143,43 @@ def _round(forced: ForcedSteps, cases, timed: int, decoded, swept) -> None:
             swept.setdefault((prompts, tokens, cells, cold), []).append(sample)
 
 
-def _groups(runner: Executor) -> list[tuple[int, int, int]]:
-    """(rows, prompt tokens, decode steps) of sequences that are prefilled together."""
-    # The block table is whole spans wide, so there is always room for a few steps.
-    longest = runner.shapes.blocks * runner.layout.page.block_size
-    one = WARM + STEPS + 1
-    steps = min(longest - SLACK - 1, 16 * one)
-    buckets = runner.shapes.buckets or (runner.shapes.rows,)
-    counts = {1, *buckets, *(bucket + 1 for bucket in buckets[:-1])}
-    found = [(rows, 1, steps) for rows in sorted(counts)]
-    prompt = min(LONG, longest // 2, runner.shapes.prefill_chunks * runner.shapes.chunk)
-    if prompt >= 128:
-        found.append((min(4, runner.shapes.rows), prompt, min(steps, longest - prompt - SLACK)))
-    return found
+def _long_prompt(runner: Executor) -> int:
+    """Tokens of a long prompt, half of the longest sequence at most."""
+    shapes = runner.shapes
+    longest = shapes.blocks * runner.layout.page.block_size
+    return min(LONG, longest // 2, shapes.prefill_chunks * shapes.chunk)
 
 
-def _cases(runner: Executor, forced: ForcedSteps, rows: int, prompt: int) -> list[Case]:
-    k, most = forced.top_k, min(forced.experts, rows * forced.top_k)
-    if prompt > 1:
-        return [Case(rows, k, prompt=prompt)]
+def _most_pages(runner: Executor) -> int:
+    """Pages that some case takes at a time."""
+    size, rows, steps = runner.layout.page.block_size, runner.shapes.rows, WARM + STEPS + 1
+    sequences = [(rows, 1 + steps), (min(4, rows), _long_prompt(runner) + steps)]
+    sequences += _prefill_shapes(runner)
+    return max(count * -(-(tokens + SLACK) // size) for count, tokens in sequences)
+
+
+def _decode_cases(runner: Executor, cells: int) -> list[Case]:
+    """cells: most of a layer."""
+    k, experts, shapes = runner.config.num_experts_per_tok, runner.config.num_experts, runner.shapes
+    buckets, powers = shapes.buckets or (shapes.rows,), [1 << i for i in range(20)]
+    found = []
+    for rows in sorted({1, *buckets, *(bucket + 1 for bucket in buckets[:-1])}):
+        most = min(experts, rows * k)
+        counts = {k, most, *(n for n in powers if k < n < most)}
+        found += [Case(rows, active) for active in sorted(counts) if active <= cells]
+    if (prompt := _long_prompt(runner)) >= 128:
+        found.append(Case(min(4, shapes.rows), k, prompt=prompt))
     # In the bucket of a whole tile, whose steps may miss as many experts as there are.
-    first = rows == runner.shapes.bucket(min(DECODE_TILE, runner.shapes.rows))
-    doubled = [n for n in _powers(forced.experts) if k < n <= most]
-    counts = sorted({n for n in (k, *doubled, most) if n <= forced.cells})
-    found = [Case(rows, active) for active in counts]
-    if not first:
-        return found
+    rows = shapes.bucket(min(DECODE_TILE, shapes.rows))
     found.append(Case(rows, k, watched=(Moment.STEP_END,)))
     if runner.driver == "host":
         found.append(Case(rows, k, watched=(Moment.STEP_END, Moment.ROUTED)))
-    for missing in _powers(most):
-        if max(k, missing) <= min(forced.cells, forced.experts - missing):
-            found.append(Case(rows, max(k, missing), missing))
-    for missing in _powers(most):
-        found.append(Case(rows, max(k, missing), missing, read_through=True))
-    return list(dict.fromkeys(found))
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length())]
+    for missing in (n for n in powers if n <= min(experts, rows * k)):
+        active = max(k, missing)
+        if active <= min(cells, experts - missing):
+            found.append(Case(rows, active, missing))
+        found.append(Case(rows, active, missing, read_through=True))
+    return found
 
 
 def _prefill_shapes(runner: Executor) -> list[tuple[int, int]]:
@@ -209,10 +192,6 @@ def _prefill_shapes(runner: Executor) -> list[tuple[int, int]]:
     many = min(shapes.rows, chunks)
     sizes = [(1, 8), (1, chunk), (1, alone), (min(4, many), chunk), (many, chunk), (many, 8)]
     return list(dict.fromkeys((p, min(t, longest)) for p, t in sizes if p and t))
-
-
-def _pages(runner: Executor, tokens: int) -> int:
-    return -(-(tokens + SLACK) // runner.layout.page.block_size)
 
 
 def _figures(runner, decoded, swept) -> dict[str, Any]:
@@ -279,18 +258,12 @@ def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:
     source, target = np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)
     load = Load((COPIED,), Source(address=source.ctypes.data), target.ctypes.data)
 
-    def seconds() -> float:
-        forced.begin(case.rows, case.prompt, WARM + STEPS + SLACK)
-        samples = forced.measure(case, STEPS)
-        forced.end()
-        return _median(samples)[0]
-
     lost = []
     with NativeQueue(rate=COPY_RATE) as queue:
         for _ in range(COPY_ROUNDS):
-            alone = seconds()
+            alone, _ = _median(forced.measure(case, STEPS))
             tickets = [queue.submit(Transfer(0, 0, 0, cell, "copy"), load) for cell in range(64)]
-            beside = seconds()
+            beside, _ = _median(forced.measure(case, STEPS))
             begun = [ticket for ticket in tickets if not queue.cancel(ticket)]
             for ticket in begun:
                 queue.wait(ticket)
