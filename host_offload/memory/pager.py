@@ -48,12 +48,12 @@ class Pager:
         """The tables as they are now."""
         return Residency(*(table.copy() for table in self.tables))
 
-    def set(self, contents: Mapping[str, np.ndarray]) -> None:
+    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Other contents of some tables, as host_offload.memory.tables.with_contents."""
         for name, values in contents.items():
             getattr(self.tables, name)[:] = values
 
-    def move(self, moves: Sequence[Move]) -> None:
+    def move_cells(self, moves: Sequence[Move]) -> None:
         """Cells go to other places of the arena, as pallas_kernels.move."""
         tables = self.tables
         for layer, cell, row in moves:

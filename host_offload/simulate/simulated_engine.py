@@ -27,7 +27,7 @@ from host_offload.control.step_record import (
 )
 from host_offload.control.transitions import Transitions
 from host_offload.memory.pager import Pager
-from host_offload.memory.tables import Entry, HandOver, Move, Residency
+from host_offload.memory.tables import Entry, Residency
 from host_offload.policies.prefetch.expert_map.in_step import entries_of, wanted_of
 from host_offload.policies.prefetch.expert_map.map_store import (
     FoundMaps,
@@ -120,14 +120,15 @@ class SimulatedStep:
         return np.sum(self.moves.sum(axis=0) * self.link_bytes.T, axis=1)
 
 
-class PagerDevice:
+class PagerDevice(Pager):
     """A host_offload.control.control.Device without bytes: steps as sets of experts.
 
     link_bytes: int64[V, L], of an expert.
     """
 
-    def __init__(self, pager: Pager, link_bytes: np.ndarray):
-        self.pager, self._link_bytes = pager, link_bytes
+    def __init__(self, tables: Residency, link_bytes: np.ndarray):
+        super().__init__(tables, len(link_bytes))
+        self._link_bytes = link_bytes
         self._carried_out = np.zeros(0, np.int32)
         self._assigned: tuple[int, np.ndarray] | None = None
         self.maps: MapStore | None = None
@@ -140,7 +141,7 @@ class PagerDevice:
 
     def begin_step(self, waves: int) -> None:
         """Nothing is known of the step yet."""
-        shape = self.pager.tables.address.shape
+        shape = self.tables.address.shape
         self._waves, self._assigned = waves, None
         self._active, self._missed, self._placed = (np.zeros(shape, bool) for _ in range(3))
         self._row, self._version = np.full(shape, -1, np.int32), np.zeros(shape, np.int8)
@@ -150,7 +151,7 @@ class PagerDevice:
         """References all layers, or one, to their sets of active experts bool[M, E]. Misses that a
         second processor was given get no cell, and none of their bytes crosses the link."""
         span = slice(None) if layer is None else slice(layer, layer + 1)
-        tables, kept = self.pager.tables, None
+        tables, kept = self.tables, None
         if self._assigned is not None and self._assigned[0] == layer:
             beside = self._assigned[1] & active[0] & (tables.address[layer] < 0)
             self._placed[layer], self._assigned = beside, None
@@ -158,7 +159,7 @@ class PagerDevice:
             tables.fill_version[layer][beside] = -1
         self._active[span] = active
         for due in in_waves(active, self._waves):
-            self._missed[span] |= self.pager.reference(due, layer).missing
+            self._missed[span] |= self.reference(due, layer).missing
             np.copyto(self._row[span], tables.address[span], where=due)
             np.copyto(self._version[span], tables.version[span], where=due)
         if kept is not None:
@@ -174,12 +175,12 @@ class PagerDevice:
     ) -> np.ndarray:
         """As Pager.stage; `carried_out` knows of a list from between layers, before `coming`.
         routed: whether that layer was."""
-        done = self.pager.stage(entries, layer=layer, coming=coming)
+        done = super().stage(entries, layer=layer, coming=coming)
         if coming is not None:
             self._carried_out = done
         for (of, expert, version, cell), carried_out in zip(entries, done.tolist(), strict=True):
             if carried_out:
-                row = int(self.pager.tables.cell_row[of, cell])
+                row = int(self.tables.cell_row[of, cell])
                 self._stages.append(Staged(of, expert, version, row, coming, routed))
         return done
 
@@ -191,7 +192,7 @@ class PagerDevice:
         said = wanted_of(self.maps, found, layer, top_k)
         if said is None:
             return np.zeros((0, 4), np.int32)
-        tables = self.pager.tables
+        tables = self.tables
         tables.prior[layer], wanted = said
         entries = entries_of(tables, layer, wanted)
         done = self.stage(entries, coming=coming)
@@ -212,24 +213,15 @@ class PagerDevice:
             self.maps = empty_store(spec.layers, spec.experts, spec.hidden, search.capacity)
 
     def snapshot(self) -> Callable[[], Residency]:
-        copy = self.pager.copy()
+        copy = self.copy()
         return lambda: copy
-
-    def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
-        self.pager.set(contents)
 
     def write_maps(self, rows: MapRows) -> None:
         assert self.maps is not None, "asked of devices whose controller has a search"
         self.maps.write(rows)
 
-    def move_cells(self, moves: Sequence[Move]) -> None:
-        self.pager.move(moves)
-
-    def hand_over(self, moves: Sequence[HandOver]) -> None:
-        self.pager.hand_over(moves)
-
     def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
-        return self.pager.stage(entries)
+        return super().stage(entries)
 
     def carried_out(self) -> np.ndarray:
         return self._carried_out
@@ -353,7 +345,7 @@ class SimulatedEngine:
         header = trace.header
         _check_needs(header, controller)
         self.header, self.controller, self._device = header, controller, device
-        self._resizer = TraceResizer(device.pager, controller, budgets)
+        self._resizer = TraceResizer(device, controller, budgets)
         self._control = Control(device, controller, self._resizer)
         self._making = -1
         self._clock = clock

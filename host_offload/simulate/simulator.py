@@ -16,7 +16,7 @@ from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import PagedSpec, paged_said
 from host_offload.control.rules import check_policies, check_search, gives_away
-from host_offload.memory.pager import Pager, resident_tables
+from host_offload.memory.pager import resident_tables
 from host_offload.memory.placement import resident_said
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION, with_eviction
@@ -158,7 +158,7 @@ def simulate(
         tables = cold_tables(granted.cells, header.experts, weights, bound, granted.fill_version)
     else:
         tables = resident_tables(resident, weights)
-    device = PagerDevice(Pager(tables, len(sizes)), np.stack([*sizes.values()]))
+    device = PagerDevice(tables, np.stack([*sizes.values()]))
     if controller is None:
         steps = _steps_without_control(trace, device, budgets or ())
     else:
@@ -232,7 +232,7 @@ def _steps_without_control(
     moves = by_step(budgets)
     for step in read_step_sets(trace):
         for budget in moves.get(step.number, ()):
-            device.pager.regrant(np.array(budget.cells))
+            device.regrant(np.array(budget.cells))
         device.begin_step(step.waves)
         device.compute(step.active)
         yield device.end_step(step.number, KINDS[step.kind] if step.kind >= 0 else None)

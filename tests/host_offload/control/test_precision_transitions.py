@@ -206,7 +206,7 @@ def test_the_pager_moves_as_the_op_does():
         arena = jnp.asarray(device.tags, jnp.uint16)[:, None]
         listed = Moves._make(np.array(moves, np.int32).T)
         arena, after, done = op(arena, before, listed, record_rows=sizes)
-        device.pager.move(moves[:1])
+        device.pager.move_cells(moves[:1])
         begin, size = int(before.cell_row[layer, cell]), sizes[tables.cell_version[layer, cell]]
         assert done.tolist() == [int(begin >= 0 and row not in (begin, 31)), 0]
         if done[0]:

@@ -96,7 +96,7 @@ class Device:
         before = self.tags.copy()  # a kernel copies them side by side
         for (_, _, row), source in zip(moves, sources, strict=True):
             self.tags[row : row + len(source)] = before[min(source) : max(source) + 1]
-        self.pager.move(moves)
+        self.pager.move_cells(moves)
 
     def step(self, entries: list[Entry]) -> np.ndarray:
         """Returns done int32[S]."""
@@ -218,7 +218,7 @@ class Host:
         self.device.move(moves)
 
     def _set(self, entries: list[Entry]) -> None:
-        self.device.pager.set(self.transitions.take_contents())
+        self.device.pager.set_tables(self.transitions.take_contents())
         for layer, _, version, cell in entries:
             self._overwrite(self._rows(int(self.transitions.cell_row[layer, cell]), version))
         self.check()

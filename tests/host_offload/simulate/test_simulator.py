@@ -64,7 +64,7 @@ def test_the_pager_is_plan_and_stage(seed):
                 "prior": rng.integers(-9000, 9000, (LAYERS, EXPERTS)),
                 "fill_version": rng.integers(-2, 2, (LAYERS, EXPERTS)),
             }
-            pager.set(contents)
+            pager.set_tables(contents)
             for layer, plain in enumerate(memory.pagers):
                 plain.prior = contents["prior"][layer].tolist()
                 plain.fill_version = contents["fill_version"][layer].tolist()
