@@ -10,16 +10,12 @@ import numpy as np
 
 from host_offload.control.kv_references import KVReferences
 from host_offload.sizing.cell_allocation import allocate, hull_misses
-from host_offload.sizing.kv_reuse import PageRecency, page_references
-from host_offload.sizing.miss_curves import cold_curves
+from host_offload.sizing.miss_curves import PageRecency, cold_curves, page_references
 from host_offload.sizing.split import Division, MissCosts, SplitError, SplitRule
 from host_offload.traces.reader import Trace
 from host_offload.traces.recency import tails
 from host_offload.traces.schema import TraceError
 from host_offload.traces.step_sets import in_waves, step_set
-
-MOST_MOVES = 1000
-"""Applications of the rule until a split counts as not settling."""
 
 
 class Turn(NamedTuple):
@@ -100,43 +96,32 @@ class Configuration:
     cells: np.ndarray
     """int64[L]; cap·L in all."""
     kv_pages: int
-    settled: bool
-    """The rule came to rest."""
     expert_misses: float
     """Predicted for the whole trace, first sights left out, as for KV; exact where the cells hold
     the largest set, see miss_curves."""
     kv_misses: float
     seconds: float
     """J at the cap: what these misses cost."""
-    path: tuple[float, ...]
-    """The split after each turn, then after each move until it rests."""
 
 
 def configure(
     turns: Iterable[Turn], division: Division, costs: MissCosts, *, allocation: str = "uniform"
 ) -> Configuration:
-    """Runs Algorithm 2 open-loop over the turns, then, with nothing forgotten, until it rests.
+    """Runs Algorithm 2 open-loop on all turns, with nothing forgotten, until it rests.
 
     allocation: one of cell_allocation.ALLOCATIONS. Raises SplitError without turns, or where none
     has a reference.
     """
-    rule, split, path, known, whole = SplitRule(), 0.5, [], None, None
+    whole = None
     for found in histograms_of(turns, int(division.pages[0])):
-        known = known.then(found, rule.decay) if known else found
         whole = whole.then(found) if whole else found
-        experts = cap_misses(known.expert_misses, allocation)
-        split = rule.next_split(split, division, experts, known.kv_misses, costs)
-        path.append(split)
     if whole is None:
         raise SplitError("there is no turn to configure from")
-    curves, kv, settled = whole.expert_misses, whole.kv_misses, False
-    experts = cap_misses(curves, allocation)
-    for _ in range(MOST_MOVES):
-        moved = rule.next_split(split, division, experts, kv, costs)
-        if settled := moved == split:
-            break
-        split = moved
-        path.append(split)
+    curves, kv = whole.expert_misses, whole.kv_misses
+    rule, experts, before, split = SplitRule(), cap_misses(curves, allocation), None, 0.5
+    while split != before:  # towards the nearest of the best, so it ends
+        before = split
+        split = rule.next_split(split, division, experts, kv, costs)
     cap = division.cap_at(split)
     cells, pages = allocate(allocation, curves, cap * len(curves)), division.pages_at(cap)
     missed = float(kv[pages])
@@ -144,11 +129,9 @@ def configure(
         cap=cap,
         cells=cells.cells,
         kv_pages=pages,
-        settled=settled,
         expert_misses=cells.misses,
         kv_misses=missed,
         seconds=costs.expert_s * cells.misses + costs.page_s * missed,
-        path=tuple(path),
     )
 
 

@@ -238,8 +238,6 @@ def _print_plan(plan: PlannedSplit, output: str | None) -> None:
         predicted["time per token (a decode step)"] = f"{plan.step_s * 1e3:,.3f} ms"
     predicted["generated tokens a second"] = f"{plan.tokens_per_s:,.1f}"
     print_table(("predicted for the trace", ""), predicted.items())
-    if not plan.settled:
-        print("the rule did not come to rest: the trace may be too short")
     if output:
         print(f"written to {output}; run with --config {output}")
         return

@@ -65,8 +65,6 @@ class PlannedSplit:
     """Predicted, prefill steps included."""
     working_sets: tuple[WorkingSet, ...]
     """For everybody, then for each user."""
-    settled: bool
-    """The rule came to rest."""
 
     def options(self) -> dict[str, Any]:
         """Arguments of LLM, and what `--config FILE` reads. Cells in numbers only where layers have
@@ -137,7 +135,6 @@ class Planner:
             step_s=None if np.isnan(step_s) else step_s,
             tokens_per_s=prediction.tokens_per_s,
             working_sets=tuple(working_sets(self.trace)),
-            settled=found.settled,
         )
 
     def timeline(self, split: PlannedSplit) -> list[TimelineEvent]:

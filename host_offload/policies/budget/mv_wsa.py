@@ -10,8 +10,13 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, shared_anew
 from host_offload.sizing.configurator import Streams, cap_misses, histograms_of, turns_of
-from host_offload.sizing.kv_reuse import PageRecency, expected_returns, page_references
-from host_offload.sizing.miss_curves import LiveCurves, cold_curves
+from host_offload.sizing.miss_curves import (
+    LiveCurves,
+    PageRecency,
+    cold_curves,
+    expected_returns,
+    page_references,
+)
 from host_offload.sizing.split import Division, MissCosts, SplitRule, division_of, miss_costs
 from host_offload.traces.reader import read_trace
 from host_offload.traces.recency import tails
@@ -60,7 +65,7 @@ class MvWsa:
     split.miss_costs. costs: instead of measured ones. concurrent: n_conc of the admission floor
     (6), each with the context of the last turns; None: as many as ran or waited in the mean over
     the steps of the last `window` turns, no more than can run at once. floor_share: the part of the
-    memory that this floor takes at most. expect_returns: see kv_reuse.expected_returns. trace: of
+    memory that this floor takes at most. expect_returns: see expected_returns. trace: of
     the workload; the histograms begin with its turns, as if they had just ended, recency lists and
     the floor empty.
     """

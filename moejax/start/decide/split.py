@@ -129,7 +129,6 @@ def _configured(options: Config, trace: Trace, spec: Spec, costs: Costs) -> Spli
         f"{found.cap} cells a layer ({_short(cells)}), "
         f"{found.kv_pages} KV pages; predicted for the trace {found.expert_misses:.0f} expert "
         f"and {found.kv_misses:.0f} KV misses, {found.seconds:.3g} s"
-        + ("" if found.settled else "; the rule did not come to rest")
     )
     return Split(cells, found.kv_pages // division.unit_pages, note)
 

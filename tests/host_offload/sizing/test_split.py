@@ -17,8 +17,7 @@ from host_offload.sizing.configurator import (
     histograms_of,
     turns_of,
 )
-from host_offload.sizing.kv_reuse import PageRecency, page_references
-from host_offload.sizing.miss_curves import curves_of
+from host_offload.sizing.miss_curves import PageRecency, curves_of, page_references
 from host_offload.sizing.split import (
     Division,
     MissCosts,
@@ -222,7 +221,6 @@ def test_the_configurator_finds_the_split(sessions, page_s):
     costs = MissCosts(1.0, page_s)
     played = list(turns(np.random.default_rng(0), sessions, 6, 60))
     found = configure(played, division, costs)
-    assert found.settled
     assert found.kv_pages == (1000 - found.cap * 50) // 10 >= 5
 
     # M_K is that of the whole trace; its last column has what no pool could keep.

@@ -161,7 +161,6 @@ def test_a_plan_runs(trace, costs, capsys, tmp_path):
     status, out, _ = run(capsys, *where, *options, "--timeline", str(drawn))
     assert status == 0 and f"run with --config {output}" in out
     assert len(json.loads(drawn.read_text())["traceEvents"]) > 100
-    assert "did not come to rest" not in out
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert lines["everybody"][-1] == "MiB" and f"{trace.tokens:,}" in lines["everybody"]
     assert sum(line.split()[:1] == ["user"] for line in out.splitlines()) == 5
@@ -182,12 +181,10 @@ def test_users_for_a_memory_and_back(trace, costs, capsys):
     assert re.search(rf"KV of a user\W+{found['pages_per_user']} pages", out)
 
 
-def test_a_split_as_options(trace, costs, capsys, monkeypatch):
-    """Where the rule has no time to come to rest."""
+def test_a_split_as_options(trace, costs, capsys):
     where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
-    monkeypatch.setattr("host_offload.sizing.configurator.MOST_MOVES", 0)
     status, out, _ = run(capsys, *where)
-    assert status == 0 and "the rule did not come to rest" in out
+    assert status == 0
     assert re.fullmatch(r"--expert-budget \d+ --kv-budget \d+", out.splitlines()[-1])
 
 
