@@ -319,12 +319,6 @@ def _kv_pages(value: Any, spec: Spec, refuse: Refuse) -> int:
     return int(value)
 
 
-def _max_running(value: Any, spec: Spec, refuse: Refuse) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise refuse(f"must be an integer of at least 1, not {value!r}")
-    return int(value)
-
-
 def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise refuse(f"must be True or False, not {value!r}")
@@ -419,7 +413,6 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "pause_stages": _pause,
     "cells": _cells,
     "kv_pages": _kv_pages,
-    "max_running": _max_running,
     "execute": _execute,
     "load_order": _load_order,
 }
