@@ -88,9 +88,8 @@ def _run(args: argparse.Namespace) -> int:
     config, weights = read_headers(args.path, args.step, args.name_map)
     info = model_info(config, args.dtype)
     known = _gpu_memory() if memory is None else memory
-    sizes = SIZES if known is None else (known,)
-    run = asked(args, ("batch", "context"))
-    fits = [fit(config, size, dtype=args.dtype, link=link, **run) for size in sizes]
+    run, memories = asked(args, ("batch", "context")), SIZES if known is None else (known,)
+    fits = [fit(config, size, dtype=args.dtype, link=link, **run) for size in memories]
     if args.json:
         given = {"path": args.path, "link": link, **run}
         print(json.dumps({**given, **info_json(info, weights, fits)}, indent=2))
@@ -101,8 +100,17 @@ def _run(args: argparse.Namespace) -> int:
         kind = f"{weights.format}, {files}, {format_bytes(weights.bytes)}"
     print(f"{args.path}: {info.architecture} in {info.dtype} ({kind})")
     print_table(("part", "parameters", "bytes", "memory"), _parts(info))
-    sizes = ((what, format_bytes(nbytes)) for what, nbytes in _layout(info).items())
-    print_table(("memory", "bytes"), sizes)
+    dense, longest = info.versions["dense"], info.max_model_len
+    sizes = {
+        "on the device for good": info.device_bytes,
+        "experts in host memory, dense": dense["store_bytes"],
+        "one expert, dense": dense["record_bytes"],
+        f"slot of the arena: one expert or {info.pages_per_slot} pages": info.slot_bytes,
+        f"KV page of {info.page_tokens} tokens": info.page_bytes,
+        "KV of a token": info.kv_token_bytes,
+        f"KV of {longest} tokens, the longest sequence": info.kv_sequence_bytes,
+    }
+    print_table(("memory", "bytes"), ((what, format_bytes(size)) for what, size in sizes.items()))
     print_table(("expert", "bytes", "of dense", "of all", "made by"), _versions(info, weights))
     tokens = args.context or info.max_model_len
     print(
@@ -111,9 +119,9 @@ def _run(args: argparse.Namespace) -> int:
     )
     columns = "device", "arena", "experts", "KV tokens", "sequences", "moved", "at least"
     print_table(columns, map(_fit, fits))
-    for size in fits:
-        if size.problem is not None:
-            print(f"{format_bytes(size.memory)}: {size.problem}")
+    for one in fits:
+        if one.problem is not None:
+            print(f"{format_bytes(one.memory)}: {one.problem}")
     return 0
 
 
@@ -138,19 +146,6 @@ def _parts(info: ModelInfo) -> Iterator[tuple[str, ...]]:
     yield "for a token", f"{info.active_parameters:,}", "", ""
 
 
-def _layout(info: ModelInfo) -> dict[str, int]:
-    dense, holds = info.versions["dense"], f"one expert or {info.pages_per_slot} pages"
-    return {
-        "on the device for good": info.device_bytes,
-        "experts in host memory, dense": dense.store_bytes,
-        "one expert, dense": dense.record_bytes,
-        f"slot of the arena: {holds}": info.slot_bytes,
-        f"KV page of {info.page_tokens} tokens": info.page_bytes,
-        "KV of a token": info.kv_token_bytes,
-        f"KV of {info.max_model_len} tokens, the longest sequence": info.kv_sequence_bytes,
-    }
-
-
 def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, ...]]:
     """weights: with the versions in the checkpoint; the others are made when a run starts."""
     made_by = {}
@@ -158,22 +153,16 @@ def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, .
         made_by = {name: by.split(",")[0] for name, by in weights.quantizers.items()}
         for name, layers in weights.dense_layers.items():
             made_by[name] += f"; {len(layers)} of {info.moe_layers} layers dense"
-    dense = info.versions["dense"].record_bytes
+    dense = info.versions["dense"]["record_bytes"]
     for name, version in info.versions.items():
-        share = f"{version.record_bytes / dense:.1%}"
-        sizes = format_bytes(version.record_bytes), share, format_bytes(version.store_bytes)
-        yield name, *sizes, made_by.get(name, "–")
+        record, store = version["record_bytes"], version["store_bytes"]
+        share = f"{record / dense:.1%}"
+        yield name, format_bytes(record), share, format_bytes(store), made_by.get(name, "–")
 
 
 def _fit(size: Fit) -> tuple[str, ...]:
     if size.problem is not None:
         return format_bytes(size.memory), *("–",) * 6
-    return (
-        format_bytes(size.memory),
-        format_bytes(size.arena_bytes),
-        f"{size.resident_share:.1%}",
-        f"{size.kv_tokens:,}",
-        f"{size.sequences:,}",
-        format_bytes(round(size.step_bytes)),
-        f"{size.step_floor_s * 1e3:.3g} ms",
-    )
+    held = f"{size.resident_share:.1%}", f"{size.kv_tokens:,}", f"{size.sequences:,}"
+    moved = format_bytes(round(size.step_bytes)), f"{size.step_floor_s * 1e3:.3g} ms"
+    return format_bytes(size.memory), format_bytes(size.arena_bytes), *held, *moved

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser()
         args, unknown = parser.parse_known_args(argv)
         if unknown:
-            args.parser.error(_unrecognized(unknown, args))
+            args.parser.error(_name_unknown(unknown, args))
         return args.run(args)
     except (UserError, BudgetError) as error:
         print(f"moejax: error: {error}", file=sys.stderr)
@@ -86,7 +86,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _unrecognized(unknown: Sequence[str], args: argparse.Namespace) -> str:
+def _name_unknown(unknown: Sequence[str], args: argparse.Namespace) -> str:
     """What to say of arguments that the command has not, with the options that they may mean."""
     known = [name for action in args.parser._actions for name in action.option_strings]
     flags = (word.partition("=")[0] for word in unknown if word.startswith("--"))

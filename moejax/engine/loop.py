@@ -294,7 +294,7 @@ class Engine:
                     self.planner.before_step()
                 work = self._next_work()
                 if work is None and not begun and not self.scheduler.idle:
-                    work = self._unblocked()
+                    work = self._make_room()
                 if work is not None:
                     self._pending = self._dispatch(work)
             finally:
@@ -323,7 +323,7 @@ class Engine:
             self._give_up(self.scheduler.in_step, self.scheduler.published)
             raise
 
-    def _unblocked(self) -> ScheduledWork:
+    def _make_room(self) -> ScheduledWork:
         """What can be dispatched once experts gave KV some of their slots, where policies move the
         line. Raises OutOfKV."""
         control = self.control
@@ -341,7 +341,7 @@ class Engine:
 
     def _dispatch(self, work: ScheduledWork) -> Step:
         try:
-            return self._dispatched(work)
+            return self._dispatch_step(work)
         except BaseException:
             self._give_up(work.requests() | {*work.placed}, work.published)
             raise
@@ -354,7 +354,7 @@ class Engine:
         self._abort(requests.union(holders))
         self.scheduler.cache.forget(published)
 
-    def _dispatched(self, work: ScheduledWork) -> Step:
+    def _dispatch_step(self, work: ScheduledWork) -> Step:
         number, runner, rows = next(self._steps), self.runner, self.runner.shapes.rows
         self._place(work.placed)
         stages = self._before_step(number)

@@ -128,12 +128,12 @@ class TokenSampler:
             position = np.zeros(len(batch.update), np.int32)
             position[rows] = [len(r.prompt) + r.dispatched - 1 for r in sampled]
             params = *params, position
-        tokens = self.runner.tokens.sample(self._adjusted(logits, batch), batch.update, params)
+        tokens = self.runner.tokens.sample(self._adjust_logits(logits, batch), batch.update, params)
         if batch.penalties is not None:
             self.runner.tokens.tally(batch.penalized)
         return tokens, self.runner.tokens.token_logprobs(logits, tokens) if batch.logprobs else None
 
-    def _adjusted(self, logits: jax.Array, batch: _Batch) -> jax.Array:
+    def _adjust_logits(self, logits: jax.Array, batch: _Batch) -> jax.Array:
         biases = self._biases_of(batch)
         if batch.penalties is None and biases is None:
             return logits

@@ -188,12 +188,12 @@ def step_record(
         finished=tuple(r.number for r in touched if r.finish_reason is not None),
         staged=None if output.staged is None else np.asarray(output.staged),
         placed=output.placed,
-        ahead=chosen_in_step(output),
+        ahead=entries_ahead(output),
         **arrays,
     )
 
 
-def chosen_in_step(output: StepOutput) -> np.ndarray | None:
+def entries_ahead(output: StepOutput) -> np.ndarray | None:
     """As of StepRecord.ahead."""
     if output.ahead is None:
         return None
@@ -212,7 +212,7 @@ def moved_bytes(
     for entries, done in lists:
         carried_out = np.asarray(done) > 0
         ahead += sum(link_bytes[v] for v in np.asarray(entries.version)[carried_out].tolist())
-    if (chosen := chosen_in_step(step.output)) is not None:
+    if (chosen := entries_ahead(step.output)) is not None:
         ahead += link_bytes[0] * int(np.sum(chosen[:, 3]))
     fills, through = int(np.sum(paging.fills)), int(np.sum(paging.read_through))
     return np.array([*demand_bytes(fills, through, demand, link_bytes), ahead], np.int64)

@@ -48,7 +48,7 @@ class PromptEncoder:
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self._token_ids(prompt["prompt_token_ids"])
             if prompt.get("messages") is not None:
-                return None, self._encode(self._rendered(prompt["messages"]), False)
+                return None, self._encode(self._render(prompt["messages"]), False)
             if prompt.get("prompt") is None:
                 raise UserError(
                     "a prompt given as a dict needs 'prompt', 'prompt_token_ids' or 'messages'"
@@ -116,7 +116,7 @@ class PromptEncoder:
                 ids = self._bounded.encode(text, special_tokens)
         return self._fitting(ids)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._tokenizer is None or self._bounded is None or not self._tokenizer.chat_template:
             raise UserError(
                 f"{self._model} has no chat template; use generate() with a prompt, or add a "

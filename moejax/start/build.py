@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -35,9 +34,9 @@ from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
 from moejax.start.decide.transfers import automatic, with_packed
 from moejax.start.kernels import native_note, verify_kernels
 from moejax.start.options import Config
-from moejax.start.probe import divided, step_costs
+from moejax.start.probe import kept_activation_bytes, step_costs
 from moejax.start.settings import settings_of
-from moejax.start.tiers import measured_rates
+from moejax.start.tiers import measure_rates
 from moejax.step.executor import Executor
 from moejax.step.step_parts import StepSpec
 from moejax.step.walk import check_hooks
@@ -62,7 +61,7 @@ def start_engine(
     settings = options if isinstance(options, Settings) else settings_of(options)
     check_hooks(settings.options.transfer.driver.name, settings.options.runtime.hooks)
     loaded = with_packed(loaded, settings, device.platform)
-    plan = probed(loaded, settings, device)
+    plan = probe_plan(loaded, settings, device)
     rope = plan.steps.config.rope
     if rope.long:
         log.info(
@@ -79,7 +78,7 @@ def start_engine(
     return build(plan, loaded, device, tokenizer), plan
 
 
-def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> StartPlan:
+def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> StartPlan:
     """The plan of a start on this device, once what it depends on is measured: the memory that
     steps need, where nothing else limits the arena, and their costs, where policies ask for
     them."""
@@ -87,14 +86,9 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Start
     model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
     steps = step_spec(settings, model, facts)
     if settings.tiers is not None:
-        facts = dataclasses.replace(facts, rates=measured_rates(steps, device))
+        facts = dataclasses.replace(facts, rates=measure_rates(steps, device))
     experts = steps.config.num_experts
     bound = 2 * experts if steps.window else experts
-    # Before anything is compiled of them, by a first guess of the arena: a wrong one is refused by
-    # its name.
-    with contextlib.suppress(ArenaTooSmall):
-        first = divide(settings, model, facts, steps, facts.memory)
-        verify_kernels(steps, device, first.slots * steps.layout.slot_bytes)
 
     def smallest() -> Executor:
         runner = make_runner(steps, loaded, device, slots=1, bound=bound)
@@ -104,23 +98,29 @@ def probed(loaded: LoadedModel, settings: Settings, device: jax.Device) -> Start
             runner.hold_maps(search)
         return runner
 
-    budget = divided(
-        steps,
-        lambda memory: divide(settings, model, facts, steps, memory),
-        facts.memory,
-        smallest,
-        automatic=of_memory,
-    )
-    verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
-    facts = dataclasses.replace(facts, memory=budget.memory)
+    budget, memory = None, facts.memory
+    try:
+        budget = divide(settings, model, facts, steps, memory)
+    except ArenaTooSmall:
+        if memory is None or not of_memory:
+            raise
+    else:  # before anything is compiled of them: a wrong kernel is refused by its name
+        verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
+    if memory is not None and of_memory and (budget is None or budget.cut):
+        # What steps need is left, and no more than that.
+        memory = dataclasses.replace(memory, activations=kept_activation_bytes(steps, smallest))
+        budget = divide(settings, model, facts, steps, memory)
+        verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
+    assert budget is not None
+    facts, slots = dataclasses.replace(facts, memory=memory), budget.slots
     costs = None
     if settings.needs_costs:
+        # Each processor by itself; what a load takes over a stated link is the link's to say.
         alone = steps
         if steps.second is not None:
-            # Each processor by itself; what a load takes over a stated link is the link's to say.
             alone = dataclasses.replace(steps, second=None, queue=None)
         costs = step_costs(
-            alone, lambda: make_runner(alone, loaded, device, slots=budget.slots, bound=bound)
+            alone, lambda: make_runner(alone, loaded, device, slots=slots, bound=bound)
         )
     return decide(settings, model, facts, costs)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
 
 from host_offload.control.interface import Costs
-from host_offload.memory.budget import ArenaTooSmall, Budget
-from host_offload.memory.device_memory import FreeMemory
 from moejax.cache import cache_root, write_whole
 from moejax.costs.measure import calibrate
 from moejax.costs.store import identity, kept_cost_model
@@ -48,29 +45,12 @@ def step_costs(steps: StepSpec, make_runner: Callable[[], Executor]) -> Costs:
         runner.delete(given=False)
 
 
-def divided(
-    steps: StepSpec,
-    divide: Callable[[FreeMemory | None], Budget],
-    memory: FreeMemory | None,
-    make_runner: Callable[[], Executor],
-    *,
-    automatic: bool,
-) -> Budget:
-    """The budget that `divide` makes of what may be taken of the memory. Where nothing but the
-    device limits it (automatic) and something is cut, what steps need is measured, so that no more
-    than that is left; the budget's memory says it. That is kept, as measuring compiles every step
-    once more than a start needs.
+def kept_activation_bytes(steps: StepSpec, make_runner: Callable[[], Executor]) -> int:
+    """activation_bytes of these steps, as kept, or measured on a runner that is made for it: that
+    compiles every step once more than a start needs.
 
-    make_runner: a runner with these steps and the smallest arena, which has begun to compile
-    what this start's policies need.
+    make_runner: with the smallest arena, having begun to compile what this start's policies need.
     """
-    try:
-        budget = divide(memory)
-        if memory is None or not (automatic and budget.cut):
-            return budget
-    except ArenaTooSmall:
-        if memory is None or not automatic:
-            raise
     runner = make_runner()
     try:
         about = {**identity(steps), "programs": sorted(map(str, runner.executables()))}
@@ -78,12 +58,12 @@ def divided(
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         path = cache_root() / "activations" / f"{name}.json"
         try:
-            found = int(json.loads(path.read_text())["bytes"])
+            return int(json.loads(path.read_text())["bytes"])
         except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
             found = activation_bytes(runner)
-            # A cache that cannot be written costs the next start time.
-            with contextlib.suppress(UserError):
-                write_whole(path, json.dumps({"bytes": found, "of": about}))
+        # A cache that cannot be written costs the next start time.
+        with contextlib.suppress(UserError):
+            write_whole(path, json.dumps({"bytes": found, "of": about}))
+        return found
     finally:
         runner.delete(given=False)
-    return divide(dataclasses.replace(memory, activations=found))

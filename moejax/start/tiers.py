@@ -35,7 +35,7 @@ class TierRates(NamedTuple):
     """Decoded into the window."""
 
 
-def measured_rates(steps: StepSpec, device: jax.Device) -> TierRates:
+def measure_rates(steps: StepSpec, device: jax.Device) -> TierRates:
     """What the queue of these steps brings from the store and decodes out of the arena in a second,
     each alone, the best of three; a link of stated rate is as fast as it says. On records of zeros,
     which have no escapes. Where jax's own copies bring them: those, and XLA's decoding."""

@@ -162,7 +162,7 @@ def check_memory(
         kv = 2 * layers * config.num_key_value_heads * config.head_dim * itemsize * tokens
         # The experts' results, float32[T, K, D]: by far the largest activation.
         results = prefill * config.num_experts_per_tok * config.hidden_size * 4
-        experts, rest = info.versions["dense"].store_bytes, info.device_bytes
+        experts, rest = info.versions["dense"]["store_bytes"], info.device_bytes
         at_host = {"experts": experts, "other weights": rest}
         on_device = {
             f"an arena of {cells} cells a layer": experts * cells // config.num_experts,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moejax.engine.loop import Engine
-from moejax.engine.step_work import Step, chosen_in_step, moved_bytes
+from moejax.engine.step_work import Step, entries_ahead, moved_bytes
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.hooks import LayerTransfers
@@ -179,7 +179,7 @@ def _ahead(step: Step, layers: int) -> np.ndarray:
     for entries, done in lists:
         chosen = np.asarray(entries.layer)[np.asarray(done) > 0]
         found += np.bincount(chosen, minlength=layers)[:layers]
-    if (chosen := chosen_in_step(step.output)) is not None:
+    if (chosen := entries_ahead(step.output)) is not None:
         found += np.bincount(chosen[chosen[:, 3] > 0, 0], minlength=layers)
     return found
 

@@ -60,7 +60,7 @@ def start_split(
         return Split(given, budget.kv_slots, f"cells of each layer: {_short(given)}, as given")
     if wanted.split is not None:
         assert costs is not None
-        split = _configured(options, _trace(wanted.split, spec), spec, costs)
+        split = _configure(options, _trace(wanted.split, spec), spec, costs)
         return split._replace(note="budget mv_wsa: " + split.note)
     if wanted.trace is not None:
         curves = trace_curves(_trace(wanted.trace, spec), kind="decode")
@@ -101,7 +101,7 @@ def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
             none = "no workload is remembered (moejax plan --trace T --remember)"
             return had._replace(note=f"{rule}; {none}")
         trace = _trace(directory, spec)
-        split = _configured(options, trace, spec, known_costs(steps))
+        split = _configure(options, trace, spec, find_costs(steps))
         check_split(spec, steps, split.cells, split.kv_slots)
     except UserError as error:
         log.warning("the workload that is remembered does not split the memory: %s", error)
@@ -110,14 +110,14 @@ def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
     return split._replace(note=f"split: by the remembered workload {directory}: {split.note}")
 
 
-def known_costs(steps: StepSpec) -> Costs:
+def find_costs(steps: StepSpec) -> Costs:
     """Costs of these steps that were measured before. Raises UserError where there are none."""
     if (kept := kept_cost_model(identity(steps))) is None:
         raise UserError("costs of this start were not measured: `moejax calibrate`")
     return kept.costs()
 
 
-def _configured(options: Config, trace: Trace, spec: Spec, costs: Costs) -> Split:
+def _configure(options: Config, trace: Trace, spec: Spec, costs: Costs) -> Split:
     """The split that the configurator finds."""
     with user_errors():
         prices = miss_costs(costs, spec, options.memory.kv_overflow)

@@ -33,7 +33,7 @@ from moejax.start.decide.shapes import (
     without_kernel,
 )
 from moejax.start.decide.split import check_split, start_split
-from moejax.start.decide.store_choice import why_cells, why_donated
+from moejax.start.decide.store_choice import explain_donation, why_cells
 from moejax.start.decide.stream import storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import cache_of, queue_of
 from moejax.start.precision import (
@@ -257,7 +257,7 @@ def divide(
         notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
     if held:
         notes = (*notes, f"expert maps take {format_bytes(held)} of device memory beside the arena")
-    if others := why_donated(steps):
+    if others := explain_donation(steps):
         text = f"the arena is an array, donated from step to step: {others} is not native"
         notes = (*notes, text)
     return dataclasses.replace(budget, memory=memory, notes=notes)

@@ -40,7 +40,7 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
     return None
 
 
-def why_donated(steps: StepSpec) -> str | None:
+def explain_donation(steps: StepSpec) -> str | None:
     """Why the arena is an array, donated from step to step, although native ops touch it, for
     people; None: the native library owns it (StepSpec.owned), or none of its ops touches it."""
     others = [f"{op} {name}" for op, name in steps.foreign_ops.items()]

@@ -12,14 +12,14 @@ from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
 from moejax.models.config import ModelConfig
 from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_bytes
-from moejax.start.decide.split import known_costs
+from moejax.start.decide.split import find_costs
 from moejax.start.decide.start_plan import StartPlan, decide, step_spec
 from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
 from moejax.start.report.model_info import model_info, read_headers
 from moejax.start.settings import settings_of
-from moejax.start.tiers import measured_rates
+from moejax.start.tiers import measure_rates
 
 
 def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
@@ -57,11 +57,11 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
                 "need is not measured, a share is left for it"
             )
     if settings.tiers is not None:
-        rates = measured_rates(step_spec(settings, model, device), chosen)
+        rates = measure_rates(step_spec(settings, model, device), chosen)
         device = dataclasses.replace(device, rates=rates)
     costs = None
     if settings.needs_costs:
-        costs = known_costs(step_spec(settings, model, device))
+        costs = find_costs(step_spec(settings, model, device))
     return decide(settings, model, device, costs), tuple(assumed)
 
 

@@ -31,15 +31,11 @@ from pallas_kernels.records import VERSIONS, RecordFormat
 EXPERTS = "experts"
 """The part that is paged; every other one is on the device for good."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Version:
-    """One encoding of the experts, bytes."""
-
-    record_bytes: int
-    """Bytes of one expert."""
-    store_bytes: int
-    """Bytes of all of them, in host memory."""
+PARTS = (
+    *("embedding", "attention", "norms", "router", "feed-forward", "shared experts"),
+    *("output head", EXPERTS),
+)
+"""Order of the parts; those that a model lacks are left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +50,15 @@ class ModelInfo:
     """Experts of one layer."""
     experts_per_token: int
     parameters: dict[str, int]
-    """Counts by part: attention, router, experts, … (see PARTS)."""
+    """Counts by part (PARTS)."""
     bytes: dict[str, int]
     """The same parts in the run's dtype."""
     active_parameters: int
     """Without the experts that a token is not routed to; everything else counts, the embedding
     table too, as in the figures that models are published with."""
-    versions: dict[str, Version]
-    """Those that the model can have in this dtype."""
+    versions: dict[str, dict[str, int]]
+    """Those that the model can have in this dtype → `record_bytes` of one expert and `store_bytes`
+    of all, in host memory."""
     slot_bytes: int
     page_bytes: int
     page_tokens: int
@@ -118,19 +115,6 @@ class Weights:
     """Version of them → the MoE layers that it lacks, which are dense."""
 
 
-PARTS = (
-    "embedding",
-    "attention",
-    "norms",
-    "router",
-    "feed-forward",
-    "shared experts",
-    "output head",
-    EXPERTS,
-)
-"""Order of the parts; those that a model lacks are left out."""
-
-
 def read_headers(
     path: str | os.PathLike[str],
     step: int | str | None = None,
@@ -178,7 +162,7 @@ def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
         # A version may need bfloat16, or a D that is a multiple of something.
         with contextlib.suppress(ValueError):
             one = RecordFormat(version, record.hidden, record.width, params["embed"].dtype.name)
-            versions[version] = Version(one.nbytes, stored * one.nbytes)
+            versions[version] = {"record_bytes": one.nbytes, "store_bytes": stored * one.nbytes}
     found[EXPERTS] = [stored * expert, stored * record.nbytes]
     parameters = {part: found[part][0] for part in PARTS if part in found}
     idle = moe_layers * (config.num_experts - config.num_experts_per_tok) * expert
@@ -248,7 +232,7 @@ def fit(
         hint = f"; {fits} tokens would fit" if fits else ""
         return Fit(memory, arena, problem=f"too small for the KV of {context} tokens{hint}")
     cells = cells_per_layer(budget.expert_slots, info.moe_layers, info.experts)
-    record = info.versions["dense"].record_bytes
+    record = info.versions["dense"]["record_bytes"]
     moved = expected_step_bytes(info.experts, info.experts_per_token, batch, cells, record)
     return Fit(
         memory=memory,
@@ -283,7 +267,7 @@ def info_json(info: ModelInfo, weights: Weights | None, fits: list[Fit]) -> dict
         **dataclasses.asdict(info),
         "total_parameters": info.total_parameters,
         "device_bytes": info.device_bytes,
-        "host_bytes": {name: v.store_bytes for name, v in info.versions.items()},
+        "host_bytes": {name: v["store_bytes"] for name, v in info.versions.items()},
         "fits": [dataclasses.asdict(f) for f in fits],
     }
 

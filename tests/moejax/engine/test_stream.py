@@ -27,7 +27,7 @@ from moejax.start.decide.stream import used_experts
 from moejax.start.options import Config
 from moejax.start.report.dry_run import dry_run
 from moejax.start.settings import settings_of
-from moejax.start.tiers import measured_rates
+from moejax.start.tiers import measure_rates
 from moejax.step.copied_stream import CopiedStream
 from moejax.step.executor import Executor
 from moejax.step.transports.copies import CopyTransport
@@ -98,10 +98,10 @@ def in_another_row(llm: LLM, cells: int) -> None:
 def test_by_the_rates_the_split_is_balanced_and_leaves_kv_its_room(monkeypatch):
     """Rates that were measured: decoding is many times as fast as loading."""
     with streaming(driver=FLUX) as llm:
-        rates = measured_rates(llm.engine.runner.steps, select_device())
+        rates = measure_rates(llm.engine.runner.steps, select_device())
     assert rates.host > 0 < rates.packed
     slow_host = rates._replace(host=1e8, packed=1e10)
-    monkeypatch.setattr(moejax.start.build, "measured_rates", lambda *args: slow_host)
+    monkeypatch.setattr(moejax.start.build, "measure_rates", lambda *args: slow_host)
     given = {"driver": "stream,tiers=flux,planner=none"}
     with streaming(**given) as llm:
         stream, notes = llm.stats()["stream"], " ".join(llm.stats()["notes"])

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from host_offload.memory import device_memory
-from host_offload.memory.budget import Budget
-from host_offload.memory.device_memory import FreeMemory
 from moejax import LLM, UserError
-from moejax.start.probe import activation_bytes, divided
+from moejax.start.probe import activation_bytes, kept_activation_bytes
 from moejax.start.report.explain import Explanation
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY
 
@@ -45,10 +43,6 @@ def test_given_numbers_add_up_also_after_a_move():
         assert after["free"] == 5 * 98304 and "given to neither" in str(llm.explain())
 
 
-def cut(memory: FreeMemory | None) -> Budget:
-    return Budget(1, 1, 0, 0, (), memory=memory, cut=True)
-
-
 @pytest.mark.slow
 def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_path):
     """Where not everything fits, activations are measured, and kept: less is left than by the
@@ -66,8 +60,8 @@ def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_p
         named: Any = types.SimpleNamespace(
             executables=llm.engine.runner.executables, delete=lambda given: None
         )
-        again = divided(llm.plan.steps, cut, FreeMemory(1 << 30), lambda: named, automatic=True)
-        assert again.memory is not None and again.memory.activations == -sums["activations"]
+        again = kept_activation_bytes(llm.plan.steps, lambda: named)
+        assert again == -sums["activations"]
     assert sums["free device memory"] == 7 * MiB and arena == sums["arena"]
     assert sums["largest arena"] - arena < 98304, "a slot more would not fit"
 

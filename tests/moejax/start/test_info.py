@@ -40,7 +40,7 @@ def test_parameters_of_a_known_model(qwen):
     table = qwen.parameters["embedding"]
     assert round((qwen.total_parameters - 2 * table) / 1e9, 1) == 29.9
     assert sum(qwen.bytes.values()) == 2 * qwen.total_parameters
-    assert qwen.device_bytes + qwen.versions["dense"].store_bytes == sum(qwen.bytes.values())
+    assert qwen.device_bytes + qwen.versions["dense"]["store_bytes"] == sum(qwen.bytes.values())
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -48,7 +48,7 @@ def test_every_family_agrees_with_what_is_loaded(architecture, tmp_path):
     loaded = load_checkpoint(families.write_checkpoint(tmp_path, architecture))
     info, leaves = model_info(loaded.config), jax.tree.leaves(loaded.params)
     assert info.device_bytes == sum(leaf.nbytes for leaf in leaves)
-    assert info.versions["dense"].store_bytes == loaded.store.nbytes
+    assert info.versions["dense"]["store_bytes"] == loaded.store.nbytes
     experts = loaded.store.nbytes // loaded.layout.itemsize
     assert info.total_parameters == sum(leaf.size for leaf in leaves) + experts
     idle = 1 - info.experts_per_token / info.experts

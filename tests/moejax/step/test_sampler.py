@@ -224,7 +224,7 @@ def _adjustments(rng, rows, vocabulary, biases=5):
     return logits, counts.astype(np.int32), *penalties, ids.astype(np.int32), bias
 
 
-def _adjusted(logits, counts, repetition, presence, frequency, ids, bias):
+def _adjust_logits(logits, counts, repetition, presence, frequency, ids, bias):
     """vLLM's formulas, token by token, in float64."""
     result = logits.astype(np.float64)
     for row in range(len(result)):
@@ -244,7 +244,7 @@ def _adjusted(logits, counts, repetition, presence, frequency, ids, bias):
 def test_adjusted_logits_follow_the_formulas():
     arguments = _adjustments(np.random.default_rng(5), 40, 50)
     result = np.asarray(adjust(*arguments))
-    np.testing.assert_allclose(result, _adjusted(*arguments), rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(result, _adjust_logits(*arguments), rtol=1e-6, atol=1e-5)
     assert np.isneginf(result).any()
 
 
