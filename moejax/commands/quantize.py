@@ -7,10 +7,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import SECTION, add_command, print_table
+from moejax.commands import add_command, print_table
 
 if TYPE_CHECKING:
-    from moejax.evaluate.quantization import Quantization, WrittenVersion
+    from moejax.evaluate.quantization import Quantization
 
 _EPILOG = """\
 DST is what `moejax convert` writes, with records of each version beside the dense ones, and in
@@ -103,22 +103,16 @@ def _print(done: Quantization) -> None:
     there = f", {format_bytes(conversion.kept)} of them from before" if conversion.kept else ""
     written = f"{format_bytes(conversion.nbytes)} of {conversion.dtype} weights and versions"
     print(f"{conversion.directory}: {written}{there}")
-    made = done.versions.values()
-    columns = [_errors(version) for version in made]
     print_table(
-        ["relative error", *done.versions],
+        ["version", "of dense", "made by", "relative error", "dense layers"],
         [
-            ["bytes, of dense", *(f"{v.record_bytes / done.dense_bytes:.1%}" for v in made)],
-            ["made by", *(v.quantizer for v in made)],
-            SECTION,
-            *([f"MoE layer {i}", *row] for i, row in enumerate(zip(*columns, strict=True))),
+            [
+                name,
+                f"{version.record_bytes / done.dense_bytes:.1%}",
+                version.quantizer,
+                f"{sum(version.layer_errors) / len(version.layer_errors):.5f}",
+                str(len(version.dense_layers)),
+            ]
+            for name, version in done.versions.items()
         ],
     )
-
-
-def _errors(version: WrittenVersion) -> list[str]:
-    """A table's column: the mean error of each MoE layer."""
-    found = [f"{error:.5f}" for error in version.layer_errors]
-    for layer in version.dense_layers:
-        found[layer] = "stays dense"
-    return found

@@ -206,7 +206,7 @@ class Fleet:
         self, requests: Iterable[GenerationRequest]
     ) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
         """`LLM.generate_each`. A request that ends workers is yielded with a UserError."""
-        for item, found in self._workers.run(self._items(requests), _untagged):
+        for item, found in self._workers.run(self._items(requests), _strip_tags):
             yield from zip(item, found if isinstance(found, list) else repeat(found), strict=False)
 
     def _items(self, requests: Iterable[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
@@ -226,47 +226,12 @@ class Fleet:
         """A worker ends a session after its last request."""
 
     def stats(self) -> dict[str, Any]:
-        """What the workers say of themselves, and their sums."""
-        return sum_stats(self._workers.stats(), self._workers.ended)
+        """`LLM.stats` of each worker that lives, with its place, and how many ended before."""
+        return {"workers": self._workers.stats(), "ended_workers": self._workers.ended}
 
 
-def _untagged(item: list[GenerationRequest]) -> list[GenerationRequest]:
+def _strip_tags(item: list[GenerationRequest]) -> list[GenerationRequest]:
     return [dataclasses.replace(asked, tag=None) for asked in item]
-
-
-_SUMS = ("results", "generated_tokens", "prompt_tokens", "misses", "moved_bytes")
-
-
-def sum_stats(workers: list[dict[str, Any]], ended: int) -> dict[str, Any]:
-    """A row for each worker, and sums over them. workers: see Workers.stats. ended: workers that
-    ended before their time, whose counts are lost. tokens_per_s is the sum of what each generated a
-    second of its own steps."""
-    rows = []
-    for worker in workers:
-        stats = worker.pop("stats")
-        experts, moved = stats["experts"], stats["bytes"]
-        busy = stats["time"]["prefill_s"] + stats["time"]["decode_s"]
-        rows.append(
-            worker
-            | {
-                "generated_tokens": stats["generated_tokens"],
-                "prompt_tokens": stats["prompt_tokens"],
-                "tokens_per_s": stats["generated_tokens"] / busy if busy else 0.0,
-                "activations": experts["activations"],
-                "misses": experts["fills"] + experts["read_through"],
-                "hit_rate": experts["hit_rate"],
-                "moved_bytes": moved["fill"] + moved["read_through"],
-                "store_bytes": stats["store_bytes"],
-                "store": stats["store"]["kind"],
-            }
-        )
-    needed = sum(row["activations"] for row in rows)
-    return {
-        "workers": rows,
-        "ended_workers": ended,
-        **{n: sum(row[n] for row in rows) for n in (*_SUMS, "tokens_per_s")},
-        "hit_rate": 1 - sum(row["misses"] for row in rows) / needed if needed else None,
-    }
 
 
 def format_fleet(stats: Mapping[str, Any]) -> str:
@@ -274,16 +239,15 @@ def format_fleet(stats: Mapping[str, Any]) -> str:
     lines = [
         f"{'worker':<8}{'results':>9}{'tokens/s':>10}{'hits':>7}{'moved':>11}{'start':>9}  host"
     ]
-    for row in stats["workers"]:
-        hits = "–" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}"
+    for worker in stats["workers"]:
+        one = worker["stats"]
+        hits, moved = one["experts"]["hit_rate"], sum(one["bytes"].values())
         lines.append(
-            f"{row['worker']:<8}{row['results']:>9}{row['tokens_per_s']:>10.1f}{hits:>7}"
-            f"{format_bytes(row['moved_bytes']):>11}{row['start_s']:>7.2f} s  {row['host']}"
+            f"{worker['worker']:<8}{worker['results']:>9}{one['tokens_per_s'] or 0.0:>10.1f}"
+            f"{'–' if hits is None else f'{hits:.1%}':>7}{format_bytes(moved):>11}"
+            f"{worker['start_s']:>7.2f} s  {worker['host']}"
         )
     ended = f", {stats['ended_workers']} ended before" if stats["ended_workers"] else ""
-    lines.append(
-        f"all: {stats['results']} results of {len(stats['workers'])} workers{ended}; "
-        f"{stats['generated_tokens']} tokens, {stats['tokens_per_s']:.1f} tokens/s, "
-        f"{format_bytes(stats['moved_bytes'])} moved"
-    )
+    tokens = sum(worker["stats"]["generated_tokens"] for worker in stats["workers"])
+    lines.append(f"all: {tokens} tokens of {len(stats['workers'])} workers{ended}")
     return "\n".join(lines)

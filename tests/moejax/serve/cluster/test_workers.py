@@ -13,7 +13,7 @@ from moejax import UserError
 from moejax.requests.request import GenerationRequest
 from moejax.serve.cluster import fleet as fleet_module
 from moejax.serve.cluster import workers as workers_module
-from moejax.serve.cluster.fleet import Fleet, Generator, Scale, sum_stats, worker_options
+from moejax.serve.cluster.fleet import Fleet, Generator, Scale, format_fleet, worker_options
 from moejax.serve.cluster.ray_cluster import Node
 from moejax.serve.cluster.workers import (
     MOST_ENDS,
@@ -268,20 +268,14 @@ def test_workers_of_a_cluster(monkeypatch):
         asked(cpus, {"driver": "x"})
 
 
-def test_stats_are_summed():
-    def worker(number, tokens, seconds):
-        stats = {
-            "generated_tokens": tokens,
-            "prompt_tokens": 10,
-            "experts": {"activations": 100, "fills": 10, "read_through": 5, "hit_rate": 0.85},
-            "bytes": {"fill": 1000, "read_through": 500},
-            "store_bytes": 7,
-            "store": {"kind": "shared"},
-            "time": {"prefill_s": seconds / 2, "decode_s": seconds / 2},
-        }
-        return dict(worker=number, host="h", pid=1, results=2, start_s=1.0, stats=stats)
-
-    found = sum_stats([worker(1, 100, 1.0), worker(2, 120, 1.0), worker(3, 40, 1.0)], ended=1)
-    assert (found["tokens_per_s"], found["generated_tokens"], found["misses"]) == (260, 260, 45)
-    assert (found["moved_bytes"], found["results"], found["ended_workers"]) == (4500, 6, 1)
-    assert found["hit_rate"] == pytest.approx(0.85)
+def test_the_table_of_workers():
+    stats = {
+        "generated_tokens": 100,
+        "tokens_per_s": None,
+        "experts": {"hit_rate": 0.85},
+        "bytes": {"fill": 1 << 20, "read_through": 1 << 20},
+    }
+    worker = dict(worker=1, host="here", pid=1, results=2, start_s=1.0, stats=stats)
+    header, row, last = format_fleet({"workers": [worker], "ended_workers": 1}).splitlines()
+    assert row.split() == ["1", "2", "0.0", "85.0%", "2", "MiB", "1.00", "s", "here"]
+    assert len(header) == len(row) and last == "all: 100 tokens of 1 workers, 1 ended before"
