@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,9 +166,8 @@ class _Job:
     """What is to be evaluated. asked: all of it that decides the figures, for --output's lines."""
 
     asked: dict[str, Any]
-    run: Callable[[LLM, bool], _Outcome]
-    run_on_cluster: Callable[[Scale, dict[str, Any], bool], _Outcome] | None = None
-    """With the options of LLM; None: it cannot."""
+    run: Callable[[Any, bool], _Outcome]
+    """With an LLM, or, perplexity, with the Scale of a cluster; and whether there is a bar."""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -189,7 +188,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if not args.every_step:
         _refuse_given(args, _STEPS, "of --every-step; add that")
     options = engine_options(args)
-    job = _perplexity(args) if args.task == "perplexity" else _tasks(args)
+    job = _perplexity(args, options) if args.task == "perplexity" else _tasks(args)
     # A run may go on with another budget, which changes no figure; but where routers favour
     # residents.
     free = options.get("cache_aware_routing") is None
@@ -199,11 +198,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         return _every_step(args, options, job)
     shown = not (args.quiet or args.json)
     with _lines(args, job) as lines:
-        if args.ray is not None:
-            found = _on_cluster(args, options, job)
-        else:
-            with started(args, options) as llm:
-                found = job.run(llm, shown)
+        with started(args, options) if args.ray is None else _cluster(args) as where:
+            found = job.run(where, shown)
         found.report["run"]["options"] = options
         if lines is not None:
             lines.append(_line(None, job, found))
@@ -216,7 +212,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _perplexity(args: argparse.Namespace) -> _Job:
+def _perplexity(args: argparse.Namespace, options: dict[str, Any]) -> _Job:
     windows = asked(args, _WINDOWS)
     _refuse_given(args, _TASKS, "of lm-eval's tasks, not of perplexity")
     if not (args.data or args.token_ids):
@@ -234,10 +230,8 @@ def _perplexity(args: argparse.Namespace) -> _Job:
     texts |= {name: read_token_ids(name, args.token_dtype) for name in args.token_ids}
 
     from moejax.evaluate.evaluation import (
-        PerplexityResult,
         check_windows,
         perplexity,
-        reported,
         result_json,
         text_sha256,
         window_units,
@@ -245,26 +239,22 @@ def _perplexity(args: argparse.Namespace) -> _Job:
 
     check_windows(**windows)
 
-    def run(llm: LLM, progress: bool) -> _Outcome:
-        result = perplexity(llm, texts, **windows, progress=progress)
-        return outcome(result, result_json(llm, result))
+    def run(where: Any, progress: bool) -> _Outcome:
+        if args.ray is None:
+            result = perplexity(where, texts, **windows, progress=progress)
+        else:
+            from moejax.evaluate.cluster.perplexity import cluster_perplexity
 
-    def run_on_cluster(scale: Scale, options: dict[str, Any], progress: bool) -> _Outcome:
-        from moejax.evaluate.cluster.perplexity import cluster_perplexity
-
-        result, model, run = cluster_perplexity(
-            args.model, texts, options, scale, **windows, progress=progress, warn=say
-        )
-        return outcome(result, reported(result, model, run))
-
-    def outcome(result: PerplexityResult, report: dict[str, Any]) -> _Outcome:
-        total, cost = result.total, format_cost(result.cost, report["run"])
+            result = cluster_perplexity(
+                args.model, texts, options, where, **windows, progress=progress, warn=say
+            )
+        report, total = result_json(result), result.total
         figures = {"bits/token": total.bits_per_token, "perplexity": total.perplexity}
-        units = window_units(result)
-        return _Outcome(report, units, format_perplexity(result), figures, cost)
+        cost = format_cost(report["run"])
+        return _Outcome(report, window_units(result), format_perplexity(result), figures, cost)
 
     data = [text_sha256(text) for text in texts.values()]
-    return _Job({"task": args.task, **windows, "data": data}, run, run_on_cluster)
+    return _Job({"task": args.task, **windows, "data": data}, run)
 
 
 def _tasks(args: argparse.Namespace) -> _Job:
@@ -308,15 +298,15 @@ def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> N
             raise UserError(f"--{name.replace('_', '-')} is {why}")
 
 
-def _on_cluster(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> _Outcome:
-    """Runs it on Ray's workers."""
+@contextlib.contextmanager
+def _cluster(args: argparse.Namespace) -> Iterator[Scale]:
+    """Ray's workers, connected."""
     from moejax.serve.cluster.fleet import Scale
     from moejax.serve.cluster.ray_cluster import connected
 
-    assert job.run_on_cluster is not None
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with connected(scale.address, scale.cpus):
-        return job.run_on_cluster(scale, options, not (args.quiet or args.json))
+        yield scale
 
 
 def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:

@@ -9,7 +9,7 @@ from host_offload.memory.budget import format_bytes
 
 if TYPE_CHECKING:
     from moejax.evaluate.comparison import Comparison
-    from moejax.evaluate.evaluation import Cost, Likelihood, PerplexityResult
+    from moejax.evaluate.evaluation import Likelihood, PerplexityResult
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
@@ -62,16 +62,16 @@ def format_comparison(found: Sequence[Comparison]) -> str:
     return aligned(cells)
 
 
-def format_cost(cost: Cost, run: Mapping[str, Any]) -> str:
+def format_cost(run: Mapping[str, Any]) -> str:
     """What a run of perplexity cost."""
     hit_rate = "–" if run["hit_rate"] is None else f"{run['hit_rate']:.1%}"
     lines = [
-        f"speed    {cost.computed_tokens} tokens computed in {cost.seconds:.2f} s, of which "
-        f"{cost.compile_s:.2f} s compiled; {cost.tokens_per_s:.0f} tokens/s",
-        f"experts  hit rate {hit_rate} of {cost.activations} activations ({cost.fills} fills, "
-        f"{cost.read_through} read through), {run['eviction']}",
-        f"moved    {format_bytes(cost.fill_bytes)} filled, "
-        f"{format_bytes(cost.read_through_bytes)} read through in "
-        f"{cost.prefill_steps} prefill steps",
+        f"speed    {run['computed_tokens']} tokens computed in {run['seconds']:.2f} s, of which "
+        f"{run['compile_s']:.2f} s compiled; {run['tokens_per_s']:.0f} tokens/s",
+        f"experts  hit rate {hit_rate} of {run['activations']} activations ({run['fills']} fills, "
+        f"{run['read_through']} read through), {run['eviction']}",
+        f"moved    {format_bytes(run['fill_bytes'])} filled, "
+        f"{format_bytes(run['read_through_bytes'])} read through in "
+        f"{run['prefill_steps']} prefill steps",
     ]
     return "\n".join(lines + [f"note     {note}" for note in run["notes"]])

@@ -78,62 +78,18 @@ class TextLikelihood(Likelihood):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a run took: layer-experts that its prefill steps needed, and bytes over the link."""
-
-    seconds: float
-    """Seconds of the scoring, tokenizing left out."""
-    compile_s: float
-    """Seconds of the steps among them that compiled."""
-    computed_tokens: int
-    """Scored tokens and their context."""
-    prefill_steps: int
-    activations: int
-    hits: int
-    fills: int
-    read_through: int
-    fill_bytes: int
-    read_through_bytes: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Computed tokens a second, compilation left out."""
-        return self.computed_tokens / max(self.seconds - self.compile_s, 1e-9)
-
-    @classmethod
-    def of(
-        cls,
-        seconds: float,
-        compile_s: float,
-        texts: Sequence[EncodedText],
-        after: Sequence[Mapping[str, Any]],
-        before: Sequence[Mapping[str, Any]] = (),
-    ) -> Cost:
-        """The cost by `LLM.stats` of each model that scored these texts, before and after."""
-        computed = sum(w.end - w.begin - 1 for text in texts for w in text.windows)
-        ends, begins = [*map(_counts, after)], [*map(_counts, before)]
-        counts = {n: sum(c[n] for c in ends) - sum(c[n] for c in begins) for n in ends[0]}
-        return cls(seconds, compile_s, computed, **counts)
-
-
-def _counts(stats: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "prefill_steps": stats["steps"]["prefill"],
-        **{n: stats["experts"][n] for n in ("activations", "hits", "fills", "read_through")},
-        **{f"{n}_bytes": stats["bytes"][n] for n in ("fill", "read_through")},
-    }
-
-
-@dataclasses.dataclass(frozen=True)
 class PerplexityResult:
-    """Perplexity of texts, each and all together. No bit of it but `cost` depends on budgets,
+    """Perplexity of texts, each and all together. No bit of it but `run` depends on budgets,
     policies or the other windows."""
 
     window: int
     stride: int
     limit: int | None
     texts: tuple[TextLikelihood, ...]
-    cost: Cost
+    model: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+    """As of evaluation_report.model_report."""
+    run: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+    """As of evaluation_report.run_report, and cost_report."""
 
     @property
     def total(self) -> Likelihood:
@@ -219,8 +175,9 @@ def perplexity(
             for place, scores in ended:
                 scored += keep_scores(*windows[place], scores)
             report(scored)
-    cost = Cost.of(time.perf_counter() - began, compile_s, encoded, [llm.stats()], [before])
-    return PerplexityResult(window, stride, limit, tuple(map(likelihood, encoded)), cost)
+    seconds, found = time.perf_counter() - began, tuple(map(likelihood, encoded))
+    run = run_report(llm) | cost_report(seconds, compile_s, encoded, [llm.stats()], [before])
+    return PerplexityResult(window, stride, limit, found, model_report(llm), run)
 
 
 def keep_scores(text: EncodedText, window: Window, scores: np.ndarray) -> int:
@@ -259,41 +216,60 @@ def encoded_texts(
     return window, stride, encoded
 
 
-def result_json(llm: LLM, result: PerplexityResult) -> dict[str, Any]:
+def result_json(result: PerplexityResult) -> dict[str, Any]:
     """A result as plain data for JSON, with all that it came from.
 
     Everything outside of `run` says what was computed: no budget, policy, driver or other window
     changes it, unless `precision` says that it changes bits and mixes versions. `run` says how, and
     what it cost. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it.
     """
-    return reported(result, model_report(llm), run_report(llm))
-
-
-def reported(
-    result: PerplexityResult, model: Mapping[str, Any], run: Mapping[str, Any]
-) -> dict[str, Any]:
-    """result_json, with what the model and the run say of themselves."""
     files = [{"name": text.name, "sha256": text.sha256, **_figures(text)} for text in result.texts]
     # Names the texts in their order.
     data = hashlib.sha256("".join(f"{text.sha256}\n" for text in result.texts).encode())
-    cost = result.cost
     return {
         "task": "perplexity",
-        **model,
+        **result.model,
         "window": result.window,
         "stride": result.stride,
         "limit": result.limit,
         "data": {"sha256": data.hexdigest(), "texts": files},
         "total": _figures(result.total),
-        "run": {
-            **run,
-            **dataclasses.asdict(cost),
-            "misses": cost.fills + cost.read_through,
-            "hit_rate": cost.hits / cost.activations if cost.activations else None,
-            "tokens_per_s": cost.tokens_per_s,
-            "scored_tokens_per_s": cost.tokens_per_s
-            * (result.total.scored_tokens / cost.computed_tokens),
-        },
+        "run": dict(result.run),
+    }
+
+
+def cost_report(
+    seconds: float,
+    compile_s: float,
+    texts: Sequence[EncodedText],
+    after: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """What it took to score these texts: layer-experts that prefill steps needed, bytes over the
+    link, rates without compilation.
+
+    - `seconds`, `compile_s`: of the scoring, tokenizing left out, and of its steps that compiled.
+    - `after`, `before`: `LLM.stats` of each model that did it.
+    """
+
+    def add(part: str, name: str) -> int:
+        return sum(one[part][name] for one in after) - sum(one[part][name] for one in before)
+
+    windows = [w for text in texts for w in text.windows]
+    computed = sum(w.end - w.begin - 1 for w in windows)
+    rate = computed / max(seconds - compile_s, 1e-9)
+    counts = {n: add("experts", n) for n in ("activations", "hits", "fills", "read_through")}
+    return {
+        "seconds": seconds,
+        "compile_s": compile_s,
+        "computed_tokens": computed,
+        "prefill_steps": add("steps", "prefill"),
+        **counts,
+        "misses": counts["fills"] + counts["read_through"],
+        "hit_rate": counts["hits"] / counts["activations"] if counts["activations"] else None,
+        **{f"{name}_bytes": add("bytes", name) for name in ("fill", "read_through")},
+        "tokens_per_s": rate,
+        "scored_tokens_per_s": rate * sum(w.end - w.first for w in windows) / computed,
     }
 
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from moejax.errors import UserError
 from moejax.evaluate.evaluation import (
-    Cost,
     EncodedText,
     PerplexityResult,
     Window,
+    cost_report,
     encoded_texts,
     keep_scores,
     likelihood,
@@ -86,11 +86,10 @@ def cluster_perplexity(
     limit: int | None = None,
     progress: bool = False,
     warn: Callable[[str], None] = lambda text: None,
-) -> tuple[PerplexityResult, dict[str, Any], dict[str, Any]]:
+) -> PerplexityResult:
     """`perplexity` on the workers of a connected cluster: the same bits, however many there are.
-    Returns the result and what `evaluation.reported` takes: of the model, and of the run, that of
-    one worker and the number of all. Costs are sums over workers, seconds those that passed. Raises
-    UserError as perplexity does."""
+    What it says of the run is of one worker, and the number of all; costs are sums over workers,
+    seconds those that passed. Raises UserError as perplexity does."""
     began = time.perf_counter()
     with Workers(worker_options(Scorer, model, options, scale), warn) as workers:
         prepare = functools.partial(
@@ -113,11 +112,10 @@ def cluster_perplexity(
                 report(scored)
         stats = [worker["stats"] for worker in workers.stats()]
     # What a lost worker did is not among them, nor when each of them compiled.
-    cost = Cost.of(time.perf_counter() - began, 0.0, encoded, stats)
-    result = PerplexityResult(
-        prepared.window, prepared.stride, limit, tuple(map(likelihood, encoded)), cost
-    )
-    return result, prepared.model, {**prepared.run, "workers": len(stats)}
+    cost = cost_report(time.perf_counter() - began, 0.0, encoded, stats)
+    run = {**prepared.run, **cost, "workers": len(stats)}
+    found = tuple(map(likelihood, encoded))
+    return PerplexityResult(prepared.window, prepared.stride, limit, found, prepared.model, run)
 
 
 def _sent(part: Sequence[tuple[EncodedText, Window]]) -> Callable[[LLM], list[np.ndarray]]:

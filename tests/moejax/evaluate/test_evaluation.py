@@ -121,7 +121,7 @@ def test_token_ids_have_the_figures_of_their_text(llm):
     assert found.scored_bytes is None and found.bits_per_byte is None
     # Nobody knows the bytes of both.
     assert result.total.scored_bytes is None and result.total.nll == 2 * text.nll
-    report = json.loads(json.dumps(result_json(llm, result)))
+    report = json.loads(json.dumps(result_json(result)))
     assert report["data"]["texts"][1]["sha256"] == "ab" * 32
     assert report["total"]["bits_per_byte"] is None
 
@@ -160,7 +160,7 @@ def test_token_ids_that_cannot_be_scored_are_refused(llm, documents, message):
 def test_budgets_change_only_what_a_run_cost(llm, files, capsys):
     """All experts resident here, none in the command, whose layers are called one by one."""
     texts = {name: Path(name).read_bytes().decode() for name in files}
-    expected = result_json(llm, perplexity(llm, texts, window=64, stride=32))
+    expected = result_json(perplexity(llm, texts, window=64, stride=32))
     options = "--window 64 --expert-budget 0 --eviction lfu --driver host --json"
     limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     asked = ["eval", "demo", "--task", "perplexity", "--data", *files, *options.split(), *limits]
