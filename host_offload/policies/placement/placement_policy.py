@@ -20,8 +20,8 @@ from host_offload.policies.placement.presched import (
 )
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
 from host_offload.policies.prefetch.fitted import Fitted
-from host_offload.policies.prefetch.llapor import of_layer, scores
-from host_offload.policies.prefetch.next_layers import finite, gate_scores
+from host_offload.policies.prefetch.llapor import scores
+from host_offload.policies.prefetch.next_layers import finite, gate_scores, of_layer
 
 DISTANCE = 2
 """Layers ahead that are predicted, the second one for Q4."""

@@ -22,7 +22,7 @@ from host_offload.control.interface import Policy, Spec
 from host_offload.traces.schema import TraceHeader
 
 FORMAT = "moejax.policy"
-VERSION = 1
+VERSION = 2
 _MODEL = ("layers", "experts", "top_k", "hidden")
 
 

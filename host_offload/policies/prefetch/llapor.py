@@ -9,21 +9,13 @@ size, q principal components, E experts, H width.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted
-from host_offload.policies.prefetch.next_layers import (
-    Predicted,
-    finite,
-    mark_experts,
-    with_predicted,
-)
+from host_offload.policies.prefetch.next_layers import LayerPredictor, finite, mark_experts
 from host_offload.traces.reader import Trace
 
 NAME = "learned"
@@ -33,36 +25,15 @@ NOT_TRAINED = ("mean", "basis", "balance")
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned:
+class Learned(LayerPredictor):
     """The Learnable Layer-aware Predictor of PreScope (section 4.2): what the router of a layer saw
-    and chose predicts the experts of the layer `stride` on. Everybody whom some row is predicted to
-    choose is wanted, those of most rows first. The first `stride` layers have no prediction. Needs
-    driver="host". What is ours: docs/prescope.md.
-    """
+    and chose predicts the experts of the layer `stride` on. Needs driver="host". What is ours:
+    docs/prescope.md."""
 
-    fitted: Fitted
-
-    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
     needs: frozenset[str] = frozenset({"gate_input", "ids", "weights"})
-    writes: frozenset[str] = frozenset({"stages"})
 
-    def init(self, spec: Spec) -> Predicted:
-        """No layer is predicted yet. Raises ValueError for another model."""
-        self.fitted.check(spec)
-        return Predicted(spec.top_k)
-
-    def decide(self, state: Predicted, observation: Observation) -> tuple[Predicted, Decision]:
-        return self.predict(state, observation, self.fitted.arrays)
-
-    def predict(
-        self, state: Predicted, seen: Any, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[Predicted, Decision]:
-        """By these networks."""
-        found = None
-        if own := of_layer(arrays, seen.layer):
-            inputs = finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0]
-            found = scores(own, *inputs)
-        return with_predicted(state, seen.layer, self.fitted.setting("stride"), found, NAME)
+    def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
+        return scores(own, finite(seen.gate_input[:, 0]), seen.ids[:, 0], seen.weights[:, 0])
 
 
 # ---- the network
@@ -102,16 +73,6 @@ def logits(
         residual = block("inner2", block("inner1", z))
         z = z + residual / (1 + xp.exp(-linear("gate", pca)))
     return linear("output", z)
-
-
-def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
-    """A layer's own, of arrays named LAYER.NAME."""
-    prefix = f"{layer}."
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
 
 
 def scores(
@@ -237,24 +198,20 @@ def fit(
       paper leaves it open).
 
     The last quarter of the trace's requests is left out: of the epochs the one with the best recall
-    on those is taken. It reads the trace once for each layer. Raises TraceError for a trace without
-    gate inputs or with too few requests, ValueError for a stride that leaves no layer.
+    on those is taken. Raises as training.fit_layers, and TraceError for too few requests.
     """
     from host_offload.policies.prefetch import training
 
-    training.check_gate_inputs(trace, stride, NAME)
-    count, left_out = trace.header.layers - stride, training.leave_out(trace, 0.25)
+    count = trace.header.layers - stride
     edge = -(-count // 8) if edge < 0 else edge
-    arrays: dict[str, np.ndarray] = {}
-    for layer in range(count):
-        deep = edge <= layer < count - edge
-        task = LayerTask(deep, width, epochs, patience, batch)
-        some = training.layer_samples(trace, layer, stride)
-        say = None if report is None else functools.partial(report, layer, count)
+
+    def fit_one(layer: int, some: Any, say: Callable[[str], None] | None) -> Any:
+        task = LayerTask(edge <= layer < count - edge, width, epochs, patience, batch)
+        left_out = training.leave_out(trace, 0.25)
         given = some.of(~left_out), some.of(left_out), trace.header.experts
-        own = fit_layer(task, *given, np.random.default_rng(seed), say)
-        arrays |= {f"{layer}.{name}": array for name, array in own.items()}
-    return Learned(fitted(NAME, trace.header, arrays, {"stride": stride}))
+        return fit_layer(task, *given, np.random.default_rng(seed), say)
+
+    return Learned(training.fit_layers(trace, NAME, stride, fit_one, report))
 
 
 def fit_layer(

@@ -11,8 +11,8 @@ import numpy as np
 
 from host_offload.control.interface import Decision, Observation, Spec
 from host_offload.policies.prefetch import llapor
-from host_offload.policies.prefetch.llapor import Learned, of_layer, tune_layer
-from host_offload.policies.prefetch.next_layers import Predicted, finite
+from host_offload.policies.prefetch.llapor import Learned, tune_layer
+from host_offload.policies.prefetch.next_layers import Predicted, finite, of_layer
 
 NAME = llapor.NAME
 
@@ -113,7 +113,7 @@ class LearnedOnline(Learned):
     """Of a round."""
     rate: float = 2e-4
 
-    def init(self, spec: Spec) -> Learning:  # type: ignore[override]
+    def init(self, spec: Spec) -> Learning:
         """Raises ValueError for another model, or settings that learn nothing."""
         if self.rows < 1 or self.iterations < 1 or self.rate <= 0:
             raise ValueError(
@@ -126,9 +126,7 @@ class LearnedOnline(Learned):
         """rounds: of learning whose networks came into use."""
         return {"rounds": state.tuner.rounds}
 
-    def decide(  # type: ignore[override]
-        self, state: Learning, observation: Observation
-    ) -> tuple[Learning, Decision]:
+    def decide(self, state: Learning, observation: Observation) -> tuple[Learning, Decision]:
         seen: Any = observation
         if seen.layer == 0:
             state.tuner.swap()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Stage
+from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage
+from host_offload.policies.prefetch.fitted import Fitted
 
 
 def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
@@ -59,19 +62,54 @@ class Predicted(NamedTuple):
     """(layer, experts) of the layers to come, the next one first."""
 
 
-def with_predicted(
-    state: Predicted, layer: int, stride: int, scores: np.ndarray | None, cause: str
-) -> tuple[Predicted, Decision]:
-    """The state and the transfers after layer `layer` was routed, which says float32[N, E] scores
-    of the layer `stride` on; None: it predicts nobody. Everybody whom some row is predicted to
-    choose is wanted, the nearest layer first."""
-    ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
-    if scores is not None:
-        ahead = (*ahead, (layer + stride, tuple(chosen_by_rows(scores, state.top_k))))
-    stages = (stage for later, experts in ahead for stage in stages_of(later, [*experts], cause))
-    return state._replace(ahead=ahead), Decision(stages=tuple(stages))
+@dataclasses.dataclass(frozen=True)
+class LayerPredictor:
+    """A prefetch by networks: that of a layer says, when its router has chosen, whom each row will
+    choose in the layer `stride` on. Everybody whom some row is predicted to choose is wanted, those
+    of most rows first and the nearest layer first. The first `stride` layers have no prediction."""
+
+    fitted: Fitted
+    """Arrays named LAYER.NAME, and the setting `stride`."""
+
+    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
+    needs: frozenset[str] = frozenset({"gate_input"})
+    writes: frozenset[str] = frozenset({"stages"})
+
+    def init(self, spec: Spec) -> Any:
+        """No layer is predicted yet. Raises ValueError for another model."""
+        self.fitted.check(spec)
+        return Predicted(spec.top_k)
+
+    def decide(self, state: Any, observation: Observation) -> tuple[Any, Decision]:
+        return self.predict(state, observation, self.fitted.arrays)
+
+    def predict(
+        self, state: Predicted, seen: Observation, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[Predicted, Decision]:
+        """By these arrays."""
+        layer, cause = seen.layer, self.fitted.policy
+        ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
+        if own := of_layer(arrays, layer):
+            experts = chosen_by_rows(self.scores(own, seen), state.top_k)
+            ahead = (*ahead, (layer + self.fitted.setting("stride"), tuple(experts)))
+        stages = (stage for later, experts in ahead for stage in stages_of(later, experts, cause))
+        return state._replace(ahead=ahead), Decision(stages=tuple(stages))
+
+    def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
+        """float32[N, E] of the later layer, by the layer's own arrays."""
+        raise NotImplementedError
 
 
-def stages_of(layer: int, experts: list[int], cause: str) -> tuple[Stage, ...]:
+def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
+    """A layer's own, of arrays named LAYER.NAME."""
+    prefix = f"{layer}."
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
+
+
+def stages_of(layer: int, experts: Sequence[int], cause: str) -> tuple[Stage, ...]:
     """Transfers of experts of one layer, the most urgent first."""
     return tuple(Stage(layer, expert, cause=cause) for expert in experts)

@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted
-from host_offload.policies.prefetch.next_layers import (
-    Predicted,
-    finite,
-    mark_experts,
-    with_predicted,
-)
+from host_offload.policies.prefetch.next_layers import LayerPredictor, finite, mark_experts
 from host_offload.traces.reader import Trace
 
 NAME = "promoe"
 
 
 @dataclasses.dataclass(frozen=True)
-class ProMoE:
+class ProMoE(LayerPredictor):
     """Stride prefetching with learned predictors (Song et al. 2024, arXiv:2410.22134; as a baseline
     in fMoE, sections 6.1 and 7): what the router of layer l saw predicts the experts of layer
-    l + stride, so that transfers have several layers' time. Everybody whom some row is predicted
-    to choose is wanted, the nearest layer first. A predictor is a network of its layer, trained as
-    a copy of ProMoE's training script does (see `fit`). The first `stride` layers have no
-    prediction. Chunks, and demands that go before what was begun, are those of the queue of
-    transfers (docs/transfers.md). Needs driver="host". What is left out of the paper:
-    docs/policies.md.
+    l + stride, so that transfers have several layers' time. A predictor is a network of its layer,
+    trained as a copy of ProMoE's training script does (see `fit`). Chunks, and demands that go
+    before what was begun, are those of the queue of transfers (docs/transfers.md). Needs
+    driver="host". What is left out of the paper: docs/policies.md.
     """
 
-    fitted: Fitted
-
-    moments: frozenset[Moment] = frozenset({Moment.ROUTED})
-    needs: frozenset[str] = frozenset({"gate_input"})
-    writes: frozenset[str] = frozenset({"stages"})
-
-    def init(self, spec: Spec) -> Predicted:
-        """No layer is predicted yet. Raises ValueError for another model."""
-        self.fitted.check(spec)
-        return Predicted(spec.top_k)
-
-    def decide(self, state: Predicted, observation: Observation) -> tuple[Predicted, Decision]:
-        seen: Any = observation
-        arrays, stride, found = self.fitted.arrays, self.fitted.setting("stride"), None
-        if seen.layer < len(arrays["bias1"]):
-            own = {name: array[seen.layer] for name, array in arrays.items()}
-            found = scores(own, finite(seen.gate_input[:, 0]))
-        return with_predicted(state, seen.layer, stride, found, NAME)
+    def scores(self, own: Any, seen: Any) -> np.ndarray:
+        return scores(own, finite(seen.gate_input[:, 0]))
 
 
 def scores(weights: Any, x: Any, drop: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -117,29 +91,22 @@ def fit(
     For each layer l + stride a network is trained from the gate input of layer l to the 0/1 vector
     of the experts chosen: two hidden layers, absolute error, Adam, a tenth of the tokens left out
     to see when to stop, as in deps/sparse-llm-cache-scripts/train-predict-model of huwf5/promoe,
-    commit 02312ad5 (train_predict_model.py, utils.py). It reads the trace once for each layer and
-    holds the inputs of one. Raises TraceError for a trace without gate inputs or tokens, ValueError
-    for a stride that leaves no layer.
+    commit 02312ad5 (train_predict_model.py, utils.py). Raises as training.fit_layers.
     """
     from host_offload.policies.prefetch import training
 
-    header, layers = trace.header, trace.header.layers - stride
-    training.check_gate_inputs(trace, stride, NAME)
-    sizes = header.gate_input, hidden, hidden, header.experts
-    task, networks = ProMoETask(rate, dropout, batch, epochs), []
-    for layer in range(layers):
-        some = training.layer_samples(trace, layer, stride)
-        x, y = some.gate_input, mark_experts(some.later, header.experts)
+    task, experts = ProMoETask(rate, dropout, batch, epochs), trace.header.experts
+
+    def fit_layer(layer: int, some: Any, say: Callable[[str], None] | None) -> Any:
+        x, y = some.gate_input, mark_experts(some.later, experts)
         rng = np.random.default_rng((seed, layer))
         order = rng.permutation(len(x))
-        kept = order[len(x) // 10 :]
-        left_out = order[: len(x) // 10] if len(x) >= 10 else order
-        begun = draw_network(sizes, rng)
-        say = None if report is None else functools.partial(report, layer, layers)
+        kept, left_out = order[len(x) // 10 :], order[: max(len(x) // 10, 1)]
 
-        def score(weights: Any, x=x[left_out], y=y[left_out]) -> float:
-            return -float(np.abs(np.asarray(scores(weights, x)) - y).mean())
+        def score(weights: Any) -> float:
+            return -float(np.abs(np.asarray(scores(weights, x[left_out])) - y[left_out]).mean())
 
-        networks.append(training.train(task, begun, (x[kept], y[kept]), score, rng, say))
-    arrays = {name: np.stack([each[name] for each in networks]) for name in networks[0]}
-    return ProMoE(fitted(NAME, header, arrays, {"stride": stride, "hidden": hidden}))
+        begun = draw_network((x.shape[1], hidden, hidden, experts), rng)
+        return training.train(task, begun, (x[kept], y[kept]), score, rng, say)
+
+    return ProMoE(training.fit_layers(trace, NAME, stride, fit_layer, report))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from host_offload.policies.prefetch.fitted import Fitted, fitted
 from host_offload.policies.prefetch.next_layers import finite
 from host_offload.traces.reader import Trace, TraceError
 
@@ -39,6 +40,25 @@ class LayerSamples(NamedTuple):
 
     def of(self, rows: np.ndarray) -> LayerSamples:
         return LayerSamples(*(array[rows] for array in self))
+
+
+def fit_layers(
+    trace: Trace,
+    policy: str,
+    stride: int,
+    fit_layer: Callable[[int, LayerSamples, Callable[[str], None] | None], Weights],
+    report: Report | None,
+) -> Fitted:
+    """What a LayerPredictor of that name learns: fit_layer(layer, samples, report) gives a layer's
+    arrays. It reads the trace once for each layer and holds the inputs of one. Raises TraceError
+    for a trace without gate inputs or tokens, ValueError for a stride that leaves no layer."""
+    check_gate_inputs(trace, stride, policy)
+    layers, arrays = trace.header.layers - stride, {}
+    for layer in range(layers):
+        say = None if report is None else functools.partial(report, layer, layers)
+        own = fit_layer(layer, layer_samples(trace, layer, stride), say)
+        arrays |= {f"{layer}.{name}": np.asarray(array) for name, array in own.items()}
+    return fitted(policy, trace.header, arrays, {"stride": stride})
 
 
 def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:

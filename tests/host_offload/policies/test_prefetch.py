@@ -205,10 +205,10 @@ def test_files_that_are_refused(trace, tmp_path):
     with pytest.raises(ValueError, match="was fitted for 'promoe', not for 'coactivation'"):
         PREFETCH.parse(f"coactivation={good}")
     arrays = load_file(good)
-    header = {"format": "moejax.policy", "version": "1", "policy": "promoe"}
+    header = {"format": "moejax.policy", "version": "2", "policy": "promoe"}
     for metadata, match in (
         ({}, "is no fitted policy"),
-        (header | {"version": "2"}, "version 2, this moejax reads 1; fit it again"),
+        (header | {"version": "1"}, "version 1, this moejax reads 2; fit it again"),
         (header, "its header is damaged"),
     ):
         save_file(arrays, bad, metadata)

@@ -18,11 +18,10 @@ from host_offload.policies.prefetch.llapor import (
     Learned,
     fit,
     fit_layer,
-    of_layer,
     scores,
 )
 from host_offload.policies.prefetch.llapor_online import LearnedOnline
-from host_offload.policies.prefetch.next_layers import gate_scores
+from host_offload.policies.prefetch.next_layers import gate_scores, of_layer
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.training import layer_samples, leave_out, recall_of
 from host_offload.policies.recorded import recorded
