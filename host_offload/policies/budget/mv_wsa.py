@@ -21,6 +21,9 @@ from host_offload.sizing.split import Division, MissCosts, SplitRule, division_o
 from host_offload.traces.reader import read_trace
 from host_offload.traces.recency import tails
 
+FLOOR_SHARE = 0.5
+"""Part of the memory that the admission floor takes at most."""
+
 
 class LearnedCurves(NamedTuple):
     """State of MvWsa."""
@@ -62,21 +65,18 @@ class MvWsa:
     A step is one reference of every layer, a prefill step's waves taken together.
 
     allocation: how cap·L slots are shared over layers; other than `uniform` is ours. kv_miss: see
-    split.miss_costs. costs: instead of measured ones. concurrent: n_conc of the admission floor
-    (6), each with the context of the last turns; None: as many as ran or waited in the mean over
-    the steps of the last `window` turns, no more than can run at once. floor_share: the part of the
-    memory that this floor takes at most. expect_returns: see expected_returns. trace: of
-    the workload; the histograms begin with its turns, as if they had just ended, recency lists and
-    the floor empty.
+    split.miss_costs. costs: instead of measured ones. expect_returns: see expected_returns. trace:
+    of the workload; the histograms begin with its turns, as if they had just ended, recency lists
+    and the floor empty. The admission floor (6) has room for as many sequences as ran or waited in
+    the mean over the steps of the last `window` turns, no more than can run at once, each with the
+    context of these turns, but takes at most FLOOR_SHARE of the memory.
     """
 
     rule: SplitRule = dataclasses.field(default_factory=SplitRule)
     allocation: str = "uniform"
     kv_miss: str = "swap"
     costs: MissCosts | None = None
-    concurrent: int | None = None
     window: int = 8
-    floor_share: float = 0.5
     expect_returns: bool = True
     trace: str | None = None
 
@@ -94,10 +94,8 @@ class MvWsa:
         cannot be read or has no turns."""
         if self.allocation not in ALLOCATIONS:
             raise ValueError(f"cells are {', '.join(ALLOCATIONS)}, not {self.allocation!r}")
-        if self.window < 1 or (self.concurrent is not None and self.concurrent < 1):
-            raise ValueError(f"window and concurrent are at least 1: {self}")
-        if not 0 <= self.floor_share <= 1:
-            raise ValueError(f"floor_share lies in [0, 1], not {self.floor_share}")
+        if self.window < 1:
+            raise ValueError(f"window is at least 1, not {self.window}")
         division, costs = division_of(spec), self.costs
         if costs is None:
             assert spec.costs is not None, "the controller refuses a policy without its costs"
@@ -141,13 +139,11 @@ class MvWsa:
 
     def division_now(self, state: LearnedCurves) -> Division:
         """What is divided, with the admission floor by what was seen."""
-        division, concurrent = state.division, self.concurrent
-        if concurrent is None:
-            load, steps = np.sum(state.load, axis=0).tolist()
-            rows = max(state.rows, 1)
-            concurrent = min(-(-load // max(steps, 1)), state.most_running or rows, rows)
+        division, rows = state.division, max(state.rows, 1)
+        load, steps = np.sum(state.load, axis=0).tolist()
+        concurrent = min(-(-load // max(steps, 1)), state.most_running or rows, rows)
         context = -(-sum(state.turns) // max(len(state.turns), 1))
-        most = int(self.floor_share * division.pages_at(0))
+        most = int(FLOOR_SHARE * division.pages_at(0))
         floor = max(division.floor_pages, min(concurrent * context, most))
         floor = min(floor, division.pages_at(division.least_cap))
         return dataclasses.replace(division, floor_pages=floor)

@@ -121,22 +121,21 @@ def test_it_follows_a_workflow():
 def test_the_floor_is_what_runs_at_once():
     """Requests that never return are worth nothing to equation (4); the floor (6) keeps room for as
     many as run or wait, which a rule with the model's floor alone (the mutation) gives to experts.
-    Whatever waits, it is at most `floor_share` of the memory."""
+    Whatever waits, it is at most half of the memory."""
 
-    def pages(policy: MvWsa, waiting: int) -> int:
-        run = Run(policy, facts={"running": 2, "waiting": waiting})
+    def pages(waiting: int, held_pages: int = 12, running: int = 2) -> int:
+        run = Run(MvWsa(costs=MissCosts(1.0, 1.0)), facts={"running": running, "waiting": waiting})
         for number, (ids, held) in enumerate(
-            turns(0, sessions=1, pages=12, skew=0.2, count=20, steps=20)
+            turns(0, sessions=1, pages=held_pages, skew=0.2, count=20, steps=20)
         ):
             run.turn(ids, held - np.array([1 + number, 0]))
         assert not run.state.pages.any()
         return run.kv_pages
 
-    costs = MissCosts(1.0, 1.0)
-    assert pages(MvWsa(costs=costs, concurrent=1), 9) == 40  # all experts fit
-    assert 4 * 12 <= pages(MvWsa(costs=costs), 2) < 4 * 12 + 10
-    assert 8 * 12 <= pages(MvWsa(costs=costs), 90) < 8 * 12 + 10  # of 8 rows
-    assert pages(MvWsa(costs=costs, floor_share=0.25), 90) == 50
+    assert pages(0, running=1) == 40  # all experts fit
+    assert 4 * 12 <= pages(2) < 4 * 12 + 10
+    assert 8 * 12 <= pages(90) < 8 * 12 + 10  # of 8 rows
+    assert pages(90, held_pages=20) == 100
 
 
 def turns_in_a_trace(directory: Path, stream, **header) -> Path:
@@ -334,8 +333,6 @@ ONE = MissCosts(1, 1)
         (MvWsa(allocation="x", costs=ONE), {}, ValueError, "are uniform, marginal, not"),
         (LayerCells(allocation="x"), {}, ValueError, "are uniform, marginal, not 'x'"),
         (MvWsa(window=0, costs=ONE), {}, ValueError, "at least 1"),
-        (MvWsa(concurrent=0, costs=ONE), {}, ValueError, "at least 1"),
-        (MvWsa(floor_share=2.0, costs=ONE), {}, ValueError, "lies in"),
         (MvWsa(costs=ONE), {"kv_floor_bytes": 9999}, SplitError, "no cap from 0 on works: raise"),
         (PeakHeadroom(window=0), {}, ValueError, "dead and window at least 1"),
         (PeakHeadroom(), {"kv_floor_bytes": 3000}, SplitError, "no cap from 0 on works"),
