@@ -11,11 +11,9 @@ import numpy as np
 
 from host_offload.control.interface import routed_counts
 from host_offload.traces.reader import KINDS, Chunk, Trace
-from host_offload.traces.recency import cold_recency, reference, tails
 from host_offload.traces.step_sets import read_step_sets
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-QUANTILES = (0.5, 0.9, 0.99)
 MAX_GROUPS = 32
 HOT = 10
 """How many of the hottest experts are compared between domains, as in DynaExq's Figure 2."""
@@ -55,7 +53,6 @@ class TraceStatistics:
     """None: the trace does not say which tokens are of the same."""
     token_overlap: float
     """Share of a generated token's experts that the token before it in its sequence had."""
-    token_overlap_by_layer: tuple[float, ...]
     token_overlap_by_chance: float
     """The same if tokens were independent, with the trace's popularities."""
     step_overlap: float
@@ -69,18 +66,6 @@ class TraceStatistics:
     """As `activated`, if routing were uniform: f = k/E."""
     experts_for_90: float
     """How many experts of a layer have 90% of all routing."""
-    experts_for_90_by_layer: tuple[int, ...]
-    first_uses: int
-    """References of decode steps to an expert that no step had used. A reference is an active
-    expert of a layer in a step."""
-    reuse_distances: dict[float, float]
-    """Quantile → distance of other references: how many experts of the layer were used since."""
-    lru_misses: dict[int, float]
-    """Cells a layer → share of decode references that miss under LRU, first uses included (WiSP's
-    equation 3). Below `largest_step` cells it is a lower bound, since a step does not fit. Of a
-    prefill step that does not fit, the highest ids are taken as what it leaves behind."""
-    largest_step: int
-    """Most experts of a layer that a decode step activates."""
     domains: tuple[str, ...]
     """What was compared: sessions, or parts between marks; at most MAX_GROUPS."""
     distances: tuple[DomainDistance, ...]
@@ -95,46 +80,26 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
 
 def _steps(trace: Trace) -> dict[str, Any]:
     """What is said of steps."""
-    shape = trace.header.layers, trace.header.experts
     kinds = dict.fromkeys((*range(len(KINDS)), -1), 0)
-    recency, before = cold_recency(*shape), None
+    before = None
     shared: list[float] = []
     sizes: dict[int, list[float]] = {}
-    distances = np.zeros(trace.header.experts, np.int64)
-    largest = first_uses = 0
     for step in read_step_sets(trace):
         kinds[step.kind] += 1
         active = step.active
-        recency, found = reference(recency, active)
         if step.kind == KINDS.index("prefill"):
             continue
         total = int(active.sum())
         if before is not None and total:
             shared.append(int((active & before).sum()) / total)
         before = active
-        largest = max(largest, int(found.sizes.max()))
         sizes.setdefault(step.tokens, []).append(total / active.size)
-        distances += np.bincount(found.place[~found.is_first] % shape[1], minlength=shape[1])
-        first_uses += int(found.is_first.sum())
-    up_to, missed = np.cumsum(distances), first_uses + tails(distances)
-    some = {trace.header.top_k, *(shape[1] * i // 8 for i in (1, 2, 4, 6, 8))}
     return {
         "prefill_steps": kinds[KINDS.index("prefill")],
         "decode_steps": kinds[KINDS.index("decode")],
         "unknown_steps": kinds[-1],
         "step_overlap": _mean(shared),
         "activated_in_steps": {n: _mean(v) for n, v in sorted(sizes.items())},
-        "first_uses": first_uses,
-        "reuse_distances": {
-            q: float(np.searchsorted(up_to, q * up_to[-1])) if up_to[-1] else np.nan
-            for q in QUANTILES
-        },
-        "lru_misses": {
-            cells: int(missed[cells]) / int(missed[0]) if missed[0] else np.nan
-            for cells in sorted(some)
-            if cells >= trace.header.top_k
-        },
-        "largest_step": largest,
     }
 
 
@@ -159,12 +124,10 @@ def _tokens(trace: Trace) -> dict[str, Any]:
         "tokens": trace.tokens,
         "requests": None if "token.request" in header.absent else len(requests),
         "token_overlap": float(overlaps.mean()),
-        "token_overlap_by_layer": tuple(overlaps.tolist()),
         "token_overlap_by_chance": float((share**2).sum(axis=1).mean() / header.top_k),
         "activated": {b: float((1 - (1 - share) ** b).mean()) for b in BATCHES},
         "activated_uniform": {b: 1 - (1 - header.top_k / header.experts) ** b for b in BATCHES},
         "experts_for_90": float(enough.mean()),
-        "experts_for_90_by_layer": tuple(enough.tolist()),
     }
 
 

@@ -7,26 +7,31 @@ nothing half-written ever lies at DST, and an interrupted conversion goes on whe
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import datetime
 import importlib.metadata
+import json
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
 
-from host_offload.versions.encoders import WORKERS, EncodingError, decode
+from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS, EncodingError, decode
 from host_offload.versions.store_versions import as_weights, relative_error
-from moejax.checkpoints.checkpoint import in_order
-from moejax.checkpoints.conversion_source import Source, open_source
+from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, in_order, run_tasks
 from moejax.checkpoints.load import checkpoint_format
-from moejax.checkpoints.loaded_model import counted, require_host_memory, warn_nonfinite
+from moejax.checkpoints.loaded_model import (
+    counted,
+    require_host_memory,
+    run_dtype,
+    warn_nonfinite,
+)
 from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
-from moejax.checkpoints.orbax.layout import DENSE, Leaf, orbax_files
+from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel, orbax_files
 from moejax.checkpoints.orbax.manifest import (
     JOURNAL,
     MANIFEST,
@@ -38,12 +43,110 @@ from moejax.checkpoints.orbax.manifest import (
     write_file,
     write_manifest,
 )
+from moejax.checkpoints.orbax.own import MOST_FILES, open_stored
+from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
-from moejax.models.directory import checkpoint_directory
+from moejax.models.directory import checkpoint_directory, read_json, require_own_file
+from moejax.requests.tokenizer import FILES, TEMPLATES
 from pallas_kernels.cpu.checksums import checksum as native_checksum
 from pallas_kernels.cpu.library import why_not_cpu
 
 log = logging.getLogger("moejax")
+
+
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    *FILES,
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+    "README.md",
+)
+"""Files of the source that belong to the model; those that are there are copied, and what is in
+TEMPLATES."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source(StoredModel):
+    """A checkpoint to be written as ours, in the dtype that the result has."""
+
+    checkpoint: Checkpoint
+    files: dict[str, list[int]]
+    """Size and time of change (ns) of each file that decides the result."""
+    copied: dict[str, bytes]
+    """The files to copy; config.json with the dtype that the weights have in the result."""
+
+    def chunks(self, leaf: Leaf) -> Iterator[np.ndarray]:
+        """The chunks of a parameter, one at a time, or the dense experts of a layer, which are in
+        memory at once."""
+        kind, _, key = leaf.name.partition(".")
+        with (
+            self.checkpoint.open() as reader,
+            ThreadPoolExecutor(WORKERS) as pool,
+        ):
+            if kind == "params":
+                for chunk in leaf.chunks:
+                    array = np.empty(leaf.shape[1:] if leaf.stacked else leaf.shape, leaf.dtype)
+                    run_tasks(pool, reader.read_param(key, chunk, array))
+                    yield array
+                return
+            layer = int(key.rpartition(".")[2])
+            sink = ArraySink(self.layout(), np.empty(leaf.shape, leaf.dtype))
+            tasks = reader.read_experts(DENSE, [layer], sink, NUMPY_DTYPES[self.dtype])
+            run_tasks(pool, tasks)
+            assert sink.written.all(), "rows without a tensor"
+            yield from sink.records
+
+
+def open_source(directory: pathlib.Path, dtype: str) -> Source:
+    """A Hugging Face checkpoint whose tensors are all checked. dtype: as in load_checkpoint.
+    Raises UserError as that does."""
+    opened = open_tensors(directory, "safetensors")
+    dtype = run_dtype(dtype, opened.dtype)
+    copied = _copied(directory)
+    if opened.config.dtype != dtype:
+        fields = read_json(directory / "config.json")
+        fields.pop("torch_dtype", None)
+        copied["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
+    paths = [*(file.path for file in opened.files), *map(directory.joinpath, copied)]
+    return Source(directory, opened.config, dtype, opened, file_times(paths, directory), copied)
+
+
+def orbax_source(directory: pathlib.Path) -> Source:
+    """The parameters and dense experts of what `moejax convert` or `moejax quantize` wrote, in the
+    dtype they have. Raises UserError for whatever is missing or damaged but contents of chunks,
+    which are verified when they are read."""
+    stored = open_stored(directory)
+    stored.hold(stored.dtype, (DENSE,))
+    names = (n for n in stored.manifest.files if n in COPIED or n.startswith(f"{TEMPLATES}/"))
+    copied = {name: (directory / name).read_bytes() for name in names}
+    # The manifest has checksums of all others.
+    files = file_times([directory / MANIFEST], directory)
+    return Source(directory, stored.config, stored.dtype, stored, files, copied)
+
+
+def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[str, list[int]]:
+    """Path within the directory → size and time of change (ns)."""
+    found = {path.relative_to(directory).as_posix(): path.stat() for path in sorted(paths)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
+def _copied(directory: pathlib.Path) -> dict[str, bytes]:
+    """The files of COPIED by their path within the directory. Raises UserError for a link out of
+    the checkpoint, whose target is nobody's to copy."""
+    paths = [directory / name for name in COPIED]
+    paths = [path for path in paths if os.path.lexists(path)]
+    paths += directory.glob(f"{TEMPLATES}/*")
+    copied, left = {}, MOST_FILES
+    for path in paths:
+        left -= require_own_file(path, directory, left, "all files but the weights")
+        copied[path.relative_to(directory).as_posix()] = path.read_bytes()
+    return copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +177,13 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     dtype: str = "auto",
-    verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Writes the Hugging Face checkpoint `source` as the Orbax checkpoint `destination`, streaming.
 
     Host memory is one MoE layer and the part of the shards that it comes from. dtype: as in
-    load_checkpoint. verify: read everything back and compare it with the source, bit for bit,
-    before the destination appears. progress: called with (done, total) bytes. After an interruption
-    of any kind the same call goes on with what is missing.
+    load_checkpoint. progress: called with (done, total) bytes. After an interruption of any kind
+    the same call goes on with what is missing.
 
     Raises UserError where the source is wrong (all names, shapes and dtypes are checked first),
     where the destination is there already, and where it cannot be written.
@@ -93,20 +194,19 @@ def convert(
         raise UserError(f"{src}: its format is {kind}; convert reads safetensors checkpoints")
     dst = free_destination(destination)
     opened = open_source(src, dtype)
-    return write_checkpoint(opened, dst, verify=verify, progress=progress)
+    return write_checkpoint(opened, dst, progress=progress)
 
 
 def write_checkpoint(
     source: Source,
     destination: pathlib.Path,
     encodings: Mapping[str, Encoding] | None = None,
-    verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Writes a checkpoint whose tensors are checked. destination: of free_destination. encodings:
     by version, what is written beside the dense one. The rest as in convert."""
     with written_beside(destination) as work:
-        nbytes, kept = _complete(source, work, encodings or {}, verify, progress)
+        nbytes, kept = _complete(source, work, encodings or {}, progress)
     return Conversion(destination, source.dtype, nbytes, kept)
 
 
@@ -114,7 +214,6 @@ def _complete(
     source: Source,
     work: pathlib.Path,
     encodings: Mapping[str, Encoding],
-    verify: bool,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[int, int]:
     """Brings `work` from whatever it is to its manifest; returns bytes, of weights and of those
@@ -123,8 +222,7 @@ def _complete(
     dense = [*source.params.values(), *layers[DENSE]]
     leaves = [*dense, *(leaf for version in encodings for leaf in layers[version])]
     total = sum(leaf.nbytes for leaf in leaves)
-    compared = sum(leaf.nbytes for leaf in dense) if verify else 0
-    advance = counted(progress, total + compared)
+    advance = counted(progress, total)
     manifest = _begin(source, work, encodings, layers)
     tree = work / manifest.tree
     kept = sum(leaf.nbytes for leaf in leaves if manifest.checksums(leaf))
@@ -168,9 +266,6 @@ def _complete(
     left_out = [layers[v][i] for v, lacking in manifest.dense_layers.items() for i in lacking]
     if left_out:
         _leave_out(source, work, manifest, layers)
-    for leaf in dense if verify else ():
-        _compare_chunks(tree, leaf, source.chunks(leaf))
-        advance(leaf.nbytes)
     os.replace(work / JOURNAL, work / MANIFEST)
     return total - sum(leaf.nbytes for leaf in left_out), kept
 
@@ -259,7 +354,7 @@ def _begin(
 def _forget_damaged(work: pathlib.Path, manifest: Manifest, leaves: Sequence[Leaf]) -> None:
     """Takes the leaves that are not on disk as the manifest says out of it."""
     tree = work / manifest.tree
-    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         for leaf in leaves:
             expected = manifest.checksums(leaf)
             files = [leaf.file(tree, chunk) for chunk in leaf.chunks]
@@ -292,7 +387,7 @@ def _write_chunks(
         content = as_bytes(chunk)
         return write_file(path, content), native_checksum("crc32c", content) if crcs else ""
 
-    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         written = list(in_order(pool, write, zip(leaf.chunks, chunks, strict=True)))
     return tuple(each for each, _ in written), tuple(crc for _, crc in written if crc)
 
@@ -303,29 +398,12 @@ def _read_chunks(tree: pathlib.Path, leaf: Leaf, checksums: Sequence[str]) -> np
     for number in leaf.chunks:
         path = leaf.file(tree, number)
         if read_file(path, as_bytes(array[number])) != checksums[number]:
-            raise _misread(path, "was written")
+            path.unlink()  # so that the next conversion does not take its checksum's word
+            raise UserError(
+                f"{path}: read back, it is not what was written: the disk or the memory is at "
+                "fault. Run the same command again, which writes this piece anew"
+            )
     return array
-
-
-def _compare_chunks(tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]) -> None:
-    """Raises UserError if a chunk on disk is not the source's, and takes it from the disk."""
-    for number, chunk in zip(leaf.chunks, chunks, strict=True):
-        path = leaf.file(tree, number)
-        with open(path, "rb") as file:
-            if hasattr(os, "posix_fadvise"):  # else memory would answer for the disk
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            found = np.fromfile(file, np.uint8)
-        if not np.array_equal(found, chunk.reshape(-1).view(np.uint8)):
-            raise _misread(path, "the source has")
-
-
-def _misread(path: pathlib.Path, expected: str) -> UserError:
-    """What to raise for a chunk that the disk has changed, which goes."""
-    path.unlink()  # so that the next conversion does not take its checksum's word
-    return UserError(
-        f"{path}: read back, it is not what {expected}: the disk or the memory is at fault. Run "
-        "the same command again, which writes this piece anew"
-    )
 
 
 def _checksum_of(path: pathlib.Path) -> str | None:

@@ -32,7 +32,7 @@ from moejax.checkpoints.orbax.layout import Leaf, StoredModel
 from moejax.checkpoints.orbax.manifest import JOURNAL, MANIFEST
 from moejax.checkpoints.orbax.own import open_stored
 from moejax.checkpoints.orbax.steps import is_orbax
-from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
+from moejax.checkpoints.shards import INDEX, SINGLE, find_shards
 from moejax.checkpoints.shared_memory import SharedMemory, content_of, open_shared
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError

@@ -16,7 +16,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +92,11 @@ def open_shared(content: object) -> SharedMemory:
     if not SHM.is_dir():
         raise NoSharedMemory(f"store='shared' needs {SHM}, which is Linux's; use store='memory'")
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-    directory = SHM / f"{_prefix()}{digest}"
-    _sweep(directory)
+    prefix = f"moejax-{os.getuid()}-"
+    directory = SHM / f"{prefix}{digest}"
+    for other in SHM.glob(f"{prefix}*"):  # what killed processes left and nobody uses
+        if other != directory and other.stat().st_uid == os.getuid():
+            _remove_unused(other)
     while True:
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -136,12 +139,6 @@ def content_of(directory: Path, files: Iterable[Path]) -> list[object]:
     return found
 
 
-def _sweep(kept: Path) -> None:
-    """Removes what killed processes left and nobody uses."""
-    for directory in _others(kept):
-        _remove_unused(directory)
-
-
 def _remove_unused(directory: Path) -> None:
     """Removes a directory that no process uses."""
     with contextlib.suppress(OSError), (directory / _LOCK).open("rb") as lock:
@@ -149,13 +146,3 @@ def _remove_unused(directory: Path) -> None:
         # Not one that was made anew since it was opened.
         if os.path.samestat(os.stat(directory / _LOCK), os.fstat(lock.fileno())):
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _others(kept: Path) -> Iterator[Path]:
-    for directory in SHM.glob(f"{_prefix()}*"):
-        if directory != kept and directory.stat().st_uid == os.getuid():
-            yield directory
-
-
-def _prefix() -> str:
-    return f"moejax-{os.getuid()}-"

@@ -8,18 +8,18 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from host_offload.memory.record_source import RecordSource
 from host_offload.versions.encoders import NUMPY_DTYPES
-from moejax.checkpoints.checkpoint import Checkpoint, RecordSink, Task
-from moejax.checkpoints.foreign.foreign_checkpoint import open_mapped
+from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task
+from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.orbax.layout import DENSE
-from moejax.checkpoints.safetensors.shards import Shard, TensorFile, TensorReader, find_shards
-from moejax.checkpoints.shard_records import ShardRecords
+from moejax.checkpoints.shards import Shard, TensorFile, TensorReader, find_shards
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
     ExpertPlace,
@@ -31,6 +31,9 @@ from moejax.checkpoints.tensors import (
 )
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config
+from pallas_kernels.cpu.sources import SOURCE
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.format import MATRICES
 
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -135,6 +138,58 @@ class TensorCheckpointReader:
         return OpenTensor(file, self._readers[file.path], name, self._checkpoint.nonfinite)
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardRecords:
+    """A RecordSource of dense records: gate's and up's rows as they lie, down's transposed, in the
+    run's dtype. Shards have no checksums; each must stay what it was when its header was read.
+
+    tensors: (MoE layer, expert) → those with its weights. dtype: the run's.
+    """
+
+    format: RecordFormat
+    shape: tuple[int, int]
+    tensors: Mapping[tuple[int, int], Sequence[tuple[Shard, str, ExpertPlace]]]
+    dtype: str
+
+    verify = False
+
+    @property
+    def first_file(self) -> str:
+        return str(self.tensors[0, 0][0][0].path)
+
+    def read(self, layer: int, expert: int, record: np.ndarray) -> None:
+        sink, dtype = ArraySink(self.format, record[None]), NUMPY_DTYPES[self.dtype]
+        try:
+            for shard, name, place in self.tensors[layer, expert]:
+                with shard.open() as reader:
+                    tensor = OpenTensor(shard, reader, name, Counter())
+                    tensor.read_record(place, expert, (0, 0), sink, dtype)
+        except UserError as error:
+            raise OSError(str(error)) from error
+
+    def holds(self, layer: int, expert: int, record: np.ndarray) -> bool:
+        found = np.empty_like(record)
+        self.read(layer, expert, found)
+        return np.array_equal(found, record)
+
+    @property
+    def turned(self) -> tuple[int, int]:
+        itemsize = NUMPY_DTYPES[self.dtype].itemsize
+        return self.format.width * itemsize, itemsize
+
+    def locate(self, number_file: Callable[[str], int]) -> np.ndarray:
+        table = np.zeros(self.shape, SOURCE)
+        matrix, (_, itemsize) = self.format.waited[0], self.turned
+        for key, tensors in self.tensors.items():
+            for shard, name, place in tensors:
+                stacked = key[1] if place.expert is None else 0
+                first = shard.begins[name] + stacked * math.prod(place.shape[-2:]) * itemsize
+                for number, part in enumerate(map(MATRICES.index, place.matrices)):
+                    table["place"][key][part] = first + number * matrix
+                    table["file"][key][part] = number_file(str(shard.path))
+        return table
+
+
 def open_tensors(
     directory: Path,
     kind: str,
@@ -187,15 +242,17 @@ def _check_names(
 def _check_tied(head: TensorFile, embed: TensorFile) -> None:
     """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
     contrary to its config."""
-    same = head.tensors[_HEAD].shape == embed.tensors[_EMBED].shape
-    if same:
-        with head.open() as head_file, embed.open() as embed_file:
-            rows = head.tensors[_HEAD].shape[0]
-            pieces = [slice(row, min(row + 4096, rows)) for row in range(0, rows, 4096)]
-            same = all(
-                np.array_equal(head_file.get_rows(_HEAD, at), embed_file.get_rows(_EMBED, at))
-                for at in pieces
-            )
+    found = [(head, _HEAD), (embed, _EMBED)]
+    rows, width = head.tensors[_HEAD].shape
+    same = (rows, width) == embed.tensors[_EMBED].shape
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(file.open()).rows(name) for file, name in found]
+        dtypes = [NUMPY_DTYPES[file.tensors[name].dtype] for file, name in found]
+        for first in range(0, rows if same else 0, 4096):
+            pieces = [np.empty((min(4096, rows - first), width), dtype) for dtype in dtypes]
+            for read, piece in zip(readers, pieces, strict=True):
+                read(first, piece)
+            same = same and np.array_equal(*pieces)
     if not same:
         raise UserError(
             f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "

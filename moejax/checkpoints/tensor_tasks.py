@@ -7,10 +7,11 @@ same; otherwise they pass through a buffer that stays in the processor's cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
-from moejax.checkpoints.safetensors.shards import ShardReader, TensorFile, TensorReader
+from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
 from moejax.errors import UserError
 
@@ -29,14 +30,6 @@ _PIECE = 64 << 20
 """Bytes of a large parameter that one thread reads."""
 
 _scratch = threading.local()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Rows first … first + count − 1 of a tensor, counted over all axes but the last."""
-
-    first: int
-    count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +44,11 @@ class OpenTensor:
     def read_param(self, place: ParamPlace, out: np.ndarray) -> Iterator[Task]:
         """Fills its rows of a parameter of one layer, of whatever dtype."""
         matrix = out[place.row : place.row + place.shape[0]].reshape(-1, place.shape[-1])
-        step = len(matrix)
-        if isinstance(self.reader, ShardReader):  # others read a tensor as a whole
-            step = max(1, _PIECE // (matrix.shape[1] * self._stored.itemsize))
-        for first in range(0, len(matrix), max(step, 1)):
-            rows = _Rows(first, min(step, len(matrix) - first))
-            part = matrix[first : first + rows.count]
-            yield lambda rows=rows, part=part: self._read(part, rows, None)
+        width, step = matrix.shape[1], len(matrix)
+        if self.reader.splits:
+            step = max(1, _PIECE // (width * self._stored.itemsize))
+        for first in range(0, len(matrix), step):
+            yield functools.partial(self._read, matrix[first : first + step], first)
 
     def read_experts(
         self, place: ExpertPlace, layer: int, sink: RecordSink, dtype: np.dtype
@@ -65,8 +56,7 @@ class OpenTensor:
         """Fills its part of a record, or of all records of a layer. layer: the sink's. dtype: of
         the weights there."""
         for expert in range(place.shape[0]) if place.expert is None else (place.expert,):
-            at = layer, expert
-            yield lambda at=at: self.read_record(place, at[1], at, sink, dtype)
+            yield functools.partial(self.read_record, place, expert, (layer, expert), sink, dtype)
 
     def read_record(
         self,
@@ -78,61 +68,36 @@ class OpenTensor:
     ) -> int:
         """Fills its part of one expert's record; returns the bytes read. at: layer and expert of
         the sink."""
-        matrices = ("gate", "up") if place.matrix == "gate_up" else (place.matrix,)
-        parts = [sink.layout.parts[matrix] for matrix in matrices]
-        stacked, rows = place.expert is None, place.shape[-2]
+        parts = [sink.layout.parts[matrix] for matrix in place.matrices]
         with sink.piece(*at, 1, parts[0][0], sum(count for _, count in parts)) as records:
             # An arena row of 16-bit values is a weight row; a float32 row takes two.
             weights = records.reshape(-1).view(dtype).reshape(-1, sink.layout.hidden)
             out = weights.T if place.matrix == "down" else weights
-            lies = _Rows(expert * rows if stacked else 0, rows)
-            return self._read(out, lies, expert if stacked else None)
+            return self._read(out, 0, expert if place.expert is None else None)
 
     @property
     def _stored(self) -> np.dtype:
         return NUMPY_DTYPES[self.file.tensors[self.name].dtype]
 
-    def _read(self, out: np.ndarray, rows: _Rows, index: int | None) -> int:
-        """Fills `out`, [rows, width] in the file's order. index: of the first axis, of which the
-        rows are all."""
-        source = self._source(rows, index)
-        bad = _fill(out, source, self._stored, f"{self.file.path}: tensor {self.name}")
+    def _read(self, out: np.ndarray, first: int, index: int | None = None) -> int:
+        """Fills `out`, [rows, width] in the file's order, with rows from `first` on. index: of the
+        first axis."""
+        read = self.reader.rows(self.name, index)
+        bad = _fill(out, first, read, self._stored, f"{self.file.path}: tensor {self.name}")
         if bad:
             with _COUNTING:
                 self.nonfinite[self.name] += bad
         return out.size * self._stored.itemsize
 
-    def _source(self, rows: _Rows, index: int | None) -> Callable[[int, np.ndarray], None]:
-        """read(first, out[n, width]): the rows from `first` on."""
-        width, reader = self.file.tensors[self.name].shape[-1], self.reader
-        if isinstance(reader, ShardReader):
-
-            def read_into(first: int, out: np.ndarray) -> None:
-                reader.read_into(self.name, (rows.first + first) * width, out)
-
-            return read_into
-        whole = reader.get_tensor(self.name) if index is None else reader.get_rows(self.name, index)
-        matrix = whole.reshape(-1, width)
-
-        def copy_into(first: int, out: np.ndarray) -> None:
-            out[:] = matrix[first : first + len(out)]
-
-        return copy_into
-
 
 _COUNTING = threading.Lock()
 
 
-def _fill(
-    out: np.ndarray,
-    read: Callable[[int, np.ndarray], None],
-    stored: np.dtype,
-    named: str,
-) -> int:
+def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: str) -> int:
     """Reads all of out, [rows, width] in the file's order, contiguous or the transpose of
     contiguous memory; returns how many values are not finite.
 
-    stored: the file's dtype. named: the tensor, for messages.
+    begin: its first row in the file. stored: the file's dtype. named: the tensor, for messages.
     """
     rows, width = out.shape
     transposed = not out.flags.c_contiguous
@@ -143,7 +108,7 @@ def _fill(
         into = out[first : first + step]
         straight = stored == out.dtype and not transposed
         values = into if straight else _buffer("values", stored, into.shape)
-        read(first, values)
+        read(begin + first, values)
         found = count_nonfinite(values)
         bad += found
         if straight:

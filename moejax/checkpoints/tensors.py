@@ -46,6 +46,11 @@ class ExpertPlace:
     expert: int | None
     matrix: str
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices that it has, one after the other."""
+        return ("gate", "up") if self.matrix == "gate_up" else (self.matrix,)
+
 
 Place = ParamPlace | ExpertPlace
 

@@ -15,7 +15,7 @@ All is written to DST.partial, which becomes DST at the end. The same command ag
 interruption of any kind; delete DST.partial to give up.
 
 examples:
-  moejax convert /models/Qwen3-30B-A3B /models/qwen3.orbax --verify
+  moejax convert /models/Qwen3-30B-A3B /models/qwen3.orbax
   moejax generate "The old house" --model /models/qwen3.orbax
 """
 
@@ -38,11 +38,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="DTYPE",
         help="of the weights: bfloat16, float16, float32, auto (default: auto, the checkpoint's)",
     )
-    convert.add_argument(
-        "--verify",
-        action="store_true",
-        help="before DST appears, read everything back and compare it with SRC bit for bit",
-    )
     convert.add_argument("--quiet", action="store_true", help="no progress and no summary")
 
 
@@ -58,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     with loading_progress(args.source, not args.quiet, "converting") as report:
         source = model_directory(args.source)
-        done = convert(source, args.destination, args.dtype, args.verify, report)
+        done = convert(source, args.destination, args.dtype, report)
     if not args.quiet:
         there = f", {format_bytes(done.kept)} of them from before" if done.kept else ""
         print(f"{done.directory}: {format_bytes(done.nbytes)} of {done.dtype} weights{there}")

@@ -268,13 +268,6 @@ def _measures(s: TraceStatistics, experts: int) -> Iterator[tuple[str, ...]]:
     yield "from step to step", _percent(s.step_overlap), "", published.STEP_OVERLAP
     most = f"{s.experts_for_90:.1f}, {s.experts_for_90 / experts:.0%}"
     yield "experts with 90% of all routing", most, "90%", published.CONCENTRATION
-    for quantile, distance in s.reuse_distances.items():
-        found = "–" if distance != distance else f"{distance:.0f}"
-        yield f"reuse distance, {quantile:.0%} below", found, "", published.NO_NUMBER
-    for cells, share in s.lru_misses.items():
-        name = f"LRU misses, {cells} cells a layer ({cells / experts:.0%})"
-        bound = "≥ " if cells < s.largest_step else ""
-        yield name, bound + _percent(share), "", published.NO_NUMBER
 
 
 def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:

@@ -10,8 +10,15 @@ import numpy as np
 
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.quantizers import QUANTIZERS
-from moejax.checkpoints.conversion import Conversion, Encoding, free_destination, write_checkpoint
-from moejax.checkpoints.conversion_source import Source, open_source, orbax_source
+from moejax.checkpoints.conversion import (
+    Conversion,
+    Encoding,
+    Source,
+    free_destination,
+    open_source,
+    orbax_source,
+    write_checkpoint,
+)
 from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.orbax.manifest import MANIFEST, read_manifest
 from moejax.checkpoints.versions import LOSSLESS, check_quantizer, check_versions

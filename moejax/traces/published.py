@@ -32,7 +32,6 @@ MODELS = (
 TOKEN_OVERLAP = "≈ 50% [1]"
 STEP_OVERLAP = "44% [2]"
 CONCENTRATION = "few hot [3]"
-NO_NUMBER = "–"
 ACTIVATED_NOTES = """\
 steps: the trace's decode steps of so many tokens. tokens: so many of the trace's
 tokens, if they are independent. uniform: if every expert is as likely.
@@ -40,8 +39,7 @@ DynaExq, Table 1: [1] Qwen3-30B-A3B [2] Qwen3-Next-80B-A3B [3] DeepSeek-V2-Lite"
 MEASURE_NOTES = """\
 [1] Qwen3-30B-A3B at batch 1: "roughly half" turn over (WiSP, section 4)
 [2] LLaDA-MoE between denoising steps; 23% when shuffled (WiSP, appendix G)
-[3] heavy-tailed, without a number (DynaExq, Figure 2)
-≥: a step needs more experts than that. –: no number in the papers we follow"""
+[3] heavy-tailed, without a number (DynaExq, Figure 2)"""
 DOMAIN_NOTES = """\
 divergence: Jensen-Shannon, in bits (Lin, 1991). variation: total variation. Both
 0 … 1. Halves of one domain show how much of it is chance. Published: the ten hottest

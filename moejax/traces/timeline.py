@@ -5,7 +5,6 @@ docs/transfers.md says how to read them.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,9 +16,6 @@ from pallas_kernels.cpu.spans import OpSpan
 
 WRITERS = ("kv_write", "latent_write")
 """The ops of a layer that know which one it is."""
-
-LAYERS = 3
-"""How many a picture in a report shows."""
 
 
 def check_timeline(path: str | os.PathLike[str]) -> None:
@@ -78,21 +74,3 @@ def _layers(ops: Sequence[OpSpan]) -> list[int | None]:
                 since = i + 1
                 current = None if current == last else current
     return found
-
-
-def middle_layers(events: Sequence[TimelineEvent]) -> tuple[float, float]:
-    """When LAYERS layers in a row in the middle of everything begin and end. Raises UserError
-    without a layer."""
-    mine = [e for e in sorted(events, key=lambda e: e.begin) if e.track == DEVICE]
-    layered = [e for e in mine if e.layer is not None]
-    runs = [list(run) for _, run in itertools.groupby(layered, key=lambda e: e.layer)]
-    if not runs:
-        raise UserError("there is nothing to draw: no layer was computed")
-    middle = max(len(runs) // 2 - LAYERS // 2, 0)
-    # Of one step, where it has as many layers.
-    for first in range(middle, max(middle - LAYERS, -1), -1):
-        chosen = runs[first : first + LAYERS]
-        numbers = [run[0].layer or 0 for run in chosen]
-        if numbers == sorted(numbers):
-            break
-    return chosen[0][0].begin, max(event.end for event in chosen[-1])

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from moejax.checkpoints.safetensors.headers import read_header
-from moejax.checkpoints.safetensors.shards import SINGLE
+from moejax.checkpoints.shards import SINGLE, read_header
 from moejax.errors import MOST_LINE, MOST_LINES, UserError, shown
 from tests.moejax.checkpoints.conversions import refuses
 

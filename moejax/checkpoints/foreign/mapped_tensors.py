@@ -1,4 +1,4 @@
-"""Another program's parameter tree as the tensors of a Hugging Face checkpoint, by a name map."""
+"""Another program's Orbax tree as the tensors of a Hugging Face checkpoint, by a name map."""
 
 from __future__ import annotations
 
@@ -6,24 +6,38 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from moejax.checkpoints.foreign.name_map import (
     NameMap,
     Rule,
+    check_names,
     leaf_pattern,
+    load_name_map,
+    match_leaves,
     scale_factor,
+    shipped_maps,
     tensor_name,
 )
-from moejax.checkpoints.foreign.name_matching import check_names, match_leaves
-from moejax.checkpoints.orbax.tree import LeafReader, Tree, TreeLeaf, leaf_headers, touched_bytes
-from moejax.checkpoints.safetensors.headers import Header
+from moejax.checkpoints.orbax.steps import CHECKPOINT, Items, Step, find_items
+from moejax.checkpoints.orbax.tree import (
+    LeafReader,
+    Tree,
+    TreeLeaf,
+    leaf_headers,
+    read_tree,
+    touched_bytes,
+)
+from moejax.checkpoints.shards import Header, ReadRows
 from moejax.checkpoints.tensors import check_experts, expected_tensors, is_ignored
 from moejax.errors import UserError
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, load_config, parse_config
+from moejax.models.directory import read_json
 from moejax.models.json_values import is_integer
 
 _CACHE = 64 << 20
@@ -83,21 +97,109 @@ class MappedReader:
     file: MappedTensors
     leaves: LeafReader
 
-    def get_tensor(self, name: str, /) -> np.ndarray:
-        return _read(self.leaves, self.file.parts[name])
+    splits = False
 
-    def get_rows(self, name: str, index: int | slice, /) -> np.ndarray:
-        part = self.file.parts[name]
+    def rows(self, name: str, index: int | None = None, /) -> ReadRows:
+        values = self._read(self.file.parts[name], index)
+        matrix = values.reshape(-1, values.shape[-1])
+
+        def copy_rows(first: int, out: np.ndarray) -> None:
+            out[:] = matrix[first : first + len(out)]
+
+        return copy_rows
+
+    def _read(self, part: Part, index: int | None) -> np.ndarray:
+        """The tensor, or its part at an index of the first axis: where the leaf has that axis by
+        itself, nothing else is read."""
         before, after = part.rule.before, part.rule.after
-        whole = part.rows is None
-        if whole and after and before and after[0] in before and len(after[0]) == 1:
-            axis = before.index(after[0])
-        elif whole and after is None:
-            axis = 0
-        else:
-            return _read(self.leaves, part)[index]
-        at = (*part.index[:axis], index, *part.index[axis + 1 :])
-        return _read(self.leaves, dataclasses.replace(part, index=at))
+        axis = None
+        if index is not None and part.rows is None:
+            if after is None:
+                axis = 0
+            elif before and after[0] in before and len(after[0]) == 1:
+                axis = before.index(after[0])
+        if index is None or axis is not None:
+            at = part.index
+            if axis is not None:
+                at = (*at[:axis], index, *at[axis + 1 :])
+            return _read(self.leaves, dataclasses.replace(part, index=at))
+        return _read(self.leaves, part)[index]
+
+
+def open_mapped(
+    directory: pathlib.Path, step: Step = None, name_map: str | os.PathLike[str] | None = None
+) -> tuple[ModelConfig, MappedTensors]:
+    """The model's config and its tensors, of which nothing but headers is read.
+
+    directory: a root, a step or an item, see orbax.steps. name_map: a file or the name of a shipped
+    map. Raises UserError.
+    """
+    items = find_items(directory, step)
+    if name_map is None:
+        tree = read_tree(next(iter(items.items.values())))
+        leaves = list(tree.leaves)
+        raise UserError(
+            f"{directory}: an Orbax checkpoint that moejax did not write needs name_map, which "
+            "says which leaf is which tensor: a .yaml or .json file (docs/checkpoints.md) or one "
+            f"of {', '.join(shipped_maps())}. Its leaves: {', '.join(leaves[:8])}"
+            + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
+        )
+    parsed = load_name_map(name_map)
+    tree = read_tree(_item(items, parsed, directory))
+    config, fields = _config(items, tree, parsed, directory)
+    return config, map_tensors(config, tree, parsed, fields)
+
+
+def _item(items: Items, name_map: NameMap, directory: pathlib.Path) -> pathlib.Path:
+    names = list(items.items)
+    chosen = names[0] if len(names) == 1 else next((n for n in name_map.items if n in names), None)
+    if chosen is None:
+        step = f" of step {items.step}" if items.step is not None else ""
+        raise UserError(
+            f"{directory}: which item{step} holds the parameters: {', '.join(names)}? Name it in "
+            f"the map ({name_map.source}), item: {names[0]}, or give its directory"
+        )
+    item = items.items[chosen]
+    if not item.resolve().is_relative_to(directory.resolve()):
+        raise UserError(f"{item}: a link that leaves {directory}; give the directory it points to")
+    return item
+
+
+def _config(
+    items: Items, tree: Tree, name_map: NameMap, directory: pathlib.Path
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """The config and its fields: from config.json beside the tree or around it, an item or custom
+    metadata called config, or the map; UserError if there is none, or two that differ."""
+    found: list[tuple[str, dict[str, Any], pathlib.Path | None]] = []
+    for place in items.directories:
+        # The last two are what v0's and v1's JSON handlers write for an item called config.
+        for name in ("config.json", "config/metadata", "config/data.json"):
+            path = place / name
+            if path.is_file():
+                found.append((str(path), read_json(path), place))
+        custom = read_json(place / CHECKPOINT) if (place / CHECKPOINT).is_file() else {}
+        for metadata in (custom.get("custom_metadata"), tree.custom):
+            config = metadata.get("config") if isinstance(metadata, dict) else None
+            if isinstance(config, dict):
+                found.append((f"{place}: config in the custom metadata", config, None))
+    if name_map.config is not None:
+        found.append((f"{name_map.source}: config", name_map.config, None))
+    if not found:
+        raise UserError(
+            f"{directory}: no config.json, so the sizes of the model are unknown; put the model's "
+            f"config.json into {items.directories[-1]}, or its fields into the name map under "
+            "config"
+        )
+    source, fields, place = found[0]
+    for other, differing, _ in found[1:]:
+        if differing != fields:
+            keys = sorted(
+                str(key) for key in {*fields, *differing} if fields.get(key) != differing.get(key)
+            )
+            raise UserError(f"{source} and {other} differ in {', '.join(keys[:5])}; keep one")
+    if place is not None and source == str(place / "config.json"):
+        return load_config(place), fields
+    return parse_config(fields, source), fields
 
 
 def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict) -> MappedTensors:

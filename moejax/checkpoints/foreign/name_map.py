@@ -7,13 +7,16 @@ rearranged (in einops' notation, Rogozhnikov 2022) and the tensors that they hol
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import importlib.resources
 import os
 import pathlib
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from moejax.checkpoints.orbax.tree import MOST_NAME
+from moejax.checkpoints.orbax.tree import MOST_NAME, Tree
 from moejax.errors import UserError, shown
 from moejax.models.directory import read_bounded
 from moejax.models.json_values import MOST_YAML, is_number, parse_json, parse_yaml
@@ -28,6 +31,10 @@ _PLACEHOLDER = re.compile(
 _SCALE = re.compile(r"(1/)?sqrt\((\w+)\)", re.ASCII)
 _LARGEST = 1e30
 """The largest scale; larger ones leave nothing of float32 weights."""
+_SHOWN, _COMPARED = 5, 300
+"""Names in a message, and those that each is compared with for the nearest."""
+_MOST_TRIES = 10_000_000
+"""Patterns times paths, a few seconds."""
 MOST_RULES, MOST_ROOTS = 500, 8
 """What a map may have; its texts have at most MOST_NAME characters."""
 
@@ -262,27 +269,8 @@ def leaf_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def ignore_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern of paths from the tree's top: * is part of a name, ** any number of names.
-
-    What follows a wildcard is looked for where it comes first, and kept ("(?>"), since a later
-    place would leave less to the rest: so the time is not exponential in the wildcards. Only what
-    follows the last one is looked for at the end.
-    """
-    first, *others = (
-        [re.escape(text) for text in part.split("*")] for part in re.split(r"\*{2}", pattern)
-    )
-
-    def within(texts: list[str], last: bool) -> str:
-        """A part without **; last: it ends the path."""
-        found = [f"(?>[^/]*?{text})" for text in texts[1:]]
-        if last and found:
-            found[-1] = f"[^/]*{texts[-1]}"
-        return texts[0] + "".join(found)
-
-    if not others:
-        return re.compile(within(first, last=True))
-    middle = "".join(f"(?>.*?{within(texts, last=False)})" for texts in others[:-1])
-    return re.compile(f"{within(first, False)}{middle}.*{within(others[-1], True)}")
+    """A pattern of paths from the tree's top; * is any text (fnmatch is not exponential)."""
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]").replace("?", "[?]")))
 
 
 def tensor_name(pattern: str, numbers: dict[str, int | str], field: Any) -> str:
@@ -315,3 +303,95 @@ def scale_factor(scale: float | str | None, field: Any) -> float | None:
         raise UserError(f"the config's {match[2]} is 0, which the map's scale {scale} cannot be of")
     root = float(value) ** 0.5
     return 1 / root if match[1] else root
+
+
+def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:
+    """Leaf path → its path under the map's root, and its rule.
+
+    Raises UserError for leaves that no rule takes and that are not ignored, and for rules that
+    take none.
+    """
+    rules = [(leaf_pattern(rule.leaf), rule) for rule in name_map.rules]
+    ignored = [ignore_pattern(pattern) for pattern in name_map.ignore]
+    if len(tree.leaves) * (len(rules) + len(ignored)) > _MOST_TRIES:
+        raise UserError(
+            f"{tree.directory}: {len(tree.leaves)} leaves are too many for the {len(rules)} rules "
+            f"of {name_map.source}"
+        )
+    root = _root(name_map, tree, [pattern for pattern, _ in rules])
+    matched: dict[str, tuple[str, Rule]] = {}
+    unmapped: list[str] = []
+    for path in tree.leaves:
+        if any(pattern.fullmatch(path) for pattern in ignored):
+            continue
+        relative = path.removeprefix(root)
+        inside = path.startswith(root)
+        takers = [rule for pattern, rule in rules if inside and pattern.fullmatch(relative)]
+        if len(takers) > 1:
+            raise UserError(
+                f"{tree.directory}: {name_map.source}: two rules take the leaf {path}: "
+                f"{takers[0].leaf} and {takers[1].leaf}"
+            )
+        if takers:
+            matched[path] = (relative, takers[0])
+        else:
+            unmapped.append(path)
+    used = {rule.leaf for _, rule in matched.values()}
+    unused = [rule.leaf for rule in name_map.rules if rule.leaf not in used and not rule.optional]
+    rules_under_root = [root + rule.leaf for rule in name_map.rules]
+    problems = [
+        *_listed("leaves without a rule", unmapped, rules_under_root, "rule"),
+        *_listed("rules without a leaf", unused, [*unmapped, *tree.leaves], "leaf"),
+    ]
+    if problems:
+        raise UserError(
+            f"{tree.directory}: the tree does not fit the name map {name_map.source}:\n"
+            + "\n".join(problems)
+            + "\nCorrect the rules; leaves that are no weights go into the map's ignore list."
+        )
+    return matched
+
+
+def check_names(name_map: NameMap, tree: Tree, found: set[str], expected: set[str]) -> None:
+    """UserError for tensors that the config asks for and the map does not make, and the reverse."""
+    missing, unknown = sorted(expected - found), sorted(found - expected)
+    problems = [
+        *_listed("tensors that are missing", missing, unknown, "made"),
+        *_listed("tensors that the config has not", unknown, missing or expected, "expected"),
+    ]
+    if problems:
+        raise UserError(
+            f"{tree.directory}: with the name map {name_map.source} the tensors are not those of "
+            "the config:\n" + "\n".join(problems)
+        )
+
+
+def _root(name_map: NameMap, tree: Tree, patterns: list[re.Pattern[str]]) -> str:
+    """The path above the rules' leaves, with its slash: the first root under which a leaf is."""
+    roots = [f"{root}/" if root else "" for root in name_map.roots]
+    for root in roots:
+        inside = [path.removeprefix(root) for path in tree.leaves if path.startswith(root)]
+        if any(pattern.fullmatch(path) for path in inside for pattern in patterns):
+            return root
+    return roots[0]
+
+
+def _listed(what: str, names: Iterable[str], others: Iterable[str], kind: str) -> list[str]:
+    """One line per name with the nearest of the others; names that differ in numbers only count
+    as one."""
+    names = list(names)
+    alike = {_skeleton(name): name for name in reversed(names)}
+    candidates = {_skeleton(other): other for other in others}
+    compared = list(candidates)[:_COMPARED]
+    lines = [f"{what} ({len(names)}):"] if names else []
+    for skeleton, name in [*reversed(alike.items())][:_SHOWN]:
+        near = difflib.get_close_matches(skeleton, compared, n=1, cutoff=0.4)
+        lines.append(f"  {name}" + (f" (nearest {kind}: {candidates[near[0]]})" if near else ""))
+    if len(alike) > _SHOWN:
+        lines.append(f"  … and {len(alike) - _SHOWN} more that differ in more than numbers")
+    return lines
+
+
+def _skeleton(name: str) -> str:
+    """The name without numbers and placeholders, which say nothing about likeness."""
+    return re.sub(r"\d+|\{\w+\}", "#", name)

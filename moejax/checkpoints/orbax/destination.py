@@ -41,8 +41,14 @@ def written_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
     raises, DST does not appear. dst: of free_destination. Raises UserError for errors of the
     filesystem, and where DST.partial holds something else."""
     work = dst.with_name(dst.name + ".partial")
-    if dst.exists():
-        _remove_empty(dst)
+    try:
+        if dst.exists():  # now rather than by the rename at the end, which may be hours away
+            dst.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{dst}: the empty directory cannot be replaced, as mount points cannot "
+            f"({error.strerror}); give a directory below it, {dst / 'model'}"
+        ) from None
     try:
         work.mkdir(parents=True, exist_ok=True)
         _require_ours(work)
@@ -51,20 +57,13 @@ def written_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
             os.rename(work, dst)
             # Not before: while the directory is at DST.partial, its lock must be there.
             (dst / LOCK).unlink()
-            _sync_directory(dst.parent)
+            directory = os.open(dst.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
     except OSError as error:
         raise _write_error(work, error) from error
-
-
-def _remove_empty(dst: pathlib.Path) -> None:
-    """Now rather than by the rename at the end, which may be hours away."""
-    try:
-        dst.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"{dst}: the empty directory cannot be replaced, as mount points cannot "
-            f"({error.strerror}); give a directory below it, {dst / 'model'}"
-        ) from None
 
 
 def _require_ours(work: pathlib.Path) -> None:
@@ -93,14 +92,6 @@ def _locked(work: pathlib.Path) -> Iterator[None]:
                 error.strerror,
             )
         yield
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def require_space(work: pathlib.Path, nbytes: int) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from moejax.checkpoints.orbax.layout import Leaf
@@ -87,6 +89,10 @@ class Manifest:
             self.crcs.setdefault(version, {})[int(layer)] = crcs
 
 
+def _own_checksum(content: dict[str, Any]) -> str:
+    return checksum(json.dumps(content, sort_keys=True).encode())
+
+
 def checksum(data: Any) -> str:
     """64 bits of sha256 as 16 hex digits, what ``sha256sum FILE | cut -c1-16`` prints. data: any
     contiguous buffer. Threads hash at once: hashlib releases the GIL."""
@@ -135,14 +141,10 @@ def write_manifest(path: pathlib.Path, manifest: Manifest) -> None:
     old one or the new one."""
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "checksum": CHECKSUM}
     content = json.loads(json.dumps({**content, **dataclasses.asdict(manifest)}))
-    text = json.dumps({**content, "self": checksum(_canonical(content))}, indent=1) + "\n"
+    text = json.dumps({**content, "self": _own_checksum(content)}, indent=1) + "\n"
     new = path.with_name(path.name + ".new")
     write_file(new, text.encode())
     os.replace(new, path)
-
-
-def _canonical(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()
 
 
 def read_manifest(path: pathlib.Path) -> Manifest:
@@ -157,7 +159,7 @@ def read_manifest(path: pathlib.Path) -> Manifest:
             "convert the original again with this moejax, or use the one that wrote it"
         )
     found = content.pop("self", None)
-    if found != checksum(_canonical(content)):
+    if found != _own_checksum(content):
         raise UserError(f"{path}: damaged: its checksum does not fit; copy or convert it again")
     try:
         return _parse(content)
@@ -171,14 +173,15 @@ def _parse(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"checksums {values!r}")
         return tuple(values)
 
+    def by_layer(name: str, parse: Callable[[Any], tuple]) -> dict[str, dict[int, tuple]]:
+        return {
+            version: {int(layer): parse(values) for layer, values in layers.items()}
+            for version, layers in content.get(name, {}).items()
+        }
+
     quantizers = content.get("quantizers", {})
-    for name in (
-        *content["params"],
-        *content["experts"],
-        *content["files"],
-        *quantizers,
-        *quantizers.values(),
-    ):
+    named = (content["params"], content["experts"], content["files"], quantizers)
+    for name in (*itertools.chain(*named), *quantizers.values()):
         if not name.isprintable():
             raise ValueError(f"the name {name!a} has unprintable characters")
     for path in content["files"]:
@@ -198,23 +201,14 @@ def _parse(content: dict[str, Any]) -> Manifest:
             )
             for key, leaf in content["params"].items()
         },
-        experts={
-            version: {int(layer): checksums(values) for layer, values in layers.items()}
-            for version, layers in content["experts"].items()
-        },
+        experts=by_layer("experts", checksums),
         files={path: checksums([value])[0] for path, value in content["files"].items()},
         nonfinite={str(name): int(count) for name, count in content.get("nonfinite", {}).items()},
         quantizers={str(version): str(name) for version, name in quantizers.items()},
-        errors={
-            version: {int(layer): tuple(map(float, values)) for layer, values in layers.items()}
-            for version, layers in content.get("errors", {}).items()
-        },
+        errors=by_layer("errors", lambda values: tuple(map(float, values))),
         dense_layers={
             str(version): tuple(map(int, layers))
             for version, layers in content.get("dense_layers", {}).items()
         },
-        crcs={
-            version: {int(layer): checksums(values, _CRC) for layer, values in layers.items()}
-            for version, layers in content.get("crcs", {}).items()
-        },
+        crcs=by_layer("crcs", lambda values: checksums(values, _CRC)),
     )

@@ -172,28 +172,18 @@ def read_expert(
     layer: counted over MoE layers. Raises UserError if there is none, or if it is damaged.
     """
     stored = open_stored(checkpoint_directory(directory))
-    layers, experts = sum(stored.config.moe_layers), stored.config.num_experts
-    if version not in stored.manifest.experts:
+    lacking = stored.manifest.dense_layers.get(version, ())
+    layers = stored.layers(version) if version in stored.manifest.experts else ()
+    if not (0 <= layer < len(layers) and layer not in lacking and expert in layers[0].chunks):
         raise UserError(
-            f"{stored.directory}: no version {version!r} of experts; there are "
-            f"{', '.join(stored.manifest.experts)}"
+            f"{stored.directory}: no expert {expert} in MoE layer {layer} of version {version!r}; "
+            f"there are {sum(stored.config.moe_layers)} MoE layers of {stored.config.num_experts} "
+            f"experts, counted from 0, in {', '.join(stored.manifest.experts)}"
+            + (f", and it lacks layers {list(lacking)}, read dense ones" if lacking else "")
         )
-    if not (0 <= layer < layers and 0 <= expert < experts):
-        raise UserError(
-            f"{stored.directory}: no expert {expert} in MoE layer {layer}; there are {layers} MoE "
-            f"layers of {experts} experts, counted from 0"
-        )
-    if layer in stored.manifest.dense_layers.get(version, ()):
-        raise UserError(
-            f"{stored.directory}: MoE layer {layer} is not in {version}, which cannot hold one of "
-            "its experts; read the dense one"
-        )
-    leaf = stored.layers(version)[layer]
-    if len(stored.manifest.checksums(leaf)) != experts:
-        raise UserError(
-            f"{stored.directory / MANIFEST}: MoE layer {layer} has not {experts} checksums; "
-            f"{_AGAIN}"
-        )
+    leaf = layers[layer]
+    if expert >= len(stored.manifest.checksums(leaf)):
+        raise UserError(f"{stored.directory / MANIFEST}: no checksum for {leaf.name}; {_AGAIN}")
     record = np.empty(leaf.shape[1:], leaf.dtype)
     read_chunk(stored, leaf, expert, record)
     return record

@@ -19,7 +19,7 @@ import tensorstore as ts
 
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.orbax.steps import TREE
-from moejax.checkpoints.safetensors.headers import FLOAT_DTYPES, Header
+from moejax.checkpoints.shards import FLOAT_DTYPES, Header
 from moejax.errors import UserError, shown
 from moejax.models.directory import check_size, may_lead_to, read_json
 

@@ -17,7 +17,6 @@ from host_offload.sizing import miss_curves
 from host_offload.sizing.miss_curves import curves_of, trace_curves
 from host_offload.traces.reader import TraceError
 from host_offload.traces.recency import Recency, reference
-from host_offload.traces.statistics import trace_statistics
 from tests.host_offload.traces.traces_of import random_routing, references_of, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
@@ -110,16 +109,6 @@ def test_a_trace_has_the_curve_that_the_simulator_finds(tmp_path):
             expected = misses[run.of_kind(kind)].sum(axis=0)
             np.testing.assert_array_equal(curves.misses[:, cells], expected)
     assert whole.steps == 80 == sum(part.steps for part in parts.values())
-
-
-def test_statistics_and_curves_agree(tmp_path):
-    """trace_statistics has equation (3) for decode steps too."""
-    rng = np.random.default_rng(1)
-    trace = write_trace(tmp_path / "t", random_routing(rng, 50, 2, 16, 2), 16)
-    curves, found = trace_curves(trace), trace_statistics(trace)
-    for cells, share in found.lru_misses.items():
-        assert curves.misses[:, cells].sum() / curves.references.sum() == pytest.approx(share)
-    assert curves.first.sum() == found.first_uses
 
 
 def test_what_curves_refuse(tmp_path):

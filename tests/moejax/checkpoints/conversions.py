@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.orbax import manifest as orbax_manifest
 from moejax.checkpoints.orbax.destination import LOCK
 from moejax.errors import MOST_LINE, UserError
@@ -52,6 +53,15 @@ def contents(directory):
         del manifest[name]
     del found["_CHECKPOINT_METADATA"], manifest["files"]["_CHECKPOINT_METADATA"]
     return found | {orbax_manifest.MANIFEST: manifest}
+
+
+def read_tensor(file, reader, name, index=None):
+    """A tensor of an open file, or tensor[index]."""
+    header = file.tensors[name]
+    values = np.empty(header.shape[index is not None :], NUMPY_DTYPES[header.dtype])
+    rows = values.reshape(-1, (values.shape or (1,))[-1]) if values.size else values
+    reader.rows(name, index)(0, rows)
+    return values
 
 
 def copied(directory, to):

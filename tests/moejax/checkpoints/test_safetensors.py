@@ -21,15 +21,14 @@ from safetensors.numpy import load_file, save, save_file
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
-from moejax.checkpoints.safetensors.headers import MOST_HEADER, read_header
-from moejax.checkpoints.safetensors.shards import INDEX, SINGLE, find_shards
+from moejax.checkpoints.shards import INDEX, MOST_HEADER, SINGLE, find_shards, read_header
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.checkpoints.tensor_tasks import count_nonfinite
 from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.models.directory import FOLLOW_LINKS, open_regular, read_bounded
 from moejax.models.json_values import MOST_VALUES
-from tests.moejax.checkpoints.conversions import copied, refuses
+from tests.moejax.checkpoints.conversions import copied, read_tensor, refuses
 from tests.moejax.checkpoints.random_checkpoint import (
     BF16,
     CONFIG,
@@ -464,7 +463,7 @@ def test_file_that_becomes_shorter(tmp_path, single):
     def cut_and_read():
         with shard.open() as reader:
             os.truncate(shard.path, shard.path.stat().st_size - 4)
-            reader.get_tensor(last)
+            read_tensor(shard, reader, last)
 
     with pytest.raises(UserError, match=f"ends within tensor {last}"):
         cut_and_read()
@@ -529,7 +528,7 @@ def header_file(path, text):
 
 
 def test_a_header_of_too_many_tensors(tmp_path, monkeypatch):
-    monkeypatch.setattr("moejax.checkpoints.safetensors.headers._MOST_TENSORS", 10)
+    monkeypatch.setattr("moejax.checkpoints.shards._MOST_TENSORS", 10)
     path = header_file(tmp_path / SINGLE, json.dumps(entries(11)).encode())
     refuses("11 tensors; at most 10 are read of a file", read_header, path)
 
@@ -613,7 +612,7 @@ def test_mutated_files_load_what_they_announce_or_are_refused(tmp_path_factory, 
     except SafetensorError as error:
         pytest.fail(f"accepted what safetensors refuses: {error}")
     with shard.open() as reader:
-        found = {name: reader.get_tensor(name) for name in shard.tensors}
+        found = {name: read_tensor(shard, reader, name) for name in shard.tensors}
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert found[name].dtype == values.dtype and found[name].shape == values.shape

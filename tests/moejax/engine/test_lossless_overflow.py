@@ -198,7 +198,7 @@ def test_quantize_leaves_the_layer_out(source, tmp_path, capsys):
         "dense",
         "int4",
     ]
-    with pytest.raises(UserError, match=r"MoE layer 1 is not in lossless12.* read the dense one"):
+    with pytest.raises(UserError, match=r"MoE layer 1 of version 'lossless12'.*lacks layers \[1\]"):
         read_expert(directory, POISONED, 0, "lossless12")
 
     with pytest.raises(UserError, match="lossless12 lacks MoE layers that only dense holds"):

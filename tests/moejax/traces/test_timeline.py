@@ -8,7 +8,7 @@ from host_offload.queue.native import Span
 from host_offload.simulate.timeline import DEVICE, TimelineEvent
 from moejax.commands import main as cli
 from moejax.errors import UserError
-from moejax.traces.timeline import measured_events, middle_layers, write_timeline
+from moejax.traces.timeline import measured_events, write_timeline
 from pallas_kernels.cpu.spans import OpSpan
 from tests.pallas_kernels.contract import NATIVE
 
@@ -50,14 +50,6 @@ def events_of(steps, layers):
             )
             number += 1
     return found
-
-
-def test_the_middle_is_three_layers_of_one_step(tmp_path):
-    begin, end = middle_layers(events_of(5, 4))
-    assert end - begin == 3 and begin % 4 in (0, 1)
-    assert middle_layers(events_of(1, 2)) == (0, 2)
-    with pytest.raises(UserError, match="no layer was computed"):
-        middle_layers([TimelineEvent(DEVICE, "begin", 0, 1)])
 
 
 def test_files(tmp_path):

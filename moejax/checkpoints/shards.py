@@ -1,0 +1,340 @@
+"""The safetensors files of a checkpoint: headers, checked before anything in them is believed, and
+tensors, read to where they go.
+
+Format: https://huggingface.co/docs/safetensors, an 8-byte length, JSON, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from host_offload.versions.encoders import NUMPY_DTYPES
+from moejax.errors import UserError, shown
+from moejax.models.directory import open_regular, read_json, require_own_file
+from moejax.models.json_values import is_integer, parse_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+FLOAT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""safetensors' name → numpy's, of the dtypes a checkpoint may hold."""
+
+MOST_HEADER = 100_000_000
+"""Bytes of a header; safetensors' own limit."""
+
+_PICKLES = (b"PK\3\4", b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
+"""What they begin with; a header's length may, so this is looked at where the header is bad."""
+
+_MOST_TENSORS = 200_000
+"""Tensors of a file; the largest models have 100,000 in all, in many files."""
+
+_MOST_AXES = 32
+"""What every numpy can hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """One tensor as its file announces it: dtype is one of FLOAT_DTYPES' values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+ReadRows = Callable[[int, np.ndarray], None]
+"""read(first, out[n, width]): fills `out`, of the tensor's dtype, with rows from `first` on, over
+all axes but the last. Raises UserError where the file is damaged or has changed."""
+
+
+class TensorReader(Protocol):
+    """An open file of tensors. Several threads may read at once."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether some rows can be read without the others."""
+        ...
+
+    def rows(self, name: str, index: int | None = None, /) -> ReadRows:
+        """Reads a tensor, or the part of it at an index of the first axis."""
+        ...
+
+
+class TensorFile(Protocol):
+    """Tensors under the names of transformers' checkpoints, known before they are read."""
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The file or directory, for messages."""
+        ...
+
+    @property
+    def tensors(self) -> dict[str, Header]:
+        """What it holds, by name."""
+        ...
+
+    def open(self) -> AbstractContextManager[TensorReader]:
+        """Raises UserError, here or while reading, where the file is damaged."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One safetensors file and the headers of its tensors, by name; a TensorFile.
+
+    begins: tensor → where its bytes begin in the file. stamp: the file's size and time of change.
+    """
+
+    path: pathlib.Path
+    tensors: dict[str, Header]
+    begins: dict[str, int]
+    stamp: tuple[int, int]
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[ShardReader]:
+        """Raises UserError where the file cannot be opened any more, and, at either end of the
+        `with`, where it is not the one whose header was read."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+        try:
+            self._require_unchanged(descriptor)
+            yield ShardReader(self, descriptor)
+            self._require_unchanged(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _require_unchanged(self, descriptor: int) -> None:
+        if _stamp(descriptor) != self.stamp:
+            raise UserError(
+                f"{self.path}: was written to while moejax read it; let that end, then try again"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardReader:
+    """An open shard; a TensorReader.
+
+    Read with pread rather than mapped: a disk that fails, or a file that is cut off meanwhile, is
+    an error then and not a signal that ends the process.
+    """
+
+    shard: Shard
+    descriptor: int
+
+    splits = True
+
+    def rows(self, name: str, index: int | None = None) -> ReadRows:
+        *axes, width = self.shard.tensors[name].shape or (1,)
+        begin = 0 if index is None else index * math.prod(axes[1:])
+        return lambda first, out: self._read(name, (begin + first) * width, out)
+
+    def _read(self, name: str, first: int, out: np.ndarray) -> None:
+        """Fills `out`, contiguous, from value number `first` of the flat tensor on."""
+        header, path = self.shard.tensors[name], self.shard.path
+        rest = out.reshape(-1).view(np.uint8).data
+        offset = self.shard.begins[name] + first * NUMPY_DTYPES[header.dtype].itemsize
+        while rest:
+            try:
+                read = os.preadv(self.descriptor, [rest], offset)
+            except OSError as error:
+                raise _unreadable(path, error) from None
+            if read == 0:
+                raise _damaged(path, f"ends within tensor {name}; it was whole a moment ago")
+            rest, offset = rest[read:], offset + read
+
+
+def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
+    """The shards of a checkpoint: model.safetensors, or the files that the index names.
+
+    Reads headers only. Raises UserError, naming file and tensor, where a shard is missing or
+    damaged, index and shards disagree, or a dtype is not one of FLOAT_DTYPES.
+    """
+    if os.path.lexists(directory / SINGLE):
+        return (read_header(directory / SINGLE, directory),)
+    if not os.path.lexists(directory / INDEX):
+        raise UserError(_nothing_found(directory))
+    owner = _read_index(directory / INDEX)
+    placed: dict[str, list[str]] = {}
+    for name, file in owner.items():
+        placed.setdefault(file, []).append(name)
+    shards = []
+    for file, names in sorted(placed.items()):
+        path = directory / file
+        if not os.path.lexists(path):
+            raise UserError(f"{path}: shard missing, though {INDEX} names it; download it again")
+        shard = read_header(path, directory)
+        for name in shard.tensors:
+            if owner.get(name) != file:
+                elsewhere = f"places it in {owner[name]}" if name in owner else "does not know it"
+                raise UserError(f"{path}: holds the tensor {name}, but {INDEX} {elsewhere}")
+        shards.append(shard)
+        absent = [name for name in names if name not in shard.tensors]
+        if absent:
+            raise UserError(f"{path}: lacks the tensor {absent[0]}, which {INDEX} places there")
+    return tuple(shards)
+
+
+def _unreadable(path: pathlib.Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def _read_index(path: pathlib.Path) -> dict[str, str]:
+    """Tensor name → file name, each a plain path inside the checkpoint's directory."""
+    owner = read_json(path).get("weight_map")
+    if not isinstance(owner, dict) or not owner:
+        raise UserError(f"{path}: weight_map must be an object of tensor names and file names")
+    for name, file in owner.items():
+        # Only the text is checked here; read_header sees where a link leads.
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or not file.isprintable()
+            or not name.isprintable()
+            or (pathlib.PurePath(file).is_absolute() or ".." in pathlib.PurePath(file).parts)
+        ):
+            shown = name if name.isprintable() else ascii(name)
+            raise UserError(
+                f"{path}: tensor {shown} is placed in {file!r}, which is not a "
+                ".safetensors file inside the checkpoint's directory"
+            )
+    return owner
+
+
+_PICKLE_FILES = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl", "*.pickle")
+
+
+def _nothing_found(directory: pathlib.Path) -> str:
+    wanted = f"neither {SINGLE} nor {INDEX} found"
+    if any(True for pattern in _PICKLE_FILES for _ in directory.glob(pattern)):
+        return (
+            f"{directory}: {wanted}, only PyTorch .bin or .pth files, which moejax does not read "
+            "since pickles can run code; convert them where you trust them: transformers' "
+            "from_pretrained, then save_pretrained"
+        )
+    if any(directory.glob("*.gguf")):
+        return (
+            f"{directory}: {wanted}, only GGUF files, which moejax does not read; "
+            "use the model's safetensors checkpoint"
+        )
+    return f"{directory}: {wanted}"
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    """Size and time of change (ns), which say whether a header still is the file's."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _damaged(path: pathlib.Path, error: Exception | str) -> UserError:
+    """The error for a file that is no whole safetensors file."""
+    return UserError(
+        f"{path}: damaged or truncated safetensors file ({error}); download it again "
+        "(if it is a Git LFS pointer of a few hundred bytes: git lfs pull)"
+    )
+
+
+def read_header(path: pathlib.Path, directory: pathlib.Path | None = None) -> Shard:
+    """A file of which the header alone is read. directory: the checkpoint's, for require_own_file.
+    Raises UserError unless the tensors lie one after the other, without gap or overlap, to the
+    file's end and have dtypes of FLOAT_DTYPES."""
+    require_own_file(path, directory)
+    start = b""
+    try:
+        with open_regular(path) as file:
+            stamp = _stamp(file.fileno())
+            size = stamp[0]
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > size - 8:
+                raise ValueError(f"its {size} bytes are less than its header")
+            if length > MOST_HEADER:
+                raise ValueError(f"a header of {length} bytes; at most {MOST_HEADER} are read")
+            text = file.read(length)
+        if text[:1] != b"{":
+            raise ValueError("the header is not a JSON object")
+        return Shard(path, *_tensors(path, parse_json(text), 8 + length, size), stamp)
+    except UserError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except ValueError as error:
+        if start.startswith(_PICKLES):
+            raise UserError(
+                f"{path}: a pickle or zip file under another name, as PyTorch writes them; moejax "
+                "never loads pickles, which can run code; use the model's safetensors checkpoint"
+            ) from None
+        raise _damaged(path, error) from None
+
+
+def _tensors(
+    path: pathlib.Path, table: dict[str, Any], begin: int, size: int
+) -> tuple[dict[str, Header], dict[str, int]]:
+    if len(table) > _MOST_TENSORS:
+        raise ValueError(f"{len(table)} tensors; at most {_MOST_TENSORS} are read of a file")
+    headers, spans = {}, []
+    for name, entry in table.items():
+        if name == "__metadata__":
+            if not isinstance(entry, dict) or not all(isinstance(v, str) for v in entry.values()):
+                raise ValueError("__metadata__ must be an object of strings")
+            continue
+        if not name.isprintable():
+            raise ValueError(f"the tensor name {name!a} has unprintable characters")
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"tensor {name} must have dtype, shape and data_offsets alone")
+        shape, offsets = _sizes(name, entry, "shape"), _sizes(name, entry, "data_offsets")
+        if len(offsets) != 2:
+            raise ValueError(f"data_offsets of tensor {name} must be two numbers")
+        if len(shape) > _MOST_AXES:
+            raise ValueError(f"tensor {name} has {len(shape)} axes; at most {_MOST_AXES} are read")
+        dtype = _float_dtype(path, name, entry["dtype"])
+        nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+        if offsets[1] - offsets[0] != nbytes:
+            raise ValueError(
+                f"tensor {name} of shape {shown(list(shape))} needs {shown(nbytes)} bytes, "
+                f"its data_offsets are {shown(list(offsets))}"
+            )
+        headers[name] = Header(dtype, shape)
+        spans.append((offsets, name))
+    end = 0
+    for (first, last), name in sorted(spans):
+        if first != end:
+            raise ValueError(
+                f"tensor {name} begins at byte {shown(first)}, where the one before ends at {end}"
+            )
+        end = last
+    if begin + end != size:
+        raise ValueError(f"the tensors end at byte {shown(begin + end)} of {size}")
+    return headers, {name: begin + first for (first, _), name in spans}
+
+
+def _sizes(name: str, entry: dict, key: str) -> tuple[int, ...]:
+    values = entry[key]
+    if not isinstance(values, list) or not all(is_integer(v) and v >= 0 for v in values):
+        raise ValueError(f"{key} of tensor {name} must be a list of numbers, {shown(values)}")
+    return tuple(values)
+
+
+def _float_dtype(path: pathlib.Path, name: str, dtype: Any) -> str:
+    if isinstance(dtype, str) and dtype in FLOAT_DTYPES:
+        return FLOAT_DTYPES[dtype]
+    if not isinstance(dtype, str):
+        raise ValueError(f"dtype of tensor {name} must be a name, {shown(dtype)}")
+    if dtype.startswith("F8"):
+        why = "the checkpoint is quantized to FP8"
+    elif dtype.startswith(("I", "U")):
+        why = "packed integers, as in GPTQ, AWQ or bitsandbytes checkpoints"
+    else:
+        why = "not a dtype of weights that moejax reads"
+    named = shown(dtype).strip("'")
+    raise UserError(
+        f"{path}: tensor {name} has dtype {named} ({why}), which is not supported; "
+        "use the model's bfloat16, float16 or float32 checkpoint"
+    )
