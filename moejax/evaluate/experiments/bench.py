@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,20 +25,15 @@ from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.costs.measure import calibrate
-from moejax.costs.rates import measure_rates
+from moejax.costs.rates import measure_link_rate
 from moejax.costs.store import identity, kept_cost_model
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.device import select_device
 from moejax.engine.loop import Engine
-from moejax.errors import user_errors
+from moejax.errors import UserError, user_errors
+from moejax.evaluate.evaluation import sliding_windows
 from moejax.evaluate.experiments.arms import TRAIN, Arm
-from moejax.evaluate.experiments.counted import (
-    Granted,
-    Terms,
-    active_bytes,
-    count_cell,
-    terms_of_trace,
-)
+from moejax.evaluate.experiments.counted import count_cell
 from moejax.evaluate.experiments.definition import (
     MEASURE,
     NO_LINK,
@@ -45,17 +41,17 @@ from moejax.evaluate.experiments.definition import (
     Experiment,
     Group,
     Run,
-    Sizes,
 )
-from moejax.evaluate.experiments.quality import score_tokens
 from moejax.evaluate.experiments.sources.conversations import (
     TRAIN_SEED,
     Conversations,
     draw_sessions,
 )
 from moejax.evaluate.experiments.sources.corpus import Prompts
+from moejax.evaluate.experiments.terms import Granted, Terms
 from moejax.evaluate.experiments.workload import Workload, run
 from moejax.models.directory import model_directory
+from moejax.serve.generation import run_scores
 from moejax.start.build import router_weights, start_engine
 from moejax.start.decide.start_plan import StartPlan
 from moejax.start.report.dry_run import dry_run
@@ -126,24 +122,14 @@ def engine_bench(
     runner = engine.runner
     try:
         runner.wait_compiled(everything=True)
-        compile_s, rates = time.perf_counter() - began, measure_rates(runner)
+        compile_s = time.perf_counter() - began
         started = {
             "compile_s": compile_s,
-            "link_bytes_per_s": rates.link,
-            "memory_bytes_per_s": rates.memory,
+            "link_bytes_per_s": measure_link_rate(runner),
             "device": device.device_kind,
             "platform": device.platform,
         }
-        sizes, slots = Sizes.of_plan(plan), plan.budget.kv_slots
-        kv_bytes, mixed = slots * sizes.slot_bytes, None
-        if plan.mixed is not None:
-            cells = (plan.spec.experts,) * plan.spec.layers  # every expert is resident somewhere
-            if isinstance(plan.mixed, PagedSpec):
-                cells = tuple(plan.mixed.cells.sum(axis=1).tolist())
-            nbytes = (plan.budget.slots - slots) * sizes.slot_bytes
-            mixed = Granted(cells, plan.spec.experts, nbytes)
-        terms = Terms(experiment, sizes, plan.spec, kv_bytes, router_weights(loaded), mixed)
-        yield EngineBench(terms, plan, engine, started, root)
+        yield EngineBench(experiment, plan, engine, router_weights(loaded), started, root)
     finally:
         runner.delete(given=False)
 
@@ -153,22 +139,24 @@ class EngineBench:
 
     def __init__(
         self,
-        terms: Terms,
+        experiment: Experiment,
         plan: StartPlan,
         engine: Engine,
+        router: np.ndarray,
         started: Mapping[str, Any],
         root: Path,
     ):
-        self.terms, self.plan, self.engine = terms, plan, engine
-        self.experiment = terms.experiment
-        self._prompts, self._started, self._root = Prompts(terms.experiment), started, root
+        self.experiment, self.plan, self.engine = experiment, plan, engine
+        self.terms = Terms.of_plan(plan, router)
+        self.mixed = _grant_mixed(plan)
+        self._prompts, self._started, self._root = Prompts(experiment), started, root
         self._traces: dict[Place, Trace] = {}
         self._costs: CostModel | None = None
 
     def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any]:
         """As of Bench: records the routing of the runs' prompts, which no policy and no budget
         changes, and runs each policy once, so that no record has a first step."""
-        runner, mixed = self.engine.runner, self.terms.mixed is not None
+        runner, mixed = self.engine.runner, self.mixed is not None
         cells = [cell for cell, _ in runs if cell.mode not in ("quality", "priced")]
         measured = {cell.policy: cell for cell in cells if cell.mode == "measured"}
         for cell in cells if not mixed else ():
@@ -183,13 +171,7 @@ class EngineBench:
                 self._begin(cell, self.experiment.arm_of(cell))
                 run(self.engine, self._prompts.workload(cell, warm_up=True))
         runner.wait_compiled(everything=True)
-        sizes = self.plan.spec.version_bytes
-        active = [active_bytes(trace, sizes) for trace in self._traces.values()]
-        return {
-            **self._started,
-            "active_bytes": max(active, default=None),
-            "executables": len(runner.executables()),
-        }
+        return {**self._started, "executables": len(runner.executables())}
 
     def columns(self, cell: Cell) -> dict[str, Any]:
         """As of Bench."""
@@ -204,7 +186,7 @@ class EngineBench:
             moves = any("kv_pages" in policy.writes for policy in arm.policies)
             columns = {"moves_memory": moves, **run(self.engine, self._conversations(cell))}
         else:
-            columns = run(self.engine, self._prompts.workload(cell), granted.cells)
+            columns = run(self.engine, self._prompts.workload(cell))
             columns |= self._versions()
         compiled = len(self.engine.runner.executables()) - compiled
         return {**granted.columns, **columns, "compiled": compiled}
@@ -212,9 +194,9 @@ class EngineBench:
     def _begin(self, cell: Cell, arm: Arm) -> Granted:
         """Nothing resident, no KV held, and the policies as new. With two versions of experts the
         engine is as it started."""
+        if self.mixed is not None:
+            return self.mixed
         granted = self.terms.grant(cell, arm)
-        if self.terms.mixed is not None:
-            return granted
         policies: tuple[Policy, ...] = arm.policies_in(self._traces.get(_place(cell)))
         if cell.mode == "priced":
             policies = tuple(self._tell(policy, cell, granted) for policy in policies)
@@ -275,16 +257,38 @@ class EngineBench:
         return read_trace(directory)
 
     def _score(self, text: str) -> dict[str, Any]:
-        """The quality of a text: of two versions in one run over all texts in their order, from
-        what the start laid out, else each from a cold start."""
-        if self.terms.mixed is None:
+        """The quality of a text: its perplexity in windows of as many tokens as the engine has room
+        for, and each window's bits, by which two are compared. Of two versions in one run over all
+        texts in their order, from what the start laid out, else each from a cold start. Raises
+        UserError for log-probabilities that are not finite."""
+        if self.mixed is None:
             self.engine.begin_anew(self.plan.spec, (), self.plan.cells)
-        found = score_tokens(self.engine, self._prompts.quality_tokens(text))
-        return {"text": text, **found, **self._versions()}
+        engine, ids = self.engine, self._prompts.quality_tokens(text)
+        room = engine.scheduler.max_model_len
+        windows = sliding_windows(len(ids), room, room)
+        bits, tokens = [0.0] * len(windows), [w.end - w.first for w in windows]
+        given = (list(ids[w.begin : w.end]) for w in windows)
+        with contextlib.closing(
+            run_scores(engine, given, 2 * engine.scheduler.prefill_chunks)
+        ) as steps:
+            for place, scores in (found for ended in steps for found in ended):
+                bits[place] = -math.fsum(np.asarray(scores, np.float64)) / math.log(2)
+        engine.drain()
+        if not np.isfinite(bits).all():
+            raise UserError("log-probabilities are not finite; try options: {dtype: float32}")
+        return {
+            "text": text,
+            "tokens": sum(tokens),
+            "window": room,
+            "perplexity": 2 ** (sum(bits) / sum(tokens)),
+            "window_bits": bits,
+            "window_tokens": tokens,
+            **self._versions(),
+        }
 
     def _versions(self) -> dict[str, Any]:
         """How many experts have which of two versions, and what transitions came to."""
-        if self.terms.mixed is None:
+        if self.mixed is None:
             return {}
         control = self.engine.control
         stats: dict[str, Any] = (
@@ -295,6 +299,18 @@ class EngineBench:
             version = np.asarray(tables.version)[np.asarray(tables.address) >= 0]
             stats = dict(zip(("hi", "lo"), np.bincount(version, minlength=2).tolist(), strict=True))
         return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
+
+
+def _grant_mixed(plan: StartPlan) -> Granted | None:
+    """What a start came to that laid out cells of two versions."""
+    if plan.mixed is None:
+        return None
+    experts = plan.spec.experts
+    cells = (experts,) * plan.spec.layers  # every expert is resident in one of them
+    if isinstance(plan.mixed, PagedSpec):
+        cells = tuple(plan.mixed.cells.sum(axis=1).tolist())
+    slots = plan.budget.slots - plan.budget.kv_slots
+    return Granted(cells, experts, slots * plan.steps.layout.slot_bytes)
 
 
 class TraceBench:
@@ -316,7 +332,7 @@ class TraceBench:
                 if "predicted" in self.experiment.modes:
                     costs = _costs(self.experiment, trace)
                 arms = teach_by_drawn(self.experiment, cell, self._root)
-                known = terms_of_trace(self.experiment, trace), arms, trace, costs
+                known = Terms.of_trace(trace), arms, trace, costs
                 self._known[_place(cell)] = known
 
     def columns(self, cell: Cell) -> dict[str, Any]:

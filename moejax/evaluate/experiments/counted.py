@@ -1,98 +1,25 @@
-"""Cells without an engine: what budgets come to, what the routing of a run would have moved, and
-what that would have taken."""
+"""Cells without an engine: what the routing of a run would have moved, and what that would have
+taken."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from host_offload.control.interface import Spec
-from host_offload.memory.budget import cells_per_layer
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.prediction import predict
-from host_offload.simulate.simulated_engine import SimulatedStep
-from host_offload.simulate.simulator import Simulation, simulate, spec_of
+from host_offload.simulate.simulator import Simulation, simulate
 from host_offload.simulate.timeline import Link
 from host_offload.sizing.cost_model import CostModel
-from host_offload.traces.reader import Trace, TraceError
-from host_offload.traces.step_sets import step_set
-from moejax.errors import user_errors
+from host_offload.traces.reader import Trace
 from moejax.evaluate.experiments.arms import Arm
-from moejax.evaluate.experiments.definition import NO_LINK, Cell, Experiment, Sizes
-from moejax.evaluate.experiments.workload import KINDS, Choices, count_columns, transfer_columns
+from moejax.evaluate.experiments.definition import NO_LINK, Cell
+from moejax.evaluate.experiments.terms import Terms
+from moejax.evaluate.experiments.workload import KINDS, count_columns, transfer_columns
 from moejax.sizes import parse_rate
-
-
-@dataclasses.dataclass(frozen=True)
-class Granted:
-    """What a budget comes to for an arm."""
-
-    cells: tuple[int, ...]
-    """Each layer's."""
-    experts: int
-    """A layer's experts."""
-    expert_bytes: int
-    """What the cells take."""
-    learned_bytes: int = 0
-    """What the arm learned takes, which the budget pays for."""
-    moves_cells: bool = False
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """Columns of a record."""
-        found = dict(vars(self))
-        cells = found.pop("cells")
-        return {"cells_least": min(cells), "cells_most": max(cells), **found}
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What budgets and policies come to in some cells, with an engine or without."""
-
-    experiment: Experiment
-    sizes: Sizes
-    spec: Spec
-    """What policies are told by an engine of all budgets."""
-    kv_bytes: int
-    router: np.ndarray | None = None
-    """float32[L, D, E]; None: routing without a model."""
-    mixed: Granted | None = None
-    """What the budget came to where experts have two versions."""
-
-    def grant(self, cell: Cell, arm: Arm) -> Granted:
-        """The cells of a budget, as even as they can be over the layers."""
-        if self.mixed is not None:
-            return self.mixed
-        slots = self.sizes.slots(cell.budget, arm, self.experiment.equal)
-        cells = cells_per_layer(slots, self.spec.layers, self.spec.experts)
-        nbytes, learned = slots * self.sizes.slot_bytes, arm.learned_bytes(self.spec)
-        return Granted(cells, self.spec.experts, nbytes, learned, arm.moves_cells or arm.pooled)
-
-    def spec_of(self, cell: Cell, arm: Arm) -> Spec:
-        """What the policies of a cell are told: an arena of this budget and the KV, not the largest
-        one of the grid."""
-        needs_router = any("router" in policy.needs for policy in arm.policies)
-        held = self.grant(cell, arm).expert_bytes + self.kv_bytes
-        return dataclasses.replace(
-            self.spec,
-            budget_bytes=self.spec.budget_bytes if cell.mode == "priced" else held,
-            seed=cell.seed,
-            router=self.router if needs_router else None,
-        )
-
-
-def terms_of_trace(experiment: Experiment, trace: Trace) -> Terms:
-    """The terms of routing without a model. Raises UserError for a trace that does not say what
-    policies are told."""
-    with user_errors(TraceError):
-        spec = spec_of(trace.header)
-    size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
-    kv_bytes = max(spec.budget_bytes - spec.layers * spec.experts * size, 0)
-    return Terms(experiment, Sizes(spec, size), spec, kv_bytes)
 
 
 def count_cell(
@@ -110,15 +37,9 @@ def count_cell(
         "spec": spec,
     }
     if cell.mode == "simulated":
-        choices, began = Choices(granted.cells), time.perf_counter()
-
-        def watch(step: SimulatedStep) -> None:
-            active = step.hits + step.fills + step.read_through
-            choices.see(str(step.kind), active, step.fills, step.staged)
-
-        found = simulate(trace, **asked, watcher=watch)
+        began = time.perf_counter()
+        found = simulate(trace, **asked)
         others = transfer_columns({} if found.control is None else found.control["transfers"])
-        others |= {"eviction_choices": choices.count}
         timed: dict[str, Any] = {"wall_s": time.perf_counter() - began}
         return {**granted.columns, **_counts(found, spec), **others, **timed}
     assert costs is not None
@@ -151,8 +72,8 @@ def _counts(found: Simulation, spec: Spec) -> dict[str, int]:
         steps = found.of_kind(kind)
         names = "hits", "fills", "read_through", "staged"
         layers = [getattr(found, name)[steps].sum(axis=0) for name in names]
-        nbytes = [layer @ _link_bytes(spec) for layer in layers[1:]]
-        columns |= count_columns(kind, steps.sum(), [layer.sum() for layer in layers], nbytes)
+        nbytes = sum(layers[1:]) @ _link_bytes(spec)
+        columns |= count_columns(kind, [steps.sum(), *(x.sum() for x in layers), nbytes])
     return columns
 
 
@@ -172,14 +93,3 @@ def _bound(terms: Terms, cell: Cell, arm: Arm, trace: Trace) -> dict[str, Any]:
         "decode_bytes": int(moved @ _link_bytes(terms.spec)),
         "pool_misses": int(pool.sum()),
     }
-
-
-def active_bytes(trace: Trace, sizes: Mapping[str, np.ndarray]) -> float:
-    """Bytes of the experts that a decode step computes with, each once: the mean, and what a step
-    must read of device memory at least."""
-    size, found = next(iter(sizes.values())), []
-    for step in trace.step_traces():
-        if step.kind == "decode":
-            active, _ = step_set(step, trace.header.experts)
-            found.append(int(active.sum(axis=tuple(range(1, active.ndim))) @ size))
-    return float(np.mean(found)) if found else 0.0

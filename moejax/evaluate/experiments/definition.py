@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from host_offload.control.interface import Spec
-from host_offload.memory.budget import BudgetError, Share, expert_slots_of, format_bytes
+from host_offload.memory.budget import BudgetError
 from moejax.errors import UserError, shown, user_errors
 from moejax.evaluate.experiments.arms import Arm, file_digest, read_arm
 from moejax.evaluate.experiments.sources.conversations import (
@@ -22,15 +21,14 @@ from moejax.evaluate.experiments.sources.conversations import (
 )
 from moejax.evaluate.experiments.sources.generated import GeneratedRouting, read_routing
 from moejax.evaluate.experiments.sources.precisions import Mix, read_mix
+from moejax.evaluate.experiments.terms import Terms
 from moejax.models.directory import model_directory
 from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
-from moejax.start.decide.start_plan import StartPlan
 from moejax.start.option_values import read_transfers
 from moejax.start.options import Config, refuse_cache_aware
 from moejax.start.report.dry_run import dry_run
 from pallas_kernels.option_text import unknown
-from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import VERSIONS
 
 MODES = ("measured", "simulated", "predicted")
@@ -55,9 +53,6 @@ TEXTS = ("story", "math", "code")
 
 MEASURE = "measure"
 """Costs of predicted cells: measured before the first of them where none are kept."""
-
-EXPERTS, BYTES = "experts", "bytes"
-"""What equal budgets are equal in where precisions differ."""
 
 Reader = Callable[[Any], Any]
 """Reads the value of a key. Raises ValueError with the end of a sentence: "must be …"."""
@@ -167,7 +162,6 @@ class Definition:
     model: str = _key(_text, "demo")
     policies: tuple[str, ...] = _key(_list_of(_text), ())
     budgets: tuple[str, ...] = _key(_list_of(_budget), ())
-    equal: str | None = _key(_or_none(_one_of(EXPERTS, BYTES)), None)
     precision: tuple[str, ...] = _key(_list_of(_text), ("dense",))
     driver: str = _key(_one_of("auto", *DRIVERS), "auto")
     link_rate: tuple[str, ...] = _key(_list_of(_link), (NO_LINK,))
@@ -322,17 +316,22 @@ class Experiment(Definition):
         """All runs, by the engine that they are for, in the order in which they run: quality and
         MIN of each place, then repeat after repeat, in each of them the policies by turns."""
         found: dict[Group, list[Run]] = {}
-        extra: set[Cell] = set()
+        extra: set[Any] = set()
         for cell in self.cells():
             mixed = self.is_mixed(cell.precision)
-            others = [] if mixed or cell.mode in PRICED else [bound_of(cell)]
-            if self.quality_tokens is not None:
-                others.append(_quality_of(cell, mixed))
-            runs = [(other, 0) for other in others if _same_place(other) not in extra]
-            extra |= {_same_place(other) for other in others}
             repeats = self.repeats if cell.mode == "measured" else 1
-            for run in (*runs, *((cell, repeat) for repeat in range(repeats))):
-                group = self._group_of(cell)
+            runs = [(cell, repeat) for repeat in range(repeats)]
+            bound = dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
+            if not mixed and cell.mode not in PRICED and bound not in extra:
+                runs.append((bound, 0))
+            # No budget changes quality but that of two versions.
+            budget = cell.budget if mixed else "any"
+            if self.quality_tokens is not None and (cell.precision, budget) not in extra:
+                same = {"text": "all", "policy": "any", "budget": budget}
+                runs.append((dataclasses.replace(cell, mode="quality", **same), 0))
+            extra |= {bound, (cell.precision, budget)}
+            group = self._group_of(cell)
+            for run in runs:
                 if mixed:
                     group = dataclasses.replace(group, budget=cell.budget, run=run)
                 found.setdefault(group, []).append(run)
@@ -355,14 +354,12 @@ class Experiment(Definition):
             return self._options(group, 0).replaced(**moves)
         plain = "dense" if group.budget else group.precision
         plan, _ = dry_run(self._options(dataclasses.replace(group, precision=plain), 0))
-        sizes = Sizes.of_plan(plan)
+        terms = Terms.of_plan(plan)
         if group.budget:
-            given = sizes.read_budget(group.budget, BYTES)
-            assert isinstance(given, int)
-            return self._options(group, given)
+            return self._options(group, terms.budget_bytes(group.budget))
         arms = self.arms.values()
-        slots = max(sizes.slots(b, arm, self.equal) for b in self.budgets for arm in arms)
-        return self._options(group, slots * sizes.slot_bytes)
+        slots = max(terms.slots(budget, arm) for budget in self.budgets for arm in arms)
+        return self._options(group, slots * terms.slot_bytes)
 
     def _options(self, group: Group, expert_bytes: int) -> Config:
         longest = max(self.prompt_tokens) + self.output_tokens
@@ -385,90 +382,6 @@ class Experiment(Definition):
 
 
 _ORDER = ("quality", "bound", "measured", "simulated", "predicted", "priced")
-
-
-def bound_of(cell: Cell) -> Cell:
-    """The place of MIN for a cell."""
-    return dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
-
-
-def _quality_of(cell: Cell, mixed: bool) -> Cell:
-    """The place of a precision's quality; no budget changes it but that of two versions."""
-    budget = cell.budget if mixed else "any"
-    return dataclasses.replace(cell, mode="quality", text="all", policy="any", budget=budget)
-
-
-def _same_place(cell: Cell) -> Cell:
-    """What tells places of quality apart: not which engine measured it."""
-    if cell.mode != "quality":
-        return cell
-    return Cell("quality", "", cell.precision, "", 0, 0, "", 0, cell.budget, "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What budgets are measured with."""
-
-    spec: Spec
-    """What policies are told."""
-    slot_bytes: int
-    """What an expert takes."""
-    record: RecordFormat | None = None
-    """How one lies; None: routing without a model."""
-
-    @classmethod
-    def of_plan(cls, plan: StartPlan) -> Sizes:
-        """Those of an engine."""
-        layout = plan.steps.layout
-        return cls(plan.spec, layout.slot_bytes, layout.records[0])
-
-    @property
-    def experts(self) -> int:
-        """In all layers."""
-        return self.spec.layers * self.spec.experts
-
-    def all_bytes(self, version: str) -> int:
-        """What all experts take in a version. Raises UserError for one without a model."""
-        if self.record is None and version != "dense":
-            raise UserError(f"budget {version} is of a model's experts; write a share or bytes")
-        record = self.record
-        size = self.slot_bytes if record is None else _record_bytes(record, version)
-        return self.experts * size
-
-    def read_budget(self, budget: str, equal: str | None) -> int | Share:
-        """Bytes; or a share, unless shares are of bytes: those of the dense experts."""
-        if budget in VERSIONS:
-            return self.all_bytes(budget)
-        given = parse_expert_budget(int(budget) if budget.isdigit() else budget)
-        if isinstance(given, Share) and equal == BYTES:
-            return int(given.fraction * self.all_bytes("dense"))
-        return given
-
-    def slots(self, budget: str, arm: Arm, equal: str | None) -> int:
-        """Experts that a budget holds, less what the arm learned. Raises UserError for a budget
-        that holds none and is not 0."""
-        given, size = self.read_budget(budget, equal), self.slot_bytes
-        wanted = given.fraction if isinstance(given, Share) else given
-        whole = expert_slots_of(given, self.experts, size)
-        if wanted and not whole:
-            percent = f'; did you mean "{given}%"?' if is_integer(given) and given <= 100 else ";"
-            raise UserError(
-                f"budget {budget} holds no expert: one takes {size} bytes ({format_bytes(size)})"
-                f'{percent} write a share such as "25%", at least '
-                f"{100 / self.experts:.3g}%, bytes of one expert or more, or 0 for none"
-            )
-        learned = arm.learned_bytes(self.spec)
-        slots = whole - -(-learned // size)
-        if slots < 0 or (wanted and not slots):
-            raise UserError(
-                f"budget {budget}: what {arm.name} learned takes {learned} bytes of it "
-                "and leaves no expert; raise the budget"
-            )
-        return slots
-
-
-def _record_bytes(record: RecordFormat, version: str) -> int:
-    return dataclasses.replace(record, version=version).nbytes
 
 
 # ---- reading
@@ -620,21 +533,12 @@ def _check_modes(asked: Experiment) -> None:
 
 
 def _check_precisions(asked: Experiment) -> None:
-    shares = [b for b in asked.budgets if b.endswith("%")]
-    if len(asked.precision) > 1 and shares and asked.equal is None:
-        raise UserError(
-            f"budget {shares[0]} of several precisions can mean equal bytes or equally many "
-            "experts; write equal: bytes (shares are then of the dense experts' bytes) or equal: "
-            "experts"
-        )
     mixed = [name for name in asked.precision if asked.is_mixed(name)]
     if not mixed:
         return
     two = f"precision {mixed[0]} holds experts in two versions"
     if asked.modes != ("measured",):
         raise UserError(f"{two}, which are measured only; write modes: [measured]")
-    if shares and asked.equal != BYTES:
-        raise UserError(f"{two}, so budget {shares[0]} is a share of bytes; write equal: bytes")
     if any(policy.moments for policy in asked.arms[str(asked.baseline)].policies):
         raise UserError(
             f"{two} and says what lies where, so the baseline must be an eviction such as lru, not "

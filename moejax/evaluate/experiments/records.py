@@ -79,19 +79,11 @@ class Records:
     def failures(self) -> list[Line]:
         return [row for row in self.rows if row["error"] is not None]
 
-    @property
-    def quality(self) -> list[Line]:
-        """A line for each text of each record of quality."""
-        return [{**row, **text} for row in self.of_mode("quality") for text in row["texts"]]
-
     def summary(self) -> list[dict[str, Any]]:
         """A row for each cell: counts, which repeats share, and medians over repeats; with `_low`
         and `_high` where there are enough for a 95% interval, and with `_ratio` the median ratio to
         the baseline with the same driver in the same repeat of the same session, with its interval.
-
-        `no_choice`: eviction had no choice in any decode step, as a step's experts fill every cell
-        or nothing had to go; policies that only evict are then alike. `counts_differ`: repeats
-        moved different experts, so the policy depends on time.
+        `counts_differ`: repeats moved different experts, so the policy depends on time.
         """
         cells: dict[tuple[Any, ...], list[Line]] = {}
         for row in self.rows:
@@ -114,8 +106,6 @@ class Records:
         found["counts_differ"] = any(
             row.get(name) != value for row in whole[1:] for name, value in counts.items()
         )
-        if "eviction_choices" in counts:
-            found["no_choice"] = counts["eviction_choices"] == 0
         place = {**found, "policy": self.asked["baseline"]}
         others = cells.get(tuple(place[key] for key in PLACE), ())
         pairs = {(row["repeat"], row["session"]): row for row in others if row["error"] is None}
@@ -157,33 +147,6 @@ class Records:
         except ImportError as error:
             raise UserError("to_pandas needs pandas: pip install pandas") from error
         return pandas.DataFrame([dict(row) for row in self.rows])
-
-    def plot(self, y: str = "decode_misses", x: str = "expert_bytes") -> Any:
-        """A matplotlib figure: one column of the summary against another, a panel for each text and
-        a line for each policy, with MIN where it has the column. Raises UserError without
-        matplotlib, and for a column that no record has."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UserError("plot needs matplotlib: pip install 'moejax[plot]'") from error
-        texts: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for line in self.summary():
-            if line.get(x) is not None and line.get(y) is not None:
-                named = [line["policy"], *(line[key] for key in ("mode", "driver"))]
-                label = ", ".join(n for n in named if n not in ("measured", "device", "bound"))
-                lines = texts.setdefault(line["text"], {})
-                lines.setdefault(label, []).append((line[x], line[y]))
-        if not texts:
-            raise UserError(f"no record has both {x} and {y}")
-        figure = Figure(figsize=(5 * len(texts), 4), layout="constrained")
-        panels = figure.subplots(1, len(texts), squeeze=False)[0]
-        for axes, (text, lines) in zip(panels, texts.items(), strict=True):
-            for label, points in lines.items():
-                dashed = "--" if label == "MIN" else "o-"
-                axes.plot(*zip(*sorted(points), strict=True), dashed, label=label)
-            axes.set(title=text, xlabel=x, ylabel=y)
-        figure.axes[0].legend(fontsize="small")
-        return figure
 
 
 def _place(row: Line) -> tuple[Any, ...]:
@@ -233,11 +196,6 @@ def _notes(records: Records) -> Iterator[str]:
         )
     if any(row["compiled"] for row in rows):
         yield "some runs compiled; their times are no times of a step"
-    if marked := sum(line.get("no_choice", False) for line in records.summary()):
-        yield (
-            f"in {marked} cells eviction had no choice (marked ∅): a step's experts fill every "
-            "cell, or nothing had to go, so policies that only evict are alike there"
-        )
 
 
 def _below_min(records: Records) -> set[str]:

@@ -14,10 +14,13 @@ from moejax.engine.loop import Engine
 from moejax.engine.step_work import Step, entries_ahead, moved_bytes
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
-from moejax.step.hooks import LayerTransfers
 from moejax.step.results import Results
 
 KINDS = ("prefill", "decode")
+
+COUNTED = ("steps", "hits", "fills", "read_through", "ahead", "bytes")
+"""What is counted of the steps of a kind: experts, those moved ahead of need too; bytes over the
+link."""
 
 
 class Workload(Protocol):
@@ -84,10 +87,9 @@ def _times(requests: Sequence[Request], seconds: float) -> dict[str, float | Non
     }
 
 
-def run(engine: Engine, workload: Workload, cells: Sequence[int] | None = None) -> dict[str, Any]:
-    """Runs a workload to its end; the columns of its record. cells: each layer's; None: they move
-    while it runs."""
-    control, counter = engine.control, Counter(cells, engine.statistics.record_bytes)
+def run(engine: Engine, workload: Workload) -> dict[str, Any]:
+    """Runs a workload to its end; the columns of its record."""
+    control, counter = engine.control, Counter(engine.statistics.record_bytes)
     began, processor = time.perf_counter(), time.process_time()
     engine.listener = counter
     try:
@@ -105,8 +107,8 @@ def run(engine: Engine, workload: Workload, cells: Sequence[int] | None = None) 
 class Counter:
     """An engine's listener that keeps of each step what is small, and counts when all were read."""
 
-    def __init__(self, cells: Sequence[int] | None, link_bytes: Sequence[int]):
-        self._cells, self._link_bytes = cells, link_bytes
+    def __init__(self, link_bytes: Sequence[int]):
+        self._link_bytes = link_bytes
         self._steps: list[Step] = []
 
     def __call__(self, step: Step) -> None:
@@ -115,73 +117,31 @@ class Counter:
         self._steps.append(dataclasses.replace(step, output=output, logprobs=None))
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a record: counts of prefill and decode steps, and of the places where eviction
-        had a choice."""
-        counted = {kind: np.zeros(4, np.int64) for kind in KINDS}
-        nbytes = {kind: np.zeros(3, np.int64) for kind in KINDS}
-        steps: dict[str, int] = dict.fromkeys(KINDS, 0)
-        choices = Choices(self._cells) if self._cells is not None else None
+        """Columns of a record: counts of prefill and decode steps."""
+        counts = {kind: np.zeros(len(COUNTED), np.int64) for kind in KINDS}
         for step in self._steps:
             results = Results(step.output.shape, np.asarray(step.results))
-            active, hits, fills, through = (np.asarray(x, np.int64) for x in results.paging)
-            ahead = _ahead(step, len(fills))
-            steps[step.kind] += 1
-            counted[step.kind] += [hits.sum(), fills.sum(), through.sum(), ahead.sum()]
-            nbytes[step.kind] += moved_bytes(step, results.paging, results.demand, self._link_bytes)
-            if choices is not None:
-                choices.see(step.kind, active, fills, ahead)
-        found: dict[str, Any] = {}
-        for kind in KINDS:
-            found |= count_columns(kind, steps[kind], counted[kind], nbytes[kind])
-        return found if choices is None else found | {"eviction_choices": choices.count}
+            _, hits, fills, through = (int(np.sum(each, dtype=np.int64)) for each in results.paging)
+            moved = moved_bytes(step, results.paging, results.demand, self._link_bytes)
+            counts[step.kind] += [1, hits, fills, through, _ahead(step), int(moved.sum())]
+        return {k: v for kind in KINDS for k, v in count_columns(kind, counts[kind]).items()}
 
 
-class Choices:
-    """In how many layers of decode steps eviction had a choice: something came in, more experts had
-    come so far than there are cells, and not all cells were needed by the step."""
-
-    def __init__(self, cells: Sequence[int]):
-        self._cells, self._held, self.count = np.asarray(cells), np.zeros(len(cells), np.int64), 0
-
-    def see(self, kind: str, active: np.ndarray, fills: np.ndarray, ahead: np.ndarray) -> None:
-        """A step; all int[L]: experts that it needed, that it filled, that came ahead of need."""
-        self._held += fills + ahead
-        if kind == "decode":
-            chosen = (fills > 0) & (self._held > self._cells) & (active < self._cells)
-            self.count += int(np.sum(chosen))
+def count_columns(kind: str, counts: Sequence[Any] | np.ndarray) -> dict[str, int]:
+    """Columns of the steps of a kind, of numbers in the order of COUNTED."""
+    found = {name: int(count) for name, count in zip(COUNTED, counts, strict=True)}
+    found["misses"] = found["fills"] + found["read_through"]
+    return {f"{kind}_{name}": count for name, count in found.items()}
 
 
-def count_columns(
-    kind: str, steps: int, counts: Sequence[int] | np.ndarray, nbytes: Sequence[int] | np.ndarray
-) -> dict[str, int]:
-    """Columns of the steps of a kind. counts: hits, fills, experts read through, and moved ahead of
-    need. nbytes: what the last three moved over the link."""
-    hits, fills, through, ahead = (int(count) for count in counts)
-    moved = {"fill": nbytes[0], "read_through": nbytes[1], "ahead": nbytes[2]}
-    return {
-        f"{kind}_steps": int(steps),
-        f"{kind}_hits": hits,
-        f"{kind}_misses": fills + through,
-        f"{kind}_fills": fills,
-        f"{kind}_read_through": through,
-        f"{kind}_ahead": ahead,
-        f"{kind}_bytes": int(sum(nbytes)),
-        **{f"{kind}_{name}_bytes": int(count) for name, count in moved.items()},
-    }
-
-
-def _ahead(step: Step, layers: int) -> np.ndarray:
-    """int[L]: experts that the step moved ahead of need."""
-    lists = [*step.between]
+def _ahead(step: Step) -> int:
+    """Experts that the step moved ahead of need."""
+    lists = [done for _, done in step.between]
     if step.stages is not None and step.output.staged is not None:
-        lists.append(LayerTransfers(step.stages, step.output.staged))
-    found = np.zeros(layers, np.int64)
-    for entries, done in lists:
-        chosen = np.asarray(entries.layer)[np.asarray(done) > 0]
-        found += np.bincount(chosen, minlength=layers)[:layers]
-    if (chosen := entries_ahead(step.output)) is not None:
-        found += np.bincount(chosen[chosen[:, 3] > 0, 0], minlength=layers)
-    return found
+        lists.append(step.output.staged)
+    chosen = entries_ahead(step.output)
+    in_step = 0 if chosen is None else int(np.sum(chosen[:, 3] > 0))
+    return in_step + sum(int(np.sum(np.asarray(done) > 0)) for done in lists)
 
 
 def transfer_columns(transfers: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

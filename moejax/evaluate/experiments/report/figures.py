@@ -37,10 +37,8 @@ def plots_of(panel: Panel) -> Iterator[Plot]:
     if len(panel.lines) < 2:
         return
     whole = [line for line in panel.lines if line["runs"] and line["decode_steps"]]
-    modes = [
-        m for m in ("measured", "simulated", "predicted") if any(m == x["mode"] for x in whole)
-    ]
-    counted = [line for line in whole if line["mode"] == modes[0]]  # all modes count alike
+    # All modes count alike.
+    counted = [line for line in whole if line["mode"] == whole[0]["mode"]]
     if counted:
         steps = counted[0]["decode_steps"]
         waits = _series(counted, lambda line: _sure(line["decode_misses"] / line["decode_steps"]))
@@ -56,9 +54,6 @@ def plots_of(panel: Panel) -> Iterator[Plot]:
     if link := panel.link:
         floor = _bound(panel, "link", lambda line: line["decode_bytes"] / steps / link * 1e3)
         times += [one._replace(name="MIN over the link") for one in floor]
-    if panel.active_s:
-        xs = sorted({x for one in times for x, _ in one.points})
-        times.append(Series("memory", [(x, _sure(panel.active_s * 1e3)) for x in xs], True))
     yield Plot("times", "ms an output token, median", times, log=True)
     ratios = [line for line in timed if line.get("tpot_p50_s_ratio")]
     if len({line["policy"] for line in ratios}) > 1:
@@ -91,8 +86,7 @@ def _series(lines: Sequence[Line], value: Callable[[Line], Interval]) -> list[Se
 
 
 def _bound(panel: Panel, name: str, value: Callable[[Line], float]) -> list[Series]:
-    lines = panel.least.values()
-    points = sorted((line["expert_bytes"] / MIB, _sure(value(line))) for line in lines)
+    points = sorted((line["expert_bytes"] / MIB, _sure(value(line))) for line in panel.bounds)
     return [Series(name, points, True)] if points else []
 
 

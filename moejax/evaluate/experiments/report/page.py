@@ -44,8 +44,7 @@ Counts are of the decode steps after one prefill step, from a cold start. misses
 of all layers, that a step had to wait for; + ahead: with those moved ahead of need; MIN: the \
 fewest that any policy can move, both together, with as many cells, whatever prefill left \
 (Belady), where it is claimed. Times are medians over repeats, in brackets their 95% intervals; \
-× baseline: the median ratio to {baseline} with the same driver in the same repeat. ∅: eviction \
-had no choice."""
+× baseline: the median ratio to {baseline} with the same driver in the same repeat."""
 
 NO_FIGURES = "without matplotlib there are no figures: pip install 'moejax[plot]'"
 
@@ -176,8 +175,7 @@ def _facts(records: Records) -> Table:
         said = f"{what}, link {one['link_rate']}; {one['device']} of {one['machine']}; {versions}"
         if one.get("link_bytes_per_s"):
             said += f"; compiled {one['executables']} programs in {one['compile_s']:.1f} s"
-            said += f"; link {one['link_bytes_per_s'] / 1e9:.1f} GB/s, memory "
-            said += f"{one['memory_bytes_per_s'] / 1e9:.1f} GB/s"
+            said += f"; link {one['link_bytes_per_s'] / 1e9:.1f} GB/s"
         rows.append((one["at"], said))
     files = records.asked["files"]
     rows += [(f"SHA-256 of {name}", digest) for name, digest in files.items() if digest]

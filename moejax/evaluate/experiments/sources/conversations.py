@@ -11,17 +11,17 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from host_offload.sizing.split import MissCosts
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
-from moejax.errors import UserError
+from moejax.errors import UserError, as_user_error
 from moejax.evaluate.experiments.arms import parse_named
 from moejax.evaluate.experiments.workload import digest_outputs
-from moejax.models.json_values import is_number
+from moejax.models.json_values import is_integer, is_number
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
 
@@ -35,6 +35,9 @@ TRAIN_SEED = 10**6
 """The seed of what mv_wsa=train begins with; no seed of a grid should be it."""
 
 DOMAINS, CORPUS_TOKENS = 3, 1 << 15
+
+MAY_BE_NONE = ("document_tokens", "shift_tokens", "think_s", "tool_s", "tool_share", "shift_share")
+"""Numbers of SessionKind that may be 0."""
 
 ON_SHARE, BURST = 0.2, 10.0
 """Bursty arrivals: the part of the time in which some come, and how many then, in the mean."""
@@ -80,7 +83,7 @@ class SessionKind:
     sessions: int = 8
     turns: int = 6
     arrival: str = "poisson"
-    """poisson; or bursty, an interrupted Poisson process (Fischer and Meier-Hellstern, 1993)."""
+    """One of ARRIVALS."""
     rate: float = 1.0
     """Sessions a second, in the mean."""
     document_tokens: int = 256
@@ -98,24 +101,19 @@ class SessionKind:
     shift_tokens: int = 64
 
     def __post_init__(self):
+        if self.arrival not in ARRIVALS:
+            raise UserError(f"arrival is one of {', '.join(ARRIVALS)}, not {self.arrival!r}")
         for field in dataclasses.fields(self):
             value, whole = getattr(self, field.name), isinstance(field.default, int)
-            least = 0 if field.name in ("document_tokens", "shift_tokens") else 1
-            if field.name == "arrival":
-                good, said = value in ("poisson", "bursty"), "poisson or bursty"
-            elif whole:
-                good, said = type(value) is int and value >= least, f"at least {least}"
-            elif field.name.endswith("share"):
-                good, said = is_number(value) and 0 <= value <= 1, "a share from 0 to 1"
-            else:
-                above = value > 0 if field.name == "rate" else value >= 0
-                good, said = is_number(value) and above, "a number above 0"
-            if not good:
-                raise UserError(f"{field.name} must be {said}, got {value!r}")
+            least = 0 if field.name in MAY_BE_NONE else 1e-9
+            if field.name != "arrival" and (
+                not (is_integer if whole else is_number)(value) or not value >= least
+            ):
+                what = "whole number" if whole else "number"
+                raise UserError(f"{field.name} must be a {what} above 0, got {value!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One request of a session."""
 
     think_s: float
@@ -125,8 +123,7 @@ class Turn:
     max_tokens: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     """arrival_s: when the first turn arrives, in seconds from the start."""
 
     arrival_s: float
@@ -136,17 +133,13 @@ class Session:
 def read_sessions(text: str) -> tuple[SessionKind, ...]:
     """The conversations that `text` names: turns(…) with settings of SessionKind, several with
     `then` between them. Raises UserError for what is none."""
-    found = []
+    found, where = [], f"conversations {text!r}"
     for part in text.split(THEN):
-        name, settings = parse_named(part.strip(), f"conversations {text!r}")
-        known = [field.name for field in dataclasses.fields(SessionKind)]
-        wrong = [key for key in settings if key not in known]
-        if name != KIND or wrong:
-            raise UserError(
-                f"conversations {text!r}: {wrong[0] if wrong else name} is unknown; write "
-                f"{KIND}(key=value, …) with keys of {', '.join(known)}"
-            )
-        found.append(SessionKind(**settings))
+        name, settings = parse_named(part.strip(), where)
+        if name != KIND:
+            raise UserError(f"{where}: {name} is unknown; write {KIND}(key=value, …)")
+        with as_user_error(f"{where}: {KIND} does not take {settings}"):
+            found.append(SessionKind(**settings))
     return tuple(found)
 
 
@@ -159,9 +152,7 @@ def draw_sessions(kinds: Sequence[SessionKind], vocabulary: int, seed: int) -> t
         begin = max((each.arrival_s for each in found), default=0.0)
         # Arrivals draw from a stream of their own: a session is the same whenever it comes.
         rng = np.random.default_rng([1000 * number + seed, 0])
-        times = {"poisson": poisson_arrivals, "bursty": bursty_arrivals}[kind.arrival](
-            rng, kind.rate, kind.sessions
-        )
+        times = ARRIVALS[kind.arrival](rng, kind.rate, kind.sessions)
         for place, time in enumerate(times.tolist()):
             turns = _draw_turns(
                 kind, corpus, np.random.default_rng([1000 * number + seed, 1, place])
@@ -177,7 +168,8 @@ def poisson_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.nd
 
 def bursty_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.ndarray:
     """float64[count]: times in seconds with the mean `rate`, of a process that is on for ON_SHARE
-    of the time; on and off last exponentially long, on for BURST arrivals in the mean."""
+    of the time; on and off last exponentially long, on for BURST arrivals in the mean (an
+    interrupted Poisson process: Fischer and Meier-Hellstern, 1993)."""
     peak = rate / ON_SHARE
     on_s = BURST / peak
     off_s = on_s * (1.0 - ON_SHARE) / ON_SHARE
@@ -192,6 +184,9 @@ def bursty_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.nda
             times.append(now)
         now, on = end, not on
     return np.asarray(times)
+
+
+ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals}
 
 
 def draw_corpus(vocabulary: int, seed: int) -> list[np.ndarray]:
@@ -268,16 +263,17 @@ class Conversations:
         now, seen, refusal = 0.0, first, None
         due = [(each.arrival_s, number, 0) for number, each in enumerate(self.sessions)]
         heapq.heapify(due)
-        history: dict[int, list[int]] = {number: [] for number in range(len(self.sessions))}
         running: dict[int, tuple[int, Request, float]] = {}
-        outputs: dict[tuple[int, int], list[int]] = {}
-        first_tokens: list[float] = []
+        """Session → its turn, the request of that, and when it came."""
+        said: dict[tuple[int, int], Request] = {}
+        first_tokens: dict[tuple[int, int], float] = {}
         try:
             while due or running:
                 while due and due[0][0] <= now:
                     arrival, number, index = heapq.heappop(due)
-                    request = self._add(engine, history[number], number, index)
-                    running[number] = index, request, arrival
+                    before = said.get((number, index - 1))
+                    history = [] if before is None else [*before.prompt, *before.output]
+                    running[number] = index, self._add(engine, history, number, index), arrival
                 if not running:
                     now = due[0][0]
                     continue
@@ -285,14 +281,12 @@ class Conversations:
                 counts = count_priced(engine)
                 now, seen = now + float((counts - seen) @ prices) / 1e3, counts
                 for number, (index, request, arrival) in [*running.items()]:
-                    if request.output and arrival >= 0:
-                        first_tokens.append(now - arrival)
-                        running[number] = index, request, -1.0  # said
+                    if request.output:
+                        first_tokens.setdefault((number, index), now - arrival)
                     if request.finish_reason is None:
                         continue
                     del running[number]
-                    outputs[number, index] = [*request.output]
-                    history[number] = [*request.prompt, *request.output]
+                    said[number, index] = request
                     turns = self.sessions[number].turns
                     if index + 1 < len(turns):
                         heapq.heappush(due, (now + turns[index + 1].think_s, number, index + 1))
@@ -310,19 +304,19 @@ class Conversations:
             for session in engine.scheduler.sessions.all:
                 engine.end_session(session.session_id)
         cells, turns = cells_of(engine.scheduler.arena), [len(s.turns) for s in self.sessions]
-        generated = sum(map(len, outputs.values()))
+        generated = sum(len(request.output) for request in said.values())
         served = sum(
-            len(output) == self.sessions[number].turns[index].max_tokens
-            for (number, index), output in outputs.items()
+            len(request.output) == self.sessions[number].turns[index].max_tokens
+            for (number, index), request in said.items()
         )
         return {
-            "tokens": digest_outputs([outputs[key] for key in sorted(outputs)]),
+            "tokens": digest_outputs([said[key].output for key in sorted(said)]),
             "turns": sum(turns),
             "unserved": sum(turns) - served,
             "refusal": refusal,
             "generated": generated,
             "priced_s": now,
-            "ttft_s": float(np.mean(first_tokens)) if first_tokens else None,
+            "ttft_s": float(np.mean([*first_tokens.values()])) if first_tokens else None,
             "tokens_per_s": generated / now if now else None,
             "kv_pages_moved": int((seen - first)[3]),
             "cells_end": sum(cells) / len(cells),

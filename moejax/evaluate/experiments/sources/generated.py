@@ -62,6 +62,7 @@ class GeneratedRouting:
                 "hidden": 2048,
                 "version_bytes": {"dense": size},
                 "page_bytes": size,
+                "kv_floor_bytes": size,
                 "page_tokens": 16,
                 "slots": shape["layers"] * shape["experts"] + 1,
                 "slot_bytes": size,

@@ -91,7 +91,6 @@ def test_the_engine_counts_what_the_simulator_counts(undisturbed):
     simulated = {(row["policy"], row["budget"]): row for row in undisturbed.of_mode("simulated")}
     for row in undisturbed.of_mode("measured"):
         other = simulated[row["policy"], row["budget"]]
-        assert row["eviction_choices"] == other["eviction_choices"]
         assert row["ahead_skipped"] == other["ahead_skipped"]
 
 

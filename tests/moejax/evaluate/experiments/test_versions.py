@@ -84,7 +84,8 @@ def test_versions_have_equal_bytes_and_one_policy(mixed):
 @pytest.mark.slow
 def test_quality_of_a_run_that_changes_versions_is_that_of_one_engine(mixed):
     """All texts, one after the other, from a cold start; as `moejax eval` with the same options."""
-    lines = [line for line in mixed.quality if "spares" in line["precision"]]
+    (record,) = [row for row in mixed.of_mode("quality") if "spares" in row["precision"]]
+    lines = record["texts"]
     assert [line["text"] for line in lines] == ["story", "math"]
     prompts = Prompts(read_experiment(GRID))
     window = lines[0]["window"]
@@ -115,12 +116,12 @@ def test_the_report_compares_precisions(mixed):
     assert [name.partition(", ")[0] for name in names] == ["lru", "lfu", "lru", "lru", "lru"]
     assert len(set(names)) == 5
     assert "high/low" in panel.headings
-    assert [row[1] for row in quality.rows] == [
+    assert [row[2] for row in quality.rows] == [
         *["story"] * 4,
         *["math"] * 4,
         *["all texts"] * 4,
     ]
-    assert quality.rows[0][3] == "–" and quality.rows[1][3].startswith(("+", "-"))
+    assert quality.rows[0][4] == "–" and quality.rows[1][4].startswith(("+", "-"))
     # A grid that goes on starts nothing and scores nothing.
     again = moejax.ablate(GRID, mixed.directory, progress=False)
     assert (again.rows, again.sessions) == (mixed.rows, mixed.sessions)

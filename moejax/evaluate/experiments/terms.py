@@ -1,0 +1,135 @@
+"""What budgets come to: the cells of each layer for an arm."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from host_offload.control.interface import Spec
+from host_offload.memory.budget import Share, cells_per_layer, expert_slots_of, format_bytes
+from host_offload.simulate.simulator import spec_of
+from host_offload.traces.reader import Trace, TraceError
+from moejax.errors import UserError, user_errors
+from moejax.evaluate.experiments.arms import Arm
+from moejax.sizes import parse_expert_budget
+from moejax.start.decide.start_plan import StartPlan
+from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.format import VERSIONS
+
+if TYPE_CHECKING:
+    from moejax.evaluate.experiments.definition import Cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Granted:
+    """What a budget comes to for an arm; but for `cells` columns of a record."""
+
+    cells: tuple[int, ...]
+    """Each layer's."""
+    experts: int
+    """A layer's experts."""
+    expert_bytes: int
+    """What the cells take."""
+    learned_bytes: int = 0
+    """What the arm learned takes, which the budget pays for."""
+    moves_cells: bool = False
+
+    @property
+    def columns(self) -> dict[str, int]:
+        found = dict(vars(self))
+        cells = found.pop("cells")
+        return {"cells_least": min(cells), "cells_most": max(cells), **found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What budgets are measured with, and what policies are told, with an engine or without."""
+
+    spec: Spec
+    """What policies are told by an engine of all budgets."""
+    slot_bytes: int
+    """What an expert takes."""
+    record: RecordFormat | None = None
+    """How one lies; None: routing without a model."""
+    kv_bytes: int = 0
+    router: np.ndarray | None = None
+    """float32[L, D, E]; None: routing without a model."""
+
+    @classmethod
+    def of_plan(cls, plan: StartPlan, router: np.ndarray | None = None) -> Terms:
+        """Those of an engine."""
+        layout = plan.steps.layout
+        kv_bytes = plan.budget.kv_slots * layout.slot_bytes
+        return cls(plan.spec, layout.slot_bytes, layout.records[0], kv_bytes, router)
+
+    @classmethod
+    def of_trace(cls, trace: Trace) -> Terms:
+        """Those of routing without a model. Raises UserError for a trace that does not say what
+        policies are told."""
+        with user_errors(TraceError):
+            spec = spec_of(trace.header)
+        size = max(int(np.max(sizes)) for sizes in spec.version_bytes.values())
+        kv_bytes = max(spec.budget_bytes - spec.layers * spec.experts * size, 0)
+        return cls(spec, size, kv_bytes=kv_bytes)
+
+    @property
+    def experts(self) -> int:
+        """In all layers."""
+        return self.spec.layers * self.spec.experts
+
+    def budget_bytes(self, budget: str) -> int:
+        """Bytes of a budget; a share is of what all experts take when dense. Raises UserError for
+        a version where there is no model."""
+        if budget in VERSIONS:
+            if self.record is None:
+                raise UserError(f"budget {budget} is of a model's experts; write a share or bytes")
+            return self.experts * dataclasses.replace(self.record, version=budget).nbytes
+        given = parse_expert_budget(int(budget) if budget.isdigit() else budget)
+        if not isinstance(given, Share):
+            return given
+        dense = self.record and dataclasses.replace(self.record, version="dense")
+        return int(given.fraction * self.experts * (dense.nbytes if dense else self.slot_bytes))
+
+    def slots(self, budget: str, arm: Arm) -> int:
+        """Experts that a budget holds, less what the arm learned. Raises UserError for a budget
+        that holds none and is not 0."""
+        nbytes, size = self.budget_bytes(budget), self.slot_bytes
+        whole = expert_slots_of(nbytes, self.experts, size)
+        if budget.endswith("%") and (self.record is None or self.record.version == "dense"):
+            whole = expert_slots_of(parse_expert_budget(budget), self.experts, size)  # rounded
+        if not whole and budget.strip("0%."):
+            percent = f'; did you mean "{budget}%"?' if budget.isdigit() and nbytes <= 100 else ";"
+            raise UserError(
+                f"budget {budget} holds no expert: one takes {size} bytes ({format_bytes(size)})"
+                f'{percent} write a share such as "25%", at least '
+                f"{100 / self.experts:.3g}%, bytes of one expert or more, or 0 for none"
+            )
+        learned = arm.learned_bytes(self.spec)
+        slots = whole - -(-learned // size)
+        if slots < 0 or (whole and not slots):
+            raise UserError(
+                f"budget {budget}: what {arm.name} learned takes {learned} bytes of it "
+                "and leaves no expert; raise the budget"
+            )
+        return slots
+
+    def grant(self, cell: Cell, arm: Arm) -> Granted:
+        """The cells of a budget, as even as they can be over the layers."""
+        slots = self.slots(cell.budget, arm)
+        cells = cells_per_layer(slots, self.spec.layers, self.spec.experts)
+        nbytes, learned = slots * self.slot_bytes, arm.learned_bytes(self.spec)
+        return Granted(cells, self.spec.experts, nbytes, learned, arm.moves_cells or arm.pooled)
+
+    def spec_of(self, cell: Cell, arm: Arm) -> Spec:
+        """What the policies of a cell are told: an arena of this budget and the KV, not the largest
+        one of the grid; of conversations the whole memory."""
+        needs_router = any("router" in policy.needs for policy in arm.policies)
+        held = self.grant(cell, arm).expert_bytes + self.kv_bytes
+        return dataclasses.replace(
+            self.spec,
+            budget_bytes=self.spec.budget_bytes if cell.mode == "priced" else held,
+            seed=cell.seed,
+            router=self.router if needs_router else None,
+        )
