@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError, user_errors
-from moejax.models.json_values import MOST_YAML, parse_yaml
+from moejax.models.json_values import read_yaml_mapping
 from moejax.start.fields import Description, options_of
 from moejax.start.options import GROUPS, OPTIONS, Config, unknown_option
 
@@ -132,15 +132,7 @@ def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Keyword arguments of LLM from a YAML or JSON file of options, flat or in their groups. Raises
     UserError for a file that cannot be read, is no mapping, has an unknown key, or a value that can
     never be."""
-    try:
-        with open(path, "rb") as file:  # which may be a pipe
-            found = parse_yaml(file.read(MOST_YAML + 1).decode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must be a mapping of options, not {type(found).__name__}")
+    found = read_yaml_mapping(path, "of options")
     options: dict[str, Any] = {}
     for key, value in found.items():
         grouped = key in GROUPS and isinstance(value, dict)

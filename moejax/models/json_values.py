@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import yaml
+
+from moejax.errors import UserError
 
 MOST_VALUES = 4_000_000
 """Values of a JSON text, a few seconds of parsing; the header of 100,000 tensors has 800,000."""
@@ -83,6 +86,21 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("brackets are nested too deeply") from None
     except Exception as error:  # of YAML, and whatever int, float and datetime raise
         raise ValueError(str(error) or repr(error)) from None
+
+
+def read_yaml_mapping(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
+    """The mapping that a YAML or JSON file is; `of` says what it holds. Raises UserError for a file
+    that cannot be read or is something else."""
+    try:
+        with open(path, "rb") as file:  # which may be a pipe
+            found = parse_yaml(file.read(MOST_YAML + 1).decode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be a mapping {of}, not {type(found).__name__}")
+    return found
 
 
 class _PlainLoader(yaml.SafeLoader):

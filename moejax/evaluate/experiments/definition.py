@@ -23,7 +23,7 @@ from moejax.evaluate.experiments.sources.generated import GeneratedRouting, read
 from moejax.evaluate.experiments.sources.precisions import Mix, read_mix
 from moejax.evaluate.experiments.terms import Terms
 from moejax.models.directory import model_directory
-from moejax.models.json_values import MOST_YAML, is_integer, is_number, parse_yaml
+from moejax.models.json_values import is_integer, is_number, parse_yaml, read_yaml_mapping
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.option_values import read_transfers
 from moejax.start.options import Config, refuse_cache_aware
@@ -33,7 +33,7 @@ from pallas_kernels.records.format import VERSIONS
 
 MODES = ("measured", "simulated", "predicted")
 
-PRICED = ("priced",)
+PRICED = "priced"
 """The mode of conversations: the engine's own counts, and times by stated prices."""
 
 DRIVERS = ("device", "host")
@@ -101,22 +101,15 @@ def _list_of(read: Reader) -> Reader:
     return read_all
 
 
-def _budget(value: Any) -> str:
-    """As text; a number is bytes."""
-    if str(value) not in VERSIONS:
-        parse_expert_budget(value)
-    return str(value)
+def _as_text(parse: Reader, *words: str) -> Reader:
+    """Reads what `parse` reads, or one of the words; kept as text."""
 
+    def read(value: Any) -> str:
+        if value not in words:
+            parse(value)
+        return str(value)
 
-def _link(value: Any) -> str:
-    if value != NO_LINK:
-        parse_rate(value)
-    return str(value)
-
-
-def _memory(value: Any) -> str:
-    parse_size(str(value))
-    return str(value)
+    return read
 
 
 def _temperature(value: Any) -> float:
@@ -161,10 +154,10 @@ class Definition:
 
     model: str = _key(_text, "demo")
     policies: tuple[str, ...] = _key(_list_of(_text), ())
-    budgets: tuple[str, ...] = _key(_list_of(_budget), ())
+    budgets: tuple[str, ...] = _key(_list_of(_as_text(parse_expert_budget, *VERSIONS)), ())
     precision: tuple[str, ...] = _key(_list_of(_text), ("dense",))
     driver: str = _key(_one_of("auto", *DRIVERS), "auto")
-    link_rate: tuple[str, ...] = _key(_list_of(_link), (NO_LINK,))
+    link_rate: tuple[str, ...] = _key(_list_of(_as_text(parse_rate, NO_LINK)), (NO_LINK,))
     batch: tuple[int, ...] = _key(_list_of(_whole()), (1,))
     prompts: int | None = _key(_or_none(_whole()), None)
     train_prompts: int = _key(_whole(), 32)
@@ -174,10 +167,10 @@ class Definition:
     routing: tuple[str, ...] = _key(_list_of(_text), ())
     seeds: tuple[int, ...] = _key(_list_of(_whole(0)), (0,))
     temperature: float = _key(_temperature, 1.0)
-    memory: str | None = _key(_or_none(_memory), None)
+    memory: str | None = _key(_or_none(_as_text(parse_size)), None)
     conversations: tuple[str, ...] = _key(_list_of(_text), ())
     prices: Mapping[str, float] | None = _key(_or_none(_prices), None)
-    modes: tuple[str, ...] = _key(_list_of(_one_of(*MODES, *PRICED)), ())
+    modes: tuple[str, ...] = _key(_list_of(_one_of(*MODES)), MODES[:1])
     repeats: int = _key(_whole(), 6)
     quality_tokens: int | None = _key(_or_none(_whole(2)), None)
     baseline: str | None = _key(_or_none(_text), None)
@@ -194,6 +187,7 @@ MEANINGLESS: Mapping[str, Sequence[str]] = {
     ),
     "conversations": (
         *("texts", "routing", "prompts", "train_prompts", "quality_tokens", "costs", "repeats"),
+        "modes",
     ),
 }
 """Key → keys that say nothing beside it."""
@@ -302,7 +296,13 @@ class Experiment(Definition):
         that policies take turns within each repeat. With two versions of experts there is one
         policy, the baseline."""
         places = self.routing or self.conversations or tuple(self.sources)
-        outer = self.modes, DRIVERS, self.precision, self.link_rate, self.batch
+        outer = (
+            (PRICED,) if self.conversations else self.modes,
+            DRIVERS,
+            self.precision,
+            self.link_rate,
+            self.batch,
+        )
         outer = *outer, self.prompt_tokens, places
         for place in itertools.product(*outer, self.seeds, self.budgets, self.policies):
             cell = Cell(*place)
@@ -322,7 +322,7 @@ class Experiment(Definition):
             repeats = self.repeats if cell.mode == "measured" else 1
             runs = [(cell, repeat) for repeat in range(repeats)]
             bound = dataclasses.replace(cell, mode="bound", policy="MIN", driver="device")
-            if not mixed and cell.mode not in PRICED and bound not in extra:
+            if not mixed and cell.mode != PRICED and bound not in extra:
                 runs.append((bound, 0))
             # No budget changes quality but that of two versions.
             budget = cell.budget if mixed else "any"
@@ -381,7 +381,7 @@ class Experiment(Definition):
         )
 
 
-_ORDER = ("quality", "bound", "measured", "simulated", "predicted", "priced")
+_ORDER = ("quality", "bound", *MODES, PRICED)
 
 
 # ---- reading
@@ -398,17 +398,7 @@ def read_experiment(
     where = "the definition"
     if not isinstance(source, Mapping):
         where, home = str(source), Path(source).resolve().parent
-        try:
-            with open(source, "rb") as file:
-                source = parse_yaml(file.read(MOST_YAML + 1).decode())
-        except OSError as error:
-            raise UserError(f"{where} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"{where} is no YAML: {error}") from error
-        if not isinstance(source, dict):
-            raise UserError(
-                f"{where} must be a mapping such as policies: [lru, lfu], not {shown(source)}"
-            )
+        source = read_yaml_mapping(source, "such as policies: [lru, lfu]")
     with user_errors(where=f"{where}: "):
         found = _experiment({**source, **(changes or {})}, home or Path.cwd())
         check_experiment(found)
@@ -444,7 +434,6 @@ def _experiment(given: Mapping[str, Any], home: Path) -> Experiment:
     texts = () if talks or routing else found.get("texts", KEYS["texts"].default)
     if found.get("costs") not in (None, MEASURE):
         found["costs"] = str(home / found["costs"])
-    found["modes"] = found.get("modes") or (PRICED if talks else MODES[:1])
     found["options"] = found.get("options", {})
     found["baseline"] = found.get("baseline") or found["policies"][0]
     sources = {Path(text).stem: _text_path(text, home) for text in texts}
@@ -480,94 +469,93 @@ def _text_path(name: str, home: Path) -> Path:
 # ---- what does not go together
 
 
-def check_experiment(experiment: Experiment) -> None:
+def check_experiment(asked: Experiment) -> None:
     """Raises UserError for what does not go together; once more when policies have learned."""
-    asked = experiment
     for one, others in MEANINGLESS.items():
         for name in others if getattr(asked, one) else ():
             if (getattr(asked, name) or KEYS[name].default) != KEYS[name].default:
                 raise UserError(f"{name} says nothing beside {one}; leave one of them out")
-    if asked.baseline not in asked.arms:
-        raise UserError(
-            f"baseline {asked.baseline!r} is none of the policies; write one of "
-            f"{', '.join(asked.policies)}"
-        )
-    if asked.prompts is not None and asked.prompts < max(asked.batch):
-        raise UserError(
-            f"prompts: {asked.prompts} are fewer than a batch of {max(asked.batch)}; "
-            "give at least as many, which then run batch by batch"
-        )
-    if asked.costs not in (None, MEASURE) and not Path(asked.costs).is_file():
-        raise UserError(f"costs: there is no file {asked.costs}; moejax calibrate makes one")
-    if "predicted" in asked.modes and len(asked.precision) > 1:
-        raise UserError("costs are of one precision; predict one at a time")
-    _check_modes(asked)
-    _check_precisions(asked)
-    for arm in asked.arms.values():
-        _check_arm(asked, arm)
+    for is_wrong, message in _conflicts(asked):
+        if is_wrong:
+            raise UserError(message)
     if not asked.drawn:
         # One plan for each engine but for what policies ask of its steps.
-        groups = {
-            dataclasses.replace(g, driver="device", run=None, arrays=frozenset())
-            for g in asked.runs()
-        }
-        largest = [group for group in groups if group.batch == max(asked.batch)]
-        for group in sorted(largest, key=str):
-            with user_errors(BudgetError):
-                dry_run(asked.engine_options(group))
+        plain = {"driver": "device", "run": None, "arrays": frozenset()}
+        groups = {dataclasses.replace(group, **plain) for group in asked.runs()}
+        for group in sorted(groups, key=str):
+            if group.batch == max(asked.batch):
+                with user_errors(BudgetError):
+                    dry_run(asked.engine_options(group))
 
 
-def _check_modes(asked: Experiment) -> None:
-    if bool(asked.conversations) != (asked.modes == PRICED):
-        raise UserError("modes: [priced] is of conversations, which have no other; leave modes out")
-    if asked.conversations:
-        if asked.memory is None:
-            raise UserError("conversations need a memory for experts and KV; write memory: 4MiB")
-        for name in ("precision", "link_rate"):
-            if len(getattr(asked, name)) > 1:
-                raise UserError(f"conversations have one {name} a grid; write one")
-    if asked.routing and "measured" in asked.modes:
-        raise UserError("routing is without a model; write modes: [simulated] or [predicted]")
-    if asked.routing and asked.costs == MEASURE:
-        raise UserError("routing is without a model, whose costs could be measured; name a file")
-
-
-def _check_precisions(asked: Experiment) -> None:
-    mixed = [name for name in asked.precision if asked.is_mixed(name)]
-    if not mixed:
-        return
-    two = f"precision {mixed[0]} holds experts in two versions"
-    if asked.modes != ("measured",):
-        raise UserError(f"{two}, which are measured only; write modes: [measured]")
-    if any(policy.moments for policy in asked.arms[str(asked.baseline)].policies):
-        raise UserError(
+def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
+    """(whether it is so, what to say then)"""
+    yield (
+        asked.baseline not in asked.arms,
+        f"baseline {asked.baseline!r} is none of the policies; write one of "
+        f"{', '.join(asked.policies)}",
+    )
+    yield (
+        asked.prompts and asked.prompts < max(asked.batch),
+        f"prompts: {asked.prompts} are fewer than a batch of {max(asked.batch)}; give at least as "
+        "many, which then run batch by batch",
+    )
+    yield (
+        asked.costs not in (None, MEASURE) and not Path(str(asked.costs)).is_file(),
+        f"costs: there is no file {asked.costs}; moejax calibrate makes one",
+    )
+    yield (
+        "predicted" in asked.modes and len(asked.precision) > 1,
+        "costs are of one precision; predict one at a time",
+    )
+    yield (
+        asked.conversations and asked.memory is None,
+        "conversations need a memory for experts and KV; write memory: 4MiB",
+    )
+    yield (
+        asked.conversations and len(asked.precision) * len(asked.link_rate) > 1,
+        "conversations have one precision and one link_rate a grid; write one",
+    )
+    yield (
+        asked.routing and "measured" in asked.modes,
+        "routing is without a model; write modes: [simulated] or [predicted]",
+    )
+    yield (
+        asked.routing and asked.costs == MEASURE,
+        "routing is without a model, whose costs could be measured; name a file",
+    )
+    for name in filter(asked.is_mixed, asked.precision):
+        two = f"precision {name} holds experts in two versions"
+        yield (
+            asked.modes != ("measured",),
+            f"{two}, which are measured only; write modes: [measured]",
+        )
+        yield (
+            any(policy.moments for policy in asked.arms[str(asked.baseline)].policies),
             f"{two} and says what lies where, so the baseline must be an eviction such as lru, not "
-            f"{asked.baseline!r}"
+            f"{asked.baseline!r}",
         )
-
-
-def _check_arm(asked: Experiment, arm: Arm) -> None:
-    where = f"policy {arm.name!r}"
-    if asked.driver == "device" and arm.needs_host:
-        raise UserError(
-            f"{where} looks between layers, which driver: device lacks; write driver: auto or host"
+    for arm in asked.arms.values():
+        where = f"policy {arm.name!r}"
+        yield (
+            asked.driver == "device" and arm.needs_host,
+            f"{where} looks between layers, which driver: device lacks; write driver: auto or host",
         )
-    if arm.in_step and (asked.driver == "host" or arm.needs_host):
-        raise UserError(
+        yield (
+            arm.in_step and (asked.driver == "host" or arm.needs_host),
             f"{where} has compiled steps decide, which driver: host does not; write driver: auto, "
-            "with no policy beside it that looks between layers"
+            "with no policy beside it that looks between layers",
         )
-    if asked.conversations and (arm.needs_host or arm.learns or arm.knows_run):
-        raise UserError(
+        yield (
+            asked.conversations and (arm.needs_host or arm.learns or arm.knows_run),
             f"{where} looks between layers or learns, which conversations do not have yet; leave "
-            "it out"
+            "it out",
         )
-    if arm.moves_cells and "measured" in asked.modes:
-        raise UserError(
+        yield (
+            arm.moves_cells and not asked.conversations and "measured" in asked.modes,
             f"{where} writes 'cells', and in a grid budgets are the grid's; write modes: "
-            "[simulated] or [predicted], where it may move them, or leave it out"
+            "[simulated] or [predicted], where it may move them, or leave it out",
         )
-    if asked.routing and (wanted := sorted(arm.simulated_arrays | arm.train_arrays)):
-        raise UserError(
-            f"{where} needs {wanted[0]}, which routing without a model lacks; give texts"
-        )
+        for wanted in sorted(arm.simulated_arrays | arm.train_arrays):
+            said = f"{where} needs {wanted}, which routing without a model lacks; give texts"
+            yield asked.routing, said

@@ -152,7 +152,6 @@ def test_forests_without_what_trains_them_are_refused_before_anything_is_loaded(
         ({"precision": ["dynaexq(alfa=0.5)"]}, "has no setting 'alfa=0.5'"),
         ({"precision": ["map=none.npy"]}, "none.npy: cannot be read as a map"),
         ({"precision": "dynaexq", "budgets": ["1MiB"]}, "give them more memory"),
-        ({"modes": ["priced"]}, "modes: [priced] is of conversations"),
         (
             {"precision": ["dense", "int8"], "modes": ["predicted"]},
             "costs are of one precision",
@@ -234,7 +233,7 @@ TALKS = {
         ({"texts": ["math"]}, "texts says nothing beside conversations; leave one"),
         ({"memory": None}, "conversations need a memory for experts and KV; write memory: 4MiB"),
         ({"memory": "much"}, "'much' is not a size"),
-        ({"modes": ["measured"]}, "modes: [priced] is of conversations, which have no other"),
+        ({"modes": ["simulated"]}, "modes says nothing beside conversations"),
         ({"conversations": ["talks(turns=2)"]}, "talks is unknown; write turns(key=value, …)"),
         ({"conversations": ["turns(seed=2)"]}, "turns does not take {'seed': 2}"),
         ({"conversations": ["turns(turns=0)"]}, "turns must be a whole number above 0, got 0"),
@@ -242,7 +241,10 @@ TALKS = {
         ({"prices": {"miss_ms": -1}}, "prices are numbers of decode_ms, prefill_ms, miss_ms"),
         ({"policies": ["lru", "fate"]}, "which conversations do not have yet"),
         ({"policies": ["mv_wsa(gamma=1)"]}, "mv_wsa does not take {'gamma': 1}"),
-        ({"precision": ["dense", "int8"]}, "conversations have one precision a grid"),
+        (
+            {"precision": ["dense", "int8"]},
+            "conversations have one precision and one link_rate a grid",
+        ),
         ({"memory": "1KiB"}, "1 KiB"),
     ],
 )
