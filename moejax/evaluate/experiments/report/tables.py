@@ -106,14 +106,13 @@ def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> P
         return tuple(line.get(name) for name in (*PLACE[1:], *COUNTS))
 
     def order(line: Line) -> tuple[Any, ...]:
-        places = asked["budgets"].index(line["budget"]), asked["policies"].index(line["policy"])
-        return (
-            line.get("moves_memory", False),
-            places[0],
-            line["precision"],
-            places[1],
-            line["mode"],
+        budget, precision = asked["budgets"].index(line["budget"]), line["precision"]
+        places = (
+            budget,
+            asked["precision"].index(precision),
+            asked["policies"].index(line["policy"]),
         )
+        return line.get("moves_memory", False), *places, line["mode"]
 
     bounds = {
         (line["precision"], line["budget"]): line
@@ -255,7 +254,7 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
 def _quality(records: Records) -> Table:
     """A row for each text and precision: its perplexity, and by how much that is above the first
     precision's, with the 95% interval over pairs of windows; then for all texts together."""
-    first = records.asked.get("precision", ["dense"])[0]
+    first = records.asked["precision"][0]
     texts: dict[str, list[Line]] = {}
     for record in records.of_mode("quality"):
         parts: list[Line] = [*record["texts"]]

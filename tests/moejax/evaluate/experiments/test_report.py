@@ -28,6 +28,7 @@ ASKED = {
     "policies": ["lru", "dir/mine.py:Mine"],
     "budgets": ["25%", "50%"],
     "texts": ["math"],
+    "precision": ["dense"],
     "routing": [],
     "output_tokens": 3,
     "seeds": [0],
