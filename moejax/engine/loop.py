@@ -260,7 +260,6 @@ class Engine:
             kv_slots = self.scheduler.arena.count(SlotClass.KV)
             self.set_budget(cells_per_layer, kv_slots)
             self.control, self.hooks = None, None
-            self.resizer.limit(self.scheduler.max_num_seqs)
             self._steps, self._requests = itertools.count(), itertools.count()
             self.runner.forget_experts()
             controller = Controller(spec, policies)

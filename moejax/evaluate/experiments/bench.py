@@ -196,12 +196,14 @@ class EngineBench:
         engine is as it started."""
         if self.mixed is not None:
             return self.mixed
-        granted = self.terms.grant(cell, arm)
+        granted = self.terms.grant(cell.budget, arm)
         policies: tuple[Policy, ...] = arm.policies_in(self._traces.get(_place(cell)))
         if cell.mode == "priced":
             policies = tuple(self._tell(policy, cell, granted) for policy in policies)
             self._split(granted)
-        self.engine.begin_anew(self.terms.spec_of(cell, arm), policies, granted.cells)
+        self.engine.begin_anew(
+            self.terms.spec_for(cell.budget, arm, cell.seed), policies, granted.cells
+        )
         return granted
 
     def _split(self, granted: Granted) -> None:

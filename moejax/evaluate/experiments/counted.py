@@ -29,7 +29,7 @@ def count_cell(
     counts that the engine has, and what counting took (`wall_s`), or by `costs` its times."""
     if cell.mode == "bound":
         return _bound(terms, cell, arm, trace)
-    granted, spec = terms.grant(cell, arm), terms.spec_of(cell, arm)
+    granted, spec = terms.grant(cell.budget, arm), terms.spec_for(cell.budget, arm, cell.seed)
     asked: dict[str, Any] = {
         "policies": arm.policies_in(trace),
         "cells": list(granted.cells),
@@ -81,7 +81,7 @@ def _bound(terms: Terms, cell: Cell, arm: Arm, trace: Trace) -> dict[str, Any]:
     """The columns of MIN, the fewest experts that any policy can move in the decode steps, whatever
     the prefill left; None below the largest step set, where no bound is claimed. `pool_misses`: the
     same for policies that move cells between layers."""
-    granted, references = terms.grant(cell, arm), read_references(trace, "decode")
+    granted, references = terms.grant(cell.budget, arm), read_references(trace, "decode")
     try:
         moved = min_transfers(references, np.array(granted.cells))
         pool = min_transfers(in_one_pool(references), sum(granted.cells))

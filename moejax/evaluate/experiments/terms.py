@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from moejax.sizes import parse_expert_budget
 from moejax.start.decide.start_plan import StartPlan
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import VERSIONS
-
-if TYPE_CHECKING:
-    from moejax.evaluate.experiments.definition import Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,21 +111,21 @@ class Terms:
             )
         return slots
 
-    def grant(self, cell: Cell, arm: Arm) -> Granted:
+    def grant(self, budget: str, arm: Arm) -> Granted:
         """The cells of a budget, as even as they can be over the layers."""
-        slots = self.slots(cell.budget, arm)
+        slots = self.slots(budget, arm)
         cells = cells_per_layer(slots, self.spec.layers, self.spec.experts)
         nbytes, learned = slots * self.slot_bytes, arm.learned_bytes(self.spec)
         return Granted(cells, self.spec.experts, nbytes, learned, arm.moves_cells or arm.pooled)
 
-    def spec_of(self, cell: Cell, arm: Arm) -> Spec:
-        """What the policies of a cell are told: an arena of this budget and the KV, not the largest
-        one of the grid; of conversations the whole memory."""
+    def spec_for(self, budget: str, arm: Arm, seed: int) -> Spec:
+        """What the policies of a run are told: an arena of this budget and the KV, not the largest
+        one of the grid; where it may move the line between both, all of it."""
         needs_router = any("router" in policy.needs for policy in arm.policies)
-        held = self.grant(cell, arm).expert_bytes + self.kv_bytes
+        held = self.grant(budget, arm).expert_bytes + self.kv_bytes
         return dataclasses.replace(
             self.spec,
-            budget_bytes=self.spec.budget_bytes if cell.mode == "priced" else held,
-            seed=cell.seed,
+            budget_bytes=self.spec.budget_bytes if arm.shared else held,
+            seed=seed,
             router=self.router if needs_router else None,
         )
