@@ -45,12 +45,9 @@ class Device(Protocol):
         controller has a pool."""
         ...
 
-    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
-        """Carries out a list before the next step; int32[S], 1 for each entry that was."""
-        ...
-
     def carried_out(self) -> np.ndarray:
-        """As of transfer, for the list that Control.between_layers returned last."""
+        """int32[S], 1 for each entry that was carried out of the list that Control.between_layers
+        returned last."""
         ...
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
@@ -133,11 +130,7 @@ class Control:
             controller.see(self.device.snapshot()())
         controller.begin_step(number, seconds=self._seconds)
         self._resize()
-        entries = self._stages(number)
-        while controller.spec.blocking and entries:
-            controller.settle_now(number, self.device.transfer(entries))
-            entries = self._stages(number)
-        return entries
+        return self._stages(number)
 
     def after_dispatch(self, number: int) -> None:
         """Right after the step: has its tables copied."""

@@ -270,12 +270,6 @@ class Controller:
             self.tables = _copied(self.tables)
         return self.staging.entries(step, self.tables)
 
-    def settle_now(self, step: int, done: np.ndarray) -> None:
-        """The list of the step that is being made was carried out already (Spec.blocking), done
-        int32[S]."""
-        self.staging.settle(step, done, self.tables)
-        self._hand_over()
-
     def take_update(self) -> dict[str, np.ndarray]:
         """Contents of tables that changed since the last call: TABLE_FIELDS → int32 array; where
         every expert is resident also `cell_row` and `cell_version`, which the device never

@@ -141,11 +141,6 @@ class Spec:
         experts are decoded in transit."""
         return self.moved_bytes or self.version_bytes
 
-    @property
-    def blocking(self) -> bool:
-        """Stage lists are carried out before the step, one after the other until one is empty."""
-        return self.resident is not None and self.resident.blocking
-
 
 class Stage(NamedTuple):
     """An expert wanted in a cell ahead of need."""

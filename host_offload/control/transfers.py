@@ -273,8 +273,7 @@ class TransferLedger(abc.ABC):
         for place, flight in list(self._unused.items()):
             transfer, same_step = flight.transfer, flight.transfer.published == step
             # A step's list is carried out behind its experts; between layers, before some of them.
-            early = flight.between_layers or self.spec.blocking
-            if transfer.published > step or (same_step and not early):
+            if transfer.published > step or (same_step and not flight.between_layers):
                 continue
             if active[place] and not missed[place]:
                 transfer = dataclasses.replace(transfer, first_use=step)

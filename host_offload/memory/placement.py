@@ -39,9 +39,6 @@ class ResidentSpec:
     """Most bytes moved within the arena before a step (one record in any case)."""
     columns: int
     """Cells that a layer can have beyond its experts."""
-    blocking: bool = False
-    """Before a step, all transitions that are wanted are carried out, list after list; the step
-    waits."""
     step_bytes_from: str = "list"
     """Where step_bytes comes from, for people; `list`: only the stage list bounds a step."""
 
@@ -139,12 +136,11 @@ def resident_spec(
     *,
     spares: int = 1,
     step_bytes: int | None = None,
-    blocking: bool = False,
 ) -> ResidentSpec:
     """The resident mode of an arena of this layout; arguments as ResidentSpec's fields.
 
     start: int[L, E]; with spares=0 it stays, a fixed map of any number of versions. step_bytes: by
-    default as the stage list allows. Cells move within one slot's bytes, or all if blocking.
+    default as the stage list allows. Cells move within one slot's bytes.
 
     Raises ValueError for versions that do not exist, where the start and the spares do not fit, and
     for step_bytes below 1.
@@ -179,9 +175,8 @@ def resident_spec(
         capacity=most,
         spares=spares,
         step_bytes=step_bytes or start.size * largest,
-        move_bytes=layout.slot_bytes * (slots if blocking else 1),
+        move_bytes=layout.slot_bytes,
         columns=max(COLUMNS, versions * spares) if spares else 0,
-        blocking=blocking,
     )
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from host_offload.control.interface import Moment, Policy, Spec, routed_counts
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import StepRecord
-from host_offload.memory.placement import ResidentSpec
 from host_offload.policies.eviction.eviction_names import with_eviction
 from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.placement.placement_policy import PlacementPolicy, costs_of
@@ -126,13 +125,6 @@ def predict(
         raise CostError(
             "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
             + "the costs are of {}, {} and top-{}; calibrate the trace's model".format(*of_model)
-        )
-    resident = header.spec.get("resident") if spec is None else spec.resident
-    said = vars(resident) if isinstance(resident, ResidentSpec) else resident
-    if said and said["blocking"] and options.get("cells") is None:
-        raise CostError(
-            "transitions that block move experts before a step, which no step is charged with; "
-            "predict a run without blocking"
         )
     named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
     named = with_placement(options.get("placement"), named)

@@ -220,9 +220,6 @@ class PagerDevice(Pager):
         assert self.maps is not None, "asked of devices whose controller has a search"
         self.maps.write(rows)
 
-    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
-        return super().stage(entries)
-
     def carried_out(self) -> np.ndarray:
         return self._carried_out
 

@@ -61,7 +61,7 @@ def step_bound(
     """
     if precision.step_bytes is not None:
         return precision.step_bytes, "given"
-    if precision.blocking or platform == "cpu":
+    if platform == "cpu":
         return None, "list"
     known = [stated for name, stated in STATED.items() if name in device_kind]
     rates = known[0] if known else ASSUMED

@@ -102,9 +102,7 @@ def mixed_of(
     start = precision.start(layers, experts, most)
     if precision.policy is None:
         return resident_spec(layout, slots, start, spares=0)
-    resident = resident_spec(
-        layout, slots, start, spares=precision.spares, blocking=precision.blocking
-    )
+    resident = resident_spec(layout, slots, start, spares=precision.spares)
     return dataclasses.replace(resident, capacity=(most, total))
 
 

@@ -231,15 +231,13 @@ class Executor:
         self.pooled = controller.pool is not None
         if self.pooled:
             kinds.append("hand_over")
-        if staged and controller.spec.blocking:
-            kinds.append("transfer")
         if staged and controller.spec.resident is not None:
             kinds.append("move")
         if "kv_pages" in controller.writes:
             kinds += "move_pages", "swap_out", "swap_in"
         self.compiler.need(*map(ProgramKey, kinds))
         self.hold_maps(controller.search)
-        if staged and not controller.spec.blocking:
+        if staged:
             self.prepare_stages()
 
     def prepare_stages(self) -> None:
@@ -336,7 +334,7 @@ class Executor:
         self.processor.assign(layer, beside, order)
 
     def carried_out(self) -> np.ndarray:
-        """As of transfer, for the list that was carried out last between two layers."""
+        """As of Device: of the list that was carried out last between two layers."""
         return np.asarray(self.walk.transfers[-1].done)
 
     # ---- pages, between steps
@@ -407,15 +405,6 @@ class Executor:
         if self.buffers.layer_versions is not None:
             entries = self.buffers.layer_versions.entries(entries)
         return Entries._make(_padded(entries, len(Entries._fields), STAGES))
-
-    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
-        """Carries out a list of any layers before the next step; int32[STAGES], 1 for each entry
-        that was. Waits for the device."""
-        memory = self.arena, self.tables, self.stores
-        self.buffers.arena, self.tables, done = self.compiler.call(
-            ProgramKey("transfer"), *memory, self.stage_list(entries)
-        )
-        return np.asarray(done)
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         """Moves cells within the arena, with what is in them, for the steps to come. No place is

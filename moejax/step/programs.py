@@ -31,7 +31,7 @@ from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.compiled_step import device_step
 from moejax.step.context import DeviceMemory, StepContext
-from moejax.step.experts import load_seated, stage_layer
+from moejax.step.experts import load_seated
 from moejax.step.map_search import WRITTEN, MapArrays, map_shapes, write_rows
 from moejax.step.results import ResultShape
 from moejax.step.sampler import (
@@ -73,7 +73,7 @@ MOVES = 16
 Kind = (
     Literal["decode", "greedy", "sample", "sample_all", "add_bias", "adjust", "tally", "recount"]
     | PrefillKind
-    | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate", "transfer"]
+    | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
     | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget", "compare"]
     | Literal["seat", "write_maps", "least_address", "logprobs"]
@@ -384,18 +384,6 @@ class Programs:
         moved = bind(move, record_rows=record_rows, implementation=self.steps.ops.move)
         faults = bind(count_faults, formats=self.steps.formats)
 
-        def transfer(arena, tables, stores, entries):
-            """A stage list of all layers."""
-            context = self.context(key, stores)
-
-            def layer(i, carry):
-                memory, now = stage_layer(carry[0], i, entries, context)
-                return memory, jnp.maximum(carry[1], now)
-
-            start = DeviceMemory(arena, tables), jnp.zeros_like(entries.layer)
-            memory, done = jax.lax.fori_loop(0, tables.clock.shape[0], layer, start)
-            return *memory, done
-
         def load(arena, tables, stores):
             """The first layer, seated in its half of the ring."""
             return load_seated(DeviceMemory(arena, tables), 0, self.context(key, stores)).arena
@@ -407,7 +395,6 @@ class Programs:
             "hand_over": Program(hand_over_cells, (tables, hand_overs), (0,)),
             "regrant": Program(regrant, (tables, array(*tables.cell_row.shape)), (0,)),
             "populate": Program(populate, (arena, stores, array(), places, places), (0,)),
-            "transfer": Program(transfer, (arena, tables, stores, self.entries()), (0, 1)),
             "move": Program(moved, (arena, tables, moves), (0, 1)),
             "snapshot": Program(snapshot, (tables,), ()),
             "least_address": Program(lambda tables: jnp.min(tables.address), (tables,), ()),

@@ -52,8 +52,6 @@ class Precision:
     spares: int = 0
     """Cells of each version beyond what is resident, which bound how many transitions a step can
     begin; 0: versions never change."""
-    blocking: bool = False
-    """A step waits for all transitions that are wanted (an ablation)."""
     step_bytes: int | None = None
     """Most bytes of transitions in a step; None: as the device allows."""
     paged: bool = False
@@ -96,7 +94,7 @@ class Precision:
             "versions": list(self.versions),
             "in_transit": self.in_transit,
             "changes_bits": self.lossy,
-            **({"spares": self.spares, "blocking": self.blocking} if self.spares else {}),
+            **({"spares": self.spares} if self.spares else {}),
             **({} if self.step_bytes is None else {"step_bytes": self.step_bytes}),
             **({"paged": self.paged} if self.mixed else {}),
             **{name: getattr(self.policy, name) for name in names},
@@ -126,7 +124,7 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
     if name == "random":
         return dataclasses.replace(plan, seed=keys.get("seed", seed))
-    moves = {key: keys.pop(key) for key in ("spares", "blocking", "step_bytes") if key in keys}
+    moves = {key: keys.pop(key) for key in ("spares", "step_bytes") if key in keys}
     if paged and moves:
         raise ValueError(
             f"{next(iter(moves))} means nothing where experts are paged; leave it or paged out"
@@ -160,7 +158,6 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
         "slack": whole(),
         "scores": str,
         "spares": whole(1),
-        "blocking": yes,
         "step_bytes": whole(1),
     },
 }

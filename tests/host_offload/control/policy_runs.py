@@ -134,9 +134,6 @@ class MemoryDevice:
     def move_cells(self, moves: Sequence[Move]) -> None:
         raise AssertionError("experts are paged")
 
-    def transfer(self, entries: Sequence[Entry]) -> np.ndarray:
-        raise AssertionError("no policy blocks")
-
     def carried_out(self) -> np.ndarray:
         return self._done
 

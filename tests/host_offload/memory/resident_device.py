@@ -24,7 +24,7 @@ HIDDEN = 1
 def resident(start, slots: int, **changes) -> ResidentSpec:
     """A resident mode with small records; capacity is for the caller to say."""
     told = dict(slot_rows=4, record_rows=(4, 2), cells_per_slot=(1, 2), capacity=(1, 3), spares=1)
-    told |= dict(step_bytes=10**9, move_bytes=10**9, columns=4, blocking=False)
+    told |= dict(step_bytes=10**9, move_bytes=10**9, columns=4)
     return ResidentSpec(slots=slots, start=np.asarray(start, np.int8), **{**told, **changes})
 
 

@@ -218,10 +218,6 @@ def test_what_has_no_price_is_refused(tmp_path):
     unsaid = write_trace(tmp_path / "u", STEPS, EXPERTS, spec={"version_bytes": {}})
     with pytest.raises(CostError, match="does not say its versions; give the costs of one"):
         predict(unsaid, BOTH, cells=2)
-    resident = {"blocking": True}
-    blocking = paged_trace(tmp_path / "b", resident=resident)
-    with pytest.raises(CostError, match="transitions that block"):
-        predict(blocking, BOTH)
 
 
 FIDDLER = "fiddler,per_token=30.0,startup=80.0,load=10.0,accelerator={},attention={}"

@@ -30,7 +30,6 @@ def bound(platform="gpu", kind="NVIDIA H200", precision: Precision = DYNAEXQ, re
         ({"precision": precision_of("dynaexq,step_bytes=7")}, 7, "given"),
         ({"platform": "cpu", "kind": "cpu"}, None, "list"),
         ({"platform": "cpu", "precision": precision_of("dynaexq,step_bytes=7")}, 7, "given"),
-        ({"precision": precision_of("dynaexq,blocking=true")}, None, "list"),
         ({"read": 1}, 1, "stated"),
     ],
 )

@@ -49,7 +49,7 @@ def test_stats_without_control_say_what_was_asked_for():
             "precision dynaexq and cells do not go",
         ),
         ({"precision": "dynaexq,paged=true,spares=2"}, "spares means nothing where experts are"),
-        ({"precision": "dynaexq,paged=true,blocking=true"}, "blocking means nothing where"),
+        ({"precision": "dynaexq,paged=true,spares=2"}, "spares means nothing where"),
         ({"precision": "int4,paged=true"}, "precision 'int4' has no setting 'paged=true'"),
         ({"precision": "dynaexq,paged=maybe"}, "paged='maybe' is not true or false"),
         ({"precision": "dynaexq,spares=0"}, "spares='0' is not a whole number, 1 or more"),

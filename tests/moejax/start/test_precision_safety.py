@@ -112,13 +112,12 @@ def played(
     policy=None,
     directory=None,
     slots: int = SLOTS,
-    blocking=False,
     watch=True,
 ) -> SimpleNamespace:
     """The jobs from this start under a policy (None: nothing watches), as tokens and logits, with
     the versions after each step. watch: every step is waited for and looked at."""
     runner = engine.runner
-    where = resident_spec(runner.layout, slots, start, blocking=blocking)
+    where = resident_spec(runner.layout, slots, start)
     tables = empty_tables(LAYERS, EXPERTS, where.cell_bound)
     runner.tables = with_contents(runner.tables, tables._asdict())
     runner.place(place(where))
@@ -215,7 +214,7 @@ def test_a_trace_of_transitions_is_replayed(engine, tmp_path):
     assert found.control is not None and found.control["precision"]["moves"] > 0
 
 
-@pytest.mark.parametrize("name", ["move", "populate", "transfer", "snapshot", "integrity"])
+@pytest.mark.parametrize("name", ["move", "populate", "snapshot", "integrity"])
 def test_nothing_of_the_arena_is_copied(engine, name):
     """What runs between steps works in place (contract 3)."""
     runner = engine.runner
@@ -223,5 +222,5 @@ def test_nothing_of_the_arena_is_copied(engine, name):
     compiled = read_executable(lowered.compile(compiler_options=compiler_options("cpu")))
     assert compiled.copies(runner.arena.nbytes // 2) == arena_copies(compiled, runner.arena) == []
     assert compiled.memory.temp_bytes < runner.arena.nbytes // 2
-    if name in ("move", "populate", "transfer"):
+    if name in ("move", "populate"):
         assert compiled.memory.alias_bytes >= nbytes(runner.arena)

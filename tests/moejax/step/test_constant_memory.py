@@ -51,7 +51,7 @@ DECODE, PREFILL, SCORE = map(ProgramKey, ("decode", "prefill", "score"))
 STAGED = DECODE._replace(staged=True)
 FORCED = DECODE._replace(forced=True)
 OTHERS = (SCORE, FORCED, PREFILL._replace(forced=True), PREFILL._replace(staged=True))
-BETWEEN = ("swap_out", "swap_in", "move_pages", "populate", "transfer", "move", "integrity")
+BETWEEN = ("swap_out", "swap_in", "move_pages", "populate", "move", "integrity")
 LIMITS = {"rows": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
 
 
