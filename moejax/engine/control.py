@@ -93,19 +93,13 @@ def spec_of_engine(runner: Executor, *, max_model_len: int, seed: int) -> Spec:
     )
 
 
-def link_of(steps: StepSpec) -> tuple[float, float] | None:
-    """As of Spec."""
-    queue = steps.queue
-    return None if queue is None or not queue.rate else (queue.latency, 1 / queue.rate)
-
-
 def policy_spec(
     steps: StepSpec, *, slots: int, bound: int, max_model_len: int, max_num_seqs: int, seed: int
 ) -> Spec:
     """What policies are told of an engine, but for the router and costs. slots: of the arena.
     bound: most cells of a layer."""
     config, layout, formats = steps.config, steps.layout, steps.formats
-    layers, page = sum(config.moe_layers), layout.page
+    layers, page, queue = sum(config.moe_layers), layout.page, steps.queue
     return Spec(
         layers=layers,
         experts=config.num_experts,
@@ -127,5 +121,5 @@ def policy_spec(
         stage_entries=STAGES,
         max_num_seqs=max_num_seqs,
         second_processor=steps.second is not None,
-        link=link_of(steps),
+        link=(queue.latency, 1 / queue.rate) if queue is not None and queue.rate else None,
     )

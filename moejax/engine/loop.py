@@ -367,37 +367,21 @@ class Engine:
         if work.chunks:
             kind = work.chunks[0].request.prefill_kind
             program = runner.keys.prefill(kind, len(work.chunks))
-            output = runner.prefill(
-                prefill_batch(work, runner.shapes),
-                table,
-                kind=kind,
-                stages=stages,
-                hooks=hooks,
-            )
+            batch = prefill_batch(work, runner.shapes)
+            output = runner.prefill(batch, table, kind=kind, stages=stages, hooks=hooks)
         else:
             kind, program = "decode", runner.keys.decode(positions)
             output = runner.decode(positions, table, stages=stages, hooks=hooks)
         if self.control is not None:
             self.control.after_dispatch(number)
-        logprobs, chosen = None, work.sampled()
+        logprobs, chosen = None, [request for _, request in work.sampled()]
         if chosen:
-            _, logprobs = self._sampler.sample(output.logits, [r for _, r in chosen])
-        now, first = time.perf_counter(), program not in self._compiled
+            _, logprobs = self._sampler.sample(output.logits, chosen)
+        when = time.perf_counter(), program not in self._compiled
         self._compiled.add(program)
-        moved = stages, runner.walk.transfers
-        assert runner.tokens.results is not None
-        return Step(
-            number,
-            work,
-            output,
-            runner.tokens.results,
-            logprobs,
-            now,
-            first,
-            positions,
-            *moved,
-            placed,
-        )
+        results, moved = runner.tokens.results, (stages, runner.walk.transfers)
+        assert results is not None
+        return Step(number, work, output, results, logprobs, *when, positions, *moved, placed)
 
     def _before_step(self, number: int) -> Entries | None:
         """What policies want of the step that is being made; returns its list of transfers."""

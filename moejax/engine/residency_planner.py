@@ -32,23 +32,6 @@ SMOOTHING = 0.1
 """Weight of the latest step in what a batch bucket's compute is thought to take."""
 
 KEPT_MOVES = 1000
-"""Latest moves that are told."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ResidencyMove:
-    """A change of placement, as `LLM.stats` tells it."""
-
-    step: int
-    """Steps that were read before it."""
-    why: str
-    """`kv`: KV grew; `rho`: compute and loading were weighed."""
-    dense: int
-    """Experts of all layers in each tier, after it."""
-    packed: int
-    host: int
-    expert_bytes: int
-    kv_slots: int
 
 
 @dataclasses.dataclass
@@ -68,9 +51,11 @@ class ResidencyPlanner:
     staggered: bool = True
     compute_s: dict[int, float] = dataclasses.field(default_factory=dict)
     """Decode rows, rounded up to a power of two → seconds."""
-    moves: deque[ResidencyMove] = dataclasses.field(
+    moves: deque[dict[str, Any]] = dataclasses.field(
         default_factory=lambda: deque(maxlen=KEPT_MOVES)
     )
+    """Changes of placement: how many `step`s were read before, `why` (`kv`: KV grew; `rho`: compute
+    and loading were weighed), experts of all layers in each tier, their bytes and KV's slots."""
     deferred: int = 0
     """Times that KV could not be moved out of slots that experts were to get."""
     _state: PlannerState | None = None
@@ -163,7 +148,7 @@ class ResidencyPlanner:
             "host_rate": self.model.host_rate,
             "packed_rate": self.model.packed_rate,
             "deferred": self.deferred,
-            "moves": [dataclasses.asdict(move) for move in self.moves],
+            "moves": [*self.moves],
         }
 
     def _least_expert_slots(self) -> int:
@@ -184,9 +169,10 @@ class ResidencyPlanner:
         arena.grant_expert_slots(after.slots)
         arena.grant_kv_slots(arena.slots - after.slots)
         dense, packed, host = placement[:, [DENSE, PACKED, HOST]].sum(axis=0).tolist()
+        where = {"dense": dense, "packed": packed, "host": host}
         taken = after.rows * arena.layout.hidden * 2
-        kv_slots = arena.count(SlotClass.KV)
-        self.moves.append(ResidencyMove(self._steps, why, dense, packed, host, taken, kv_slots))
+        held = {"expert_bytes": taken, "kv_slots": arena.count(SlotClass.KV)}
+        self.moves.append({"step": self._steps, "why": why, **where, **held})
         return True
 
     def _room_for(self, window: WindowSpec) -> bool:

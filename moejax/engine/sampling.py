@@ -81,9 +81,8 @@ class TokenSampler:
         self._counted: dict[int, Request] = {}
         self._batch: _Batch | None = None
         count = runner.shapes.rows
-        self._of_row: list[Request | None] = [None] * count
-        """Whose parameters `_parameters` has in each row."""
         self._parameters = {n: np.full(count, v, t) for n, (t, v) in _PARAMETERS.items()}
+        """Of the request that got each row last."""
         self._biases_key: tuple[_Batch, tuple[bool, ...]] | None = None
         self._biases: tuple[np.ndarray, np.ndarray] | None = None
         shape = (count, MAX_BIASES)
@@ -107,6 +106,8 @@ class TokenSampler:
         assert request.row is not None
         self._counted.pop(request.row, None)
         self._batch = None
+        for name, value in _values(request).items():
+            self._parameters[name][request.row] = value
         if has_penalties(request.params):
             self.runner.tokens.prepare_counts()
 
@@ -173,14 +174,9 @@ class TokenSampler:
             self._counted[row] = request
 
     def _make_batch(self, rows: list[int], sampled: list[Request]) -> _Batch:
-        for row, request in zip(rows, sampled, strict=True):
-            if self._of_row[row] is not request:
-                self._of_row[row] = request
-                for name, value in _values(request).items():
-                    self._parameters[name][row] = value
         used = {name: values[rows] for name, values in self._parameters.items()}
 
-        update = np.zeros(len(self._of_row), np.bool_)
+        update = np.zeros(self.runner.shapes.rows, np.bool_)
         update[rows] = True
 
         def columns(*names: str) -> tuple[np.ndarray, ...]:

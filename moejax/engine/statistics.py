@@ -132,9 +132,9 @@ class StartTimes:
     def report(self) -> dict[str, Any]:
         """The part of LLM.stats()["time"]: load_s until the weights are in their places, start_s
         for all, and the phases."""
-        after = ("engine", "tokenizer")
-        load_s = sum(s for phase, s in self.seconds.items() if phase not in after)
-        return {"load_s": load_s, "start_s": self.total_s, "start": dict(self.seconds)}
+        after = self.seconds.get("engine", 0.0) + self.seconds.get("tokenizer", 0.0)
+        start = dict(self.seconds)
+        return {"load_s": self.total_s - after, "start_s": self.total_s, "start": start}
 
     def __str__(self) -> str:
         return ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self.seconds.items())

@@ -100,7 +100,7 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
 
     budget, memory = None, facts.memory
     try:
-        budget = divide(settings, model, facts, steps, memory)
+        budget = divide(settings, model, facts, steps, memory).budget
     except ArenaTooSmall:
         if memory is None or not of_memory:
             raise
@@ -109,7 +109,7 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
     if memory is not None and of_memory and (budget is None or budget.cut):
         # What steps need is left, and no more than that.
         memory = dataclasses.replace(memory, activations=kept_activation_bytes(steps, smallest))
-        budget = divide(settings, model, facts, steps, memory)
+        budget = divide(settings, model, facts, steps, memory).budget
         verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
     assert budget is not None
     facts, slots = dataclasses.replace(facts, memory=memory), budget.slots

@@ -38,22 +38,21 @@ def facts_of(loaded: LoadedModel) -> ModelFacts:
     """The facts of a loaded model; no array is read."""
     held = loaded.store.versions.items()
     store = ExpertStore({v: StoredVersion(each.layout, layers=each.layers) for v, each in held})
-    params = read_bytes(loaded.params), nbytes(loaded.params)
     verified = all(source.verify for source in loaded.store.files.values())
-    in_files = loaded.store.file_bytes, verified
-    return ModelFacts(loaded.config, loaded.dtype, store, *params, *in_files)
+    sizes = *bytes_of(loaded.params), loaded.store.file_bytes
+    return ModelFacts(loaded.config, loaded.dtype, store, *sizes, verified)
 
 
-def nbytes(params: dict) -> int:
-    """ModelFacts.param_bytes. params: as of read_bytes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-
-
-def read_bytes(params: dict) -> int:
-    """ModelFacts.read_bytes. params: of LoadedModel, or their jax.ShapeDtypeStructs."""
+def bytes_of(params: dict) -> tuple[int, int]:
+    """ModelFacts.read_bytes and param_bytes. params: of LoadedModel, or their
+    jax.ShapeDtypeStructs."""
     gathered = {"embed"} if "lm_head" in params else set()
-    read = [part for name, part in params.items() if name not in gathered]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
+    nbytes = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+        for name, part in params.items()
+    }
+    every = sum(nbytes.values())
+    return every - sum(nbytes[name] for name in gathered), every
 
 
 @dataclasses.dataclass(frozen=True)

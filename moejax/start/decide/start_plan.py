@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from typing import NamedTuple
 
 from host_offload.control.interface import Costs, Spec
 from host_offload.control.paging import PagedSpec, check_paged
@@ -20,7 +20,6 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.costs.transition_bound import with_step_bound
 from moejax.engine.control import policy_spec
 from moejax.errors import UserError, user_errors
-from moejax.models.model_config import ModelConfig
 from moejax.start.choices import PACKED_AS, Settings
 from moejax.start.conflicts import Situation, refuse_conflicts
 from moejax.start.decide.facts import DeviceFacts, ModelFacts
@@ -50,7 +49,6 @@ from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cpu.library import DTYPES, why_not_cpu
 from pallas_kernels.records.versions import why_xla_only
 
-_MAPS_TAKE = "expert maps take"
 _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 """Platform → (max_num_seqs, max_num_batched_tokens)."""
 
@@ -215,70 +213,65 @@ def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tup
     )
 
 
+class Division(NamedTuple):
+    """The arena in slots."""
+
+    budget: Budget
+    window: WindowSpec | None
+    """Where experts stream through the memory of two layers."""
+
+
 def divide(
     settings: Settings,
     model: ModelFacts,
     device: DeviceFacts,
     steps: StepSpec,
     memory: FreeMemory | None,
-) -> Budget:
+) -> Division:
     """The arena in slots by the sizes that were given, of what may be taken of the memory. Raises
     UserError, BudgetError or ArenaTooSmall."""
     options, precision, config = settings.options, settings.precision, steps.config
     moe_layers, experts = sum(config.moe_layers), config.num_experts
+    layout, platform = steps.layout, device.platform
     seqs, _, length = limits_of(settings, model, device)
-    why = why_cells(settings, steps, device.platform)
-    window = _window(settings, model, device, steps, memory)
-    held = _map_bytes(settings, config)
+    whole = _arena_bytes(settings, model, platform)
+    # Of the window, in what KV of every sequence leaves of the arena.
+    pages = seqs * -(-length // layout.page.block_size)
+    left = memory.available if whole is None and memory is not None else whole
+    if left is not None:
+        left -= -(-pages // layout.pages_per_slot) * layout.slot_bytes
+    window = window_of(settings, steps, device.rates, left)
+    maps = 0
+    if (search := search_of(settings.policies)) is not None:
+        maps = search.nbytes(moe_layers, experts, config.hidden_size)
     # What steps need is measured where the device decides, and has staging too.
-    staged = 0 if window is None else window.staged_rows * steps.layout.hidden * 2
-    beside = {_MAPS_TAKE: held, "the next layer's experts take in staging": staged}
-    wanted = (
-        options.memory.expert_budget if window is None else window.slots * steps.layout.slot_bytes
-    )
+    staged = 0 if window is None else window.staged_rows * layout.hidden * 2
+    why = why_cells(settings, steps, platform)
+    wanted = options.memory.expert_budget if window is None else window.slots * layout.slot_bytes
     budget = resolve_budget(
-        steps.layout,
+        layout,
         moe_layers=moe_layers,
         experts=experts,
         max_num_seqs=seqs,
         max_model_len=length,
-        available_bytes=sys.maxsize if memory is None else max(memory.available - held, 0),
-        memory=_less(_arena_bytes(settings, model, device.platform), beside),
-        expert_budget=expert_budget_of(wanted, precision, steps.layout, moe_layers * experts),
+        available_bytes=sys.maxsize if memory is None else max(memory.available - maps, 0),
+        memory=None if whole is None else _left_beside(whole, maps, staged),
+        expert_budget=expert_budget_of(wanted, precision, layout, moe_layers * experts),
         kv_budget=options.memory.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
         spare_slots=2 * (precision.spares if settings.tiers is None else experts),
         in_place=why is None,
     )
-    notes = budget.notes
+    notes = [*budget.notes]
     if steps.store == "file":
-        notes = (*notes, _file_note(settings, model, budget, steps, device.platform))
-    elif why and device.platform == "cpu" and budget.expert_slots >= moe_layers * experts:
-        notes = (*notes, f"the experts' cells are a second copy beside the store: {why}")
-    if held:
-        notes = (*notes, f"expert maps take {format_bytes(held)} of device memory beside the arena")
+        notes.append(_file_note(settings, model, budget, steps, platform))
+    elif why and platform == "cpu" and budget.expert_slots >= moe_layers * experts:
+        notes.append(f"the experts' cells are a second copy beside the store: {why}")
+    if maps:
+        notes.append(f"expert maps take {format_bytes(maps)} of device memory beside the arena")
     if others := explain_donation(steps):
-        text = f"the arena is an array, donated from step to step: {others} is not native"
-        notes = (*notes, text)
-    return dataclasses.replace(budget, memory=memory, notes=notes)
-
-
-def _window(
-    settings: Settings,
-    model: ModelFacts,
-    device: DeviceFacts,
-    steps: StepSpec,
-    memory: FreeMemory | None,
-) -> WindowSpec | None:
-    """As window_of, in what KV of every sequence leaves of the arena."""
-    whole, layout = _arena_bytes(settings, model, device.platform), steps.layout
-    if whole is None and memory is not None:
-        whole = memory.available
-    seqs, _, length = limits_of(settings, model, device)
-    pages = seqs * -(-length // layout.page.block_size)
-    kv = -(-pages // layout.pages_per_slot) * layout.slot_bytes
-    left = None if whole is None else whole - kv
-    return window_of(settings, steps, device.rates, left)
+        notes.append(f"the arena is an array, donated from step to step: {others} is not native")
+    return Division(dataclasses.replace(budget, memory=memory, notes=tuple(notes)), window)
 
 
 def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | None:
@@ -295,27 +288,19 @@ def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | 
     return held - model.param_bytes
 
 
-def _map_bytes(settings: Settings, config: ModelConfig) -> int:
-    """Device memory of the store of expert maps that steps search."""
-    if (search := search_of(settings.policies)) is None:
-        return 0
-    return search.nbytes(sum(config.moe_layers), config.num_experts, config.hidden_size)
-
-
-def _less(whole: int | None, beside: Mapping[str, int]) -> int | None:
-    """What is left of a memory for the arena. beside: what else takes how many bytes of it. Raises
-    UserError where that is nothing."""
-    if whole is None:
-        return None
-    if sum(beside.values()) >= whole:
-        what = " and ".join(
-            f"{name} {format_bytes(taken)} of device memory ({taken} bytes)"
-            for name, taken in beside.items()
-            if taken
-        )
-        less = ", or lower the maps' capacity" if beside[_MAPS_TAKE] else ""
-        raise UserError(f"{what}, and memory is {format_bytes(whole)}; raise it{less}")
-    return whole - sum(beside.values())
+def _left_beside(whole: int, maps: int, staged: int) -> int:
+    """What is left of a memory for the arena, beside expert maps and staging. Raises UserError
+    where that is nothing."""
+    if maps + staged < whole:
+        return whole - maps - staged
+    beside = {"expert maps take": maps, "the next layer's experts take in staging": staged}
+    what = " and ".join(
+        f"{name} {format_bytes(taken)} of device memory ({taken} bytes)"
+        for name, taken in beside.items()
+        if taken
+    )
+    less = ", or lower the maps' capacity" if maps else ""
+    raise UserError(f"{what}, and memory is {format_bytes(whole)}; raise it{less}")
 
 
 def _file_note(
@@ -327,10 +312,8 @@ def _file_note(
     stay = f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked})"
     if (cache := cache_of(settings, platform)) is not None:
         records = cache.bytes // steps.layout.records[0].nbytes
-        return (
-            f"{stay}; {format_bytes(cache.bytes)} of pinned host memory are a cache of {records} "
-            "of them"
-        )
+        pinned = f"{format_bytes(cache.bytes)} of pinned host memory"
+        return f"{stay}; {pinned} are a cache of {records} of them"
     return (
         f"{stay}; host memory holds {format_bytes(model.param_bytes)} of parameters and the arena "
         f"of {format_bytes(arena)}, {format_bytes(model.param_bytes + arena)} in all"
@@ -347,7 +330,7 @@ def decide(
     """
     precision, policies = settings.precision, settings.policies
     steps = step_spec(settings, model, device)
-    budget = divide(settings, model, device, steps, device.memory)
+    budget, window = divide(settings, model, device, steps, device.memory)
     steps = dataclasses.replace(steps, in_place=budget.in_place > 0)
     seqs, _, length = limits_of(settings, model, device)
     moe_layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
@@ -362,7 +345,6 @@ def decide(
         check_fitted(policies, config_digest(steps.config))
     if isinstance(mixed, ResidentSpec):
         mixed = with_step_bound(mixed, precision, steps, device.platform, model.read_bytes)
-    window = _window(settings, model, device, steps, device.memory)
     notes = [*budget.notes, *_result_notes(steps)]
     dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):

@@ -39,9 +39,9 @@ def window_of(
     halves = halves_of(steps)
     given = None
     if budget is not None:
-        given = expert_slots_of(budget, (layers + halves) * experts, size) * size
-        if isinstance(budget, Share):
-            given = round(budget.fraction * layers * experts) * size
+        # A share is of the model's experts; bytes may hold the window beside all of them.
+        most = layers if isinstance(budget, Share) else layers + halves
+        given = expert_slots_of(budget, most * experts, size) * size
         least = halves * experts * size
         if given < least:
             what = "two layers" if halves == 2 else "a layer, beside the next one in staging,"
@@ -111,14 +111,14 @@ def start_placement(
         packed = round((tiers.packed or 0.0) * model.experts)
         if tiers.packed is None:
             packed = model.balance(model.experts - dense)
-            rooms = [
-                (room, of) for room, of in ((budget, halves), (kv_leaves, 2)) if room is not None
-            ]
-            while packed and rooms:
+            rooms = ((budget, halves), (kv_leaves, 2))
+            limits = [(room, of) for room, of in rooms if room is not None]
+
+            def fits(packed: int) -> bool:
                 given = uniform_placement(model, dense, packed)
-                if all(model.experts_bytes(given, of) <= room for room, of in rooms):
-                    break
-                packed -= 1
+                return all(model.experts_bytes(given, of) <= room for room, of in limits)
+
+            packed = next(n for n in range(packed, -1, -1) if n == 0 or fits(n))
         placement = uniform_placement(model, dense, min(packed, model.experts - dense))
     if budget is not None and (taken := model.experts_bytes(placement, halves)) > budget:
         raise UserError(

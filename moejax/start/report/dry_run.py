@@ -11,7 +11,7 @@ from moejax.checkpoints.load import require_records, run_dtype
 from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.device import select_device
 from moejax.models.config import ModelConfig
-from moejax.start.decide.facts import ModelFacts, device_facts, nbytes, read_bytes
+from moejax.start.decide.facts import ModelFacts, bytes_of, device_facts
 from moejax.start.decide.split import find_costs
 from moejax.start.decide.start_plan import StartPlan, decide, step_spec
 from moejax.start.decide.store_choice import store_builder
@@ -92,8 +92,6 @@ def facts_without_weights(
             for version in kept
         }
     )
-    params, file_bytes = abstract_params(config, dtype), 0
-    if in_files:
-        count = sum(config.moe_layers) * config.num_experts
-        file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
-    return ModelFacts(config, named, store, read_bytes(params), nbytes(params), file_bytes)
+    count = sum(config.moe_layers) * config.num_experts if in_files else 0
+    file_bytes = sum(count * layout.nbytes for layout in store.layouts.values())
+    return ModelFacts(config, named, store, *bytes_of(abstract_params(config, dtype)), file_bytes)

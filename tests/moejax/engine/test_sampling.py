@@ -164,5 +164,7 @@ def test_what_is_refused(llm):
     moved = types.SimpleNamespace(
         prompt=[1, 2], params=params, row=1, seed=0, dispatched=5, output=[3, 4], request_id="7"
     )
+    sampler = TokenSampler(runner, {0})
+    sampler.place(moved)
     with pytest.raises(ValueError, match="request 7 got a row while 4 tokens were dispatched and"):
-        TokenSampler(runner, {0}).sample(None, [moved])
+        sampler.sample(None, [moved])

@@ -151,7 +151,7 @@ def test_what_does_not_read_files(options, platform, message):
         ({"dtype": "float32"}, "in bfloat16, not float32; .*convert SRC DST --dtype float32"),
         (
             {**CACHED, "enable_prefix_caching": False, **PLACED},
-            "not of a cache of files in them; take store='memory'",
+            "computes experts where they lie in memory; take store='memory'",
         ),
         ({"precision": "int4"}, "has no version int4; .*moejax quantize .* DST --versions int4"),
     ],

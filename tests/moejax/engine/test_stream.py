@@ -313,7 +313,7 @@ def test_a_dispatch_with_a_mistake_is_found(monkeypatch):
 
 
 def test_a_model_that_the_window_holds_whole_is_refused():
-    with pytest.raises(UserError, match="holds two layers of experts, and this model has 2"):
+    with pytest.raises(UserError, match="driver=stream and a model of 2 layers do not go together"):
         started(2)
 
 
