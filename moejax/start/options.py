@@ -191,7 +191,7 @@ class PolicyOptions:
         metavar="NAME[=PATH]",
     )
     placement: str | None = changes_bits(  # where the second processor has another implementation
-        "who computes missed experts, with --driver host: prescope (or cross_layer), greedy, "
+        "who computes missed experts, with --driver host: prescope, greedy, "
         "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction, "
         "or recorded=TRACE, as in that run; a second processor, from the store in place, beside "
         "the steps' own (on a GPU add --transfers queue); costs are measured, or stated as "

@@ -24,7 +24,7 @@ RUNS: dict[str, dict] = {
     "host copies": {"driver": "host", "transfers": "queue", "ops": "xla"},
     "stream": {"driver": "stream", "expert_budget": "75%"},
     "stream queue": {"driver": "stream", "transfers": "queue", "expert_budget": "75%"},
-    "placement": {"driver": "host", "placement": "cross_layer"},
+    "placement": {"driver": "host", "placement": "prescope"},
     "int8": {"precision": "int8"},
     "int4": {"precision": "int4"},
     "int2": {"precision": "int2"},

@@ -17,8 +17,6 @@ from pallas_kernels.option_text import Reader, one_of, parse_option, seconds, sh
 PREFIX = "recorded="
 """What the name of a placement begins with that repeats a run's; a trace's directory follows."""
 
-ALIASES = {"cross_layer": "prescope"}
-
 _SETTINGS: dict[str, Reader] = {
     **dict.fromkeys(COSTS, seconds),
     "load": lambda value: None if value == "link" else seconds(value),
@@ -32,15 +30,15 @@ _SETTINGS: dict[str, Reader] = {
 def placement_policy(placement: str) -> PlacementPolicy:
     """The policy called NAME[,KEY=VALUE…].
 
-    NAME is one of SCHEDULERS or cross_layer. Keys: costs as times (COSTS; load=link: what the
+    NAME is one of SCHEDULERS. Keys: costs as times (COSTS; load=link: what the
     stated link takes), predict=gates, hit=R_hit at the start, buffers=N (with_placement). Raises
     ValueError as parse_option.
     """
-    names = dict.fromkeys((*SCHEDULERS, *ALIASES), _SETTINGS)
+    names = dict.fromkeys(SCHEDULERS, _SETTINGS)
     option = parse_option("placement", placement, names, known=(f"{PREFIX}TRACE",))
     stated = {name: option.settings.pop(name) for name in COSTS if name in option.settings}
     return PlacementPolicy(
-        ALIASES.get(option.name, option.name),
+        option.name,
         tuple(sorted((name, value) for name, value in stated.items() if value is not None)),
         load_of_link=None in stated.values(),
         **option.settings,

@@ -8,28 +8,18 @@ from typing import Any
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State
+from host_offload.policies.eviction.weights import LFU
 from host_offload.policies.prefetch.next_layers import stages_of
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSpeedInference:
+class DeepSpeedInference(LFU):
     """DeepSpeed-Inference (Aminabadi et al. 2022, arXiv:2207.00032) in fMoE's words, section 6.1:
     expert-agnostic, "pure on-demand loading", no prefetch, with the expert cache that fMoE added to
     it. Which cache that is the paper does not say; it was built on MoE-Infinity's code, whose cache
     is by frequency, so the least frequently used expert makes room. It asks for nothing and runs
     with both drivers.
     """
-
-    moments: frozenset[Moment] = frozenset()
-    needs: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset({"victim_weights"})
-    victim_weights: tuple[int, int, int] = (0, 1, 0)
-
-    def init(self, spec: Spec) -> None:
-        return None
-
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
-        return None, Decision()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from host_offload.policies.prefetch.next_layers import gate_scores, of_layer
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.training import layer_samples, leave_out, recall_of
 from host_offload.policies.recorded import recorded
+from host_offload.queue.transfer import Progress
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.traces.traces_of import rewritten, write_trace
@@ -107,6 +109,34 @@ def test_the_policy_wants_whom_rows_are_predicted_to_choose(trace, learned):
         assert {entry[1] for entry in entries} == set(np.flatnonzero(rows).tolist())
         assert rows[entries[0][1]] == rows.max()  # who has most rows comes first
     assert wanted[-1] == []
+
+
+def test_a_placement_predicts_the_next_layer_by_the_networks(trace, learned):
+    """PreScope whole: the work that it foresees in layer l is what layer l's rows then are, and
+    prefetches are of that layer."""
+    costs = "per_token=1,startup=1,load=1,accelerator=0.1,attention=2"
+    (policy,) = with_placement(f"prescope,{costs}", [learned])
+    state: Any = policy.init(spec_of(trace.header))
+    step = next(iter(trace.step_traces()))
+    rows = [np.bincount(step.ids[:, n].ravel(), minlength=EXPERTS) for n in range(LAYERS)]
+    staged = set()
+    for layer, seen in enumerate(itertools.islice(observations(trace), LAYERS)):
+        counts = np.zeros((LAYERS, EXPERTS), np.int32)
+        counts[layer] = rows[layer]
+        seen = dataclasses.replace(
+            seen,
+            moment=Moment.EXPERTS_BEGIN,
+            counts=counts,
+            version=np.full((LAYERS, EXPERTS), -1, np.int8),
+            cells=np.zeros(LAYERS, np.int32),
+            progress=Progress(0.0, (), ()),
+        )
+        state, decision = policy.decide(state, seen)
+        staged |= {(layer, stage.layer) for stage in decision.stages or ()}
+        if layer + 1 < LAYERS:
+            ((later, work),) = state.ahead
+            assert later == layer + 1 and np.abs(work - rows[later]).sum() <= 2
+    assert staged and all(later == layer + 1 for layer, later in staged)
 
 
 # ---- networks and losses
@@ -196,7 +226,7 @@ def observations(trace):
                 layer=layer,
                 age=0,
                 interval=0,
-                turn=None,
+                turn=-1,
                 seconds=0.0,
                 gate_input=step.gate_input[:, layer : layer + 1],
                 ids=step.ids[:, layer : layer + 1],
