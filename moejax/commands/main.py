@@ -18,6 +18,7 @@ from moejax.commands import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
+    ablate,
     calibrate,
     convert,
     eval,
@@ -29,16 +30,15 @@ from moejax.commands import (
     train_predictor,
 )
 from moejax.commands.gpu import check_gpu, doctor
-from moejax.commands.grids import ablate, report
 from moejax.errors import UserError
 from moejax.start.options import OPTIONS
 from pallas_kernels.option_text import nearest
 
 COMMANDS = (
-    *(generate, eval, ablate, report, info, convert, quantize, trace, calibrate, plan),
+    *(generate, eval, ablate, info, convert, quantize, trace, calibrate, plan),
     *(train_predictor, doctor, check_gpu),
 )
-"""Modules with ``add_parser(commands)``, which adds a command whose default `run` takes the parsed
+"""Modules with ``add_parser(commands)``, which adds commands whose default `run` takes the parsed
 arguments and returns the exit status. They import what is heavy when they run."""
 
 

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ from moejax.evaluate.experiments.counted import count_cell
 from moejax.evaluate.experiments.definition import (
     MEASURE,
     NO_LINK,
+    PRICED,
     Cell,
     Experiment,
     Group,
@@ -48,7 +49,7 @@ from moejax.evaluate.experiments.sources.conversations import (
     draw_sessions,
 )
 from moejax.evaluate.experiments.sources.corpus import Prompts
-from moejax.evaluate.experiments.terms import Granted, Terms
+from moejax.evaluate.experiments.terms import Terms, grant_columns
 from moejax.evaluate.experiments.workload import Workload, run
 from moejax.models.directory import model_directory
 from moejax.serve.generation import run_scores
@@ -66,19 +67,6 @@ VERSION_COLUMNS = (
 
 Place = tuple[str, int, int, int]
 """Which routing is a cell's: text, batch, prompt tokens, seed."""
-
-
-class Bench(Protocol):
-    """What runs the cells of a group, one after the other."""
-
-    def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any] | None:
-        """Makes ready for these; what the start took, as plain data, None where nothing started.
-        Raises UserError for what is wrong with all of them."""
-        ...
-
-    def columns(self, cell: Cell) -> dict[str, Any]:
-        """The columns of one run of a cell, from a cold start. Raises whatever goes wrong in it."""
-        ...
 
 
 @contextlib.contextmanager
@@ -135,7 +123,7 @@ def engine_bench(
 
 
 class EngineBench:
-    """A bench with an engine."""
+    """An engine that runs the cells of a group, one after the other. root: of traces."""
 
     def __init__(
         self,
@@ -147,25 +135,27 @@ class EngineBench:
         root: Path,
     ):
         self.experiment, self.plan, self.engine = experiment, plan, engine
-        self.terms = Terms.of_plan(plan, router)
-        self.mixed = _grant_mixed(plan)
+        self.terms, self.mixed = Terms.of_plan(plan, router), plan.mixed is not None
         self._prompts, self._started, self._root = Prompts(experiment), started, root
         self._traces: dict[Place, Trace] = {}
         self._costs: CostModel | None = None
 
     def prepare(self, runs: Sequence[Run]) -> Mapping[str, Any]:
-        """As of Bench: records the routing of the runs' prompts, which no policy and no budget
-        changes, and runs each policy once, so that no record has a first step."""
-        runner, mixed = self.engine.runner, self.mixed is not None
-        cells = [cell for cell, _ in runs if cell.mode not in ("quality", "priced")]
+        """Records the routing of the runs' prompts, which no policy and no budget changes, and runs
+        each policy once, so that no record has a first step. Returns what the start took, as plain
+        data. Raises UserError for what is wrong with all runs."""
+        runner = self.engine.runner
+        cells = [
+            cell for cell, _ in runs if not self.mixed and cell.mode not in ("quality", PRICED)
+        ]
         measured = {cell.policy: cell for cell in cells if cell.mode == "measured"}
-        for cell in cells if not mixed else ():
+        for cell in cells:
             if _place(cell) not in self._traces:
                 path = self._root / _trace_name(cell, self.plan.steps.trace_arrays)
                 self._traces[_place(cell)] = self.record(self._prompts.workload(cell), path)
         if any(cell.mode == "predicted" for cell in cells):
             self._costs = _costs(self.experiment, next(iter(self._traces.values())))
-        for cell in measured.values() if not mixed else ():
+        for cell in measured.values():
             # What it raises is for its record to say.
             with contextlib.suppress(Exception):
                 self._begin(cell, self.experiment.arm_of(cell))
@@ -174,46 +164,42 @@ class EngineBench:
         return {**self._started, "executables": len(runner.executables())}
 
     def columns(self, cell: Cell) -> dict[str, Any]:
-        """As of Bench."""
-        arm = self.experiment.arm_of(cell)
+        """The columns of one run of a cell, from a cold start. Raises what goes wrong in it."""
+        arm, runner = self.experiment.arm_of(cell), self.engine.runner
         if cell.mode == "quality":
             return {"texts": [self._score(text) for text in self.experiment.sources]}
-        if cell.mode not in ("measured", "priced"):
+        if cell.mode not in ("measured", PRICED):
             return count_cell(self.terms, cell, arm, self._traces[_place(cell)], self._costs)
-        compiled = len(self.engine.runner.executables())
-        granted = self._begin(cell, arm)
-        if cell.mode == "priced":
-            moves = any("kv_pages" in policy.writes for policy in arm.policies)
-            columns = {"moves_memory": moves, **run(self.engine, self._conversations(cell))}
+        compiled = len(runner.executables())
+        columns = self._begin(cell, arm)
+        if cell.mode == PRICED:
+            columns["moves_memory"] = any("kv_pages" in policy.writes for policy in arm.policies)
+            columns |= run(self.engine, self._conversations(cell))
         else:
-            columns = run(self.engine, self._prompts.workload(cell))
-            columns |= self._versions()
-        compiled = len(self.engine.runner.executables()) - compiled
-        return {**granted.columns, **columns, "compiled": compiled}
+            columns |= run(self.engine, self._prompts.workload(cell)) | self._versions()
+        return {**columns, "compiled": len(runner.executables()) - compiled}
 
-    def _begin(self, cell: Cell, arm: Arm) -> Granted:
-        """Nothing resident, no KV held, and the policies as new. With two versions of experts the
-        engine is as it started."""
-        if self.mixed is not None:
-            return self.mixed
-        granted = self.terms.grant(cell.budget, arm)
+    def _begin(self, cell: Cell, arm: Arm) -> dict[str, Any]:
+        """Nothing resident, no KV held, and the policies as new; with two versions of experts the
+        engine is as it started. Returns columns of what the budget came to."""
+        if self.mixed:
+            return _grant_mixed(self.plan)
+        cells, columns = self.terms.grant(cell.budget, arm)
         policies: tuple[Policy, ...] = arm.policies_in(self._traces.get(_place(cell)))
-        if cell.mode == "priced":
-            policies = tuple(self._tell(policy, cell, granted) for policy in policies)
-            self._split(granted)
-        self.engine.begin_anew(
-            self.terms.spec_for(cell.budget, arm, cell.seed), policies, granted.cells
-        )
-        return granted
+        if cell.mode == PRICED:
+            policies = tuple(self._tell(policy, cell, cells) for policy in policies)
+            self._split(cells)
+        self.engine.begin_anew(self.terms.spec_for(cell.budget, arm, cell.seed), policies, cells)
+        return columns
 
-    def _split(self, granted: Granted) -> None:
+    def _split(self, cells: Sequence[int]) -> None:
         """All memory that experts do not get is KV's, which holds nothing."""
         engine, arena = self.engine, self.engine.scheduler.arena
         engine.control = engine.hooks = None
-        engine.set_budget([0] * len(granted.cells), arena.slots)
-        engine.set_budget(granted.cells, arena.slots - sum(granted.cells))
+        engine.set_budget([0] * len(cells), arena.slots)
+        engine.set_budget(cells, arena.slots - sum(cells))
 
-    def _tell(self, policy: Policy, cell: Cell, granted: Granted) -> Policy:
+    def _tell(self, policy: Policy, cell: Cell, cells: Sequence[int]) -> Policy:
         """MvWsa with the grid's prices, and with a trace of other conversations of the same kind,
         under the budget held, where it begins with one."""
         if not isinstance(policy, MvWsa):
@@ -222,10 +208,10 @@ class EngineBench:
         if policy.trace != TRAIN:
             return policy
         number = self.experiment.conversations.index(cell.text)
-        path = self._root / f"train-{number}-{cell.batch}-{sum(granted.cells)}"
-        self._split(granted)
+        path = self._root / f"train-{number}-{cell.batch}-{sum(cells)}"
+        self._split(cells)
         other = dataclasses.replace(cell, seed=TRAIN_SEED)
-        self.record(self._conversations(other), path, granted.cells)
+        self.record(self._conversations(other), path, cells)
         return dataclasses.replace(policy, trace=str(path))
 
     def _conversations(self, cell: Cell) -> Conversations:
@@ -263,7 +249,7 @@ class EngineBench:
         for, and each window's bits, by which two are compared. Of two versions in one run over all
         texts in their order, from what the start laid out, else each from a cold start. Raises
         UserError for log-probabilities that are not finite."""
-        if self.mixed is None:
+        if not self.mixed:
             self.engine.begin_anew(self.plan.spec, (), self.plan.cells)
         engine, ids = self.engine, self._prompts.quality_tokens(text)
         room = engine.scheduler.max_model_len
@@ -290,7 +276,7 @@ class EngineBench:
 
     def _versions(self) -> dict[str, Any]:
         """How many experts have which of two versions, and what transitions came to."""
-        if self.mixed is None:
+        if not self.mixed:
             return {}
         control = self.engine.control
         stats: dict[str, Any] = (
@@ -303,33 +289,31 @@ class EngineBench:
         return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
 
 
-def _grant_mixed(plan: StartPlan) -> Granted | None:
-    """What a start came to that laid out cells of two versions."""
-    if plan.mixed is None:
-        return None
+def _grant_mixed(plan: StartPlan) -> dict[str, Any]:
+    """Columns of what a start came to that laid out cells of two versions."""
     experts = plan.spec.experts
-    cells = (experts,) * plan.spec.layers  # every expert is resident in one of them
+    cells = [experts] * plan.spec.layers  # every expert is resident in one of them
     if isinstance(plan.mixed, PagedSpec):
-        cells = tuple(plan.mixed.cells.sum(axis=1).tolist())
+        cells = plan.mixed.cells.sum(axis=1).tolist()
     slots = plan.budget.slots - plan.budget.kv_slots
-    return Granted(cells, experts, slots * plan.steps.layout.slot_bytes)
+    return grant_columns(cells, experts, slots * plan.steps.layout.slot_bytes)
 
 
 class TraceBench:
-    """A bench of routing without a model. arms and experiment: before anything has learned, since
-    each place teaches anew. root: of traces."""
+    """Routing without a model in the place of an engine. experiment: before anything has learned,
+    since each place teaches anew. root: of traces."""
 
     def __init__(self, experiment: Experiment, root: Path):
         self.experiment, self._root = experiment, root
         self._known: dict[Place, tuple[Terms, Mapping[str, Arm], Trace, CostModel | None]] = {}
 
     def prepare(self, runs: Sequence[Run]) -> None:
-        """As of Bench."""
+        """Draws and teaches. Raises UserError for what is wrong with all runs."""
         for cell, _ in runs:
             if _place(cell) not in self._known:
                 routing, output = self.experiment.drawn[cell.text], self.experiment.output_tokens
                 asked = cell.batch, cell.prompt_tokens, output, cell.seed
-                trace = routing.test_trace(self._root, *asked)
+                trace = routing.trace(self._root, *asked)
                 costs = None
                 if "predicted" in self.experiment.modes:
                     costs = _costs(self.experiment, trace)
@@ -338,17 +322,23 @@ class TraceBench:
                 self._known[_place(cell)] = known
 
     def columns(self, cell: Cell) -> dict[str, Any]:
-        """As of Bench."""
+        """The columns of a cell. Raises what goes wrong in it."""
         terms, arms, trace, costs = self._known[_place(cell)]
         return count_cell(terms, cell, arms.get(cell.policy) or Arm(cell.policy), trace, costs)
 
 
 def teach_by_drawn(experiment: Experiment, cell: Cell, root: Path) -> Mapping[str, Arm]:
-    """The arms, taught by the drawn routing of a cell's place."""
+    """The arms, taught by routing of a cell's place: as many tokens as the prompts have, all in
+    decode steps. Raises UserError for routing that is not drawn."""
     if not experiment.learns:
         return experiment.arms
     routing, most = experiment.drawn[cell.text], max(experiment.batch)
-    train = routing.train_trace(root, most, cell.prompt_tokens, cell.seed)
+    if routing.directory is not None:
+        raise UserError(
+            f"routing {routing.name!r} is one trace, which policies are compared on; let them "
+            "learn from another one (docs/policies.md) and write NAME=FILE"
+        )
+    train = routing.trace(root, most, 0, cell.prompt_tokens, cell.seed)
     return {name: arm.teach(train) for name, arm in experiment.arms.items()}
 
 

@@ -29,10 +29,11 @@ def count_cell(
     counts that the engine has, and what counting took (`wall_s`), or by `costs` its times."""
     if cell.mode == "bound":
         return _bound(terms, cell, arm, trace)
-    granted, spec = terms.grant(cell.budget, arm), terms.spec_for(cell.budget, arm, cell.seed)
+    cells, granted = terms.grant(cell.budget, arm)
+    spec = terms.spec_for(cell.budget, arm, cell.seed)
     asked: dict[str, Any] = {
         "policies": arm.policies_in(trace),
-        "cells": list(granted.cells),
+        "cells": list(cells),
         "driver": cell.driver,
         "spec": spec,
     }
@@ -41,14 +42,14 @@ def count_cell(
         found = simulate(trace, **asked)
         others = transfer_columns({} if found.control is None else found.control["transfers"])
         timed: dict[str, Any] = {"wall_s": time.perf_counter() - began}
-        return {**granted.columns, **_counts(found, spec), **others, **timed}
+        return {**granted, **_counts(found, spec), **others, **timed}
     assert costs is not None
     link = None if cell.link_rate == NO_LINK else Link(parse_rate(cell.link_rate))
     told = predict(trace, costs, link=link, **asked)
     seconds = {kind: told.seconds[told.of_kind(kind)] for kind in KINDS}
     decode, control = seconds["decode"], told.simulation.control
     return {
-        **granted.columns,
+        **granted,
         **_counts(told.simulation, spec),
         **transfer_columns({} if control is None else control["transfers"]),
         **{f"{kind}_s": float(s.sum()) for kind, s in seconds.items()},
@@ -81,14 +82,15 @@ def _bound(terms: Terms, cell: Cell, arm: Arm, trace: Trace) -> dict[str, Any]:
     """The columns of MIN, the fewest experts that any policy can move in the decode steps, whatever
     the prefill left; None below the largest step set, where no bound is claimed. `pool_misses`: the
     same for policies that move cells between layers."""
-    granted, references = terms.grant(cell.budget, arm), read_references(trace, "decode")
+    cells, granted = terms.grant(cell.budget, arm)
+    references = read_references(trace, "decode")
     try:
-        moved = min_transfers(references, np.array(granted.cells))
-        pool = min_transfers(in_one_pool(references), sum(granted.cells))
+        moved = min_transfers(references, np.array(cells))
+        pool = min_transfers(in_one_pool(references), sum(cells))
     except ValueError:
-        return {**granted.columns, "decode_misses": None}
+        return {**granted, "decode_misses": None}
     return {
-        **granted.columns,
+        **granted,
         "decode_misses": int(moved.sum()),
         "decode_bytes": int(moved @ _link_bytes(terms.spec)),
         "pool_misses": int(pool.sum()),

@@ -15,7 +15,7 @@ from typing import Any
 from host_offload.traces.reader import read_trace
 from moejax.checkpoints.conversion import installed_version
 from moejax.evaluate.experiments.bench import (
-    Bench,
+    EngineBench,
     TraceBench,
     engine_bench,
     keep_costs,
@@ -144,7 +144,7 @@ def run_groups(
 
 def _benches(
     experiment: Experiment, groups: Mapping[Group, Sequence[Run]], traces: Path
-) -> Generator[tuple[Group, Bench]]:
+) -> Generator[tuple[Group, EngineBench | TraceBench]]:
     """Each group with its bench; one is freed before the next is made."""
     if experiment.drawn:
         bench = TraceBench(experiment, traces)

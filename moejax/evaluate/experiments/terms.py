@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,25 +19,10 @@ from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.format import VERSIONS
 
 
-@dataclasses.dataclass(frozen=True)
-class Granted:
-    """What a budget comes to for an arm; but for `cells` columns of a record."""
-
-    cells: tuple[int, ...]
-    """Each layer's."""
-    experts: int
-    """A layer's experts."""
-    expert_bytes: int
-    """What the cells take."""
-    learned_bytes: int = 0
-    """What the arm learned takes, which the budget pays for."""
-    moves_cells: bool = False
-
-    @property
-    def columns(self) -> dict[str, int]:
-        found = dict(vars(self))
-        cells = found.pop("cells")
-        return {"cells_least": min(cells), "cells_most": max(cells), **found}
+def grant_columns(cells: Sequence[int], experts: int, nbytes: int) -> dict[str, int]:
+    """Columns of a record. cells: each layer's, of so many experts. nbytes: what they take."""
+    ends = {"cells_least": min(cells), "cells_most": max(cells), "experts": experts}
+    return {**ends, "expert_bytes": nbytes, "learned_bytes": 0, "moves_cells": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +97,19 @@ class Terms:
             )
         return slots
 
-    def grant(self, budget: str, arm: Arm) -> Granted:
-        """The cells of a budget, as even as they can be over the layers."""
+    def grant(self, budget: str, arm: Arm) -> tuple[tuple[int, ...], dict[str, int]]:
+        """(each layer's cells of a budget, as even as they can be; what that is as columns)"""
         slots = self.slots(budget, arm)
         cells = cells_per_layer(slots, self.spec.layers, self.spec.experts)
-        nbytes, learned = slots * self.slot_bytes, arm.learned_bytes(self.spec)
-        return Granted(cells, self.spec.experts, nbytes, learned, arm.moves_cells or arm.pooled)
+        columns = grant_columns(cells, self.spec.experts, slots * self.slot_bytes)
+        columns |= {"learned_bytes": arm.learned_bytes(self.spec)}
+        return cells, columns | {"moves_cells": arm.moves_cells or arm.pooled}
 
     def spec_for(self, budget: str, arm: Arm, seed: int) -> Spec:
         """What the policies of a run are told: an arena of this budget and the KV, not the largest
         one of the grid; where it may move the line between both, all of it."""
         needs_router = any("router" in policy.needs for policy in arm.policies)
-        held = self.grant(budget, arm).expert_bytes + self.kv_bytes
+        held = self.slots(budget, arm) * self.slot_bytes + self.kv_bytes
         return dataclasses.replace(
             self.spec,
             budget_bytes=self.spec.budget_bytes if arm.shared else held,

@@ -31,53 +31,29 @@ class GeneratedRouting:
     directory: Path | None
     """The trace; None: it is drawn."""
 
-    def test_trace(self, root: Path, batch: int, prompt: int, output: int, seed: int) -> Trace:
-        """The trace that figures are of, drawn below `root` where it is not there yet: one prefill
-        step of `prompt` tokens of `batch` sequences, then `output` decode steps."""
+    def trace(self, root: Path, batch: int, prompt: int, output: int, seed: int) -> Trace:
+        """The trace; drawn below `root` where it is not there yet: one prefill step of `prompt`
+        tokens of `batch` sequences, then `output` decode steps."""
         if self.directory is not None:
             return read_trace(self.directory)
-        return self._draw(root, batch, prompt + output, prompt, seed)
-
-    def train_trace(self, root: Path, batch: int, prompt: int, seed: int) -> Trace:
-        """The trace to learn from: the tokens of the prompts, as decode steps. Raises UserError for
-        routing that is not drawn."""
-        if self.directory is not None:
-            raise UserError(
-                f"routing {self.name!r} is one trace, which policies are compared on; let them "
-                "learn from another one (docs/policies.md) and write NAME=FILE"
-            )
-        return self._draw(root, batch, prompt, 0, seed)
-
-    def _draw(self, root: Path, batch: int, tokens: int, prompt: int, seed: int) -> Trace:
         assert self.kind is not None
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
-        path = root / f"{self.kind}-{digest}-{batch}x{tokens}-prompt{prompt}-seed{seed}"
+        path = root / f"{self.kind}-{digest}-{batch}x{prompt}+{output}-seed{seed}"
         if not path.exists():
             root.mkdir(parents=True, exist_ok=True)
-            asked = dict(self.settings)
+            asked = {"layers": 48, "experts": 128, **self.settings}
             size = asked.pop("expert_bytes", EXPERT_BYTES)
-            shape = {"layers": 48, "experts": 128} | asked
             about = {
                 "driver": "host",
                 "hidden": 2048,
                 "version_bytes": {"dense": size},
-                "page_bytes": size,
-                "kv_floor_bytes": size,
+                **dict.fromkeys(("page_bytes", "kv_floor_bytes", "slot_bytes"), size),
                 "page_tokens": 16,
-                "slots": shape["layers"] * shape["experts"] + 1,
-                "slot_bytes": size,
+                "slots": asked["layers"] * asked["experts"] + 1,
                 "shapes": {"blocks": 1},
             }
-            write_generated_trace(
-                path,
-                self.kind,
-                **asked,
-                sequences=batch,
-                tokens=tokens,
-                prompt_tokens=prompt,
-                seed=seed,
-                about=about,
-            )
+            asked |= {"sequences": batch, "tokens": prompt + output, "prompt_tokens": prompt}
+            write_generated_trace(path, self.kind, **asked, seed=seed, about=about)
         return read_trace(path)
 
 

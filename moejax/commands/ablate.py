@@ -1,20 +1,15 @@
-"""``moejax ablate``: a grid of policies and budgets, measured, simulated or predicted."""
+"""``moejax ablate``: a grid of policies and budgets; ``moejax report``: what it came to."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from moejax.commands import EXIT_BAD_LINES, add_command, say
 from moejax.commands.model import CLUSTER, add_described, asked, notes_unlogged
 from moejax.errors import UserError
-
-if TYPE_CHECKING:
-    from moejax.evaluate.experiments.records import Records
 
 _EPILOG = """\
 examples:
@@ -71,6 +66,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_described(ablate.add_argument_group("several machines"), described)
     ablate.add_argument("--quiet", action="store_true", help="no progress bar")
     ablate.add_argument("--json", action="store_true", help="a JSON line for each cell")
+    report = add_command(
+        commands,
+        "report",
+        _report,
+        "write the report of a grid",
+        None,
+        "Write report.html, one page that needs nothing else, and report.md with its figures and\n"
+        "tables, of the results of `moejax ablate`, as far as a grid is done.",
+    )
+    report.add_argument("directory", metavar="DIR", help="of results")
+    report.add_argument(
+        "--output", metavar="DIR", help="where the report goes (default: into the results)"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -102,7 +110,15 @@ def _run(args: argparse.Namespace) -> int:
         if args.ray is None:
             records = ablate(config, directory, changes=changes, progress=not quiet)
         else:
-            records = _on_cluster(args, config, directory, changes)
+            from moejax.evaluate.cluster.grids import cluster_ablate
+            from moejax.serve.cluster.fleet import Scale
+            from moejax.serve.cluster.ray_cluster import connected
+
+            scale = Scale(args.ray, args.workers, args.cores_per_worker)
+            with connected(scale.address, scale.cpus):
+                records = cluster_ablate(
+                    config, directory, scale, changes=changes, progress=not quiet, warn=say
+                )
     if args.json:
         for line in records.summary():
             print(json.dumps(line))
@@ -114,16 +130,11 @@ def _run(args: argparse.Namespace) -> int:
     return EXIT_BAD_LINES if records.failures else 0
 
 
-def _on_cluster(
-    args: argparse.Namespace, config: Path, directory: Path, changes: Mapping[str, Any]
-) -> Records:
-    """Runs it on Ray's workers."""
-    from moejax.evaluate.cluster.grids import cluster_ablate
-    from moejax.serve.cluster.fleet import Scale
-    from moejax.serve.cluster.ray_cluster import connected
+def _report(args: argparse.Namespace) -> int:
+    from moejax.evaluate.experiments.records import read_results
+    from moejax.evaluate.experiments.report.page import write_report
 
-    scale, quiet = Scale(args.ray, args.workers, args.cores_per_worker), args.quiet or args.json
-    with connected(scale.address, scale.cpus):
-        return cluster_ablate(
-            config, directory, scale, changes=changes, progress=not quiet, warn=say
-        )
+    records = read_results(args.directory)
+    for path in write_report(records, Path(args.output or args.directory)):
+        print(path)
+    return 0

@@ -1,1 +1,0 @@
-"""Commands that run grids of policies and budgets and report them."""
