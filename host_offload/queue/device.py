@@ -72,7 +72,7 @@ class _Staged:
 
 
 class DeviceQueue:
-    """The protocol of transfer.Backend over a store of separate pinned arrays. Not for several
+    """The calls of NativeQueue over a store of separate pinned arrays. Not for several
     threads.
 
     ahead: chunks of transfers that are no demands which may be under way at once: what a demand
@@ -104,10 +104,10 @@ class DeviceQueue:
         names = {field.name for field in dataclasses.fields(Totals)}
         self._counts = dict.fromkeys(names - {"flying", "bytes_left", *_SECONDS}, 0)
 
-    # ---- as Backend
+    # ---- as NativeQueue
 
     def submit(self, transfer: Transfer, load: Load | None = None) -> int:
-        """See Backend; begins nothing. A record that was taken into this cell before is waited for,
+        """Begins nothing. A record that was taken into this cell before is waited for,
         not refused. load: that of the record, where it is given."""
         if load is not None and load.parts != self.records.sizes:
             raise QueueError(f"records have pieces of {self.records.sizes} bytes, not {load.parts}")
@@ -157,7 +157,7 @@ class DeviceQueue:
         return True
 
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
-        """See Backend. Begins what has to begin before it."""
+        """As NativeQueue. Begins what has to begin before it."""
         while not self._queue.there(ticket, part):
             self.begin()
             if not self._staged[ticket].asked.there():
@@ -172,12 +172,12 @@ class DeviceQueue:
         return self._queue.settled(ticket)
 
     def observe(self) -> Progress:
-        """See Backend; busy seconds as far as looks at the queue saw it begin and end."""
+        """As NativeQueue; busy seconds as far as looks at the queue saw it begin and end."""
         self._look()
         return self._queue.observe(self._busy_seconds())
 
     def close(self) -> None:
-        """See Backend; drops what is staged. Idempotent."""
+        """Cancels what has not begun, waits for what has, and drops what is staged. Idempotent."""
         self._closed = True
         self._queue.cancel_all()
         for staged in self._staged.values():

@@ -221,10 +221,10 @@ class NativeQueue:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- as Backend
+    # ---- as TransferQueue
 
     def submit(self, transfer: Transfer, load: Load) -> int:
-        """See Backend; a file is looked at when it is first named, and must stay as it is then."""
+        """As TransferQueue; a file is looked at when first named, and must stay as it is then."""
         self._require_open()
         source, parts, check = load.source, load.parts, _check(load.source)
         request = _Request(
@@ -251,7 +251,9 @@ class NativeQueue:
         return bool(self._calls.moejax_transfers_reorder(self.handle, ticket, number, priority))
 
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
-        """See Backend. Raises QueueError for a ticket that never was or whose end was observed."""
+        """Returns when a part is there, or the whole (None), or the transfer has settled in another
+        way; None where it has not settled yet. Raises QueueError for a ticket that never was or
+        whose end was observed."""
         self._require_open()
         record, number, text = _Record(), _part(part), ctypes.create_string_buffer(_TEXT)
         transfer = self._calls.moejax_transfers_find(self.handle, ticket)

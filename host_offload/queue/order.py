@@ -60,7 +60,8 @@ class TransferQueue:
         """Chunks that have begun and not ended."""
 
     def submit(self, transfer: Transfer, parts: tuple[int, ...]) -> int:
-        """The ticket of a transfer of so many bytes a part. Raises QueueError, see Backend."""
+        """The ticket of a transfer of so many bytes a part: 1, 2, … in the order of submission.
+        Raises QueueError where the cell has a transfer that has not settled, or without bytes."""
         if not parts or min(parts) < 1:
             raise QueueError(f"a transfer needs bytes in each part, not {parts}")
         if transfer.cell in self._cells:
@@ -116,7 +117,7 @@ class TransferQueue:
         return self._settle(Settled(chunk.ticket, open_.transfer, state, open_.failure))
 
     def cancel(self, ticket: int) -> bool:
-        """See Backend."""
+        """Takes back what has not begun, and says whether it could. What has begun ends."""
         open_ = self._open.get(ticket)
         if open_ is None or open_.begun:
             return False
@@ -124,7 +125,8 @@ class TransferQueue:
         return True
 
     def reorder(self, ticket: int, cause: str, priority: int) -> bool:
-        """See Backend."""
+        """Gives a transfer another cause and priority, for those of its chunks that have not
+        begun. False where it has settled."""
         open_ = self._open.get(ticket)
         if open_ is None:
             return False

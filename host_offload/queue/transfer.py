@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 DEMAND = "demand"
 """The cause of transfers that a running step waits for. Every other cause is ahead of need."""
@@ -146,32 +146,3 @@ class Progress:
     @property
     def bytes_left(self) -> int:
         return sum(flying.bytes_left for flying in self.flying)
-
-
-class Backend(Protocol):
-    """A queue and what carries it out. Tickets are 1, 2, … in the order of submission."""
-
-    def submit(self, transfer: Transfer, load: Load) -> int:
-        """The ticket. Raises QueueError where the cell has a transfer that has not settled, or the
-        load has no bytes."""
-        ...
-
-    def cancel(self, ticket: int) -> bool:
-        """Takes back what has not begun, and says whether it could. What has begun ends."""
-        ...
-
-    def reorder(self, ticket: int, cause: str, priority: int) -> bool:
-        """Gives a transfer another cause and priority, for those of its chunks that have not
-        begun. False where it has settled."""
-        ...
-
-    def wait(self, ticket: int, part: int | None = None) -> Settled | None:
-        """Returns when a part is there, or the whole (None), or the transfer has settled in
-        another way; None where it has not settled yet."""
-        ...
-
-    def observe(self) -> Progress: ...
-
-    def close(self) -> None:
-        """Cancels what has not begun and returns when what has begun has ended."""
-        ...

@@ -23,7 +23,7 @@ from host_offload.queue.transfer import (
 
 
 class VirtualQueue:
-    """The protocol of transfer.Backend, where waiting moves the clock. What is submitted begins
+    """The calls of NativeQueue, where waiting moves the clock. What is submitted begins
     when the clock moves, so what comes at one time is ordered, or cancelled, before any of it.
 
     rate: bytes per second. latency: seconds. fails: says of a chunk what goes wrong with it, ""
@@ -53,7 +53,7 @@ class VirtualQueue:
         self._busy, self._busy_since = 0.0, 0.0
         self._closed = False
 
-    # ---- as Backend
+    # ---- as NativeQueue
 
     def submit(self, transfer: Transfer, load: Load) -> int:
         if self._closed:

@@ -21,7 +21,6 @@ from moejax.step.experts import (
     compute,
     compute_materialized,
     compute_planned,
-    expert_rows,
     materialize,
     nothing_computed,
     page_and_compute,
@@ -149,8 +148,7 @@ def device_step(
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     writes = (memory.arena.token,) if context.queued else ()
-    held = expert_rows(memory.tables, context) if context.window else None
-    output = step_output(model, x, batch, trace, staged, kind, results, writes, held)
+    output = step_output(model, x, batch, trace, staged, kind, results, writes)
     if first is not None:
         output = output._replace(ahead=jnp.concatenate([first, ahead]))
     return memory, output

@@ -37,10 +37,8 @@ from host_offload.versions.store_versions import as_weights
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.layer_programs import LANDED, of_tiers
-from moejax.step.owned_stream import SetTables, check_window
-from moejax.step.programs import ProgramKey
-from moejax.step.results import Results
+from moejax.step.owned_stream import SetTables
+from moejax.step.programs import LANDED, ProgramKey
 from moejax.step.step_parts import StepSpec
 from moejax.step.transports.copies import CopyTransport
 
@@ -63,7 +61,7 @@ class _OfLayer(NamedTuple):
 
 
 class CopiedStream:
-    """An ExpertStream through the cells of one layer and staging of the next.
+    """Streams through the cells of one layer and staging of the next.
 
     - `set_tables`: of the Executor.
     """
@@ -88,7 +86,10 @@ class CopiedStream:
         self._ring: list[_OfLayer] = []
         transport.check_cell = self._is_intact
         compiler.need(ProgramKey("seat"), ProgramKey("land_many"))
-        compiler.need(*(ProgramKey(kind) for kind in of_tiers(steps)))
+        if steps.tiers:
+            compiler.need(ProgramKey("land_packed"))
+        if steps.packed is not None:
+            compiler.need(ProgramKey("unpack"))
 
     @property
     def staging_bytes(self) -> int:
@@ -98,7 +99,7 @@ class CopiedStream:
         return self.window.staged_rows * self._steps.layout.hidden * 2
 
     def open(self, window: WindowSpec) -> None:
-        """As ExpertStream. Raises TransferLost where a resident's record cannot be copied, and
+        """As OwnedStream. Raises TransferLost where a resident's record cannot be copied, and
         UserError for an expert that cannot be packed."""
         self._set_tables(window.contents())
         self.window, self._coming, self._holder = window, None, window.layers - 1
@@ -120,9 +121,6 @@ class CopiedStream:
 
     def change(self, window: WindowSpec) -> None:
         raise ValueError("a window of jax's copies stays as it was opened")
-
-    def check(self, results: Results) -> None:
-        check_window(results, self.window, self._steps.layout)
 
     def _packed(self, layer: int, expert: int) -> np.ndarray:
         """uint16[rows, D]: an expert's packed record, made of its dense one."""

@@ -37,7 +37,7 @@ from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
 from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks
-from moejax.step.layer_programs import is_of_layers, layer_program
+from moejax.step.layer_programs import layer_program
 from moejax.step.layer_walk import LayerWalk
 from moejax.step.owned_stream import OwnedStream
 from moejax.step.processor import Processor
@@ -200,7 +200,7 @@ class Executor:
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """The traced and lowered program, arena and tables donated."""
         programs = self.programs()
-        program = layer_program(programs, key) if is_of_layers(key) else programs.program(key)
+        program = layer_program(programs, key) if key.part else programs.program(key)
         sharding = self.buffers.sharding
         # The ops are written for 32-bit integers, whatever the user set for other code.
         with jax.enable_x64(False):

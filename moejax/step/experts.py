@@ -368,15 +368,6 @@ def compute_materialized(
     return lax.optimization_barrier(y), memory, counts
 
 
-def expert_rows(tables: Tables, context: ExpertContext) -> jax.Array:
-    """int32: arena rows of all cells. They only go from layer to layer, so there are as many at any
-    moment of a step."""
-    formats, stores = context.formats, context.stores
-    rows = [s.shape[2] for s in stores] if formats is None else [f.cell.rows for f in formats]
-    held = jnp.array(rows, jnp.int32)[tables.cell_version]
-    return jnp.sum(jnp.where(tables.cell_row >= 0, held, 0), dtype=jnp.int32)
-
-
 def stage_layer(
     memory: DeviceMemory,
     layer: jax.Array,

@@ -11,30 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from host_offload.control.window import PACKED_VERSION
-from host_offload.memory.integrity import same_record
-from host_offload.memory.tables import without
 from moejax.models.layers import LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
     Elsewhere,
     add_experts,
-    clock_moved,
     compute,
     compute_materialized,
-    expert_rows,
     nothing_computed,
     page_and_compute,
     plan_elsewhere,
     plan_wave,
-    seat,
-    stage_layer,
 )
-from moejax.step.programs import STEPS, Kind, Program, ProgramKey, Programs
+from moejax.step.programs import Program, ProgramKey, Programs
 from moejax.step.step_parts import (
     LayerTrace,
     Leaf,
-    StepSpec,
     TraceArrays,
     embedding_array,
     favour_residents,
@@ -46,28 +38,10 @@ from moejax.step.step_parts import (
 from pallas_kernels.expert_ffn import ExpertBatch, ExpertOptions, ExpertPlaces, expert_ffn
 from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size
-from pallas_kernels.records import decode
 from pallas_kernels.records.absent import AbsentRecords
-from pallas_kernels.stage import admit_entries
-
-OF_RUNS = ("attend", "route", "observe", "feed_forward")
-"""Parts that each run of equal layers has."""
 
 EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
 """Parts of a layer's experts where the host brings those that are missing."""
-
-OF_RECORDS: tuple[Kind, ...] = ("admit", "land", "land_many", "forget", "compare", "seat")
-"""Programs of the same engines, between parts: entries of a stage list without their copies, a
-record or LANDED into cells, a cell that nobody owns any more, a cell against its record; and cells
-of the ring from layer to layer."""
-
-OF_TIERS: tuple[Kind, ...] = ("land_packed", "unpack")
-"""Beside those, of engines with packed residents: such a record into its cell; and where they are
-decoded into the window, LANDED out of theirs into cells of the ring."""
-
-LANDED = 8
-"""Records that one program moves into their cells, a compiled shape: calls cost the host more than
-what they say."""
 
 PUT = {"decode": 64, "prefill": 1024}
 """Rows of y that one program puts into their slots, a compiled shape, by kind of step."""
@@ -76,36 +50,16 @@ IDLE, READ_THROUGH = -2, -1
 """In a plan's rows: the expert is not due; it has no cell."""
 
 
-def is_of_layers(key: ProgramKey) -> bool:
-    """Whether layer_program makes it, and not Programs."""
-    return key.part is not None or key.kind in ("stage", *OF_RECORDS, *OF_TIERS)
-
-
 def layer_program(programs: Programs, key: ProgramKey) -> Program:
-    """The program of a part of a step, or of kind `stage`: one layer's part of a stage list.
+    """The program of a part of a step.
 
     Parts: embed, embedding (the array of that name), experts, output (traced: of steps with trace
     arrays), and for each run of equal layers attend, route (forced: with a routing as the last
     argument), observe (the layer's arrays) and feed_forward. Which layer is an argument, its index
-    in the run, for experts and stage over all MoE layers. Where experts lie in separate arrays,
-    experts are parts of their own (EXPERT_PARTS), and beside stage there is what moves and checks
-    one record (OF_RECORDS). Raises ValueError for another key.
+    in the run, for experts over all MoE layers. Where experts lie in separate arrays, experts are
+    parts of their own (EXPERT_PARTS). Raises KeyError for another part.
     """
-    if key in (ProgramKey(kind) for kind in OF_RECORDS + of_tiers(programs.steps)):
-        return _of_records(programs)[key.kind]
-    if key == ProgramKey("stage"):
-        return _StepPart(programs, key).program("stage")
-    flags = (key.traced and key.part != "output") or (key.forced and key.part != "route")
-    bucket, of_run = key.rows is not None and key.kind != "decode", key.run is not None
-    if (
-        key.kind in STEPS
-        and not (flags or bucket or key.staged)
-        and (key.context is None or (key.kind, key.part) == ("decode", "attend"))
-        and of_run == (key.part in OF_RUNS)
-        and key.part in _PARTS
-    ):
-        return _StepPart(programs, key).program(key.part)
-    raise ValueError(f"no program {str(key)!r}")
+    return _StepPart(programs, key).program(key.part or "")
 
 
 _PARTS: dict[str, tuple[Callable[..., Any], frozenset[str], frozenset[str]]] = {}
@@ -174,17 +128,15 @@ class _StepPart:
             "normed": x,
             "ids": routing.ids,
             "weights": routing.weights,
-            **dict.fromkeys(("i", "layer", "wave", "expert", "count", "ahead"), index),
+            **dict.fromkeys(("i", "layer", "wave", "expert", "count"), index),
             "y": y,
             "counts": counts,
             "listed": array(experts),
             "beside": flags,
             "elsewhere": Elsewhere._make([flags, array(experts)]),
-            "pieces": record_pieces(programs),
+            "pieces": programs.pieces,
             "rows": array(put, hidden, dtype=y.dtype),
             "slots": array(put),
-            "entries": programs.entries(),
-            "done": programs.entries().layer,
             "traces": (LayerTrace(*routing, counts, seen),) * layers,
             "writes": programs.writes,
         }
@@ -309,20 +261,10 @@ class _StepPart:
         return add_experts(x, y, weights, self.context().ops)
 
     @_part()
-    def output(self, params, x, batch, traces, writes, tables):
+    def output(self, params, x, batch, traces, writes):
         trace = jax.tree.map(lambda *parts: jnp.stack(parts), *traces)
-        model, shape, programs = self.programs.model(params), self.programs.results, self.programs
-        context = programs.context(self.key, programs.stores)
-        held = expert_rows(tables, context) if context.window else None
-        return step_output(model, x, batch, trace, None, self.key.kind, shape, writes, held)
-
-    @_part(donated="arena tables")
-    def stage(self, arena, tables, stores, layer, ahead, entries, done):
-        """ahead: 1 before the layer's plan, when what the last step used may go; its clock is then
-        read as that of the coming reference. done int32[STAGES]: of other layers."""
-        memory, context = DeviceMemory(arena, tables), self.context(stores)
-        (arena, tables), now = stage_layer(memory, layer, entries, context, ahead)
-        return arena, tables, jnp.maximum(done, now)
+        model, shape = self.programs.model(params), self.programs.results
+        return step_output(model, x, batch, trace, None, self.key.kind, shape, writes)
 
 
 def _planned(due, work, tables, layer):
@@ -354,76 +296,3 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
     x = jax.ShapeDtypeStruct((rows, hidden), programs.steps.dtype)
     held = jax.ShapeDtypeStruct((record.rows, hidden), jnp.uint16)
     return Program(beside, (x, held, jax.ShapeDtypeStruct((), jnp.int32)), ())
-
-
-def of_tiers(steps: StepSpec) -> tuple[Kind, ...]:
-    """Those of OF_TIERS that these steps have."""
-    if steps.packed is not None:
-        return OF_TIERS
-    return OF_TIERS[:1] if steps.tiers else ()
-
-
-def record_pieces(programs: Programs) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The arrays in which a record is brought; none where experts lie in one array."""
-    (store, *_) = programs.stores
-    pieces = store.pieces if isinstance(store, AbsentRecords) else ()
-    hidden = programs.steps.layout.hidden
-    return tuple(programs.array(rows, hidden, dtype=jnp.uint16) for rows in pieces)
-
-
-def _of_records(programs: Programs) -> dict[Kind, Program]:
-    """OF_RECORDS, by kind."""
-    arena, tables, index = programs.arena, programs.tables, programs.array()
-    pieces, entries = record_pieces(programs), programs.entries()
-    done = entries.layer
-
-    def admit(tables, layer, ahead, entries, done):
-        """ahead, done: as of _StepPart.stage. The last result, int32[2, STAGES]: for the host, each
-        entry's expert and the arena row of its cell, −1 where it is not carried out."""
-        tables, row = admit_entries(clock_moved(tables, layer, ahead), layer, entries)
-        tables = clock_moved(tables, layer, -ahead)
-        now = (row >= 0).astype(jnp.int32)
-        return tables, jnp.maximum(done, now), jnp.stack([entries.expert, row])
-
-    def land(arena, row, pieces):
-        """The arena with a record at a row, and a mark that it was read."""
-        for piece in pieces:
-            arena = jax.lax.dynamic_update_slice(arena, piece, (row, 0))
-            row = row + piece.shape[0]
-        return arena, pieces[-1][-1, -1]
-
-    def land_many(arena, rows, records):
-        """As land, of several."""
-        for i, pieces in enumerate(records):
-            arena, mark = land(arena, rows[i], pieces)
-        return arena, mark
-
-    def forget(tables, row):
-        """Tables in which nobody is in the cell at an arena row."""
-        return without(tables, tables.cell_row == row)
-
-    found: dict[Kind, Program] = {
-        "admit": Program(admit, (tables, index, index, entries, done), (0,)),
-        "land": Program(land, (arena, index, pieces), (0,)),
-        "land_many": Program(land_many, (arena, programs.array(LANDED), (pieces,) * LANDED), (0,)),
-        "seat": Program(seat, (tables, index, index), (0,)),
-        "forget": Program(forget, (tables, index), (0,)),
-        "compare": Program(same_record, (arena, index, pieces), ()),
-    }
-    if programs.steps.tiers and programs.steps.formats is not None:
-        cell = programs.steps.formats[PACKED_VERSION].cell
-        packed = (programs.array(cell.rows, cell.hidden, dtype=jnp.uint16),)
-        found["land_packed"] = Program(land, (arena, index, packed), (0,))
-
-        def unpack(arena, sources, rows):
-            """The arena in which the packed records from the rows `sources` on are, dense, in the
-            cells from `rows` on."""
-            for i in range(LANDED):
-                record = jax.lax.dynamic_slice(arena, (sources[i], 0), (cell.rows, cell.hidden))
-                dense = jax.lax.bitcast_convert_type(decode(record, cell), jnp.uint16)
-                arena = jax.lax.dynamic_update_slice(arena, dense, (rows[i], 0))
-            return arena
-
-        rows = programs.array(LANDED)
-        found["unpack"] = Program(unpack, (arena, rows, rows), (0,))
-    return found

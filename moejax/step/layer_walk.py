@@ -157,7 +157,7 @@ class LayerWalk:
             if layer in due and stages is not None and staged is not None:
                 staged = transport.stage(layer, stages, staged, ahead=False)
         writes = transport.begin_output()
-        output = parts["output", None](params, x, batch, tuple(traces), writes, buffers.tables)
+        output = parts["output", None](params, x, batch, tuple(traces), writes)
         arrays, self.layer_arrays = output.arrays._replace(embedding=embedding), TraceArrays()
         placed = None if self._processor is None else self._processor.placed
         return output._replace(staged=staged, arrays=arrays, placed=placed)

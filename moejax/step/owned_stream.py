@@ -10,17 +10,14 @@ page table, remapped in each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import jax
 import numpy as np
 
 from host_offload.control.window import PACKED_VERSION, WindowSpec
-from host_offload.memory.layout import SlotLayout
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.programs import ProgramKey
-from moejax.step.results import Results
 from moejax.step.step_parts import StepSpec
 from moejax.step.transports.transport import Transport
 
@@ -28,41 +25,16 @@ SetTables = Callable[[Mapping[str, np.ndarray]], None]
 """As of Executor.set_tables."""
 
 
-class ExpertStream(Protocol):
-    """The window through which experts of an engine stream."""
-
-    window: WindowSpec | None
-    """None: not open yet, so that no step can run."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory of the coming layer outside of the arena."""
-        ...
-
-    def open(self, window: WindowSpec) -> None:
-        """Gives experts their cells, fills those of residents and begins to load the first layer.
-        Before the first step: KV may have none of its slots."""
-        ...
-
-    def change(self, window: WindowSpec) -> None:
-        """Makes this the window of the steps to come, between two steps. KV may have none of the
-        slots of either window. Raises ValueError without a window before it, of the same layers and
-        experts."""
-        ...
-
-    def check(self, results: Results) -> None:
-        """Raises RuntimeError where experts had other memory during a step than the window."""
-        ...
-
-
 class OwnedStream:
-    """An ExpertStream inside of the compiled step.
+    """Streams inside of the compiled step.
 
     - `set_tables`: of the Executor.
     """
 
     staging_bytes = 0
+    """Device memory of the coming layer outside of the arena."""
     window: WindowSpec | None = None
+    """None: not open yet, so that no step can run."""
 
     def __init__(
         self,
@@ -74,10 +46,10 @@ class OwnedStream:
     ):
         self._steps, self._buffers, self._compiler = steps, buffers, compiler
         self._transport, self._set_tables = transport, set_tables
-        self._before: tuple[int, WindowSpec] | None = None
-        """The window before the latest change, and the arena's writes at that moment."""
 
     def open(self, window: WindowSpec) -> None:
+        """Gives experts their cells, fills those of residents and begins to load the first layer.
+        Before the first step: KV may have none of its slots."""
         self._set_tables(window.contents())
         self._buffers.populate(self._compiler, *window.residents())
         if self._steps.tiers:
@@ -89,14 +61,15 @@ class OwnedStream:
         self.window = window
 
     def change(self, window: WindowSpec) -> None:
-        """As ExpertStream: who stays is where it was or is copied within the arena, who becomes
-        resident comes from the store, and who was is forgotten. Waits for the steps."""
+        """Makes this the window of the steps to come, between two steps: who stays is where it was
+        or is copied within the arena, who becomes resident comes from the store, and who was is
+        forgotten. Waits for the steps. KV may have none of the slots of either window. Raises
+        ValueError without a window before it, of the same layers and experts."""
         before, memory, buffers = self.window, self._buffers.memory, self._buffers
         if before is None or memory is None or before.tier.shape != window.tier.shape:
             raise ValueError("a window is changed to another one of the same model's")
         self._transport.drain()
         jax.block_until_ready(buffers.arena)
-        self._before = int(memory.token()[1]), before
         held = {name: np.asarray(table) for name, table in buffers.tables._asdict().items()}
         contents, arena = window.contents(), memory.view()
         have, want = _places(held, window.experts), _places(contents, window.experts)
@@ -120,25 +93,6 @@ class OwnedStream:
         buffers.populate(self._compiler, np.where(there, -1, own), version)
         self._transport.drain()
         self.window = window
-
-    def check(self, results: Results) -> None:
-        window = self.window
-        if self._before is not None:
-            writes, before = self._before
-            # Writes wrap: the step ended before the change, or it is of the window since.
-            window = before if (writes - results.writes) % 2**32 < 2**31 else window
-        check_window(results, window, self._steps.layout)
-
-
-def check_window(results: Results, window: WindowSpec | None, layout: SlotLayout) -> None:
-    """Raises RuntimeError for a step in which experts had other memory than the window's."""
-    expected = 0 if window is None else window.rows
-    if results.expert_rows != expected:
-        row = layout.hidden * 2
-        raise RuntimeError(
-            f"experts had {results.expert_rows * row} bytes in a step, and their window has "
-            f"{expected * row}"
-        )
 
 
 def _places(tables: Mapping[str, np.ndarray], experts: int) -> dict[int, np.ndarray]:

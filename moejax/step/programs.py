@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from host_offload.control.interface import MapSearch
-from host_offload.memory.integrity import count_faults
+from host_offload.control.window import PACKED_VERSION
+from host_offload.memory.integrity import count_faults, same_record
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import (
     HandOvers,
@@ -31,7 +32,7 @@ from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
 from moejax.step.compiled_step import device_step
 from moejax.step.context import DeviceMemory, StepContext
-from moejax.step.experts import load_seated
+from moejax.step.experts import clock_moved, load_seated, seat, stage_layer
 from moejax.step.map_search import WRITTEN, MapArrays, map_shapes, write_rows
 from moejax.step.results import ResultShape
 from moejax.step.sampler import (
@@ -58,8 +59,10 @@ from pallas_kernels.cpu.arena import TOKEN, OwnedArena, drain
 from pallas_kernels.fill import Fills, fill
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.move import Moves, move
+from pallas_kernels.records import decode
+from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.records.versions import Formats
-from pallas_kernels.stage import Entries
+from pallas_kernels.stage import Entries, admit_entries
 
 STAGES = 8
 """Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
@@ -69,6 +72,10 @@ HAND_OVERS = 32
 
 MOVES = 16
 """Entries of a list of moves within the arena, a compiled shape."""
+
+LANDED = 8
+"""Records that one program moves into their cells, a compiled shape: calls cost the host more than
+what they say."""
 
 Kind = (
     Literal["decode", "greedy", "sample", "sample_all", "add_bias", "adjust", "tally", "recount"]
@@ -80,8 +87,6 @@ Kind = (
 )
 
 STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
-
-_BY_ROWS = ("decode", "prefill", "greedy", "sample", "sample_all", "add_bias", "adjust", "logprobs")
 
 
 class ProgramKey(NamedTuple):
@@ -161,26 +166,14 @@ class Programs:
         return KVPage(page.block_size, page.kv_heads, page.head_dim, page.latent)
 
     def program(self, key: ProgramKey) -> Program:
-        """Raises ValueError for a key that no whole program has."""
-        of_step = key.traced or key.forced or key.staged
-        unlike = of_step or key.maps is not None or key.kind != "decode"
-        if (key.maps is not None) > (key.kind in ("decode", "write_maps")):
-            raise ValueError(f"no program {str(key)!r}: decode steps search expert maps")
-        if key.context is not None and key.kind != "decode":
-            raise ValueError(f"no program {str(key)!r}: only decode steps have a context")
-        if key.resident and (unlike or not self.steps.resident_steps):
-            raise ValueError(f"no program {str(key)!r}: these steps may miss experts")
-        if key.kind == "prefill" and key.rows not in (None, *self.steps.shapes.prefills[:-1]):
-            raise ValueError(f"no program {str(key)!r}: no prefill step has so many chunks")
-        if key.part is None and key.run is None and (key.rows is None or key.kind in _BY_ROWS):
-            if key.kind in STEPS:
-                return self._step(key)
-            programs = self._token_programs(key) | self._memory_programs(key)
-            if key.maps is not None:
-                programs = {"write_maps": self._write_maps(key.maps)}
-            if key.kind in programs and not of_step:
-                return programs[key.kind]
-        raise ValueError(f"no program {str(key)!r}")
+        """Of a whole step, or of what comes between steps or between layers; parts of a step are
+        layer_programs.layer_program's. Raises KeyError for another kind."""
+        if key.kind in STEPS:
+            return self._step(key)
+        if key.maps is not None:
+            return self._write_maps(key.maps)
+        made = self._token_programs(key) | self._memory_programs(key) | self._record_programs()
+        return made[key.kind]
 
     @property
     def results(self) -> ResultShape:
@@ -213,6 +206,14 @@ class Programs:
 
     def array(self, *shape: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    @property
+    def pieces(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays in which a record is brought; none where experts lie in one array."""
+        (store, *_) = self.stores
+        pieces = store.pieces if isinstance(store, AbsentRecords) else ()
+        hidden = self.steps.layout.hidden
+        return tuple(self.array(rows, hidden, dtype=jnp.uint16) for rows in pieces)
 
     def entries(self) -> Entries:
         return Entries._make([self.array(STAGES)] * len(Entries._fields))
@@ -401,6 +402,73 @@ class Programs:
             "integrity": Program(faults, (arena, tables, stores), ()),
             "drain": Program(_drain, (arena, tables), (0, 1)),
             "load": Program(load, (arena, tables, stores), (0,)),
+        }
+
+    def _record_programs(self) -> dict[Kind, Program]:
+        """Between the parts of a step's layers."""
+        arena, tables, index = self.arena, self.tables, self.array()
+        pieces, entries, many = self.pieces, self.entries(), self.array(LANDED)
+        context = self.context(ProgramKey("stage"))
+
+        def stage(arena, tables, stores, layer, ahead, entries, done):
+            """One layer's part of a stage list. ahead: as of stage_layer. done int32[STAGES]: of
+            other layers."""
+            given = dataclasses.replace(context, stores=stores)
+            memory, now = stage_layer(DeviceMemory(arena, tables), layer, entries, given, ahead)
+            return *memory, jnp.maximum(done, now)
+
+        def admit(tables, layer, ahead, entries, done):
+            """As stage, without the copies. The last result, int32[2, STAGES]: for the host, each
+            entry's expert and the arena row of its cell, −1 where it is not carried out."""
+            tables, row = admit_entries(clock_moved(tables, layer, ahead), layer, entries)
+            tables = clock_moved(tables, layer, -ahead)
+            now = (row >= 0).astype(jnp.int32)
+            return tables, jnp.maximum(done, now), jnp.stack([entries.expert, row])
+
+        def land(arena, row, pieces):
+            """The arena with a record at a row, and a mark that it was read."""
+            for piece in pieces:
+                arena = jax.lax.dynamic_update_slice(arena, piece, (row, 0))
+                row = row + piece.shape[0]
+            return arena, pieces[-1][-1, -1]
+
+        def land_many(arena, rows, records):
+            """As land, of several."""
+            for i, pieces in enumerate(records):
+                arena, mark = land(arena, rows[i], pieces)
+            return arena, mark
+
+        def forget(tables, row):
+            """Tables in which nobody is in the cell at an arena row."""
+            return without(tables, tables.cell_row == row)
+
+        of_list = index, index, entries, entries.layer
+        found: dict[Kind, Program] = {
+            "stage": Program(stage, (arena, tables, self.stores, *of_list), (0, 1)),
+            "admit": Program(admit, (tables, *of_list), (0,)),
+            "land": Program(land, (arena, index, pieces), (0,)),
+            "land_many": Program(land_many, (arena, many, (pieces,) * LANDED), (0,)),
+            "seat": Program(seat, (tables, index, index), (0,)),
+            "forget": Program(forget, (tables, index), (0,)),
+            "compare": Program(same_record, (arena, index, pieces), ()),
+        }
+        if not self.steps.tiers or self.steps.formats is None:
+            return found
+        cell = self.steps.formats[PACKED_VERSION].cell
+
+        def unpack(arena, sources, rows):
+            """The arena in which the packed records from the rows `sources` on are, dense, in the
+            cells from `rows` on."""
+            for i in range(LANDED):
+                record = jax.lax.dynamic_slice(arena, (sources[i], 0), (cell.rows, cell.hidden))
+                dense = jax.lax.bitcast_convert_type(decode(record, cell), jnp.uint16)
+                arena = jax.lax.dynamic_update_slice(arena, dense, (rows[i], 0))
+            return arena
+
+        packed = (self.array(cell.rows, cell.hidden, dtype=jnp.uint16),)
+        return found | {
+            "land_packed": Program(land, (arena, index, packed), (0,)),
+            "unpack": Program(unpack, (arena, many, many), (0,)),
         }
 
 

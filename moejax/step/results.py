@@ -36,7 +36,7 @@ class ResultShape:
     def size(self) -> int:
         """int32 values of the results."""
         counts = self.layers * counts_size(self.experts, self.versions)
-        return self.rows + self.routes + counts + 2
+        return self.rows + self.routes + counts + 1
 
     def pack(
         self,
@@ -44,15 +44,13 @@ class ResultShape:
         missed_routes: Any,
         counts: Any,
         writes: Any = _NONE,
-        expert_rows: Any = _NONE,
     ) -> Any:
         """The results of a step. tokens int32[R]: current after it. missed_routes: as of Results,
         of as many rows or chunks as the step computes. counts [L, counts_size]: of
-        experts.page_and_compute. writes, expert_rows int32[1]: as of
-        Results."""
+        experts.page_and_compute. writes int32[1]: as of Results."""
         missing = self.routes - missed_routes.shape[0]
         missed_routes = jnp.pad(missed_routes, (0, missing))
-        parts = tokens, missed_routes, counts.reshape(-1), writes, expert_rows
+        parts = tokens, missed_routes, counts.reshape(-1), writes
         return jnp.concatenate(parts)
 
     def with_tokens(self, results: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -105,15 +103,9 @@ class Results:
     def writes(self) -> int:
         """Writes of an owned arena up to the step's end (ArenaMemory.failures); 0 without a queue
         of transfers."""
-        return int(self.values[-2].view(np.uint32))
-
-    @property
-    def expert_rows(self) -> int:
-        """Arena rows that cells of all layers had together at any moment of the step, where experts
-        stream through a window; 0 otherwise."""
-        return int(self.values[-1])
+        return int(self.values[-1].view(np.uint32))
 
     @property
     def _counts(self) -> np.ndarray:
-        counts = self.values[self.shape.rows + self.shape.routes : -2]
+        counts = self.values[self.shape.rows + self.shape.routes : -1]
         return counts.reshape(self.shape.layers, -1)

@@ -454,11 +454,10 @@ def step_output(
     kind: str,
     shape: ResultShape,
     writes: tuple[jax.Array, ...] = (),
-    expert_rows: jax.Array | None = None,
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
     layers. staged, shape: as of StepOutput. writes: what knows the writes of the arena after them,
-    uint32[2] as an owned one's token, where anyone asks for them. expert_rows: as of Results."""
+    uint32[2] as an owned one's token, where anyone asks for them."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
@@ -472,7 +471,7 @@ def step_output(
     return StepOutput(
         logits=logits,
         tokens=tokens,
-        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes), _one(expert_rows)),
+        results=shape.pack(tokens, missed_routes, trace.counts, _writes(writes)),
         shape=shape,
         routing=Routing(trace.ids, trace.weights),
         scores=scores,
@@ -486,11 +485,6 @@ def _writes(tokens: tuple[jax.Array, ...]) -> jax.Array:
     if not tokens:
         return jnp.zeros(1, jnp.int32)
     return lax.bitcast_convert_type(tokens[0][1:], jnp.int32)
-
-
-def _one(number: jax.Array | None) -> jax.Array:
-    """int32[1]; 0 for None."""
-    return jnp.zeros(1, jnp.int32) if number is None else number.reshape(1)
 
 
 def _greedy_tokens(model, logits, batch, prefill):

@@ -95,8 +95,7 @@ def with_steps(programs: Programs, **changes) -> Programs:
 
 
 def compile_here(programs: Programs, key: ProgramKey, donate: bool = True) -> Compiled:
-    host = key.part is not None or key.kind == "stage"
-    program = layer_program(programs, key) if host else programs.program(key)
+    program = layer_program(programs, key) if key.part else programs.program(key)
     donated = program.donated if donate else ()
     return compile_to_read(jax.jit(program.function, donate_argnums=donated).lower(*program.args))
 

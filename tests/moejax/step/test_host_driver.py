@@ -19,7 +19,7 @@ from moejax.engine.loop import Engine
 from moejax.errors import UserError
 from moejax.step import compiler, layer_walk
 from moejax.step.compiler import compiler_options
-from moejax.step.programs import STAGES, ProgramKey
+from moejax.step.programs import STAGES
 from moejax.step.step_parts import StepOutput
 from pallas_kernels.stage import Entries
 from tests.moejax.engine.scenes import EXPERTS, LAYERS
@@ -321,18 +321,3 @@ def test_wrong_answer_of_a_hook_is_refused_and_the_engine_goes_on(host, solo, ho
         run(host, POOL[:2])
     hooked(None)
     assert run(host, POOL[:2])[1].same_bits(solo[1])
-
-
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        (ProgramKey("decode", part="attend"), "decode/attend"),
-        (ProgramKey("decode", part="embed", forced=True), "decode/forced_embed"),
-        (ProgramKey("greedy", staged=True), "greedy_staged"),
-        (ProgramKey("prefill", 4), "prefill@4"),
-    ],
-    ids=str,
-)
-def test_unknown_program_is_refused(host, key, name):
-    with pytest.raises(ValueError, match=f"no program '{name}'"):
-        host.engine.runner.lower(key)
