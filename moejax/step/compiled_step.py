@@ -17,16 +17,14 @@ from host_offload.control.interface import MapSearch
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
-    add_experts_and_count,
+    add_experts,
     compute,
     compute_materialized,
     compute_planned,
     materialize,
     nothing_computed,
     page_and_compute,
-    page_and_record,
     stage_layer,
-    with_record,
     zero_after,
 )
 from moejax.step.map_search import Lookahead, MapArrays, StepTrajectory
@@ -43,10 +41,10 @@ from moejax.step.step_parts import (
     step_output,
     step_tokens,
 )
-from pallas_kernels.combine import row_squares
+from pallas_kernels.combine import combine_and_count, combine_with_squares, row_squares
 from pallas_kernels.expert_ffn import Combined, Epilogue, ExpertBatch, counters_size
-from pallas_kernels.plan import plan_resident
-from pallas_kernels.plan.record import record_size
+from pallas_kernels.plan import plan_resident, plan_routed
+from pallas_kernels.plan.record import record, record_size
 from pallas_kernels.stage import Entries
 
 LAYERS_A_TURN = 4, 8
@@ -136,7 +134,9 @@ def device_step(
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
         if look is not None and trajectory is not None:
-            probs = _probabilities(seen, stack, i, normed, tokens)
+            probs = seen.probs  # the very array that a trace has, if it is given out
+            if probs is None:
+                probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
         out = seen if few else trace, done, ahead
         return carry._replace(memory=memory, trajectory=trajectory), out
@@ -144,7 +144,10 @@ def device_step(
     carry, (trace, done, ahead) = _over_layers(model, layer, carry, most)
     x, memory = carry.x, carry.memory
     if carry.records is not None:
-        memory, trace = _unpacked(carry.records, trace, (x.shape[0], k), memory, context)
+        trace = LayerTrace.unpacked(carry.records, trace, x.shape[0], k)
+        if context.resident:  # counts and tables are as of plans, where there were none
+            tables, counts = plan_resident(memory.tables, carry.records[:, : x.shape[0] * k])
+            memory, trace = memory._replace(tables=tables), trace._replace(counts=counts)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
     staged = None if done is None else jnp.max(done, axis=0)
     writes = (memory.arena.token,) if context.queued else ()
@@ -165,32 +168,6 @@ def _attended(
     )
     memory = carry.memory._replace(arena=arena)
     return carry._replace(x=x, memory=memory, squares=squares, counters=counters)
-
-
-def _unpacked(
-    records: jax.Array,
-    arrays: TraceArrays,
-    shape: tuple[int, int],
-    memory: DeviceMemory,
-    context: StepContext,
-) -> tuple[DeviceMemory, LayerTrace]:
-    """(memory, what the layers left in int32[L, W] `records`), with the counts and in tables that
-    are as of plans where there were none. shape: (T, K)."""
-    trace = LayerTrace.unpacked(records, arrays, *shape)
-    if not context.resident:
-        return memory, trace
-    tables, counts = plan_resident(memory.tables, records[:, : shape[0] * shape[1]])
-    return memory._replace(tables=tables), trace._replace(counts=counts)
-
-
-def _probabilities(
-    seen: TraceArrays, stack: LayerStack, i: jax.Array, normed: jax.Array, tokens: Tokens
-) -> jax.Array:
-    """float16[T, E]: what the layer's router said, the very array that a trace has, if it is in
-    what the step gives out."""
-    if seen.probs is not None:
-        return seen.probs
-    return layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
 
 
 def _with_shared(carry: _Carry, k: int, context: StepContext, counts: bool) -> _Carry:
@@ -248,8 +225,22 @@ def _sparse(
         return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
     x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour, carry.squares)
     y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
-    routing = ids, weights
-    y, memory, records, counts = _experts(y, normed, routing, memory, layer, records, context)
+    counts = None
+    if records is not None and not (context.window or context.in_place):
+        with jax.named_scope("plan"):
+            tables, records, work = plan_routed(
+                *(memory.tables, layer, ids, weights, records),
+                versions=len(context.stores),
+                implementation=context.ops.plan,
+            )
+        memory = memory._replace(tables=tables)
+        y, memory = compute_planned(y, normed, ids, memory, layer, work, context)
+    else:
+        find = compute_materialized if context.window else page_and_compute
+        y, memory, counts = find(y, normed, ids, memory, layer, context)
+        if records is not None:
+            row = record(ids, weights, counts)
+            records, counts = lax.dynamic_update_index_in_dim(records, row, layer, 0), None
     carry = carry._replace(memory=memory, records=records)
     return _added(stack, carry, x, y, weights, context), (normed, ids, weights), counts
 
@@ -276,29 +267,20 @@ def _added(
     if isinstance(y, Combined):
         y, x, index, counters, squares = y
         return carry._replace(x=x, y=y, index=index, counters=counters, squares=squares)
-    wanted = stack.takes_squares(x.shape[0])
-    found = add_experts_and_count(x, y, weights, carry.index, wanted, context.ops)
-    x, squares, index = found
-    return carry._replace(x=x, y=None if carry.y is None else y, index=index, squares=squares)
-
-
-def _experts(
-    y: jax.Array,
-    normed: jax.Array,
-    routing: tuple[jax.Array, jax.Array],
-    memory: DeviceMemory,
-    layer: jax.Array,
-    records: jax.Array | None,
-    context: StepContext,
-) -> tuple[jax.Array, DeviceMemory, jax.Array | None, jax.Array | None]:
-    """(y, memory, records with the layer's, None; or, without records, its counts)."""
-    if records is not None and not (context.window or context.in_place):
-        return (*page_and_record(y, normed, routing, memory, layer, records, context), None)
-    compute = compute_materialized if context.window else page_and_compute
-    y, memory, counts = compute(y, normed, routing[0], memory, layer, context)
-    if records is None:
-        return y, memory, None, counts
-    return y, memory, with_record(records, layer, *routing, counts), None
+    carry = carry._replace(y=None if carry.y is None else y)
+    index, with_squares = carry.index, stack.takes_squares(x.shape[0])
+    if index is None and not with_squares:
+        return carry._replace(x=add_experts(x, y, weights, context.ops), squares=None)
+    with jax.named_scope("combine"):
+        inputs, squares = (x, y.reshape(*weights.shape, -1), weights), None
+        if with_squares:
+            made = combine_with_squares(*inputs, index, implementation=context.ops.combine)
+            x, squares, index = lax.optimization_barrier(made)
+        else:
+            assert index is not None
+            made = combine_and_count(*inputs, index, implementation=context.ops.combine)
+            x, index = lax.optimization_barrier(made)
+    return carry._replace(x=x, index=index, squares=squares)
 
 
 def _over_layers(

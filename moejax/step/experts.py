@@ -14,7 +14,7 @@ from host_offload.control.window import PACKED_VERSION
 from host_offload.memory.tables import Tables, hand_over, seat_absent
 from moejax.step.context import DeviceMemory, ExpertContext
 from pallas_kernels import Ops
-from pallas_kernels.combine import combine, combine_and_count, combine_with_squares
+from pallas_kernels.combine import combine
 from pallas_kernels.cpu.arena import OwnedArena
 from pallas_kernels.expert_ffn import (
     Epilogue,
@@ -26,8 +26,8 @@ from pallas_kernels.expert_ffn import (
 from pallas_kernels.fill import Fills, fill
 from pallas_kernels.fill.unpack import unpack
 from pallas_kernels.fill_ffn import fill_ffn
-from pallas_kernels.plan import Plan, plan, plan_counts, plan_routed, routed_to
-from pallas_kernels.plan.record import active_experts, bits, counts_size, record
+from pallas_kernels.plan import Plan, plan, plan_counts, routed_to
+from pallas_kernels.plan.record import active_experts, bits, counts_size
 from pallas_kernels.records.absent import AbsentRecords
 from pallas_kernels.stage import Entries, stage
 
@@ -109,33 +109,6 @@ def page_and_compute(
     return lax.optimization_barrier(y), memory, counts
 
 
-def page_and_record(
-    y: jax.Array,
-    x: jax.Array,
-    routing: tuple[jax.Array, jax.Array],
-    memory: DeviceMemory,
-    layer: jax.Array,
-    records: jax.Array,
-    context: ExpertContext,
-) -> tuple[jax.Array, DeviceMemory, jax.Array]:
-    """As page_and_compute in one wave, with the layer's record in its row of int32[L, W] `records`
-    in place of counts. routing: ids and weights [T, K]."""
-    ids, weights = routing
-    with jax.named_scope("plan"):
-        tables, records, work = plan_routed(
-            memory.tables,
-            layer,
-            ids,
-            weights,
-            records,
-            versions=len(context.stores),
-            implementation=context.ops.plan,
-        )
-    memory = memory._replace(tables=tables)
-    y, memory = compute_planned(y, x, ids, memory, layer, work, context)
-    return y, memory, records
-
-
 def compute_planned(
     y: jax.Array,
     x: jax.Array,
@@ -159,17 +132,6 @@ def compute_planned(
         arena = fill_planned(arena, layer, work, context)
         y = compute(y, arena, batch, places, context, epilogue)
     return lax.optimization_barrier(y), DeviceMemory(arena, tables)
-
-
-def with_record(
-    records: jax.Array,
-    layer: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    counts: jax.Array,
-) -> jax.Array:
-    """The records with a layer's in its row, of counts that are known already."""
-    return lax.dynamic_update_index_in_dim(records, record(ids, weights, counts), layer, 0)
 
 
 def fill_planned(
@@ -429,26 +391,3 @@ def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax
     with jax.named_scope("combine"):
         y = y.reshape(*weights.shape, -1)
         return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))
-
-
-def add_experts_and_count(
-    x: jax.Array,
-    y: jax.Array,
-    weights: jax.Array,
-    index: jax.Array | None,
-    with_squares: bool,
-    ops: Ops,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(add_experts, its row_squares or None without them, int32[1] index + 1), which one kernel
-    makes. index: None is not counted."""
-    if index is None and not with_squares:
-        return add_experts(x, y, weights, ops), None, None
-    with jax.named_scope("combine"):
-        inputs = x, y.reshape(*weights.shape, -1), weights
-        if with_squares:
-            made = combine_with_squares(*inputs, index, implementation=ops.combine)
-        else:
-            assert index is not None
-            out, index = combine_and_count(*inputs, index, implementation=ops.combine)
-            made = out, None, index
-        return lax.optimization_barrier(made)
