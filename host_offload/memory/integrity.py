@@ -3,8 +3,6 @@ would defeat its donation, and would have to wait for the step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +34,7 @@ def count_faults(
 
     arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D]; formats: how each
     version lies in a cell and in its store, None: alike in both. The bytes of records that are not
-    given, in files or in separate arrays, are not compared here: see count_damaged, same_record.
+    given, in files or in separate arrays, are not compared here: see count_damaged.
     """
     layers, cells = tables.owner.shape
     experts = jnp.arange(tables.address.shape[1])
@@ -102,13 +100,6 @@ def count_damaged(arena: np.ndarray, tables: Tables, version: int, source: Recor
         record = arena[first : first + source.format.rows]
         wrong += not source.holds(layer, int(owner[layer, cell]), record)
     return wrong
-
-
-def same_record(arena: jax.Array, row: jax.Array, pieces: Sequence[jax.Array]) -> jax.Array:
-    """bool[]: whether the arena uint16[rows, D] has a record from a row on, given in pieces
-    uint16[r, D]. Jit-able."""
-    want = jnp.concatenate(pieces)
-    return jnp.all(lax.dynamic_slice(arena, (row, 0), want.shape) == want)
 
 
 def _rows(arena: jax.Array | OwnedArena, row: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -160,12 +160,14 @@ class RecordFiles:
             raise OSError(f"{path}: changed since it was opened first")
 
 
-def read_records(array: jax.Array, layer: int, first: int, count: int) -> np.ndarray:
+def read_records(array: Any, layer: int, first: int, count: int) -> np.ndarray:
     """uint16[count, rows, D]: records of experts first … first + count − 1, from pinned memory.
 
-    array: uint16[L, E, rows, D]. On the CPU a view; elsewhere through the device's memory, which
-    needs room for them.
+    array: uint16[L, E, rows, D], or PinnedRecords of that shape. On the CPU a view; elsewhere
+    through the device's memory, which needs room for them.
     """
+    if not isinstance(array, jax.Array):
+        return array.read(layer, first, count)
     if shares_memory(next(iter(array.devices()))):
         return np.asarray(array)[layer, first : first + count]
     return np.asarray(_reader(count)(array, layer, first))

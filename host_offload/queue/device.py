@@ -72,8 +72,8 @@ class _Staged:
 
 
 class DeviceQueue:
-    """The calls of NativeQueue over a store of separate pinned arrays. Not for several
-    threads.
+    """The calls of NativeQueue over stores of separate pinned arrays, by version number. Not for
+    several threads.
 
     ahead: chunks of transfers that are no demands which may be under way at once: what a demand
     waits for that is begun after them. put: begins copies; by default jax.device_put to the device.
@@ -84,7 +84,7 @@ class DeviceQueue:
 
     def __init__(
         self,
-        records: PinnedRecords | CachedRecords,
+        records: Sequence[PinnedRecords | CachedRecords],
         device: jax.Device,
         *,
         ahead: int = 2,
@@ -92,12 +92,12 @@ class DeviceQueue:
     ):
         if ahead < 1:
             raise QueueError(f"{ahead} chunks ahead of need at once")
-        self.records, self._ahead = records, ahead
+        self.records, self._ahead = tuple(records), ahead
         sharding = jax.sharding.SingleDeviceSharding(device)
         # One call for all pieces: a call costs the host the same for one.
         self.put: Put = put or (lambda arrays: jax.device_put([*arrays], sharding))
         # Pieces are what is moved at once, so chunks are those.
-        self._queue = TransferQueue(max(records.sizes))
+        self._queue = TransferQueue(max(size for held in records for size in held.sizes))
         self._staged: dict[int, _Staged] = {}
         self._busy, self._busy_since = 0.0, 0.0
         self._closed = False
@@ -109,15 +109,16 @@ class DeviceQueue:
     def submit(self, transfer: Transfer, load: Load | None = None) -> int:
         """Begins nothing. A record that was taken into this cell before is waited for,
         not refused. load: that of the record, where it is given."""
-        if load is not None and load.parts != self.records.sizes:
-            raise QueueError(f"records have pieces of {self.records.sizes} bytes, not {load.parts}")
+        sizes = self.records[transfer.version].sizes
+        if load is not None and load.parts != sizes:
+            raise QueueError(f"records have pieces of {sizes} bytes, not {load.parts}")
         return self.submit_all([transfer])[0]
 
     def submit_all(self, transfers: Sequence[Transfer]) -> list[int]:
         """As submit, of several; what has ended is looked for once."""
         if self._closed:
             raise QueueError("the queue is closed")
-        layers, experts = self.records.shape[:2]
+        layers, experts = self.records[0].shape[:2]
         cells = {transfer.cell for transfer in transfers}
         for transfer in transfers:
             if not (0 <= transfer.layer < layers and 0 <= transfer.expert < experts):
@@ -128,8 +129,9 @@ class DeviceQueue:
         self._look()
         tickets = []
         for transfer in transfers:
-            ticket = self._queue.submit(transfer, self.records.sizes)
-            asked = self.records.ask(
+            records = self.records[transfer.version]
+            ticket = self._queue.submit(transfer, records.sizes)
+            asked = records.ask(
                 transfer.layer, transfer.expert, demand=transfer.demand, priority=transfer.priority
             )
             self._staged[ticket] = _Staged(transfer, transfer.demand, asked)
@@ -204,6 +206,10 @@ class DeviceQueue:
                 due.setdefault(ticket, []).append(chunk)
         for ticket, chunks in due.items():
             self._begin(ticket, chunks)
+
+    def version(self, ticket: int) -> int:
+        """That of a record which was not taken."""
+        return self._staged[ticket].transfer.version
 
     def arrived(self) -> list[int]:
         """Tickets of records that are there and were not taken, oldest first."""
@@ -286,13 +292,14 @@ class DeviceQueue:
         self.reorder(ticket, DEMAND, 0)
         self._counts["waits"] += 1
         self._counts["late"] += not staged.demand
-        if len(staged.arrays) == len(self.records.sizes):
+        pieces = len(self.records[staged.transfer.version].sizes)
+        if len(staged.arrays) == pieces:
             return
         self.begin(others=False)
         while not staged.asked.there():
             staged.asked.wait()
             self.begin(others=False)
-        if len(staged.arrays) < len(self.records.sizes):
+        if len(staged.arrays) < pieces:
             self.wait(ticket)  # one failed, and others of it are under way
 
     def _next_chunk(self, ticket: int) -> TransferChunk | None:
@@ -337,7 +344,7 @@ class DeviceQueue:
             staged.arrays.clear()
         else:
             which = "demand" if staged.demand else "ahead"
-            self._counts[f"{which}_bytes"] += sum(self.records.sizes)
+            self._counts[f"{which}_bytes"] += sum(self.records[staged.transfer.version].sizes)
             self._counts["demands" if staged.demand else "ahead"] += 1
         if staged.mark is not None:
             del self._staged[chunk.ticket]

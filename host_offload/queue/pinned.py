@@ -65,7 +65,7 @@ class InPieces:
 
 @dataclasses.dataclass(frozen=True)
 class PinnedRecords(InPieces):
-    """Every expert of one version, dense, in `pinned_host` memory of one device."""
+    """Every expert of one version in `pinned_host` memory of one device."""
 
     shape: tuple[int, ...]
     edges: tuple[int, ...]
@@ -82,6 +82,15 @@ class PinnedRecords(InPieces):
         found = [piece for piece in self.pieces[layer][expert] if piece is not None]
         assert len(found) == len(self.edges) - 1
         return found
+
+    def devices(self) -> set[jax.Device]:
+        """As of a jax.Array."""
+        return self.of(0, 0)[0].devices()
+
+    def read(self, layer: int, first: int, count: int) -> np.ndarray:
+        """uint16[count, rows, D]: a copy of consecutive experts' records."""
+        experts = (self.of(layer, first + i) for i in range(count))
+        return np.stack([np.concatenate([*map(np.asarray, pieces)]) for pieces in experts])
 
     def ask(self, layer: int, expert: int, *, demand: bool, priority: int) -> Given:
         """What a transfer copies."""
@@ -122,10 +131,11 @@ def view_record(
 def piece_edges(
     record: RecordFormat, chunk_bytes: int | None, *, whole: bool = False
 ) -> tuple[int, ...]:
-    """Rows where the pieces of a dense record begin, and its end: its matrices, cut further into
-    pieces of at most chunk_bytes, of a row at least, where that is given. whole: the record is one
-    piece, which a processor beside the device can compute with where it lies."""
-    if whole:
+    """Rows where the pieces of a record begin, and its end: a dense one's matrices, cut further
+    into pieces of at most chunk_bytes, of a row at least, where that is given. whole: the record is
+    one piece, which a processor beside the device can compute with where it lies; so is an encoded
+    one, whose matrices end in the middle of a row."""
+    if whole or record.version != "dense":
         return (0, record.rows)
     rows = record.rows
     if chunk_bytes is not None:
@@ -141,7 +151,7 @@ class PinnedBuilder(StoreBuilder):
     """A StoreBuilder of PinnedRecords: a piece becomes a pinned array when its last row is written,
     so host memory is the store and the pieces that are not whole.
 
-    chunk_bytes, whole: as of piece_edges. The layout is a dense record's.
+    chunk_bytes, whole: as of piece_edges.
     """
 
     def __init__(
@@ -154,8 +164,6 @@ class PinnedBuilder(StoreBuilder):
         chunk_bytes: int | None = None,
         whole: bool = False,
     ):
-        if layout.version != "dense":
-            raise ValueError(f"separate pinned arrays are for dense experts, not {layout.version}")
         self._edges = piece_edges(layout, chunk_bytes, whole=whole)
         super().__init__(layout, layers, experts, device)
 

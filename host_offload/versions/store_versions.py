@@ -28,18 +28,19 @@ def add_version(
     dtype: str,
     rule: ScaleRule = rtn,
     progress: Callable[[int, int], None] | None = None,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> ExpertStore:
     """The store with one version more; it shares the arrays of the others.
 
     dtype: the run's. rule: chooses the scales of int versions. progress: called with (done, total)
-    bytes of dense records.
+    bytes of dense records. new_builder: what makes its array.
 
     Raises VersionError without a dense version, for weights that the version cannot hold, and where
     it is there already; ValueError as RecordFormat does; MemoryError as StoreBuilder does.
     """
     _require_dense(store, version)
     layers = range(store.arrays["dense"].shape[0])
-    made, failed = _encoded(store, version, dtype, rule, progress, layers)
+    made, failed = _encoded(store, version, dtype, rule, progress, layers, new_builder=new_builder)
     if made is None:
         layer, (experts, reason) = next(iter(failed.items()))
         named = ", ".join(map(str, experts[:8]))
@@ -106,6 +107,7 @@ def _encoded(
     layers: Sequence[int],
     *,
     every: bool = False,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> tuple[ExpertStore | None, dict[int, tuple[list[int], str]]]:
     """A store of these layers, in order, in one version alone; None where an expert cannot be held:
     then by layer which cannot, and why. every: looks at all layers before it gives up."""
@@ -114,7 +116,7 @@ def _encoded(
     failed: dict[int, tuple[list[int], str]] = {}
     done, total = 0, len(layers) * (array.nbytes // array.shape[0])
     device = next(iter(array.devices()))
-    with contextlib.closing(StoreBuilder(layout, len(layers), array.shape[1], device)) as builder:
+    with contextlib.closing(new_builder(layout, len(layers), array.shape[1], device)) as builder:
         for layer, first, weights in dense_weights(store, dtype, layers=layers):
             place = layers.index(layer)
             try:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from host_offload.memory.store import StoreBuilder
 from host_offload.versions.quantizers import QUANTIZERS
 from host_offload.versions.store_versions import VersionError, add_version, lossless_where_it_fits
 from moejax.checkpoints.load import LoadedModel
@@ -43,6 +44,7 @@ def with_versions(
     *,
     quantizer: str = "rtn",
     progress: Callable[[str, int, int], None] | None = None,
+    new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
     """The model with a store of exactly these versions, in this order.
 
@@ -51,6 +53,7 @@ def with_versions(
     Of lossless12, unless dense is wanted too, layers with an expert that it cannot hold stay dense,
     each in one of the two arrays (ExpertStore.layers), and the log says which and why.
     quantizer: how int versions are made. progress: called with (version, done, total bytes).
+    new_builder: of the arrays of versions that are made, as of load_checkpoint.
 
     Raises UserError for unknown names, where the dense version is needed and not there, for what
     the version cannot hold (its message says what to do), and where host memory is too small.
@@ -76,7 +79,8 @@ def with_versions(
                 for layer, reason in dense.items():
                     log.warning("lossless12: MoE layer %d stays dense: %s", layer, reason)
             else:
-                store = add_version(store, version, loaded.dtype, QUANTIZERS[quantizer], report)
+                rule = QUANTIZERS[quantizer]
+                store = add_version(store, version, loaded.dtype, rule, report, new_builder)
         except VersionError as error:
             raise UserError(f"{error}; use another version") from None
         except MemoryError as error:

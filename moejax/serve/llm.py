@@ -153,7 +153,11 @@ class LLM:
             )
         with versions_progress(options.runtime.progress) as making:
             return with_versions(
-                loaded, versions, quantizer=settings.precision.quantizer, progress=making
+                loaded,
+                versions,
+                quantizer=settings.precision.quantizer,
+                progress=making,
+                new_builder=builder,
             )
 
     # ---- what users call

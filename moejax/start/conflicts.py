@@ -81,6 +81,8 @@ def parts_of(start: Situation) -> dict[str, str]:
         "not dense": (precision.versions != ("dense",) or several) and named,
         "several versions": several and named,
         "in transit": precision.in_transit and named,
+        "lossless12": (precision.in_transit or "lossless12" in precision.versions) and named,
+        "blocking": precision.blocking and "blocking transitions",
         "two versions": mixed and named,
         "paged": mixed and precision.paged and f"{named},paged=true",
         "fixed": mixed and precision.policy is None and not precision.paged and named,
@@ -215,7 +217,9 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("copies", "driver=device"): "it works between the parts of a layer, and driver='device' runs "
     "as one executable: use driver='host', or transfers='ops'",
     ("copies", "stated link"): "jax's copies pass the link as it is; leave them out",
-    ("copies", "not dense"): "it brings dense experts; use transfers='ops' for others",
+    ("copies", "lossless12"): "it does not decode experts on their way, nor has layers of another "
+    "version; use transfers='ops'",
+    ("copies", "blocking"): "its transfers are carried out within steps; leave out blocking",
     ("store=file", "several versions"): f"files have one version; use dense, or one of {_QUANTIZED}"
     ", or store='memory'",
     ("store=file", "costs"): f"{_UNMEASURED} store='memory'",

@@ -14,8 +14,6 @@ from host_offload.memory.arena import allocate_arena, own_arena
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.tables import Tables, empty_tables
 from host_offload.versions.layer_versions import layer_versions
-from moejax.step.compiler import Compiler
-from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import StepSpec
 
 log = logging.getLogger("moejax")
@@ -60,17 +58,6 @@ class Buffers:
         lies there already costs a call less."""
         most = max(self._most, 2)
         return jax.device_put([*np.arange(most, dtype=np.int32)], self.sharding)
-
-    def populate(self, compiler: Compiler, rows: np.ndarray, versions: np.ndarray) -> None:
-        """Copies experts of all layers into cells.
-
-        - `rows`: int32[L, E], the arena row of each expert's cell; −1: it is not copied.
-        - `versions`: int32[L, E], the version number in the cell.
-        """
-        for layer, (row, version) in enumerate(zip(rows, versions, strict=True)):
-            if np.any(row >= 0):
-                places = np.int32(layer), row, version
-                self.arena = compiler.call(ProgramKey("populate"), self.arena, self.stores, *places)
 
     def delete(self, *others: Any) -> None:
         """Frees the arena, the tables and other arrays, after the steps that use them."""

@@ -105,18 +105,13 @@ class CopiedStream:
         self.window, self._coming, self._holder = window, None, window.layers - 1
         rows, versions = window.residents()
         self._ring = [_of_layer(window, layer, own) for layer, own in enumerate(rows)]
-        for layer, own in enumerate(rows):
-            packed = (own >= 0) & (versions[layer] == PACKED_VERSION)
-            for expert in np.flatnonzero(packed).tolist():
-                pieces, row = (self._packed(layer, expert),), np.int32(own[expert])
-                self._buffers.arena, _ = self._compiler.call(
-                    ProgramKey("land_packed"), self._buffers.arena, row, pieces
-                )
-            dense = np.flatnonzero((own >= 0) & ~packed).tolist()
-            held = [(expert, int(own[expert])) for expert in dense]
-            for i in range(0, len(held), LANDED):
-                for _, why in self._land_all(self._copied(layer, held[i : i + LANDED])):
-                    raise TransferLost(why)
+        packed = (rows >= 0) & (versions == PACKED_VERSION)
+        for layer, expert in np.argwhere(packed).tolist():
+            pieces, row = (self._packed(layer, expert),), np.int32(rows[layer, expert])
+            self._buffers.arena, _ = self._compiler.call(
+                ProgramKey("land_packed"), self._buffers.arena, row, pieces
+            )
+        self._transport.populate(np.where(packed, -1, rows), versions)
         self._begin(0)
 
     def change(self, window: WindowSpec) -> None:
@@ -221,12 +216,11 @@ class CopiedStream:
             return False
         return True
 
-    def _is_intact(self, layer: int, expert: int, row: int) -> bool:
+    def _is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
         """As of CopyTransport; of a packed resident against its record made anew."""
         assert self.window is not None
-        rows, versions = self.window.residents()
-        if rows[layer, expert] != row or versions[layer, expert] != PACKED_VERSION:
-            return self._transport.is_intact(layer, expert, row)
+        if version != PACKED_VERSION:
+            return self._transport.is_intact(layer, expert, version, row)
         record = self._packed(layer, expert)
         held = jax.lax.dynamic_slice(self._buffers.arena, (row, 0), record.shape)
         return np.array_equal(np.asarray(held), record)

@@ -395,7 +395,7 @@ class Executor:
         self.placement = placement
         self.set_tables(placement.contents)
         versions = np.asarray(self.tables.version)
-        self.buffers.populate(self.compiler, placement.contents["address"], versions)
+        self.transport.populate(placement.contents["address"], versions)
         self.transport.drain()
 
     def stage_list(self, entries: Sequence[Entry]) -> Entries | None:

@@ -40,9 +40,6 @@ from pallas_kernels.plan import plan_counts
 from pallas_kernels.plan.record import active_experts, counts_size
 from pallas_kernels.records.absent import AbsentRecords
 
-EXPERT_PARTS = ("blank", "plan", "compute", "through", "combine")
-"""Parts of a layer's experts where the host brings those that are missing."""
-
 PUT = {"decode": 64, "prefill": 1024}
 """Rows of y that one program puts into their slots, a compiled shape, by kind of step."""
 
@@ -57,7 +54,7 @@ def layer_program(programs: Programs, key: ProgramKey) -> Program:
     arrays), and for each run of equal layers attend, route (forced: with a routing as the last
     argument), observe (the layer's arrays) and feed_forward. Which layer is an argument, its index
     in the run, for experts over all MoE layers. Where experts lie in separate arrays, experts are
-    parts of their own (EXPERT_PARTS). Raises KeyError for another part.
+    parts of their own (CopyTransport). Raises KeyError for another part.
     """
     return _StepPart(programs, key).program(key.part or "")
 
@@ -134,7 +131,7 @@ class _StepPart:
             "listed": array(experts),
             "beside": flags,
             "elsewhere": Elsewhere._make([flags, array(experts)]),
-            "pieces": programs.pieces,
+            "pieces": programs.pieces(key.run if key.part == "through" else None),
             "rows": array(put, hidden, dtype=y.dtype),
             "slots": array(put),
             "traces": (LayerTrace(*routing, counts, seen),) * layers,
@@ -195,7 +192,8 @@ class _StepPart:
     @_part()
     def blank(self, tables, ids):
         y = nothing_computed(ids.size, self.programs.steps.config.hidden_size)
-        return y, jnp.zeros(counts_size(tables.address.shape[1]), jnp.int32)
+        versions = len(self.programs.stores)
+        return y, jnp.zeros(counts_size(tables.address.shape[1], versions), jnp.int32)
 
     @_part(donated="tables counts")
     def plan(self, tables, counts, ids, layer, wave):
@@ -203,7 +201,7 @@ class _StepPart:
         context = self.context()
         active = active_experts(ids, jnp.ones(tables.address.shape[1], bool))
         due, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
-        counts += plan_counts(work, missing, tables, layer, 1)
+        counts += plan_counts(work, missing, tables, layer, len(self.programs.stores))
         return tables, counts, _planned(due, work, tables, layer)
 
     @_part(donated="tables counts")
@@ -216,7 +214,7 @@ class _StepPart:
         due, missing, tables, work = plan_elsewhere(
             ids, active, tables, layer, wave, context, elsewhere
         )
-        counts += plan_counts(work, missing, tables, layer, 1)
+        counts += plan_counts(work, missing, tables, layer, len(self.programs.stores))
         counts = counts.at[0].add(jnp.sum(due & beside, dtype=jnp.int32))
         return tables, counts, _planned(due & ~beside, work, tables, layer)
 
@@ -237,10 +235,14 @@ class _StepPart:
         """y with the rows of an expert without a cell, whose record is an arena of its own; and a
         mark that it was read."""
         context, record = self.context(stores), jnp.concatenate(pieces)
+        # The reference slices an arena of at least the largest version.
+        most = max(store.shape[2] for store in stores)
+        record = jnp.pad(record, ((0, most - record.shape[0]), (0, 0)))
         first = jnp.zeros(self.programs.tables.address.shape, jnp.int32)
         listed = jnp.full(first.shape[1], -1, jnp.int32).at[0].set(expert)
         batch = ExpertBatch(listed, jnp.int32(1), ids, x)
-        places = ExpertPlaces(context.stores, layer, first, first)
+        version = jnp.full_like(first, self.key.run or 0)
+        places = ExpertPlaces(context.stores, layer, first, version)
         return compute(y, record, batch, places, context), record[0, 0]
 
     @_part()
@@ -268,12 +270,12 @@ class _StepPart:
 
 
 def _planned(due, work, tables, layer):
-    """int32[2, E]: for each expert the arena row of its cell, IDLE where it is not under `due`, or
-    READ_THROUGH, and whether the cell is to be filled."""
+    """int32[3, E]: for each expert the arena row of its cell, IDLE where it is not under `due`, or
+    READ_THROUGH; whether the cell is to be filled; the version number there or to be read."""
     address = tables.address[layer]
     row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
     filled = jnp.any(work.fill_expert[:, None] == jnp.arange(address.size), axis=0)
-    return jnp.stack([row, filled.astype(jnp.int32)])
+    return jnp.stack([row, filled.astype(jnp.int32), tables.version[layer]])
 
 
 def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:

@@ -84,7 +84,7 @@ class LayerWalk:
         self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
     ) -> list[ProgramKey]:
         parts: list[tuple[str, int | None]] = [("embed", None), ("output", None)]
-        parts += [(part, None) for part in self._experts.parts]
+        parts += self._experts.parts
         for run, (_, is_moe) in enumerate(self._runs):
             parts += [("attend", run), ("route" if is_moe else "feed_forward", run)]
             if is_moe and not self._steps.trace_arrays <= {"embedding"}:

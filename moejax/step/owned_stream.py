@@ -51,7 +51,7 @@ class OwnedStream:
         """Gives experts their cells, fills those of residents and begins to load the first layer.
         Before the first step: KV may have none of its slots."""
         self._set_tables(window.contents())
-        self._buffers.populate(self._compiler, *window.residents())
+        self._transport.populate(*window.residents())
         if self._steps.tiers:
             self._transport.drain()  # what is packed is read as the first layer's experts are
         buffers = self._buffers
@@ -90,7 +90,7 @@ class OwnedStream:
         ring[np.isin(ring, np.flatnonzero(lost[0]))] = -1
         self._set_tables(contents)
         there = np.where(version == PACKED_VERSION, have[PACKED_VERSION], have[0]) >= 0
-        buffers.populate(self._compiler, np.where(there, -1, own), version)
+        self._transport.populate(np.where(there, -1, own), version)
         self._transport.drain()
         self.window = window
 

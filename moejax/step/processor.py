@@ -77,7 +77,8 @@ class Processor:
     ):
         self._buffers, self._compiler, self._device = buffers, compiler, device
         self._programs = programs
-        self.parts: Sequence[str] = (*device.shared_parts, "absent", "put", "combine")
+        own = ((part, None) for part in ("absent", "put", "combine"))
+        self.parts: Sequence[tuple[str, int | None]] = (*device.shared_parts, *own)
         self._records = buffers.store.arrays[buffers.stored[0]]
         cpu = buffers.device.platform == "cpu"
         self._host = buffers.device if cpu else _host_device()

@@ -17,7 +17,7 @@ from flax import nnx
 
 from host_offload.control.interface import MapSearch
 from host_offload.control.window import PACKED_VERSION
-from host_offload.memory.integrity import count_faults, same_record
+from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import (
     HandOvers,
@@ -82,7 +82,7 @@ Kind = (
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
-    | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget", "compare"]
+    | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget"]
     | Literal["seat", "write_maps", "least_address", "logprobs"]
 )
 
@@ -113,7 +113,8 @@ class ProgramKey(NamedTuple):
     part: str | None = None
     """Which part of a step, see layer_programs; None: all of it."""
     run: int | None = None
-    """Which run of equal layers the part belongs to."""
+    """Which run of equal layers the part belongs to; of a program of records their version number,
+    None: 0."""
 
     def __str__(self) -> str:
         given = {"traced": self.traced, "forced": self.forced, "staged": self.staged}
@@ -124,9 +125,9 @@ class ProgramKey(NamedTuple):
         if self.context is not None:
             flags.append(f"pages{self.context}")
         rows = "" if self.rows is None else f"@{self.rows}"
-        if self.part is None:
-            return "_".join((self.kind, *flags)) + rows
         run = "" if self.run is None else f".{self.run}"
+        if self.part is None:
+            return "_".join((self.kind, *flags)) + rows + run
         return f"{self.kind}{rows}/{'_'.join((*flags, self.part))}{run}"
 
 
@@ -172,7 +173,7 @@ class Programs:
             return self._step(key)
         if key.maps is not None:
             return self._write_maps(key.maps)
-        made = self._token_programs(key) | self._memory_programs(key) | self._record_programs()
+        made = self._token_programs(key) | self._memory_programs(key) | self._record_programs(key)
         return made[key.kind]
 
     @property
@@ -207,10 +208,9 @@ class Programs:
     def array(self, *shape: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
-    @property
-    def pieces(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def pieces(self, version: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arrays in which a record is brought; none where experts lie in one array."""
-        (store, *_) = self.stores
+        store = self.stores[version or 0]
         pieces = store.pieces if isinstance(store, AbsentRecords) else ()
         hidden = self.steps.layout.hidden
         return tuple(self.array(rows, hidden, dtype=jnp.uint16) for rows in pieces)
@@ -404,10 +404,10 @@ class Programs:
             "load": Program(load, (arena, tables, stores), (0,)),
         }
 
-    def _record_programs(self) -> dict[Kind, Program]:
+    def _record_programs(self, key: ProgramKey) -> dict[Kind, Program]:
         """Between the parts of a step's layers."""
         arena, tables, index = self.arena, self.tables, self.array()
-        pieces, entries, many = self.pieces, self.entries(), self.array(LANDED)
+        pieces, entries, many = self.pieces(key.run), self.entries(), self.array(LANDED)
         context = self.context(ProgramKey("stage"))
 
         def stage(arena, tables, stores, layer, ahead, entries, done):
@@ -418,12 +418,17 @@ class Programs:
             return *memory, jnp.maximum(done, now)
 
         def admit(tables, layer, ahead, entries, done):
-            """As stage, without the copies. The last result, int32[2, STAGES]: for the host, each
-            entry's expert and the arena row of its cell, −1 where it is not carried out."""
-            tables, row = admit_entries(clock_moved(tables, layer, ahead), layer, entries)
+            """As stage, without the copies. The last result, int32[3, STAGES]: for the host, each
+            entry's expert, version and the arena row of its cell, −1 where it is not carried
+            out."""
+            tables, row = admit_entries(
+                *(clock_moved(tables, layer, ahead), layer, entries),
+                versions=len(self.stores),
+                formats=self.steps.formats,
+            )
             tables = clock_moved(tables, layer, -ahead)
             now = (row >= 0).astype(jnp.int32)
-            return tables, jnp.maximum(done, now), jnp.stack([entries.expert, row])
+            return tables, jnp.maximum(done, now), jnp.stack([entries.expert, entries.version, row])
 
         def land(arena, row, pieces):
             """The arena with a record at a row, and a mark that it was read."""
@@ -450,7 +455,6 @@ class Programs:
             "land_many": Program(land_many, (arena, many, (pieces,) * LANDED), (0,)),
             "seat": Program(seat, (tables, index, index), (0,)),
             "forget": Program(forget, (tables, index), (0,)),
-            "compare": Program(same_record, (arena, index, pieces), ()),
         }
         if not self.steps.tiers or self.steps.formats is None:
             return found

@@ -77,13 +77,18 @@ def stage(
 
 
 def admit_entries(
-    tables: Tables, layer: Int[Array, ""] | int, entries: Entries
+    tables: Tables,
+    layer: Int[Array, ""] | int,
+    entries: Entries,
+    *,
+    versions: int = 1,
+    formats: Formats | None = None,
 ) -> tuple[Tables, Int[Array, " S"]]:
-    """What `stage` decides of one layer's entries, of one version, without a copy: for a host that
-    brings the records itself, and lets nothing compute an expert before its record is in its cell.
+    """What `stage` decides of one layer's entries, without a copy: for a host that brings the
+    records itself, and lets nothing compute an expert before its record is in its cell.
 
     Returns (tables, row int32[S]: the arena row of each entry's cell, −1: it does not fit).
     """
-    after, done = admitted(tables, layer, entries, versions=1, formats=None)
+    after, done = admitted(tables, layer, entries, versions=versions, formats=formats)
     rows = lax.dynamic_index_in_dim(tables.cell_row, layer, keepdims=False)
     return after, jnp.where(done, rows[entries.cell], -1)

@@ -22,7 +22,7 @@ from host_offload.queue.pinned import PinnedRecords
 from host_offload.queue.transfer import DEMAND, Progress, Settled, Transfer
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.layer_programs import EXPERT_PARTS, IDLE, READ_THROUGH
+from moejax.step.layer_programs import IDLE, READ_THROUGH
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import StepSpec
 from moejax.step.transports.transport import LayerInputs, LayerShare, Parts, Transport
@@ -52,25 +52,30 @@ class CopyTransport(Transport):
     """
 
     stage_key = ProgramKey("admit")
-    shared_parts = ("blank", "plan_beside", "compute", "through")
 
     def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
         super().__init__(steps, buffers, compiler)
-        records, spec = buffers.store.arrays[steps.layout.records[0].version], steps.queue
-        if spec is None or not isinstance(records, PinnedRecords | CachedRecords):
+        stored, spec = [buffers.store.arrays[name] for name in buffers.stored], steps.queue
+        if steps.tiers:  # packed residents are made of dense ones
+            stored = stored[:1]
+        records = [held for held in stored if isinstance(held, PinnedRecords | CachedRecords)]
+        if spec is None or len(records) < len(stored):
             raise ValueError(
                 "these steps need a store of separate pinned arrays: load it with new_builder and "
                 "cache_of (moejax.start.decide.transfers) of the same settings"
             )
-        self.records, self._streams = records, steps.window
-        self.spec, self._waves = spec.of_chunks(max(records.sizes)), steps.shapes.waves
+        self.records, self._streams = records[0], steps.window
+        pieces = [held.sizes for held in records]
+        self.spec, self._waves = spec.of_chunks(max(map(max, pieces))), steps.shapes.waves
         ahead = spec.threads
         if steps.window:  # all of a layer's
-            ahead = steps.config.num_experts * len(records.sizes)
+            ahead = steps.config.num_experts * len(pieces[0])
         else:
-            self.parts = EXPERT_PARTS
+            through = tuple(("through", version) for version in range(len(records)))
+            self.shared_parts = (*_parts("blank", "plan_beside", "compute"), *through)
+            self.parts = (*_parts("blank", "plan", "compute", "combine"), *through)
         self.device_queue = DeviceQueue(records, buffers.device, ahead=ahead)
-        self.staging_bytes = (DEMANDS + spec.threads + 1) * sum(records.sizes)
+        self.staging_bytes = (DEMANDS + spec.threads + 1) * max(map(sum, pieces))
         self._awaited: dict[int, int] = {}
         """Arena row of a cell whose record has not been read into it → ticket."""
         self._no_cells = itertools.count(-1, -1)
@@ -84,10 +89,11 @@ class CopyTransport(Transport):
         """What has settled since `progress` told of it; None: nobody asks."""
         self.unpacked = 0
         """Records of packed residents that a stream has decoded within the arena."""
-        self.check_cell: Callable[[int, int, int], bool] = self.is_intact
-        """Compares a cell with the store, given layer, expert and arena row; a stream replaces it,
-        which has packed residents."""
-        compiler.need(ProgramKey("land"), ProgramKey("forget"))
+        self.check_cell: Callable[[int, int, int, int], bool] = self.is_intact
+        """Compares a cell with the store, given layer, expert, version and arena row; a stream
+        replaces it, which has packed residents."""
+        lands = (ProgramKey("land", run=version) for version in range(len(records)))
+        compiler.need(*lands, ProgramKey("forget"))
 
     # ---- a layer's experts
 
@@ -108,8 +114,7 @@ class CopyTransport(Transport):
         beside = () if share is None else (share.beside,)
         for wave in buffers.numbers[: 1 if inputs.step.kind == "decode" else self._waves]:
             buffers.tables, counts, seen = plan(buffers.tables, counts, ids, number, wave, *beside)
-            rows, filled = np.asarray(seen).tolist()
-            y = self._compute_wave(parts, inputs, y, rows, filled, share)
+            y = self._compute_wave(parts, inputs, y, np.asarray(seen).tolist(), share)
         return y, counts
 
     def _compute_wave(
@@ -117,12 +122,13 @@ class CopyTransport(Transport):
         parts: Parts,
         inputs: LayerInputs,
         y: jax.Array,
-        rows: Sequence[int],
-        filled: Sequence[int],
+        planned: Sequence[Sequence[int]],
         share: LayerShare | None,
     ) -> jax.Array:
-        """y with the rows of the experts that are due. rows, filled: as of the plan."""
+        """y with the rows of the experts that are due. planned: what the plan says of each expert,
+        as of layer_programs._planned."""
         buffers, layer = self._buffers, inputs.layer
+        rows, filled, versions = planned
         self.queue_admitted()
         self.land_arrived()
         due = [(expert, row) for expert, row in enumerate(rows) if row != IDLE]
@@ -150,7 +156,7 @@ class CopyTransport(Transport):
 
         groups = [missing[i : i + DEMANDS] for i in range(0, len(missing), DEMANDS)]
         for number, group in enumerate(groups or [[]]):
-            tickets = [self._demand(layer, expert, row) for expert, row in group]
+            tickets = [self._demand(layer, expert, versions[expert], row) for expert, row in group]
             self.device_queue.begin(others=number + 1 >= len(groups))
             if number == 0:
                 y = compute(y, there)
@@ -172,10 +178,11 @@ class CopyTransport(Transport):
     ) -> jax.Array:
         """y with the rows of an expert without a cell. Raises TransferLost."""
         computed, buffers = [], self._buffers
+        version = self.device_queue.version(ticket)
 
         def move(pieces: Sequence[jax.Array]) -> jax.Array:
             seen = inputs.normed, inputs.routing.ids, buffers.numbers[inputs.layer]
-            after, mark = parts["through", None](
+            after, mark = parts["through", version](
                 y, buffers.stores, *seen, np.int32(expert), tuple(pieces)
             )
             computed.append(after)
@@ -186,29 +193,32 @@ class CopyTransport(Transport):
 
     # ---- records and cells
 
-    def _demand(self, layer: int, expert: int, row: int) -> int:
+    def _demand(self, layer: int, expert: int, version: int, row: int) -> int:
         """The ticket of a record that the running layer waits for."""
         if row == READ_THROUGH:
-            return self.device_queue.submit(self.transfer_of(layer, expert))
+            return self.device_queue.submit(self.transfer_of(layer, expert, version=version))
         ticket = self._awaited.get(row)
         if ticket is None or self.device_queue.failed(ticket):
             self.drop(row)
-            ticket = self.device_queue.submit(Transfer(layer, expert, 0, row))
+            ticket = self.device_queue.submit(Transfer(layer, expert, version, row))
             self._awaited[row] = ticket
         else:
             self.device_queue.reorder(ticket, DEMAND, 0)
         return ticket
 
-    def transfer_of(self, layer: int, expert: int, cause: str = DEMAND) -> Transfer:
+    def transfer_of(
+        self, layer: int, expert: int, cause: str = DEMAND, version: int = 0
+    ) -> Transfer:
         """A transfer into staging alone, which has no numbers of cells."""
-        return Transfer(layer, expert, 0, next(self._no_cells), cause)
+        return Transfer(layer, expert, version, next(self._no_cells), cause)
 
     def land(self, row: int, ticket: int) -> None:
         """Dispatches the copy of a record from staging into its cell. Raises TransferLost."""
+        version = self.device_queue.version(ticket)
 
         def move(pieces: Sequence[jax.Array]) -> jax.Array:
             self._buffers.arena, mark = self._compiler.call(
-                ProgramKey("land"), self._buffers.arena, np.int32(row), tuple(pieces)
+                ProgramKey("land", run=version), self._buffers.arena, np.int32(row), tuple(pieces)
             )
             return mark
 
@@ -250,10 +260,10 @@ class CopyTransport(Transport):
         that was dispatched later, or waits here."""
         admitted, self._admitted = self._admitted, []
         for layer, said in admitted:
-            for expert, row in np.asarray(said).T.tolist():
+            for expert, version, row in np.asarray(said).T.tolist():
                 if row >= 0:
                     self.drop(row)
-                    transfer = Transfer(layer, expert, 0, row, "prefetch")
+                    transfer = Transfer(layer, expert, version, row, "prefetch")
                     self._awaited[row] = self.device_queue.submit(transfer)
 
     def _forget(self, row: int) -> None:
@@ -263,6 +273,19 @@ class CopyTransport(Transport):
         )
 
     # ---- steps, and between them
+
+    def populate(self, rows: np.ndarray, versions: np.ndarray) -> None:
+        """As Transport. Raises TransferLost where a record cannot be copied."""
+        places = np.argwhere(rows >= 0).tolist()
+        for i in range(0, len(places), DEMANDS):
+            some = [
+                Transfer(layer, expert, int(versions[layer, expert]), int(rows[layer, expert]))
+                for layer, expert in places[i : i + DEMANDS]
+            ]
+            tickets = self.device_queue.submit_all(some)
+            self.device_queue.begin()
+            for transfer, ticket in zip(some, tickets, strict=True):
+                self.land(transfer.cell, ticket)
 
     def begin_output(self) -> tuple:
         """The number of the step in the place of an arena's writes."""
@@ -306,19 +329,21 @@ class CopyTransport(Transport):
         found, tables = [], jax.tree.map(np.asarray, self._buffers.tables)
         for layer, cell in np.argwhere((tables.owner >= 0) & (tables.cell_row >= 0)).tolist():
             expert, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
-            if not self.check_cell(layer, expert, row):
+            if not self.check_cell(layer, expert, tables.cell_version[layer, cell], row):
                 found.append(f"layer {layer}, expert {expert}: other bytes than the store's")
         return found
 
-    def is_intact(self, layer: int, expert: int, row: int) -> bool:
+    def is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
         """Whether the arena has an expert's record from a row on."""
-        arena = self._buffers.arena
-        if isinstance(self.records, CachedRecords):
-            rows = jax.lax.dynamic_slice(arena, (row, 0), self.records.shape[2:])
-            return self.records.source.holds(layer, expert, np.asarray(rows))
-        record = self.records.of(layer, expert)
-        pieces = tuple(jax.device_put(record, self._buffers.sharding))
-        return bool(self._compiler.call(ProgramKey("compare"), arena, np.int32(row), pieces))
+        records, arena = self.device_queue.records[version], self._buffers.arena
+        rows = np.asarray(jax.lax.dynamic_slice(arena, (row, 0), records.shape[2:]))
+        if isinstance(records, CachedRecords):
+            return records.source.holds(layer, expert, rows)
+        return np.array_equal(rows, records.read(layer, expert, 1)[0])
 
     def close(self) -> None:
         self.device_queue.close()
+
+
+def _parts(*names: str) -> tuple[tuple[str, None], ...]:
+    return tuple((name, None) for name in names)

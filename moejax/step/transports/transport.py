@@ -55,9 +55,9 @@ class Transport:
     """Device memory of records on their way, beside what programs take."""
     stage_key = ProgramKey("stage")
     """The program by which a walk of layers carries out a layer's part of a stage list."""
-    parts: Sequence[str] = ("experts",)
-    """Of layer_programs: those that `compute` calls."""
-    shared_parts: Sequence[str] = ("accelerate",)
+    parts: Sequence[tuple[str, int | None]] = (("experts", None),)
+    """Of layer_programs, `part` and `run` of keys: those that `compute` calls."""
+    shared_parts: Sequence[tuple[str, int | None]] = (("accelerate", None),)
     """And those of `compute_rows`."""
 
     def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
@@ -107,6 +107,20 @@ class Transport:
         return ()
 
     # ---- between steps
+
+    def populate(self, rows: np.ndarray, versions: np.ndarray) -> None:
+        """Copies experts of all layers into cells.
+
+        - `rows`: int32[L, E], the arena row of each expert's cell; −1: it is not copied.
+        - `versions`: int32[L, E], the version number in the cell.
+        """
+        buffers = self._buffers
+        for layer, (row, version) in enumerate(zip(rows, versions, strict=True)):
+            if np.any(row >= 0):
+                places = np.int32(layer), row, version
+                buffers.arena = self._compiler.call(
+                    ProgramKey("populate"), buffers.arena, buffers.stores, *places
+                )
 
     def drain(self) -> None:
         """Nothing flies into the arena any more when the steps to come begin, nor during what is

@@ -205,7 +205,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path, monkeypatch):
 
 
 def queue_of(records: CachedRecords, link: Link) -> DeviceQueue:
-    return DeviceQueue(records, jax.devices()[0], put=link)
+    return DeviceQueue([records], jax.devices()[0], put=link)
 
 
 def test_a_copy_begins_when_its_record_is_read_and_lets_go_of_it_when_it_has_ended(tmp_path):

@@ -88,7 +88,7 @@ class Mark:
 
 
 def queue_on(link: Link, ahead: int = 2, records: PinnedRecords = RECORDS) -> DeviceQueue:
-    return DeviceQueue(records, jax.devices()[0], ahead=ahead, put=link)
+    return DeviceQueue([records], jax.devices()[0], ahead=ahead, put=link)
 
 
 def transfer(layer, expert, cause="prefetch", priority=0, cell=None) -> Transfer:
@@ -256,7 +256,7 @@ def test_what_makes_no_sense_is_refused():
 
 def test_jax_carries_it_out():
     device = jax.devices()[0]
-    queue = DeviceQueue(RECORDS, device)
+    queue = DeviceQueue([RECORDS], device)
     ticket, found = queue.submit(transfer(1, 1, DEMAND)), []
 
     def move(pieces):

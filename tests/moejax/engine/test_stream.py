@@ -63,7 +63,7 @@ def streaming(**options) -> LLM:
 
 
 def test_kv_has_what_experts_do_not_need():
-    """A batch too small to pay is named; other memory than the window's is found while running."""
+    """A batch too small to pay is named."""
     with streaming(memory="6MiB") as llm:
         arena = llm.stats()["arena"]
         assert arena["expert_slots"] == 2 * EXPERTS and arena["free_slots"] == 0
@@ -79,19 +79,9 @@ def test_kv_has_what_experts_do_not_need():
         assert "a step moves 64 experts, 6 MiB, beside compute" in notes
         assert "4 sequences at once use about 11 of a layer's 16 experts" in notes
         assert "it pays from about 9 on (max_num_seqs)" in notes
-        in_another_row(llm, cells=33)
     assert used_experts(16, 4, 8) < 0.9 * 16 + 0.1 and used_experts(16, 4, 9) >= 0.9 * 16
     plan, _ = dry_run(Config.of("demo", driver="stream", **{**LIMITS, "max_num_seqs": 16}))
     assert "pays from" not in " ".join(plan.budget.notes)
-
-
-def in_another_row(llm: LLM, cells: int) -> None:
-    runner = llm.engine.runner
-    rows = np.asarray(runner.tables.cell_row).copy()
-    rows[3, 0] = rows.max()
-    runner.set_tables({"cell_row": rows})
-    with pytest.raises(RuntimeError, match=f"had {cells * RECORD} bytes in a step, and their"):
-        llm.generate(PROMPTS[0], GREEDY)
 
 
 @pytest.mark.slow
@@ -225,7 +215,7 @@ def test_an_order_with_a_mistake_is_found(monkeypatch):
     recycled_too_early(monkeypatch)
     try:
         found = out_of_order(3, compute=1000)
-    except (AssertionError, RuntimeError) as error:  # by the checks before and of every step
+    except (AssertionError, IndexError) as error:  # by the checks before, or a layer too few
         found = [str(error)]
     assert found
 

@@ -10,9 +10,10 @@ import pytest
 from host_offload.queue.pinned import PinnedRecords
 from moejax import SamplingParams
 from moejax.step.programs import STAGES
+from moejax.step.transports.copies import CopyTransport
 from pallas_kernels.stage import Entries
 from tests.faults import Faults, inject
-from tests.moejax.engine.scenes import EXPERTS, LINK, QUEUE, at_rest, open_llm, same_bits
+from tests.moejax.engine.scenes import EXPERTS, LINK, QUEUE, at_rest, delay, open_llm, same_bits
 from tests.moejax.engine_runs import mixed_jobs, run
 from tests.pallas_kernels.contract import NATIVE
 
@@ -86,3 +87,27 @@ def test_what_tables_have_and_cells_have_not(ahead):
         assert min(stats["late"], stats["cancelled"] + (not ahead) * 100) > 20
         for compiled in runner.compiler.compiled:
             assert records.shape not in [a.shape for a in jax.tree.leaves(compiled.in_avals)]
+
+
+VERSIONS = {
+    "int8": {"precision": "int8", "expert_budget": "40%"},
+    "resident": {"precision": "dynaexq,margin=0,interval=8 steps,hi_share=50%"},
+    "paged": {"precision": "dynaexq,paged=true,interval=8 steps", "expert_budget": "40%"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "int8")) for n in VERSIONS]
+)
+def test_copies_of_several_versions_have_the_bits_of_ops(name):
+    """What is decided does not depend on how experts come, so neither do the versions."""
+    given = {**VERSIONS[name], "enable_prefix_caching": False}
+    with open_llm(driver="host", ops="move=xla", **given) as llm:
+        wanted = run(llm, mixed_jobs(), check=False)
+        before = llm.stats()["experts"], llm.stats()["precision"].get("promotions")
+    with open_llm(**QUEUE, **given) as llm:
+        delay(llm)
+        assert same_bits(run(llm, mixed_jobs(), check=False), wanted)
+        runner = llm.engine.runner
+        assert isinstance(runner.transport, CopyTransport) and not runner.faults()
+        assert (llm.stats()["experts"], llm.stats()["precision"].get("promotions")) == before
