@@ -77,10 +77,8 @@ def version_cells(
 
 def check_paged(policies: Sequence[Policy]) -> None:
     """Raises PolicyError for policies that cannot run beside cells of two versions."""
-    # What would move slots, or put a version of its own choice into cells.
     refuse_writes(
         policies,
-        ("cells", "kv_pages", "stages"),
-        "cells of two versions stay where they are, filled as the precision says; leave the policy "
-        "out, or use a precision of one version",
+        ("cells", "kv_pages"),
+        "cells of two versions stay where they are; leave the policy out, or take one version",
     )

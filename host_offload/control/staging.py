@@ -68,6 +68,12 @@ class Staging(TransferLedger):
         return int(tables.version[place]) if tables.address[place] >= 0 else -1
 
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
+        """As TransferLedger; of several versions an expert comes in the one that its miss fills."""
+        if kind == "stages" and len(self._bytes) > 1:
+            filled = tables.fill_version
+            versions = [int(filled[entry.layer, entry.expert]) for entry in queue]
+            pairs = zip(queue, versions, strict=True)
+            queue = [entry._replace(version=version) for entry, version in pairs if version >= 0]
         super().want(kind, queue, tables)
         ranks = self._ranks[kind] = {}
         for rank, (layer, expert) in enumerate(self._queues[kind]):

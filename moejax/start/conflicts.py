@@ -84,6 +84,7 @@ def parts_of(start: Situation) -> dict[str, str]:
         "lossless12": (precision.in_transit or "lossless12" in precision.versions) and named,
         "blocking": precision.blocking and "blocking transitions",
         "two versions": mixed and named,
+        "all resident": mixed and not precision.paged and named,
         "paged": mixed and precision.paged and f"{named},paged=true",
         "fixed": mixed and precision.policy is None and not precision.paged and named,
         "hi_share": mixed and precision.hi_share is not None and "hi_share",
@@ -182,11 +183,14 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     "both versions; leave out cells",
     ("gives away", "store=file"): "it computes experts where they lie in memory; take "
     "store='memory'",
-    ("gives away", "several versions"): "it knows one version of the experts; leave out one",
+    ("gives away", "lossless12"): "it computes records as they lie, one version of all layers; "
+    "leave out one",
+    (
+        "gives away",
+        "all resident",
+    ): "every expert is resident, so nothing is missed; add paged=true",
     ("cache_aware_routing", "driver=stream"): "all experts are there when a layer is routed; take "
     "driver='device' or 'host'",
-    ("cache_aware_routing", "gives away"): "outputs would depend on measured times, and no run "
-    "could be repeated; leave out one",
     ("tiers", "not dense"): "tiers pack dense experts; leave out one",
     ("tiers", "not in memory"): "tiers pack experts of a store in memory; leave out one",
     ("tiers", "odd chunk"): "whole values are decoded; use an even chunk_bytes",

@@ -97,7 +97,8 @@ def page_and_compute(
             # An expert without a cell is a hit here: the first two fields of Paging.
             counts += jnp.where(jnp.arange(counts.size) < 2, work.active_count, 0)
         else:
-            counts += plan_counts(work, missing, tables, layer, len(stores))
+            beside = elsewhere is not None and elsewhere.beside
+            counts += plan_counts(work, missing, tables, layer, len(stores), beside)
         return y, DeviceMemory(arena, tables), counts
 
     counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
@@ -182,9 +183,9 @@ def plan_elsewhere(
 ) -> tuple[jax.Array, jax.Array, Tables, Plan]:
     """As plan_wave, of a layer some of whose experts are computed elsewhere: the plan has none of
     them among the active ones or those read through, and loads in the order that was asked for."""
-    wanted = tables.fill_version
+    wanted, own = tables.fill_version, tables.fill_version[layer]
     here = tables._replace(
-        fill_version=wanted.at[layer].set(jnp.where(elsewhere.beside, -1, wanted[layer]))
+        fill_version=wanted.at[layer].set(jnp.where(elsewhere.beside & (own >= 0), -1 - own, own))
     )
     due, missing, tables, work = plan_wave(ids, active, here, layer, wave, context)
     keep = due & ~elsewhere.beside

@@ -214,7 +214,8 @@ class _StepPart:
         due, missing, tables, work = plan_elsewhere(
             ids, active, tables, layer, wave, context, elsewhere
         )
-        counts += plan_counts(work, missing, tables, layer, len(self.programs.stores))
+        versions = len(self.programs.stores)
+        counts += plan_counts(work, missing, tables, layer, versions, beside)
         counts = counts.at[0].add(jnp.sum(due & beside, dtype=jnp.int32))
         return tables, counts, _planned(due & ~beside, work, tables, layer)
 
@@ -247,8 +248,11 @@ class _StepPart:
 
     @_part()
     def absent(self, tables, layer):
-        """bool[E]: experts of the layer without a cell."""
-        return tables.address[layer] < 0
+        """int32[E]: the version in which a miss computes each expert of the layer without a cell;
+        −1: it has one."""
+        wanted = tables.fill_version[layer]
+        version = jnp.where(wanted < 0, -1 - wanted, wanted)
+        return jnp.where(tables.address[layer] < 0, version, -1)
 
     @_part(donated="arena tables")
     def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
@@ -278,14 +282,16 @@ def _planned(due, work, tables, layer):
     return jnp.stack([row, filled.astype(jnp.int32), tables.version[layer]])
 
 
-def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
+def beside_program(programs: Programs, key: ProgramKey, rows: int, version: int = 0) -> Program:
     """What a second processor with memory of its own computes of an expert, on a CPU device: the
-    first `count` of x [rows, D] by a record uint16[record rows, D]; float32[rows, D]. key: of the
-    step. Which rows those are is the caller's."""
-    second, context = programs.steps.second, programs.context(key)
-    assert second is not None
-    (record,), hidden = programs.steps.layout.records, programs.steps.layout.hidden
-    options = ExpertOptions(context.activation, context.row_tile, None, second.implementation)
+    first `count` of x [rows, D] by a record uint16[record rows, D] of a version; float32[rows, D].
+    key: of the step. Which rows those are is the caller's."""
+    steps, context = programs.steps, programs.context(key)
+    assert steps.second is not None
+    formats = None if steps.formats is None else steps.formats[version : version + 1]
+    record = steps.layout.records[0] if formats is None else formats[0].store
+    hidden, implementation = steps.layout.hidden, steps.second.implementation
+    options = ExpertOptions(context.activation, context.row_tile, formats, implementation)
 
     def beside(x, record, count):
         stores: tuple[Leaf, ...] = (AbsentRecords((1, 1, *record.shape)),)
@@ -295,6 +301,6 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int) -> Program:
         places = ExpertPlaces(stores, 0, nothing, nothing)
         return expert_ffn(nothing_computed(rows, hidden), record, batch, places, options)
 
-    x = jax.ShapeDtypeStruct((rows, hidden), programs.steps.dtype)
+    x = jax.ShapeDtypeStruct((rows, hidden), steps.dtype)
     held = jax.ShapeDtypeStruct((record.rows, hidden), jnp.uint16)
     return Program(beside, (x, held, jax.ShapeDtypeStruct((), jnp.int32)), ())

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -79,29 +79,30 @@ class Processor:
         self._programs = programs
         own = ((part, None) for part in ("absent", "put", "combine"))
         self.parts: Sequence[tuple[str, int | None]] = (*device.shared_parts, *own)
-        self._records = buffers.store.arrays[buffers.stored[0]]
+        self._records = [buffers.store.arrays[name] for name in buffers.stored]
         cpu = buffers.device.platform == "cpu"
         self._host = buffers.device if cpu else _host_device()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moejax-second")
-        self._ffn: dict[tuple[str, int | None, int], Future] = {}
-        self._seen: dict[tuple[int, int], jax.Array] = {}
+        self._ffn: dict[tuple[str, int | None, int, int], Future] = {}
+        self._seen: dict[tuple[int, int, int], jax.Array] = {}
         self.totals = PlacementTotals()
         self._check_view()
         self.begin_step()
         for step in steps:
             for rows in self._sizes(programs().tokens(step)):
-                self._compiled_ffn(step, rows)
+                for version in range(len(self._records)):
+                    self._compiled_ffn(step, rows, version)
 
     def _check_view(self) -> None:
         """Raises UserError where the store's memory cannot be computed with in place."""
         try:
-            view = np.asarray(self._record(0, 0))
+            view = np.asarray(self._record(0, 0, 0))
         except (ValueError, RuntimeError) as error:
             raise UserError(
                 f"placement computes experts where the store has them, and cannot: {error}; leave "
                 "placement out"
             ) from error
-        records = self._records
+        records = self._records[0]
         held = records[0, 0] if isinstance(records, jax.Array) else records.of(0, 0)[0]
         if not np.array_equal(view, np.asarray(held)):
             raise UserError(
@@ -120,20 +121,26 @@ class Processor:
         """As of host_offload.control.control.Device."""
         self._assigned = layer, beside, order
 
-    def _share(self, parts: Parts, layer: int, ids: np.ndarray) -> LayerShare:
-        """What it gets of a layer. Waits for the tables where a policy gave it any.
+    def _share(
+        self, parts: Parts, layer: int, ids: np.ndarray
+    ) -> tuple[LayerShare, dict[int, int]]:
+        """What it gets of a layer, and expert → version number of those that it computes. Waits for
+        the tables where a policy gave it any.
 
         - `ids`: int[T, K], the layer's routing.
         """
         experts = self.placed.shape[1]
         beside, order = np.zeros(experts, bool), np.zeros(experts, np.int32)
+        mine: dict[int, int] = {}
         if self._assigned is not None and self._assigned[0] == layer:
             _, wanted, order = self._assigned
             # What is resident stays where it is, also what came since the policy looked.
             if np.any(wanted):
-                absent = parts["absent", None](self._buffers.tables, self._buffers.numbers[layer])
-                beside = wanted & np.isin(np.arange(experts), ids) & np.asarray(absent)
-        return LayerShare(beside, order.astype(np.int32))
+                number = self._buffers.numbers[layer]
+                version = np.asarray(parts["absent", None](self._buffers.tables, number))
+                beside = wanted & np.isin(np.arange(experts), ids) & (version >= 0)
+                mine = {int(expert): int(version[expert]) for expert in np.flatnonzero(beside)}
+        return LayerShare(beside, order.astype(np.int32)), mine
 
     # ---- a layer
 
@@ -142,8 +149,7 @@ class Processor:
         step, layer, x, normed, routing = inputs
         normed.copy_to_host_async()
         ids = np.asarray(routing.ids)
-        share = self._share(parts, layer, ids)
-        mine = np.flatnonzero(share.beside).tolist()
+        share, mine = self._share(parts, layer, ids)
         other = self._thread.submit(self._compute, step, layer, mine, normed, ids) if mine else None
         try:
             y, counts = self._device.compute_rows(parts, inputs, share)
@@ -157,26 +163,27 @@ class Processor:
             self.placed[layer] = share.beside
             self.totals.layers += 1
             self.totals.experts += len(mine)
-            self.totals.rows += int(np.isin(ids, mine).sum())
+            self.totals.rows += int(np.isin(ids, [*mine]).sum())
             self.totals.seconds += made.seconds
         return parts["combine", None](x, y, routing.weights), counts
 
     def _compute(
-        self, step: ProgramKey, layer: int, mine: Sequence[int], x: jax.Array, ids: np.ndarray
+        self, step: ProgramKey, layer: int, mine: Mapping[int, int], x: jax.Array, ids: np.ndarray
     ) -> _Beside:
-        """The rows of some experts, in its thread. x [T, D] and ids [T, K] of the layer."""
+        """The rows of some experts, in its thread. mine: as of _share. x [T, D] and ids [T, K] of
+        the layer."""
         seen, top_k = np.asarray(x), ids.shape[1]
         began = time.perf_counter()
         found: list[np.ndarray] = []
         places: list[np.ndarray] = []
-        for expert in mine:
+        for expert, version in mine.items():
             slots = np.flatnonzero(ids.ravel() == expert)
             size = next(n for n in self._sizes(len(ids)) if n >= len(slots))
             given = np.zeros((size, seen.shape[1]), seen.dtype)
             given[: len(slots)] = seen[slots // top_k]
             operands = jax.device_put((given, np.int32(len(slots))), self._host)
-            run = self._compiled_ffn(step, size).result()
-            made = run(operands[0], self._record(layer, expert), operands[1])
+            run = self._compiled_ffn(step, size, version).result()
+            made = run(operands[0], self._record(layer, expert, version), operands[1])
             found.append(np.asarray(made)[: len(slots)])
             places.append(slots)
         seconds = time.perf_counter() - began
@@ -190,11 +197,11 @@ class Processor:
         parts = [*rows.reshape(*slots.shape, -1)]
         return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], seconds)
 
-    def _record(self, layer: int, expert: int) -> jax.Array:
+    def _record(self, layer: int, expert: int, version: int) -> jax.Array:
         """An expert's record as the second processor sees it."""
-        key = layer, expert
+        key = layer, expert, version
         if key not in self._seen:
-            self._seen[key] = view_record(self._records, self._host, layer, expert)
+            self._seen[key] = view_record(self._records[version], self._host, layer, expert)
         return self._seen[key]
 
     # ---- its programs
@@ -207,16 +214,16 @@ class Processor:
             sizes.append(sizes[-1] * 4)
         return sizes
 
-    def _compiled_ffn(self, step: ProgramKey, rows: int) -> Future:
+    def _compiled_ffn(self, step: ProgramKey, rows: int, version: int) -> Future:
         kind = "decode" if step.kind == "decode" else "prefill"
-        key = kind, step.rows if kind == "decode" else None, rows
+        key = kind, step.rows if kind == "decode" else None, rows, version
         if key not in self._ffn:
             of_step = ProgramKey(kind, key[1])
-            self._ffn[key] = self._compiler.submit(self._compile_ffn, of_step, rows)
+            self._ffn[key] = self._compiler.submit(self._compile_ffn, of_step, rows, version)
         return self._ffn[key]
 
-    def _compile_ffn(self, step: ProgramKey, rows: int) -> jax.stages.Compiled:
-        program = beside_program(self._programs(), step, rows)
+    def _compile_ffn(self, step: ProgramKey, rows: int, version: int) -> jax.stages.Compiled:
+        program = beside_program(self._programs(), step, rows, version)
         place = jax.sharding.SingleDeviceSharding(self._host)
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in program.args]
         lowered = jax.jit(program.function).lower(*args)

@@ -150,16 +150,22 @@ def routed_to(
 
 
 def plan_counts(
-    work: Plan, missing: jax.Array, tables: Tables, layer: jax.Array | int, versions: int
+    work: Plan,
+    missing: jax.Array,
+    tables: Tables,
+    layer: jax.Array | int,
+    versions: int,
+    elsewhere: jax.Array | bool = False,
 ) -> Int[Array, " N"]:
     """The counts of a record, int32[counts_size]. missing bool[E]: active experts that were not
-    resident before the plan `work`. tables: after it."""
+    resident before the plan `work`. tables: after it. elsewhere bool[E]: experts that are neither
+    filled nor read through."""
     totals = work.active_count, work.hits, work.fill_count, work.read_through
     parts = [jnp.stack(totals), bits(missing)]
     if versions > 1:
         number = jnp.arange(versions)[:, None]
         filled = (work.fill_expert >= 0) & (work.fill_version == number)
-        absent = missing & (tables.address[layer] < 0)  # what is read through
+        absent = missing & (tables.address[layer] < 0) & ~jnp.asarray(elsewhere)  # read through
         through = absent & (tables.version[layer] == number)
         parts += [jnp.sum(taken, axis=1, dtype=jnp.int32) for taken in (filled, through)]
     return jnp.concatenate(parts)

@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
                 {"transfers": "queue,latency=2us"},
                 "ive and rate and latency of transfers='queue' do not go",
             ),
-            ({"precision": "int8"}, "th ops that are not native and precision int8 do not go"),
+            ({"precision": "lossless12"}, "that are not native and precision lossless12 do not"),
             (IN_TRANSIT, " that are not native and precision lossless12 do not go"),
             ({"resize": "mv_wsa"}, "ative and policies or budgets that need costs do not go"),
             (
@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
                 {"driver": "stream,tiers=flux"},
                 "with ops that are not native and planner=live do not go",
             ),
-            ({"precision": "int8"}, "th ops that are not native and precision int8 do not go"),
+            ({"precision": "lossless12"}, "that are not native and precision lossless12 do not"),
             (
                 {"transfers": "queue,rate=2GB/s"},
                 "ive and rate and latency of transfers='queue' do not go",
@@ -161,9 +161,9 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"placement": "cpu"}, "unknown placement 'cpu'; known: prescope"),
             ({"driver": "host,speed=1ms"}, "has no setting 'speed=1ms'; known: waves=…"),
             ({"store": "file"}, "placement and store=file do not go"),
-            ({"precision": "dynaexq,paged=true"}, "knows one version of the experts"),
+            ({"precision": "dynaexq"}, "nothing is missed; add paged=true"),
+            ({"precision": "lossless12"}, "placement and precision lossless12 do not go"),
             ({"placement": "fate", "prefetch": "learned=nowhere"}, "nowhere"),
-            ({"cache_aware_routing": 0.1}, "cache_aware_routing and placement do not go"),
         ],
     ),
     (

@@ -93,6 +93,11 @@ VERSIONS = {
     "int8": {"precision": "int8", "expert_budget": "40%"},
     "resident": {"precision": "dynaexq,margin=0,interval=8 steps,hi_share=50%"},
     "paged": {"precision": "dynaexq,paged=true,interval=8 steps", "expert_budget": "40%"},
+    "prefetched": {
+        "precision": "dynaexq,paged=true,interval=8 steps",
+        "expert_budget": "40%",
+        "prefetch": "random",
+    },
 }
 
 
