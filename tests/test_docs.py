@@ -106,6 +106,12 @@ record = np.empty(in_memory.array.shape[2:], np.uint16)
 in_files.source.read(1, 3, record)
 assert np.array_equal(record, np.asarray(in_memory.array)[1, 3])
 """
+TRANSPORT = """
+import moejax.step.transports.eager as eager
+prompt = [5, 17, 300, 4, 9]
+assert tokens("demo", prompt, driver="host")[0] == tokens("demo", prompt)[0]
+assert eager.EagerTransport.brought > 0
+"""
 OP = "from pallas_kernels import OPS; assert OPS['combine'][-1] == 'loop'"
 RUNS = {
     "host_offload/policies/eviction/random_eviction.py": START
@@ -114,6 +120,7 @@ RUNS = {
     + POLICY.format(option='prefetch="popular"', name="popular"),
     "moejax/models/families/plain_moe.py": START + FAMILY,
     "pallas_kernels/records/e4m3.py": START + RECORD,
+    "moejax/step/transports/eager.py": START + TRANSPORT,
     "pallas_kernels/combine/loop.py": OP,
 }
 """File that a diff adds → what runs on the tree with it."""
@@ -121,6 +128,7 @@ CONTRACTS = {"pallas_kernels/combine/loop.py": ["tests/pallas_kernels/test_contr
 """File that a diff adds → the contract suite that takes it in."""
 IN_CI = (
     "host_offload/policies/eviction/random_eviction.py",
+    "moejax/step/transports/eager.py",
     "pallas_kernels/combine/loop.py",
     "pallas_kernels/records/e4m3.py",
 )
@@ -139,7 +147,13 @@ def changes(diff: str) -> dict[str, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def shown() -> dict[str, str]:
     """File that is added → its diff."""
-    names = ("write_a_policy.md", "add_a_model.md", "add_an_op.md", "add_a_record_format.md")
+    names = (
+        "write_a_policy.md",
+        "add_a_model.md",
+        "add_an_op.md",
+        "add_a_record_format.md",
+        "add_a_transport.md",
+    )
     pages = [(REPOSITORY / "docs" / name).read_text() for name in names]
     pattern = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     blocks = [block for page in pages for block in pattern.findall(page)]

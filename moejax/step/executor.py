@@ -46,8 +46,7 @@ from moejax.step.step_keys import StepKeys
 from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
-from moejax.step.transports.native import NativeTransport
-from moejax.step.transports.transport import Transport
+from moejax.step.transports.transport import make_transport
 from moejax.step.walk import CompiledWalk, StepRequest
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
@@ -55,13 +54,6 @@ from pallas_kernels.stage import Entries
 
 _OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
 """Tables that say what is where: nothing may fly while they change."""
-
-TRANSPORTS: dict[str, type[Transport]] = {
-    "step": Transport,
-    "native": NativeTransport,
-    "copies": CopyTransport,
-}
-"""By StepSpec.transport."""
 
 
 class Executor:
@@ -112,7 +104,7 @@ class Executor:
         """The expert maps that decode steps search; None: they search none."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
-        self.transport = transport = TRANSPORTS[steps.transport](steps, buffers, compiler)
+        self.transport = transport = make_transport(steps, buffers, compiler)
         self.stream: OwnedStream | CopiedStream | None = None
         if steps.window:
             parts = steps, buffers, compiler

@@ -184,18 +184,11 @@ class StepSpec:
         return {op: name for op, name in ops.items() if name != "cpu"}
 
     @property
-    def transport(self) -> str:
-        """How missing experts come, of executor.TRANSPORTS."""
-        if self.queue is None:
-            return "step"
-        return "native" if self.owned else "copies"
-
-    @property
     def separate(self) -> bool:
         """Whether experts lie in separate pinned arrays, which jax's own copies bring beside
         compute, and the host driver carries out what a layer wants: the queue where the library
         does not own the arena."""
-        return self.transport == "copies"
+        return self.queue is not None and not self.owned
 
 
 class PrefillBatch(NamedTuple):

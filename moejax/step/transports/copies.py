@@ -53,6 +53,10 @@ class CopyTransport(Transport):
 
     stage_key = ProgramKey("admit")
 
+    @classmethod
+    def serves(cls, steps: StepSpec) -> bool:
+        return steps.separate
+
     def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
         super().__init__(steps, buffers, compiler)
         stored, spec = [buffers.store.arrays[name] for name in buffers.stored], steps.queue

@@ -18,6 +18,10 @@ class NativeTransport(Transport):
 
     queue: NativeQueue
 
+    @classmethod
+    def serves(cls, steps: StepSpec) -> bool:
+        return steps.queue is not None and steps.owned
+
     def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
         super().__init__(steps, buffers, compiler)
         memory, spec = buffers.memory, steps.queue

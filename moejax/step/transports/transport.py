@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,20 @@ class LayerShare(NamedTuple):
     """int32[E]: in which the others are brought, lowest first."""
 
 
+TRANSPORTS = (
+    "copies:CopyTransport",
+    "native:NativeTransport",
+    "transport:Transport",
+)
+"""Modules of this package and classes: the first that serves an engine's steps is its transport."""
+
+
+def make_transport(steps: StepSpec, buffers: Buffers, compiler: Compiler) -> Transport:
+    """The transport of these steps."""
+    kinds = (pkgutil.resolve_name(f"moejax.step.transports.{name}") for name in TRANSPORTS)
+    return next(kind for kind in kinds if kind.serves(steps))(steps, buffers, compiler)
+
+
 class Transport:
     """Brings experts of the store into cells of the arena. This one leaves it to the ops of steps,
     so that nothing is ever on its way; others replace what they do beside compute."""
@@ -62,6 +77,11 @@ class Transport:
 
     def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
         self._buffers, self._compiler = buffers, compiler
+
+    @classmethod
+    def serves(cls, steps: StepSpec) -> bool:
+        """Whether steps like these are served."""
+        return True
 
     # ---- in a walk of layers
 
