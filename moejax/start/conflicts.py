@@ -82,7 +82,6 @@ def parts_of(start: Situation) -> dict[str, str]:
         "several versions": several and named,
         "in transit": precision.in_transit and named,
         "lossless12": (precision.in_transit or "lossless12" in precision.versions) and named,
-        "blocking": precision.blocking and "blocking transitions",
         "two versions": mixed and named,
         "all resident": mixed and not precision.paged and named,
         "paged": mixed and precision.paged and f"{named},paged=true",
@@ -223,7 +222,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("copies", "stated link"): "jax's copies pass the link as it is; leave them out",
     ("copies", "lossless12"): "it does not decode experts on their way, nor has layers of another "
     "version; use transfers='ops'",
-    ("copies", "blocking"): "its transfers are carried out within steps; leave out blocking",
     ("store=file", "several versions"): f"files have one version; use dense, or one of {_QUANTIZED}"
     ", or store='memory'",
     ("store=file", "costs"): f"{_UNMEASURED} store='memory'",
