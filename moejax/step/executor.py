@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ from moejax.step.step_keys import StepKeys
 from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
-from moejax.step.transports.transport import make_transport
+from moejax.step.transports.transport import Transport
 from moejax.step.walk import CompiledWalk, StepRequest
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
@@ -54,6 +55,13 @@ from pallas_kernels.stage import Entries
 
 _OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
 """Tables that say what is where: nothing may fly while they change."""
+
+TRANSPORTS = (
+    "moejax.step.transports.copies:CopyTransport",
+    "moejax.step.transports.native:NativeTransport",
+    "moejax.step.transports.transport:Transport",
+)
+"""Of moejax/step/transports, module and class: the first that serves the steps is theirs."""
 
 
 class Executor:
@@ -104,7 +112,9 @@ class Executor:
         """The expert maps that decode steps search; None: they search none."""
         self.placement: Placement | None = None
         """Where every expert began; None: experts are paged."""
-        self.transport = transport = make_transport(steps, buffers, compiler)
+        kinds = (pkgutil.resolve_name(name) for name in TRANSPORTS)
+        kind: type[Transport] = next(kind for kind in kinds if kind.serves(steps))
+        self.transport = transport = kind(steps, buffers, compiler)
         self.stream: OwnedStream | CopiedStream | None = None
         if steps.window:
             parts = steps, buffers, compiler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -42,20 +41,6 @@ class LayerShare(NamedTuple):
     """bool[E]: the experts that it computes."""
     order: np.ndarray
     """int32[E]: in which the others are brought, lowest first."""
-
-
-TRANSPORTS = (
-    "copies:CopyTransport",
-    "native:NativeTransport",
-    "transport:Transport",
-)
-"""Modules of this package and classes: the first that serves an engine's steps is its transport."""
-
-
-def make_transport(steps: StepSpec, buffers: Buffers, compiler: Compiler) -> Transport:
-    """The transport of these steps."""
-    kinds = (pkgutil.resolve_name(f"moejax.step.transports.{name}") for name in TRANSPORTS)
-    return next(kind for kind in kinds if kind.serves(steps))(steps, buffers, compiler)
 
 
 class Transport:
