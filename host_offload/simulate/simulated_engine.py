@@ -6,7 +6,6 @@ decides reaches the same step as in the engine. The device is a Pager.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -56,30 +55,31 @@ class Staged(NamedTuple):
     """In the former case, whether that layer was routed already."""
 
 
-@dataclasses.dataclass(frozen=True)
 class SimulatedStep:
     """What a step did; L layers of E experts in V versions. Each expert is needed by one of the
-    step's waves."""
+    step's waves.
 
-    number: int
-    kind: str | None
-    """None where the trace does not know."""
-    waves: int
-    active: np.ndarray
-    """bool[L, E]: those that were needed."""
-    missed: np.ndarray
-    """bool[L, E]: those of them that were not there."""
-    placed: np.ndarray
-    """bool[L, E]: those of these that a second processor computed."""
-    row: np.ndarray
-    """int32[L, E]: the first arena row of the cell that a needed one was computed from; −1: of
-    none, it was read through or placed."""
-    version: np.ndarray
-    """int8[L, E]: that a needed one was computed in; 0 of all others."""
-    stages: tuple[Staged, ...]
-    """Experts moved ahead of need, by the step's list and between layers, in their order."""
-    link_bytes: np.ndarray
-    """int64[V, L], of an expert."""
+    kind: None where the trace does not know. link_bytes: int64[V, L], of an expert.
+    """
+
+    def __init__(
+        self, number: int, kind: str | None, waves: int, experts: int, link_bytes: np.ndarray
+    ):
+        self.number, self.kind, self.waves, self._link_bytes = number, kind, waves, link_bytes
+        shape = link_bytes.shape[1], experts
+        self.active = np.zeros(shape, bool)
+        """bool[L, E]: those that were needed."""
+        self.missed = np.zeros(shape, bool)
+        """bool[L, E]: those of them that were not there."""
+        self.placed = np.zeros(shape, bool)
+        """bool[L, E]: those of these that a second processor computed."""
+        self.row = np.full(shape, -1, np.int32)
+        """int32[L, E]: the first arena row of the cell that a needed one was computed from; −1: of
+        none, it was read through or placed."""
+        self.version = np.zeros(shape, np.int8)
+        """int8[L, E]: that a needed one was computed in; 0 of all others."""
+        self.stages: list[Staged] = []
+        """Experts moved ahead of need, by the step's list and between layers, in their order."""
 
     @property
     def hits(self) -> np.ndarray:
@@ -89,7 +89,7 @@ class SimulatedStep:
     @functools.cached_property
     def moves(self) -> np.ndarray:
         """int64[3, L, V]: experts that crossed the link in each way of cost_model.MOVES."""
-        versions, layers = self.link_bytes.shape
+        versions, layers = self._link_bytes.shape
         found = np.zeros((3, layers, versions), np.int64)
         filled = self.missed & (self.row >= 0)
         through = self.missed & ~filled & ~self.placed
@@ -117,7 +117,7 @@ class SimulatedStep:
     @property
     def moved(self) -> np.ndarray:
         """int64[L]: bytes over the link."""
-        return np.sum(self.moves.sum(axis=0) * self.link_bytes.T, axis=1)
+        return np.sum(self.moves.sum(axis=0) * self._link_bytes.T, axis=1)
 
 
 class PagerDevice(Pager):
@@ -135,33 +135,32 @@ class PagerDevice(Pager):
         """What decode steps search; None: nothing."""
         self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
         """As of Device."""
-        self.begin_step(1)
+        self.step = self.begin_step(-1, None, 1)
 
     # ---- a step
 
-    def begin_step(self, waves: int) -> None:
-        """Nothing is known of the step yet."""
-        shape = self.tables.address.shape
-        self._waves, self._assigned = waves, None
-        self._active, self._missed, self._placed = (np.zeros(shape, bool) for _ in range(3))
-        self._row, self._version = np.full(shape, -1, np.int32), np.zeros(shape, np.int8)
-        self._stages: list[Staged] = []
+    def begin_step(self, number: int, kind: str | None, waves: int) -> SimulatedStep:
+        """The step, of which nothing is known yet."""
+        experts = self.tables.address.shape[1]
+        self.step = SimulatedStep(number, kind, waves, experts, self._link_bytes)
+        self._assigned = None
+        return self.step
 
     def compute(self, active: np.ndarray, layer: int | None = None) -> None:
         """References all layers, or one, to their sets of active experts bool[M, E]. Misses that a
         second processor was given get no cell, and none of their bytes crosses the link."""
         span = slice(None) if layer is None else slice(layer, layer + 1)
-        tables, kept = self.tables, None
+        tables, step, kept = self.tables, self.step, None
         if self._assigned is not None and self._assigned[0] == layer:
             beside = self._assigned[1] & active[0] & (tables.address[layer] < 0)
-            self._placed[layer], self._assigned = beside, None
+            step.placed[layer], self._assigned = beside, None
             kept = tables.fill_version[layer].copy()
             tables.fill_version[layer][beside] = -1
-        self._active[span] = active
-        for due in in_waves(active, self._waves):
-            self._missed[span] |= self.reference(due, layer).missing
-            np.copyto(self._row[span], tables.address[span], where=due)
-            np.copyto(self._version[span], tables.version[span], where=due)
+        step.active[span] = active
+        for due in in_waves(active, step.waves):
+            step.missed[span] |= self.reference(due, layer).missing
+            np.copyto(step.row[span], tables.address[span], where=due)
+            np.copyto(step.version[span], tables.version[span], where=due)
         if kept is not None:
             tables.fill_version[layer] = kept
 
@@ -181,7 +180,7 @@ class PagerDevice(Pager):
         for (of, expert, version, cell), carried_out in zip(entries, done.tolist(), strict=True):
             if carried_out:
                 row = int(self.tables.cell_row[of, cell])
-                self._stages.append(Staged(of, expert, version, row, coming, routed))
+                self.step.stages.append(Staged(of, expert, version, row, coming, routed))
         return done
 
     def fetch(self, layer: int, found: FoundMaps, top_k: int, coming: int) -> np.ndarray:
@@ -198,12 +197,6 @@ class PagerDevice(Pager):
         done = self.stage(entries, coming=coming)
         chosen = [(of, expert, cell) for of, expert, _, cell in entries]
         return np.column_stack([np.array(chosen, np.int32).reshape(-1, 3), done])
-
-    def end_step(self, number: int, kind: str | None) -> SimulatedStep:
-        """What the step did."""
-        masks = self._active, self._missed, self._placed
-        found = self._row, self._version, tuple(self._stages)
-        return SimulatedStep(number, kind, self._waves, *masks, *found, self._link_bytes)
 
     # ---- for a Control
 
@@ -368,7 +361,7 @@ class SimulatedEngine:
         entries = control.before_step(step.number)
         self._resizer.end_step()
         active, waves = step_set(step, self.header.experts)
-        device.begin_step(waves)
+        done = device.begin_step(step.number, step.kind, waves)
         carried_out = np.zeros(len(entries), np.int32)
         rows = StepRows(*(getattr(step, name) for name in StepRows._fields))
         search = self._search_of(step)
@@ -383,7 +376,6 @@ class SimulatedEngine:
             if layer is not None and search is not None:
                 search.after_layer(layer)
         control.after_dispatch(step.number)
-        done = device.end_step(step.number, step.kind)
         found = step._replace(
             missed=done.missed,
             placed=done.placed,

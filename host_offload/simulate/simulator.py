@@ -233,9 +233,10 @@ def _steps_without_control(
     for step in read_step_sets(trace):
         for budget in moves.get(step.number, ()):
             device.regrant(np.array(budget.cells))
-        device.begin_step(step.waves)
+        kind = KINDS[step.kind] if step.kind >= 0 else None
+        done = device.begin_step(step.number, kind, step.waves)
         device.compute(step.active)
-        yield device.end_step(step.number, KINDS[step.kind] if step.kind >= 0 else None)
+        yield done
 
 
 def _gather(

@@ -86,44 +86,38 @@ class MissCurves:
         return self.misses - self.first[:, None]
 
 
-class CurveCounts:
-    """Gathers references of L layers of E experts into curves."""
-
-    def __init__(self, layers: int, experts: int):
-        self._recency = cold_recency(layers, experts)
-        self._largest = np.zeros(layers, np.int64)
-        self._counts = np.zeros(layers * (experts + 1), np.int64)
-        """References by distance; in the last column of a layer first sights."""
-        self.steps = 0
-
-    def add(self, active: np.ndarray, *, counted: bool = True) -> None:
-        """A reference to sets bool[L, E]. counted: it is in the curves; else it only moves the
-        recency list."""
-        self._recency, found = reference(self._recency, active)
-        np.maximum(self._largest, found.sizes, out=self._largest)
-        if counted:
+def gather_curves(steps: Iterable[tuple[Iterable[np.ndarray], bool]]) -> MissCurves | None:
+    """Curves of steps, each its references to sets bool[L, E] and whether they are counted; those
+    of others only move the recency list. None without a step that is."""
+    recency, counted = None, 0
+    for references, is_counted in steps:
+        counted += is_counted
+        for active in references:
             layers, experts = active.shape
-            layer = np.repeat(np.arange(layers), found.sizes)
-            distance = np.where(found.is_first, experts, found.place % experts)
-            place = layer * (experts + 1) + distance
-            self._counts += np.bincount(place, minlength=len(self._counts))
-
-    def curves(self) -> MissCurves:
-        counts = self._counts.reshape(len(self._largest), -1)
-        return MissCurves(tails(counts)[:, :-1], self._largest, counts[:, -1], self.steps)
+            if recency is None:
+                recency, largest = cold_recency(layers, experts), np.zeros(layers, np.int64)
+                # By distance; in the last column of a layer first sights.
+                counts = np.zeros(layers * (experts + 1), np.int64)
+            recency, found = reference(recency, active)
+            largest = np.maximum(largest, found.sizes)
+            if is_counted:
+                layer = np.repeat(np.arange(layers), found.sizes)
+                distance = np.where(found.is_first, experts, found.place % experts)
+                place = layer * (experts + 1) + distance
+                counts += np.bincount(place, minlength=len(counts))
+    if not counted:
+        return None
+    by_layer = counts.reshape(len(largest), -1)
+    return MissCurves(tails(by_layer)[:, :-1], largest, by_layer[:, -1], counted)
 
 
 def curves_of(references: Iterable[np.ndarray]) -> MissCurves:
     """Curves of references to sets bool[L, E], one after the other, each a step. Raises ValueError
     for none."""
-    counts = None
-    for active in references:
-        counts = counts or CurveCounts(*active.shape)
-        counts.add(active)
-        counts.steps += 1
-    if counts is None:
+    found = gather_curves(([active], True) for active in references)
+    if found is None:
         raise ValueError("a miss curve needs at least one reference")
-    return counts.curves()
+    return found
 
 
 def trace_curves(trace: Trace, *, kind: str | None = None, user: int | None = None) -> MissCurves:
@@ -134,21 +128,17 @@ def trace_curves(trace: Trace, *, kind: str | None = None, user: int | None = No
 
     Raises TraceError as read_step_sets does, and for a trace without such a step.
     """
-    header = trace.header
-    if kind is not None and "step.kind" in header.absent:
+    if kind is not None and "step.kind" in trace.header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
-    counts = CurveCounts(header.layers, header.experts)
-    for step in read_step_sets(trace, user=user):
-        if user is not None and not step.active.any():
-            continue  # others' steps, which are no reference of this user's
-        wanted = kind is None or step.kind == KINDS.index(kind)
-        for due in in_waves(step.active, step.waves):
-            counts.add(due, counted=wanted)
-        counts.steps += wanted
-    if not counts.steps:
+    found = gather_curves(
+        (in_waves(step.active, step.waves), kind is None or step.kind == KINDS.index(kind))
+        for step in read_step_sets(trace, user=user)
+        if user is None or step.active.any()  # else others', which are no reference of this user's
+    )
+    if found is None:
         whose = "" if user is None else f" of user {user}"
         raise TraceError(f"the trace {trace.directory} has no {kind or 'steps'} to look at{whose}")
-    return counts.curves()
+    return found
 
 
 # ---- KV
