@@ -71,7 +71,7 @@ class StepTimeline:
         products = self._products(load, step)
         moves = np.zeros((3, layers))
         if not self._queued:
-            moves = costs.moves_s(step.moves, prefill=load.rows is None)
+            moves = costs.moves_s(step.moves, load.rows)
         ended = None
         timeline.compute("policies", load.control)
         timeline.compute("begin", outside / 2)

@@ -10,6 +10,7 @@ moejax.costs.measure measures; docs/cost_model.md says how, and how well the mod
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,18 +41,29 @@ class Work(NamedTuple):
     """Active experts of all layers together."""
     tiles: int = 0
     """Row tiles of experts beyond the first one of each."""
+    filling: int = 0
+    """Layers that move experts into cells."""
+    fills: int = 0
+    """Experts that they move."""
+    reading: int = 0
+    """Layers that compute experts from the store."""
+    reads: int = 0
+    """Those experts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step in which nothing is moved: `step`, and each other field for each of
-    Work's."""
+    """Seconds of a step: `step`, and each other field for each of Work's."""
 
     step: float
     part: float
     span: float
     expert: float
     tile: float
+    filling: float = 0.0
+    fill: float = 0.0
+    reading: float = 0.0
+    read: float = 0.0
 
     def seconds(self, work: Work) -> float:
         return float(np.dot([1, *work], dataclasses.astuple(self)))
@@ -74,25 +86,17 @@ class CostModel:
     decode: dict[int, StepCost]
     """By rows of the executable."""
     prefill: StepCost
-    fill: np.ndarray
-    """float64[2]: added to a decode step by a layer that moves experts into cells, and by each."""
-    read_through: np.ndarray
-    """float64[2], as fill: by experts computed from the store."""
     control: float
     """Added where policies look at a step's results: the copies of tables and routing that they
     see, not what they compute."""
-    prefill_fill: float
-    """An expert moved into a cell in a prefill step."""
-    prefill_read_through: float
-    """An expert computed from the store in a prefill step."""
     recompute_per_token: float
     """A prefill step's seconds with everything resident by its tokens."""
     kv_swap_per_byte: float
     """One way, to the host or back (the mean of both)."""
     link_per_byte: float
     """A long row of fills without a step around them: the least there is."""
-    cpu_expert: np.ndarray | None = None
-    """float64[2]: seconds per expert, seconds per token, on the CPU; None: jax has no CPU here."""
+    cpu_expert: tuple[float, float] | None = None
+    """Seconds per expert, seconds per token, on the CPU; None: jax has no CPU here."""
     beside_per_byte: float = 0.0
     """Lost by computing beside a queue that moves bytes."""
     look: float = 0.0
@@ -113,19 +117,17 @@ class CostModel:
         return min(bucket for bucket in self.decode if bucket >= rows)
 
     def step_cost(self, rows: int | None) -> StepCost:
-        """The costs of a step that moves nothing. rows: of a decode executable; None: a prefill
-        step."""
+        """The costs of a step. rows: of a decode executable; None: a prefill step."""
         return self.prefill if rows is None else self.decode[self.bucket(rows)]
 
-    def moves_s(self, kind: str, counts: np.ndarray, *, prefill: bool) -> np.ndarray:
-        """float64[L]: what layers that move so many experts (int[L]) in one of the ways of MOVES
-        add to a step. Those that come ahead of need pass the link, and hide behind nothing."""
-        if kind == "stage":
-            return counts * (self.expert_bytes * self.link_per_byte)
-        if prefill:
-            return counts * (self.prefill_fill if kind == "fill" else self.prefill_read_through)
-        of_layer, of_expert = getattr(self, kind)
-        return of_layer * (counts > 0) + of_expert * counts
+    def moves_s(self, counts: np.ndarray, rows: int | None) -> np.ndarray:
+        """float64[3, L]: what layers that move so many experts (int[3, L]) in each of the ways of
+        MOVES add to a step. Those that come ahead of need pass the link, and hide behind
+        nothing."""
+        cost = self.step_cost(rows)
+        of_layer = np.array([cost.filling, cost.reading, 0.0])
+        of_expert = np.array([cost.fill, cost.read, self.expert_bytes * self.link_per_byte])
+        return of_layer[:, None] * (counts > 0) + of_expert[:, None] * counts
 
     # ---- what policies see
 
@@ -143,12 +145,11 @@ class CostModel:
         beyond = np.ceil(tokens / self.row_tile) - 1
         tiles_per_chunk = self.layers * self.top_k
         chunk_s = self.prefill.part + self.prefill.span + self.prefill.tile * tiles_per_chunk
-        cpu = np.full(2, np.nan) if self.cpu_expert is None else self.cpu_expert
         return Costs(
-            fill=self.fill / [1, self.expert_bytes],
+            fill=np.array([first.filling, first.fill / self.expert_bytes]),
             stage=np.array([0.0, self.link_per_byte]),
             gpu_expert=np.stack([tokens, first.expert + first.tile * beyond], axis=1),
-            cpu_expert=cpu,
+            cpu_expert=np.array(self.cpu_expert or [np.nan, np.nan]),
             step_s=steps,
             attention_s=first.span / self.layers,
             prefill_s_per_token=chunk_s / self.chunk,
@@ -162,11 +163,8 @@ class CostModel:
         """Plain data; from_json gives the same model back, to the last bit."""
         figures = dataclasses.asdict(self)
         about = figures.pop("about")
-        for name in _ARRAYS:
-            if figures[name] is not None:
-                figures[name] = figures[name].tolist()
-        figures["decode"] = {str(rows): cost for rows, cost in figures["decode"].items()}
-        return {"format": FORMAT, "version": VERSION, "about": about, "figures": figures}
+        found = {"format": FORMAT, "version": VERSION, "about": about, "figures": figures}
+        return json.loads(json.dumps(found))
 
     @classmethod
     def from_json(cls, found: Any) -> CostModel:
@@ -180,18 +178,14 @@ class CostModel:
             )
         try:
             figures = dict(found["figures"])
-            for name in _ARRAYS:
-                if figures[name] is not None:
-                    figures[name] = np.array(figures[name], np.float64)
             decode = figures["decode"].items()
             figures["decode"] = {int(rows): StepCost(**cost) for rows, cost in decode}
             figures["prefill"] = StepCost(**figures["prefill"])
+            if figures["cpu_expert"] is not None:
+                figures["cpu_expert"] = tuple(map(float, figures["cpu_expert"]))
             return cls(**figures, about=dict(found["about"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CostError(f"costs without a figure, or with one too many ({error})") from error
-
-
-_ARRAYS = ("fill", "read_through", "cpu_expert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,17 +221,14 @@ class RunCosts:
             found[mine] = cost.expert + cost.tile * (-(-routed[mine] // tile) - 1)
         return found
 
-    def moves_s(self, moved: np.ndarray, *, prefill: bool) -> np.ndarray:
+    def moves_s(self, moved: np.ndarray, rows: int | None) -> np.ndarray:
         """float64[3, L]: seconds that each way of MOVES adds to each layer. moved: int[3, L, V]
         experts of each version; a version is charged for its share of what its own figures say of
         all that the layer moves."""
-        found = np.zeros(moved.shape[:2])
-        for seconds, kind, of_kind in zip(found, MOVES, moved, strict=True):
-            of_layer = of_kind.sum(axis=1)
-            share = of_kind / np.maximum(of_layer, 1)[:, None]
-            for model, of_version in zip(self.models, share.T, strict=True):
-                seconds += model.moves_s(kind, of_layer, prefill=prefill) * of_version
-        return found
+        of_layer = moved.sum(axis=2)
+        share = moved / np.maximum(of_layer, 1)[:, :, None]
+        each = [model.moves_s(of_layer, rows) for model in self.models]
+        return np.sum(np.stack(each, axis=2) * share, axis=2)
 
 
 def run_costs(
@@ -284,23 +275,9 @@ def run_costs(
     return RunCosts(tuple(costs[name] for name in names))
 
 
-def fit_step(works: Sequence[Work], seconds: Sequence[float]) -> StepCost:
-    """The costs that come nearest to measured steps, each weighted by one over its seconds, so that
-    relative errors count; least squares with no cost below 0."""
-    return StepCost(*_fit_costs([[1, *work] for work in works], seconds))
-
-
-def fit_prefill(
-    works: Sequence[Work], moved: Sequence[tuple[int, int]], seconds: Sequence[float]
-) -> tuple[StepCost, float, float]:
-    """fit_step's costs of prefill steps that moved so many (into cells, read through) experts;
-    also the seconds of one of each."""
-    rows = [[1, *work, *moves] for work, moves in zip(works, moved, strict=True)]
-    *cost, fill, read_through = _fit_costs(rows, seconds)
-    return StepCost(*cost), fill, read_through
-
-
-def _fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+def fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Seconds of each kind of work, by least squares over what so much of each ([n, kinds]) took:
+    relative errors count, and none is below 0."""
     scaled = np.array(counts, np.float64) / np.asarray(seconds, np.float64)[:, None]
     kept, found = list(range(scaled.shape[1])), np.zeros(scaled.shape[1])
     while kept:
@@ -313,19 +290,3 @@ def _fit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> l
         taken = found * scaled.mean(axis=0)
         kept.remove(min(negative, key=lambda cost: taken[cost]))
     return found.tolist()
-
-
-def fit_line(counts: Sequence[float], seconds: Sequence[float]) -> np.ndarray:
-    """float64[2]: seconds of none and of each, the straight line nearest to what counts took, none
-    of both below 0."""
-    n, took = np.asarray(counts, np.float64), np.asarray(seconds, np.float64)
-    slope = 0.0
-    if len(n) > 1:
-        # Least squares by hand: exactly 0 for what does not rise, which LAPACK's is on some CPUs.
-        x, y = n - n.mean(), took - took.mean()
-        slope = float(x @ y / (x @ x))
-    start = float(np.mean(took - slope * n))
-    if slope <= 0 or start < 0:
-        # Through the origin: all of it goes with the counts.
-        return np.array([0.0, float(n @ took / (n @ n))])
-    return np.array([start, slope])

@@ -33,6 +33,20 @@ what costs are of:
 """
 
 
+PARTS = {
+    "step": "a step",
+    "part": "a row or chunk",
+    "span": "64 tokens of its context",
+    "expert": "an active expert",
+    "tile": "a further row tile of one",
+    "filling": "a layer that fills cells",
+    "fill": "an expert filled",
+    "reading": "a layer that reads through",
+    "read": "an expert read through",
+}
+"""Field of StepCost → what people read."""
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     calibrate = add_command(
         commands,
@@ -74,27 +88,18 @@ def _run(args: argparse.Namespace) -> int:
     sizes = ", ".join(f"{value} {name}" for name, value in model.about["sizes"].items())
     print(f"{args.model}: {sizes}")
     print(f"{model.about['device']}, jax {model.about['jax']}, driver {model.about['driver']}")
-    parts = (
-        "step, everything resident, µs",
-        "step",
-        "row or chunk",
-        "span",
-        "expert",
-        "further tile",
-    )
-    print_table(parts, _steps(model))
+    costs = {f"decode of {rows}": cost for rows, cost in sorted(model.decode.items())}
+    costs["prefill"] = model.prefill
+    steps = [
+        (name, *(f"{getattr(cost, field) * 1e6:,.1f}" for cost in costs.values()))
+        for field, name in PARTS.items()
+    ]
+    print_table(("what a step takes, µs", *costs), steps)
     print_table(("other figures", "value", "unit"), _figures(model))
     if not os.path.exists(path):
         raise UserError(f"these were measured, but cannot be kept: {path} cannot be written")
     print(f"{'measured, kept in' if measured else 'measured before, in'} {path}")
     return 0
-
-
-def _steps(model: CostModel) -> Iterator[list[str]]:
-    """Microseconds of what steps are made of."""
-    costs = {f"decode of {rows} rows": cost for rows, cost in sorted(model.decode.items())}
-    for name, cost in {**costs, "prefill": model.prefill}.items():
-        yield [name, *(f"{value * 1e6:,.1f}" for value in vars(cost).values())]
 
 
 def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
@@ -103,12 +108,6 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
     rows = [
         ("policies that look at a step", model.control * 1e6, "µs a step"),
         ("policies that look between layers", model.look * 1e6, "µs a layer"),
-        ("a layer that fills cells", model.fill[0] * 1e6, "µs"),
-        ("an expert filled", model.fill[1] * 1e6, "µs"),
-        ("a layer that reads experts through", model.read_through[0] * 1e6, "µs"),
-        ("an expert read through", model.read_through[1] * 1e6, "µs"),
-        ("expert filled in a prefill step", model.prefill_fill * 1e6, "µs"),
-        ("expert read through in a prefill step", model.prefill_read_through * 1e6, "µs"),
         ("one more prompt token", per_prompt_token * 1e6, "µs"),
         ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
         ("link", 1e-9 / model.link_per_byte, "GB/s"),
@@ -116,7 +115,7 @@ def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
         ("KV swapped", 1e-9 / model.kv_swap_per_byte, "GB/s"),
     ]
     if model.cpu_expert is not None:
-        per_expert, per_token = model.cpu_expert * 1e6
+        per_expert, per_token = (seconds * 1e6 for seconds in model.cpu_expert)
         rows += [
             ("expert on the CPU", per_expert, "µs"),
             ("expert on the CPU, a token", per_token, "µs"),

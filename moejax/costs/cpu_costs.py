@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.sizing.cost_model import fit_line
+from host_offload.sizing.cost_model import fit_costs
 from moejax.step.executor import Executor
 from moejax.step.experts import compute, nothing_computed
 from moejax.step.programs import ProgramKey
@@ -22,8 +22,8 @@ EXPERTS, ROWS, REPEATS = 8, (1, 2, 4, 8, 16, 32, 64), 15
 """Experts of a call, rows of each, and timed calls."""
 
 
-def cpu_expert_costs(runner: Executor) -> np.ndarray | None:
-    """float64[2]: C and β in seconds, neither below 0. Where the runner's own experts run on a CPU,
+def cpu_expert_costs(runner: Executor) -> tuple[float, float] | None:
+    """C and β in seconds, neither below 0. Where the runner's own experts run on a CPU,
     by their op; else by XLA's products on jax's CPU. None where jax has none."""
     if runner.steps.ops.expert_ffn == "cpu":
         seconds = _in_place_seconds(runner)
@@ -32,7 +32,8 @@ def cpu_expert_costs(runner: Executor) -> np.ndarray | None:
             seconds = _xla_seconds(runner, jax.devices("cpu")[0])
         except RuntimeError:  # JAX_PLATFORMS names another one only
             return None
-    return fit_line(ROWS, seconds)
+    start, per_row = fit_costs([[1, rows] for rows in ROWS], seconds)
+    return start, per_row
 
 
 def _in_place_seconds(runner: Executor) -> list[float]:

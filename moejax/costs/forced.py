@@ -58,9 +58,6 @@ class StepSample(NamedTuple):
 
     seconds: float
     work: Work
-    fills: int
-    """Experts of all layers, as read_through."""
-    read_through: int
 
 
 NEEDS = {
@@ -211,9 +208,18 @@ class ForcedSteps:
         tile = shapes.chunk if rows is None else min(DECODE_TILE, shapes.rows)
         routed = routed_counts(record.ids, self.experts)
         experts, tiles = np.count_nonzero(routed), int(np.sum(-(-routed // tile)))
-        work = work._replace(experts=experts, tiles=tiles - experts)
-        moved = int(record.fills.sum()), int(record.read_through.sum())
-        return StepSample(seconds, work, *moved)
+        fills, reads = record.fills, record.read_through
+        return StepSample(
+            seconds,
+            work._replace(
+                experts=experts,
+                tiles=tiles - experts,
+                filling=np.count_nonzero(fills),
+                fills=int(fills.sum()),
+                reading=np.count_nonzero(reads),
+                reads=int(reads.sum()),
+            ),
+        )
 
     def _plan(self, case: Case, steps: int) -> None:
         """Queues the routing of so many steps."""

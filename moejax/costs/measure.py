@@ -21,7 +21,7 @@ from host_offload.control.interface import Moment
 from host_offload.memory.swap import SWAP_PAGES
 from host_offload.queue.native import NativeQueue
 from host_offload.queue.transfer import Load, Source, Transfer
-from host_offload.sizing.cost_model import CostModel, Work, fit_line, fit_prefill, fit_step
+from host_offload.sizing.cost_model import CostModel, StepCost, Work, fit_costs
 from moejax.costs.cpu_costs import cpu_expert_costs, median_s
 from moejax.costs.forced import SLACK, WARM, Case, ForcedSteps, StepSample
 from moejax.costs.rates import measure_link_rate
@@ -197,42 +197,31 @@ def _prefill_shapes(runner: Executor) -> list[tuple[int, int]]:
 def _figures(runner, decoded, swept) -> dict[str, Any]:
     """Fields of a CostModel, from samples."""
     layers, experts = runner.tables.address.shape
-    medians = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
-    plain = [c for c in medians if not c.missing and not c.watched]
+    shapes = runner.shapes
+    steps = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
+    prefill_steps = {key: _median(samples) for key, samples in swept.items()}
+    prefill = _fit_step([*prefill_steps.values()])
     costs = {}
-    for bucket in runner.shapes.buckets or (runner.shapes.rows,):
-        resident = [medians[c] for c in plain if runner.shapes.bucket(c.rows) == bucket]
-        costs[bucket] = fit_step([work for _, work in resident], [s for s, _ in resident])
+    for bucket in shapes.buckets or (shapes.rows,):
+        alike = [case for case in steps if shapes.bucket(case.rows) == bucket and not case.watched]
+        costs[bucket] = _fit_step([steps[case] for case in alike])
+    # One of them has steps that miss. Where there are hardly more experts than a token takes, no
+    # step can be made that fills a few cells.
+    first = costs[shapes.bucket(min(DECODE_TILE, shapes.rows))]
+    filled = first if first.filling or first.fill else prefill
+    moves = {"filling": filled.filling, "fill": filled.fill}
+    moves |= {"reading": first.reading, "read": first.read}
 
     def extra(case: Case, base: Case) -> float:
-        """Seconds beyond those of another case: the median of rounds, since what slows the machine
-        for a while slows both."""
-        if base not in medians:
-            seconds, work = medians[case]
-            return seconds - costs[runner.shapes.bucket(case.rows)].seconds(work)
+        """Seconds beyond those of another case, 0 at least: the median of rounds, since what slows
+        the machine for a while slows both."""
         pairs = zip(decoded[case], decoded[base], strict=True)
-        return float(np.median([_median(these)[0] - _median(those)[0] for these, those in pairs]))
+        found = np.median([_median(these)[0] - _median(those)[0] for these, those in pairs])
+        return max(float(found), 0.0)
 
-    watched, *between = (c for c in medians if c.watched)
-    prefill_steps = [(key, _median(samples), samples[0]) for key, samples in swept.items()]
-    prefill, fill, through = fit_prefill(
-        [work for _, (_, work), _ in prefill_steps],
-        [(sample.fills, sample.read_through) for _, _, sample in prefill_steps],
-        [seconds for _, (seconds, _), _ in prefill_steps],
-    )
-
-    def line_of(*, read_through: bool) -> np.ndarray:
-        """Of decode steps that miss experts. Where there are hardly more than a token takes, no
-        step can be made that moves few of them, and prefill steps say it."""
-        chosen = [c for c in medians if c.missing and c.read_through == read_through]
-        if not chosen:
-            return np.array([0.0, fill])
-        bases = [dataclasses.replace(c, missing=0, read_through=False) for c in chosen]
-        found = [extra(c, base) / layers for c, base in zip(chosen, bases, strict=True)]
-        return fit_line([c.missing for c in chosen], np.maximum(found, 0.0).tolist())
-
-    (prompts, tokens, *_), (seconds, _), _ = max(
-        (s for s in prefill_steps if not s[0][3]), key=lambda s: s[0][0] * s[0][1]
+    watched, *between = (case for case in steps if case.watched)
+    prompts, tokens, *_ = warm = max(
+        (key for key in swept if not key[3]), key=lambda key: key[0] * key[1]
     )
     return {
         "layers": layers,
@@ -241,16 +230,17 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
         "expert_bytes": runner.link_bytes[0],
         "chunk": runner.shapes.chunk,
         "row_tile": min(DECODE_TILE, runner.shapes.rows),
-        "decode": costs,
+        "decode": {rows: dataclasses.replace(cost, **moves) for rows, cost in costs.items()},
         "prefill": prefill,
-        "fill": line_of(read_through=False),
-        "read_through": line_of(read_through=True),
-        "control": max(extra(watched, dataclasses.replace(watched, watched=())), 0.0),
-        "look": max([0.0, *(extra(case, watched) / layers for case in between)]),
-        "prefill_fill": fill,
-        "prefill_read_through": through,
-        "recompute_per_token": seconds / (prompts * tokens),
+        "control": extra(watched, dataclasses.replace(watched, watched=())),
+        "look": max((extra(case, watched) / layers for case in between), default=0.0),
+        "recompute_per_token": prefill_steps[warm][0] / (prompts * tokens),
     }
+
+
+def _fit_step(steps: Sequence[tuple[float, Work]]) -> StepCost:
+    """The costs that come nearest to (seconds, work) of steps."""
+    return StepCost(*fit_costs([[1, *work] for _, work in steps], [s for s, _ in steps]))
 
 
 def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:

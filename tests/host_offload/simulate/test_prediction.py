@@ -84,8 +84,12 @@ def test_it_moves_what_simulate_moves_and_repeats_itself(tmp_path):
 def test_a_slower_link_is_never_faster(tmp_path_factory, seed, factor, cells):
     routed = random_routing(np.random.default_rng(seed), 6, 2, EXPERTS, 2)
     trace = write_trace(tmp_path_factory.mktemp("t") / "t", routed, EXPERTS)
-    tables = {name: getattr(MODEL, name) * [1, factor] for name in ("fill", "read_through")}
-    slow = dataclasses.replace(MODEL, link_per_byte=MODEL.link_per_byte * factor, **tables)
+    moved = ("filling", "fill", "reading", "read")
+    decode = {
+        rows: dataclasses.replace(cost, **{name: getattr(cost, name) * factor for name in moved})
+        for rows, cost in MODEL.decode.items()
+    }
+    slow = dataclasses.replace(MODEL, link_per_byte=MODEL.link_per_byte * factor, decode=decode)
     options = {"cells": cells, "prefetch": "random"} if seed % 2 else {"cells": cells}
     fast, late = predict(trace, MODEL, **options), predict(trace, slow, **options)
     assert (late.seconds >= fast.seconds).all()

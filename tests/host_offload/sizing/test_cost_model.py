@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from host_offload.sizing.cost_model import (
-    CostError,
-    CostModel,
-    RunCosts,
-    StepCost,
-    Work,
-    fit_line,
-    fit_prefill,
-    fit_step,
-)
+from host_offload.sizing.cost_model import CostError, CostModel, RunCosts, fit_costs
 from tests.host_offload.sizing.cost_models import MODEL
 
 
@@ -31,7 +22,7 @@ NONE = moved(0, 0)
 def test_experts_that_move_are_looked_up_by_layer():
     def seconds(fills=NONE, read_through=NONE, staged=NONE, prefill=False):
         counts = np.stack([fills, read_through, staged])[:, :, None]
-        return RunCosts((MODEL,)).moves_s(counts, prefill=prefill).sum()
+        return RunCosts((MODEL,)).moves_s(counts, None if prefill else 8).sum()
 
     assert seconds() == 0
     assert seconds(fills=moved(1, 0)) == 10
@@ -90,11 +81,11 @@ def broken(**figures):
         ([], "no costs of moejax"),
         ({"format": "moejax-trace", "version": 1}, "no costs of moejax"),
         (MODEL.to_json() | {"version": 99}, "version 99, this moejax reads 5; calibrate again"),
-        (broken(fill=...), "without a figure.*fill"),
+        (broken(control=...), "without a figure.*control"),
         (broken(extra=1), "one too many.*extra"),
         (broken(decode={"8": {"step": 1}}), "without a figure"),
         (broken(decode={"x": vars(MODEL.prefill)}), "invalid literal"),
-        (broken(fill=[1, "slow"]), "could not convert"),
+        (broken(cpu_expert=[1, "slow"]), "could not convert"),
     ],
 )
 def test_what_is_no_cost_model_is_refused(found, message):
@@ -110,32 +101,13 @@ def test_what_is_no_cost_model_is_refused(found, message):
     st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=30, max_size=30),
 )
 def test_a_fit_finds_the_costs_that_made_the_seconds(costs, works):
-    wanted = StepCost(*costs)
-    works = [Work(*w) for w in works]
-    seconds = [wanted.seconds(work) for work in works]
-    found = fit_step(works, seconds)
-    np.testing.assert_allclose([found.seconds(w) for w in works], seconds, rtol=1e-6)
+    seconds = [float(np.dot(costs, [1, *work])) for work in works]
+    found = fit_costs([[1, *work] for work in works], seconds)
+    again = [float(np.dot(found, [1, *work])) for work in works]
+    np.testing.assert_allclose(again, seconds, rtol=1e-6)
 
 
 def test_a_fit_has_no_cost_below_zero():
     # Alone, least squares would give experts −2.
-    works = [Work(1, 1, n, 0) for n in (1, 2, 3)]
-    found = fit_step(works, [8.0, 6.0, 4.0])
-    assert min(vars(found).values()) >= 0 and found.expert == 0
-    assert 4 < found.seconds(works[0]) < 8
-
-
-def test_prefill_steps_also_give_what_a_moved_expert_takes():
-    works = [Work(n, n, 4, t) for n, t in ((1, 0), (2, 3), (5, 9), (8, 2), (8, 7), (3, 3), (4, 1))]
-    moves = [(0, 0), (4, 0), (0, 4), (2, 2), (0, 0), (1, 3), (3, 0)]
-    cost = StepCost(2.0, 3.0, 0.5, 1.0, 0.25)
-    seconds = [cost.seconds(w) + 6 * f + 7 * r for w, (f, r) in zip(works, moves, strict=True)]
-    found, fill, read_through = fit_prefill(works, moves, seconds)
-    assert (fill, read_through) == (pytest.approx(6), pytest.approx(7))
-    assert found.seconds(Work(9, 9, 4, 9)) == pytest.approx(cost.seconds(Work(9, 9, 4, 9)))
-
-
-def test_a_line_has_no_part_below_zero():
-    np.testing.assert_allclose(fit_line([1, 2, 4], [10, 14, 22]), [6, 4])
-    assert fit_line([1, 2], [4.0, 4.0]).tolist() == [0, pytest.approx(12 / 5)]  # does not rise
-    assert fit_line([1, 2], [1.0, 4.0])[0] == 0 and fit_line([3], [6.0]).tolist() == [0, 2]
+    step, expert, never = fit_costs([[1, n, 0] for n in (1, 2, 3)], [8.0, 6.0, 4.0])
+    assert expert == never == 0 and 4 < step < 8

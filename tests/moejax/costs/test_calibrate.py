@@ -131,7 +131,6 @@ def test_demo_is_calibrated_once_and_runs_as_before(quick, caplog):
     assert (model.layers, model.experts, model.top_k) == (4, 16, 4)
     assert model.expert_bytes == 3 * 128 * 128 * 2
     assert list(model.decode) == [2] and model.row_tile == 2 and model.chunk == 64
-    assert min(*model.fill, *model.read_through) >= 0
     # How a step's time is shared over its parts is the fit's; where it is noisy a part may be 0.
     assert sum(dataclasses.astuple(model.decode[2])) > 0
     assert model.link_per_byte > 0 and model.kv_swap_per_byte > 0
@@ -179,16 +178,14 @@ def in_microseconds(cost):
 
 
 def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatch):
-    moves = {name: getattr(MODEL, name) * MICRO for name in ("fill", "read_through")}
-    names = ("control", "prefill_fill", "prefill_read_through", "recompute_per_token")
+    names = ("control", "recompute_per_token")
     model = dataclasses.replace(
         MODEL,
         look=17 * MICRO,
         **{name: getattr(MODEL, name) * MICRO for name in names},
-        **moves,
         decode={rows: in_microseconds(cost) for rows, cost in MODEL.decode.items()},
         prefill=in_microseconds(MODEL.prefill),
-        cpu_expert=np.array([70, 1]) * MICRO,
+        cpu_expert=(70 * MICRO, MICRO),
         about={**ABOUT, "driver": "device", "sizes": SIZES},
     )
     path = cost_file(ABOUT)
@@ -201,13 +198,10 @@ def test_the_command_shows_every_figure_and_the_file(started, capsys, monkeypatc
     assert "m: 2 layers, 4 experts Some GPU, jax 1, driver device" in words
     assert f"measured before, in {path}" in words
     for name, figures in (
-        ("decode of 8 rows", vars(MODEL.decode[8]).values()),
-        ("prefill", vars(MODEL.prefill).values()),
-        ("a layer that fills cells", MODEL.fill[:1]),
-        ("an expert filled", MODEL.fill[1:]),
-        ("an expert read through", MODEL.read_through[1:]),
+        ("a step", [1000, 2000, 5000]),
+        ("an active expert", [100, 100, 200]),
+        ("an expert filled", [4, 4, 40]),
         ("policies that look at a step", [MODEL.control]),
-        ("expert filled in a prefill step", [MODEL.prefill_fill]),
         ("expert on the CPU", [70]),
     ):
         row = " ".join(f"{value:,.1f}" for value in figures)

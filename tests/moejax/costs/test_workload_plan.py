@@ -104,7 +104,8 @@ def test_refusals(planner, trace):
         planner.memory_for(0, 1.0)
     with pytest.raises(UserError, match=r"steps of 99 sequences cannot be predicted: the trace"):
         planner.memory_for(99, 1.0)
-    free = dataclasses.replace(COSTS, fill=COSTS.fill * [1, 0])
+    decode = {n: dataclasses.replace(cost, fill=0.0) for n, cost in COSTS.decode.items()}
+    free = dataclasses.replace(COSTS, decode=decode)
     with pytest.raises(UserError, match="a missing expert costs nothing"):
         Planner(trace, free).split(MEMORY)
     with pytest.raises(UserError, match="0 bytes are less than one slot, which has 98304"):
