@@ -21,7 +21,6 @@ Graph = dict[str, set[str]]
 ENTRIES = {
     "moejax": "what users import",
     "pallas_kernels.cpu.build": "setup.py",
-    "moejax.evaluate.backend_probe": "a process of moejax.evaluate.diagnosis",
 }
 """Module that needs no module of ours to import it → who does. So does every `__main__`."""
 

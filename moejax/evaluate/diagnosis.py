@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import platform
 import re
@@ -16,10 +17,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from host_offload.memory.budget import format_bytes
 from host_offload.memory.device_memory import host_available_bytes, page_note
@@ -72,8 +79,12 @@ ENVIRONMENT = (
 )
 """Variables that change what jax does with a GPU."""
 
-_SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.free")
-_SMI_LINK = ("pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
+_SMI = (
+    *("name", "driver_version", "compute_cap", "memory.total", "memory.free"),
+    *("pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max"),
+)
+PROBED_BYTES, REPEATS = 256 << 20, 5
+"""Bytes of each transfer that is timed, and how many are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +126,7 @@ class Machine:
     versions: Mapping[str, str]
     """Versions of PACKAGES and COMPILER that are installed."""
     backend: Mapping[str, Any]
-    """As backend_probe.probe."""
+    """As probe."""
     environment: Mapping[str, str]
     host_bytes: int
     host_available: int
@@ -273,14 +284,14 @@ def _without_the_gpu(machine: Machine) -> Iterator[Problem]:
     if packages or hidden:
         return
     said = _first_line(machine.backend["said"])
-    jax = machine.versions.get("jax", "")
+    version = machine.versions.get("jax", "")
     if "LD_LIBRARY_PATH" in machine.environment:
         path = machine.environment["LD_LIBRARY_PATH"]
         text = f"jax cannot start CUDA, and LD_LIBRARY_PATH={path} may give it another CUDA: {said}"
         yield Problem(text, "unset LD_LIBRARY_PATH")
         return
     cuda = next(cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in machine.versions)
-    mend = f'pip install --force-reinstall "jax[cuda{cuda}]=={jax}"'
+    mend = f'pip install --force-reinstall "jax[cuda{cuda}]=={version}"'
     yield Problem(f"jax cannot start CUDA: {said}", mend)
 
 
@@ -301,7 +312,7 @@ def _no_driver(machine: Machine) -> Problem:
 def _of_packages(machine: Machine) -> Iterator[Problem]:
     """jax and its CUDA plugin, against each other and the driver."""
     versions = machine.versions
-    jax = versions.get("jax", "")
+    release = versions.get("jax", "")
     installed = [cuda for cuda in OLDEST_DRIVER if _plugin(cuda)[0] in versions]
     driver = _major(machine.gpus[0].driver) if machine.gpus else 0
     fitting = next((n for n, oldest in OLDEST_DRIVER.items() if driver >= oldest), None)
@@ -310,7 +321,7 @@ def _of_packages(machine: Machine) -> Iterator[Problem]:
         oldest = OLDEST_DRIVER[13]
         yield Problem(text, f"sudo apt install nvidia-driver-{oldest}-open && sudo reboot")
         return
-    install = f'pip install "jax[cuda{fitting or 13}]=={jax}"'
+    install = f'pip install "jax[cuda{fitting or 13}]=={release}"'
     if not installed:
         yield Problem("jax was installed without CUDA", install)
         return
@@ -326,10 +337,12 @@ def _of_packages(machine: Machine) -> Iterator[Problem]:
         yield Problem(text, f"pip uninstall -y {' '.join(_plugin(cuda))} && {install}")
         return
     parts = {name: versions.get(name) for name in ("jaxlib", *_plugin(cuda))}
-    wrong = [f"{name} {version or 'missing'}" for name, version in parts.items() if version != jax]
+    wrong = [
+        f"{name} {version or 'missing'}" for name, version in parts.items() if version != release
+    ]
     if wrong:
-        mend = f'pip install "jax[cuda{cuda}]=={jax}"'
-        yield Problem(f"jax is {jax}, but {', '.join(wrong)}", mend)
+        mend = f'pip install "jax[cuda{cuda}]=={release}"'
+        yield Problem(f"jax is {release}, but {', '.join(wrong)}", mend)
         return
     if cuda == 13:
         yield from _of_the_compiler(machine)
@@ -380,12 +393,8 @@ def _of_a_gpu(machine: Machine) -> Iterator[Problem]:
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     """The GPUs that nvidia-smi lists, and what it says where it lists none; None: no nvidia-smi."""
-    found = nvidia_smi(*_SMI, hidden=True)
-    # Not every card and driver knows its link.
-    links = nvidia_smi(*_SMI_LINK, hidden=True) if found else []
     gpus = []
-    for number, (name, driver, capability, total, free) in enumerate(found):
-        link = links[number] if number < len(links) else []
+    for name, driver, capability, total, free, *link in nvidia_smi(*_SMI, hidden=True):
         memory, left = (int(text) << 20 if text.isdecimal() else 0 for text in (total, free))
         gpus.append(Gpu(name, driver, capability, memory, left, **_link(link)))
     if gpus:
@@ -396,8 +405,8 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def _link(fields: list[str]) -> dict[str, Any]:
-    """Keywords of Gpu from the fields _SMI_LINK."""
-    if len(fields) != len(_SMI_LINK) or not all(text.isdecimal() for text in fields):
+    """Keywords of Gpu from its link's fields, which not every card and driver knows."""
+    if not all(text.isdecimal() for text in fields):
         return {}
     generation, lanes, most = map(int, fields)
     text = f"PCIe {generation}, {lanes} of {most} lanes"
@@ -405,10 +414,10 @@ def _link(fields: list[str]) -> dict[str, Any]:
 
 
 def _backend(timeout: float = 180.0) -> dict[str, Any]:
-    """backend_probe in a process of its own."""
+    """`probe` in a process of its own."""
     # Only what a transfer needs: another process may use the GPU.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "moejax.evaluate.backend_probe"]
+    command = [sys.executable, "-m", "moejax.evaluate.diagnosis"]
     try:
         run = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout
@@ -488,3 +497,61 @@ def _first_line(texts: list[str]) -> str:
 def _major(version: str) -> int:
     found = re.match(r"\d+", version)
     return int(found[0]) if found else 0
+
+
+# ---- jax, in a process of its own
+
+
+def probe() -> dict[str, Any]:
+    """What jax makes of this machine, without an exception: devices, or the errors that it gave.
+    For a process of its own: a driver that hangs or ends the process does not end what asks."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(
+        ": ".join(map(str, [record.getMessage(), *(record.exc_info or [])[1:2]]))
+    )
+    logging.getLogger("jax._src.xla_bridge").addHandler(handler)
+    found: dict[str, Any] = {"devices": [], "said": said}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            found["devices"] = [_describe_device(device) for device in jax.devices()]
+            device = jax.devices()[0]
+            if device.platform == "gpu":
+                found["link"] = link_rate(device)
+        except Exception as error:  # what jax cannot do here is the answer
+            said.append(str(error) or type(error).__name__)
+    said += [str(warning.message) for warning in warned if "jax" in str(warning.filename)]
+    return found
+
+
+def link_rate(device: jax.Device) -> float:
+    """Bytes a second from pinned host memory to the device, the best of REPEATS."""
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    source = jax.device_put(np.zeros(PROBED_BYTES, np.uint8), pinned)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(jax.device_put(source, SingleDeviceSharding(device)))
+        times.append(time.perf_counter() - began)
+    return PROBED_BYTES / min(times)
+
+
+def _describe_device(device: jax.Device) -> dict[str, Any]:
+    statistics = device.memory_stats() or {}
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "capability": getattr(device, "compute_capability", None),
+        "bytes_limit": statistics.get("bytes_limit"),
+        "runtime": device.client.platform_version,
+    }
+
+
+def _cause(record: logging.LogRecord) -> str:
+    error = record.exc_info[1] if record.exc_info else None
+    return f": {error}" if error else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))
