@@ -302,10 +302,10 @@ def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> N
 def _cluster(args: argparse.Namespace) -> Iterator[Scale]:
     """Ray's workers, connected."""
     from moejax.serve.cluster.fleet import Scale
-    from moejax.serve.cluster.ray_cluster import connected
+    from moejax.serve.cluster.ray_cluster import connect
 
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
-    with connected(scale.address, scale.cpus):
+    with connect(scale.address, scale.cpus):
         yield scale
 
 
@@ -359,10 +359,10 @@ def _compare(args: argparse.Namespace) -> int:
     if args.model is not None or args.task is not None:
         raise UserError("--compare reads two files of results and runs no model; leave out MODEL")
 
-    from moejax.evaluate.comparison import FEW, compared
+    from moejax.evaluate.comparison import FEW, compare_lines
     from moejax.evaluate.results_file import read_lines
 
-    found = compared(*map(read_lines, args.compare))
+    found = compare_lines(*map(read_lines, args.compare))
     if args.json:
         print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
         return 0

@@ -280,11 +280,11 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
 def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     """The same on Ray's workers."""
     from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
-    from moejax.serve.cluster.ray_cluster import connected
+    from moejax.serve.cluster.ray_cluster import connect
 
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with (
-        connected(scale.address, scale.cpus),
+        connect(scale.address, scale.cpus),
         Fleet(args.model, options, scale, work.turns, say) as fleet,
     ):
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)

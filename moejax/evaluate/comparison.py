@@ -49,7 +49,9 @@ class Comparison:
     high: float | None
 
 
-def paired(a: Units, b: Units, steps: tuple[int | None, int | None] = (None, None)) -> Comparison:
+def compare_units(
+    a: Units, b: Units, steps: tuple[int | None, int | None] = (None, None)
+) -> Comparison:
     """b's figure less a's, from the differences of their pairs.
 
     The interval is normal: difference ± Z95 · s / W, where W is the pairs' weight and s² is
@@ -76,16 +78,18 @@ def paired(a: Units, b: Units, steps: tuple[int | None, int | None] = (None, Non
     return Comparison(*steps, a.name, a.figure, n, *figures, float(difference), low, high)
 
 
-def compared(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+def compare_lines(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> list[Comparison]:
     """Every figure that both runs have, of lines as `results_file` has them: of equal steps, or of
     the only line of each. Several texts are compared together too ("all").
 
     Raises UserError where there is no pair of lines, or of units.
     """
     found = [
-        paired(one, other, (left.get("step"), right.get("step")))
+        compare_units(one, other, (left.get("step"), right.get("step")))
         for left, right in _lines(a, b)
-        for one, other in _matched(left, right)
+        for one, other in _match_units(left, right)
     ]
     if not found:
         raise UserError(
@@ -114,7 +118,9 @@ def _steps(lines: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(str(line.get("step")) for line in lines[:12]) or "none"
 
 
-def _matched(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[Units, Units]]:
+def _match_units(
+    left: Mapping[str, Any], right: Mapping[str, Any]
+) -> Iterator[tuple[Units, Units]]:
     """Units of both lines with the same figure and keys, whatever their files are called."""
     ours, theirs = ([Units(**one) for one in line["units"]] for line in (left, right))
     known = {(one.figure, frozenset(one.keys)): one for one in theirs}

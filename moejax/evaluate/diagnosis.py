@@ -191,7 +191,7 @@ def what_runs(machine: Machine) -> dict[str, str]:
     return resolve_ops("auto", platform=device, dtype="bfloat16").chosen()
 
 
-def described(machine: Machine) -> dict[str, str]:
+def describe(machine: Machine) -> dict[str, str]:
     """What was found, a line for people under each name."""
     lines: dict[str, str] = {}
     for number, gpu in enumerate(machine.gpus):
@@ -210,7 +210,7 @@ def described(machine: Machine) -> dict[str, str]:
     if device:
         lines["jax uses"] = f"{device['kind']} ({device['platform']})"
         if device["bytes_limit"]:
-            lines["jax takes"] = format_bytes(taken(machine))
+            lines["jax takes"] = format_bytes(gpu_share(machine))
     lines["host memory"] = (
         f"{format_bytes(machine.host_bytes)}, {format_bytes(machine.host_available)} available"
     )
@@ -247,7 +247,7 @@ def next_step(machine: Machine, problems: list[Problem]) -> str:
     )
 
 
-def taken(machine: Machine) -> int:
+def gpu_share(machine: Machine) -> int:
     """Bytes of the GPU that jax will take for moejax."""
     limit = machine.device["bytes_limit"]
     if machine.gpus and not any(machine.environment.get(name) for name in MEMORY_SHARES):

@@ -157,7 +157,7 @@ def perplexity(
     tokens, text that is no Unicode, ids outside of the vocabulary, window, stride or limit out of
     range, and log-probabilities that are not finite.
     """
-    window, stride, encoded = encoded_texts(llm, texts, window, stride, limit)
+    window, stride, encoded = encode_texts(llm, texts, window, stride, limit)
     windows = [(text, w) for text in encoded for w in text.windows]
     total, before = sum(w.end - w.first for _, w in windows), llm.stats()
     sequences = (text.ids[w.begin : w.end].tolist() for text, w in windows)
@@ -186,7 +186,7 @@ def keep_scores(text: EncodedText, window: Window, scores: np.ndarray) -> int:
     return window.end - window.first
 
 
-def encoded_texts(
+def encode_texts(
     llm: LLM,
     texts: str | TokenIds | Sequence[str | TokenIds] | Mapping[str, str | TokenIds],
     window: int | None,

@@ -31,7 +31,7 @@ def open_lines(name: str, asked: Mapping[str, Any], *, resume: bool) -> Iterator
     """
 
     def read(data: bytes) -> list[dict[str, Any]]:
-        lines = _parsed(name, data)
+        lines = _parse(name, data)
         if lines and not resume:
             raise UserError(f"{name} has results already; choose another --output")
         for line in lines:
@@ -45,13 +45,13 @@ def open_lines(name: str, asked: Mapping[str, Any], *, resume: bool) -> Iterator
 def read_lines(name: str) -> list[dict[str, Any]]:
     """The results in a file; a torn last line is none. Raises UserError for a file that cannot be
     read or is something else."""
-    lines = read_line_file(name, functools.partial(_parsed, name))
+    lines = read_line_file(name, functools.partial(_parse, name))
     if not lines:
         raise UserError(f"{name} has no results; moejax eval --output writes them")
     return lines
 
 
-def _parsed(name: str, data: bytes) -> list[dict[str, Any]]:
+def _parse(name: str, data: bytes) -> list[dict[str, Any]]:
     keys, advice = frozenset({"step", "asked", "units"}), "choose another --output"
     lines = parsed_lines(name, data, "no result of moejax eval", advice, keys)
     if not lines and data and not b'{"step": '.startswith(data[:9]):

@@ -34,7 +34,7 @@ def require_owner(process: int) -> None:
         )
 
 
-def asked_for(
+def list_requests(
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     session_id: str | Sequence[str | None] | None,

@@ -42,7 +42,7 @@ from moejax.requests.request import GenerationRequest, Prompt
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.tokenizer import check_vocabulary, load_tokenizer
 from moejax.serve.generation import (
-    asked_for,
+    list_requests,
     require_owner,
     run_all,
     run_each,
@@ -193,8 +193,8 @@ class LLM:
 
         Raises UserError, before anything runs, if one of the requests could never run.
         """
-        with deferred_interrupt() as interrupted, self._held() as engine:
-            asked = asked_for(prompts, sampling_params, session_id, priority)
+        with deferred_interrupt() as interrupted, self._hold() as engine:
+            asked = list_requests(prompts, sampling_params, session_id, priority)
             statistics, total = engine.statistics, sum(one.sampling_params.n for one in asked)
             bar = self.options.runtime.progress and use_tqdm
             with token_progress(
@@ -223,7 +223,7 @@ class LLM:
         if max_in_flight < 1:
             raise UserError(f"max_in_flight must be at least 1, got {max_in_flight}")
         tokenizer = self.engine.tokenizer
-        return self._held_each(
+        return self._hold_each(
             run_each(self.engine, iter(requests), max_in_flight, self.encoder, tokenizer)
         )
 
@@ -235,7 +235,7 @@ class LLM:
     def end_session(self, session_id: str) -> None:
         """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
         has a turn that has not ended."""
-        with self._held() as engine:
+        with self._hold() as engine:
             engine.end_session(session_id)
 
     def stream(
@@ -258,9 +258,9 @@ class LLM:
         if params.n > 1:
             raise UserError("a stream is of one sequence; use generate() for n > 1")
         encoded = self.encoder(prompt)
-        with self._held() as engine:
+        with self._hold() as engine:
             engine.check(encoded[1], params, session_id=session_id)
-        return self._held_each(run_stream(engine, encoded, asked))
+        return self._hold_each(run_stream(engine, encoded, asked))
 
     def chat(
         self,
@@ -305,14 +305,14 @@ class LLM:
             raise UserError(f"scoring takes lists of token ids, got {shown(sequences)}") from None
         if any(len(ids) < 2 for ids in given):
             raise UserError("scoring needs at least two tokens a sequence")
-        with self._held() as engine:
+        with self._hold() as engine:
             found = dict(chain.from_iterable(run_scores(engine, given, len(given))))
         return [found[place] for place in range(len(given))]
 
     def stats(self) -> dict[str, Any]:
         """What ran and what it cost, as plain data; the command line's --json prints it. Not while
         another thread runs requests: steps take the tables that it reads."""
-        with self._held() as engine, engine.undisturbed():
+        with self._hold() as engine, engine.undisturbed():
             settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
             control = None if engine.control is None else engine.control.controller.stats()
             return {
@@ -360,7 +360,7 @@ class LLM:
 
     def explain(self) -> Explanation:
         """How memory is divided now, as a table that adds up line by line: `print` it."""
-        with self._held() as engine, engine.undisturbed():
+        with self._hold() as engine, engine.undisturbed():
             return explain(engine, self.plan.budget)
 
     def close(self) -> None:
@@ -398,7 +398,7 @@ class LLM:
     # ---- pieces
 
     @contextmanager
-    def _held(self) -> Iterator[Engine]:
+    def _hold(self) -> Iterator[Engine]:
         """The engine, for this thread alone. Raises UserError where _open does, and while another
         thread has it: the tokens of one would be the other's."""
         engine = self._open()
@@ -413,12 +413,12 @@ class LLM:
         finally:
             self._lock.release()
 
-    def _held_each(self, results: Generator[T, None, None]) -> Iterator[T]:
+    def _hold_each(self, results: Generator[T, None, None]) -> Iterator[T]:
         """The results of a generator that runs the engine, which is held while it works and not
         while the caller has the word."""
         try:
             while True:
-                with self._held():
+                with self._hold():
                     result = next(results, None)
                 if result is None:
                     return

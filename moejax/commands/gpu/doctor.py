@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from moejax.evaluate.diagnosis import described, judge, look, next_step, what_runs
+    from moejax.evaluate.diagnosis import describe, judge, look, next_step, what_runs
 
     machine = look()
     problems = judge(machine)
@@ -35,7 +35,7 @@ def _run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=1))
         return 1 if problems else 0
-    lines = described(machine)
+    lines = describe(machine)
     width = max(map(len, lines))
     for name, text in lines.items():
         print(f"{name:<{width}}  {text}")

@@ -18,7 +18,7 @@ from moejax.evaluate.evaluation import (
     PerplexityResult,
     Window,
     cost_report,
-    encoded_texts,
+    encode_texts,
     keep_scores,
     likelihood,
 )
@@ -66,7 +66,7 @@ def _prepare(
     stride: int | None,
     limit: int | None,
 ) -> _Prepared:
-    found = encoded_texts(llm, texts, window, stride, limit)
+    found = encode_texts(llm, texts, window, stride, limit)
     together = 2 * llm.engine.scheduler.prefill_chunks
     return _Prepared(*found, together, model_report(llm), run_report(llm))
 
@@ -105,7 +105,7 @@ def cluster_perplexity(
         size = prepared.together
         parts = (windows[first : first + size] for first in range(0, len(windows), size))
         with token_progress("scoring", total, 0, None, progress) as report:
-            for part, scores in workers.run(parts, _sent):
+            for part, scores in workers.run(parts, _pack):
                 if isinstance(scores, UserError):
                     raise scores
                 scored += sum(map(keep_scores, *zip(*part, strict=True), scores))
@@ -118,5 +118,5 @@ def cluster_perplexity(
     return PerplexityResult(prepared.window, prepared.stride, limit, found, prepared.model, run)
 
 
-def _sent(part: Sequence[tuple[EncodedText, Window]]) -> Callable[[LLM], list[np.ndarray]]:
+def _pack(part: Sequence[tuple[EncodedText, Window]]) -> Callable[[LLM], list[np.ndarray]]:
     return functools.partial(_score, sequences=[text.ids[w.begin : w.end] for text, w in part])

@@ -136,7 +136,7 @@ class MoejaxLM(TemplateLM):
                 "(--apply-chat-template), or add one to its tokenizer_config.json"
             )
 
-        def written(messages: list[dict[str, str]]) -> str:
+        def write(messages: list[dict[str, str]]) -> str:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
@@ -147,9 +147,9 @@ class MoejaxLM(TemplateLM):
             return text
 
         try:
-            return written(chat_history)
+            return write(chat_history)
         except TemplateError:
-            return written([one for one in chat_history if one["role"] != "system"])
+            return write([one for one in chat_history if one["role"] != "system"])
 
     # ---- requests
 

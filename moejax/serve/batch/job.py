@@ -133,9 +133,9 @@ class OpenJob:
                 elif isinstance(output, UserError):
                     self._bad(line, str(output), warn)
                 else:
-                    self._finished(line, output, warn)
+                    self._keep_result(line, output, warn)
                 report(self.done)
-                self._turn_ended(llm, request.session_id, ran=not isinstance(output, UserError))
+                self._end_turn(llm, request.session_id, ran=not isinstance(output, UserError))
         if self._ended_by is not None:
             kept = (
                 f"; {self.done} results are in {self.results.name}: mend the line, and the same "
@@ -165,7 +165,7 @@ class OpenJob:
             if self._ended_by is not None:
                 return
 
-    def _turn_ended(self, llm: Model, session_id: str | None, *, ran: bool) -> None:
+    def _end_turn(self, llm: Model, session_id: str | None, *, ran: bool) -> None:
         """Ends a session after its last turn, so that its KV makes room."""
         if session_id is None or session_id not in self.turns:
             return
@@ -178,7 +178,7 @@ class OpenJob:
                 self._kept_sessions.remove(session_id)
                 llm.end_session(session_id)
 
-    def _finished(self, line: Line, output: RequestOutput, warn: Callable[[str], None]) -> None:
+    def _keep_result(self, line: Line, output: RequestOutput, warn: Callable[[str], None]) -> None:
         try:
             with as_user_error("the result cannot be written as JSON"):
                 options = None if self._said else self.job.options
@@ -266,9 +266,9 @@ def _difference(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
     # As JSON gives them back.
     now = json.loads(json.dumps(now))
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    each = [f"{n} was {_given(n, was)}, is {_given(n, now)}" for n in names]
+    each = [f"{n} was {_show_option(n, was)}, is {_show_option(n, now)}" for n in names]
     return "; ".join(each) or "another line"
 
 
-def _given(name: str, options: Mapping[str, Any]) -> str:
+def _show_option(name: str, options: Mapping[str, Any]) -> str:
     return shown(options[name]) if name in options else "its default"

@@ -119,14 +119,14 @@ def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any],
 
 
 def _json_object(raw: bytes, number: int) -> dict[str, Any]:
-    def refused(constant: str):
+    def refuse_constant(constant: str):
         raise UserError(f"{constant} is not JSON")
 
     if len(raw) > MOST_LINE:
         raise UserError(f"the line is longer than {MOST_LINE} bytes, the most that is read")
     try:
         text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        fields = json.loads(text.rstrip(), parse_constant=refused)
+        fields = json.loads(text.rstrip(), parse_constant=refuse_constant)
         if "\\ud" in text.lower():
             # Half of a surrogate pair is JSON but no text; no tokenizer takes it.
             json.dumps(fields, ensure_ascii=False).encode()
@@ -212,7 +212,9 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
-                raise UserError("the content of a message must be text; other parts are refused")
+                raise UserError(
+                    "the content of a message must be text; other parts are refuse_constant"
+                )
         # vLLM joins text parts so for templates that take plain content.
         content = "\n".join(str(part.get("text", "")) for part in content)
     elif not isinstance(content, str | None):

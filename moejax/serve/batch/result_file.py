@@ -127,7 +127,7 @@ class ResultFile:
         )
         return UserError(f"cannot write to {self.name}: {error.strerror}{kept}")
 
-    def stored(self) -> Iterator[tuple[str, bytes]]:
+    def read_stored(self) -> Iterator[tuple[str, bytes]]:
         """(place, line) of each whole result that is in a regular file."""
         # Reading from the unbuffered file itself would be one call for every byte.
         with open(self._file.fileno(), "rb", closefd=False) as reader:
@@ -146,7 +146,7 @@ class ResultFile:
 
     def scan(self) -> None:
         """Reads what is there. Raises UserError for what is no result, or is there twice."""
-        for place, raw in self.stored():
+        for place, raw in self.read_stored():
             try:
                 _, key, error = read_result(raw)
             except (ValueError, RecursionError):
@@ -163,7 +163,7 @@ class ResultFile:
 
     def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
         """(place, id) of the first result that is not among the keys."""
-        for place, raw in self.stored():
+        for place, raw in self.read_stored():
             id, key, _ = read_result(raw)
             if key not in keys:
                 return place, id
@@ -171,7 +171,7 @@ class ResultFile:
 
     def options(self) -> dict[str, Any] | None:
         """Those of the run that wrote the results, as the first one of it says."""
-        for _, raw in self.stored():
+        for _, raw in self.read_stored():
             metrics = json.loads(raw).get("metrics")
             job = metrics.get("job") if isinstance(metrics, dict) else None
             if isinstance(job, dict):
@@ -204,7 +204,7 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
         yield ResultFile("standard output", getattr(stream, "raw", stream), regular=False)
         return
     special = os.path.exists(output) and not os.path.isfile(output)
-    descriptor = _opened(output, os.O_WRONLY if special else os.O_RDWR | os.O_CREAT)
+    descriptor = _open_output(output, os.O_WRONLY if special else os.O_RDWR | os.O_CREAT)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         results = ResultFile(output, file, regular=not special)
         if results.regular:
@@ -217,7 +217,7 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
             results.sync()
 
 
-def _opened(output: str, flags: int) -> int:
+def _open_output(output: str, flags: int) -> int:
     """A descriptor. Opening a pipe that nobody reads would wait without end, so its reader is
     waited for here. Raises UserError."""
     deadline = time.monotonic() + READER_S

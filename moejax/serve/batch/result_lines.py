@@ -115,7 +115,7 @@ def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any]:
     for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True):
         tokens.append(_token_text(token, found[token]))
         values.append(_finite(found[token].logprob))
-        likeliest.append({_token_text(t, e): _finite(e.logprob) for t, e in _ranked(found)})
+        likeliest.append({_token_text(t, e): _finite(e.logprob) for t, e in _sort_by_rank(found)})
         offsets.append(offset)
         offset += len(tokens[-1])
     return {
@@ -141,7 +141,7 @@ def _chat_logprobs(completion: CompletionOutput, top: int) -> dict[str, Any]:
         "content": [
             {
                 **entry(token, found[token]),
-                "top_logprobs": [entry(t, e) for t, e in _ranked(found)[:top]],
+                "top_logprobs": [entry(t, e) for t, e in _sort_by_rank(found)[:top]],
             }
             for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True)
         ]
@@ -179,11 +179,11 @@ def _position(found: Mapping[int, Logprob]) -> dict[str, Any]:
             "rank": entry.rank,
             "decoded_token": entry.decoded_token,
         }
-        for token, entry in _ranked(found)
+        for token, entry in _sort_by_rank(found)
     }
 
 
-def _ranked(found: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+def _sort_by_rank(found: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(found.items(), key=lambda item: (item[1].rank or 0, item[0]))
 
 

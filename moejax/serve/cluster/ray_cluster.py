@@ -46,7 +46,7 @@ def require_ray() -> Any:
 
 
 @contextlib.contextmanager
-def connected(address: str, cpus: int | None = None) -> Iterator[None]:
+def connect(address: str, cpus: int | None = None) -> Iterator[None]:
     """A connection to the Ray at this address ("HOST:PORT", "ray://HOST:PORT", "auto"), or to one
     of its own for LOCAL, with this many CPUs (default: the machine's). One that the process has
     already is used whatever its address, and left as it is.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import UserError
-from moejax.evaluate.comparison import Units, compared, paired
+from moejax.evaluate.comparison import Units, compare_lines, compare_units
 
 
 def units(sums, weights=None, name="a.txt", figure="bits/token", key="k"):
@@ -24,7 +24,7 @@ def line(*given, step=None):
 
 def test_the_interval_is_the_paired_t_without_students_correction():
     a, b = units([4.0, 2.0, 9.0]), units([5.0, 2.5, 9.0])
-    found = paired(a, b)
+    found = compare_units(a, b)
     d = np.array([1.0, 0.5, 0.0])
     half = 1.959964 * d.std(ddof=1) / math.sqrt(3)
     assert (found.a, found.b, found.difference) == pytest.approx((5.0, 5.5, 0.5))
@@ -39,7 +39,7 @@ def test_nineteen_of_twenty_intervals_hold_the_truth():
         weights = rng.integers(20, 200, 60).astype(float)
         a = weights * rng.normal(6.0, 1.0, 60)
         b = a + weights * 0.02 + np.sqrt(weights) * rng.normal(0.0, 0.4, 60)
-        found = paired(units(a, weights), units(b, weights))
+        found = compare_units(units(a, weights), units(b, weights))
         held += found.low <= 0.02 <= found.high
     assert 0.92 <= held / 400 <= 0.98
 
@@ -47,7 +47,7 @@ def test_nineteen_of_twenty_intervals_hold_the_truth():
 def test_texts_are_compared_one_by_one_and_together():
     a = line(units([1.0, 2.0]), units([5.0, 6.0], name="b.txt", key="m"))
     b = line(units([2.0, 3.0], name="other.txt"), units([5.0, 6.0], name="b.txt", key="m"))
-    found = compared([a], [b])
+    found = compare_lines([a], [b])
     assert [(one.name, one.difference, one.pairs) for one in found] == [
         ("a.txt", 1.0, 2),
         ("b.txt", 0.0, 2),
@@ -58,7 +58,7 @@ def test_texts_are_compared_one_by_one_and_together():
 def test_runs_are_compared_at_equal_steps():
     a = [line(units([1.0, 2.0]), step=step) for step in (1, 2, 4)]
     b = [line(units([1.0, 2.0 + step]), step=step) for step in (2, 4, 8)]
-    found = compared(a, b)
+    found = compare_lines(a, b)
     assert [(one.step_a, one.step_b, one.difference) for one in found] == [(2, 2, 1), (4, 4, 2)]
 
 
@@ -75,11 +75,11 @@ def test_runs_are_compared_at_equal_steps():
 )
 def test_runs_without_pairs_are_refused(a, b, message):
     with pytest.raises(UserError, match=message):
-        compared(a, b)
+        compare_lines(a, b)
 
 
 def test_units_that_are_not_the_same_are_refused():
     with pytest.raises(UserError, match="did not score the same windows"):
-        paired(units([1.0, 2.0]), units([1.0]))
+        compare_units(units([1.0, 2.0]), units([1.0]))
     with pytest.raises(UserError, match="weigh the same windows or documents differently"):
-        paired(units([1.0]), units([1.0], [2.0]))
+        compare_units(units([1.0]), units([1.0], [2.0]))

@@ -17,7 +17,7 @@ from moejax.evaluate.diagnosis import (
     Assembler,
     Gpu,
     Machine,
-    described,
+    describe,
     judge,
     next_step,
     what_runs,
@@ -78,7 +78,7 @@ def unused(**changes):
 
 def test_nothing_is_wrong_with_a_good_machine():
     assert judge(GOOD) == []
-    lines = described(GOOD)
+    lines = describe(GOOD)
     assert lines["GPU 0"].startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB")
     assert lines["driver"] == "580.159.04"
     assert "jax-cuda13-plugin 0.10.2" in lines["packages"]
@@ -93,7 +93,7 @@ def test_nothing_is_wrong_with_a_good_machine():
 
 def test_a_machine_without_a_gpu_is_told_that_it_needs_none():
     assert judge(NO_GPU) == []
-    assert described(NO_GPU)["GPU"] == "none"
+    assert describe(NO_GPU)["GPU"] == "none"
     assert what_runs(NO_GPU) == resolve_ops(dtype="bfloat16").chosen()
     said = next_step(NO_GPU, [])
     assert "runs on the CPU" in said and "pip install '.[cuda13]'" in said
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_said_with_what_mends_it(machine, what, mend):
     assert what in first.what and first.mend == mend
     assert not rest
     assert next_step(machine, [first]) == "then: moejax doctor"
-    assert described(machine)
+    assert describe(machine)
 
 
 def test_lines_of_a_smaller_card():
@@ -221,7 +221,7 @@ def test_lines_of_a_smaller_card():
         backend={"devices": [device()], "said": []},
         environment={"XLA_CLIENT_MEM_FRACTION": "0.5"},
     )
-    lines = described(machine)
+    lines = describe(machine)
     assert lines["jax takes"] == "107 GiB"  # as it says itself
     assert "ulimit -l: unlimited" in lines["pinned memory"] and "link" not in lines
     assert lines["environment"] == "XLA_CLIENT_MEM_FRACTION=0.5"

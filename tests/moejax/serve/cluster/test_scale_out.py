@@ -12,7 +12,7 @@ from moejax import LLM
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, open_job
 from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
-from moejax.serve.cluster.ray_cluster import LOCAL, connected
+from moejax.serve.cluster.ray_cluster import LOCAL, connect
 from scripts.parts import file_jobs
 
 pytestmark = [
@@ -27,7 +27,7 @@ LIMITS = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256
 @pytest.fixture(scope="module")
 def ray():
     pytest.importorskip("ray", reason="needs Ray")
-    with connected(os.environ.get("MOEJAX_RAY", LOCAL), 2):
+    with connect(os.environ.get("MOEJAX_RAY", LOCAL), 2):
         yield os.environ.get("MOEJAX_RAY", LOCAL)
 
 
