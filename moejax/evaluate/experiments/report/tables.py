@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.memory.budget import format_bytes
-from moejax.evaluate.comparison import Units, paired
+from moejax.evaluate.comparison import Units, compare_units
 from moejax.evaluate.experiments.definition import NO_LINK
 from moejax.evaluate.experiments.records import COUNTS, PLACE, Line, Records
 from moejax.sizes import parse_rate
@@ -275,7 +275,7 @@ def _quality(records: Records) -> Table:
         for line in lines:
             base, above = bases.get(line["budget"], bases.get("any")), NONE
             if base is not None and base is not line:
-                found = paired(_units(base), _units(line))
+                found = compare_units(_units(base), _units(line))
                 said = (found.difference, found.low or 0.0, found.high or 0.0)
                 above = "{:+.2%} [{:+.2%}, {:+.2%}]".format(*(2**bits - 1 for bits in said))
             row = [line["precision"], line["budget"], line["text"], f"{line['perplexity']:.4f}"]
