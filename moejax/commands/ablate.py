@@ -112,10 +112,10 @@ def _run(args: argparse.Namespace) -> int:
         else:
             from moejax.evaluate.cluster.grids import cluster_ablate
             from moejax.serve.cluster.fleet import Scale
-            from moejax.serve.cluster.ray_cluster import connected
+            from moejax.serve.cluster.ray_cluster import connect
 
             scale = Scale(args.ray, args.workers, args.cores_per_worker)
-            with connected(scale.address, scale.cpus):
+            with connect(scale.address, scale.cpus):
                 records = cluster_ablate(
                     config, directory, scale, changes=changes, progress=not quiet, warn=say
                 )
