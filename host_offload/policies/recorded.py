@@ -75,7 +75,7 @@ def recorded(trace: Trace, policy: type | Policy) -> RecordedPolicy:
     name = (policy if isinstance(policy, type) else type(policy)).__name__
     found = tuple(
         (line["step"], Moment[line["moment"]], _decision(line["decision"]))
-        for line in trace.decided()
+        for line in trace.policy_decisions()
         if line["policy"] == name
     )
     if not found:

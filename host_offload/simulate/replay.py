@@ -77,7 +77,7 @@ class _Check:
         self.trace = trace
         self._steps = trace.step_traces()
         self._transfers = trace.transfers()
-        self._decisions = trace.decided()
+        self._decisions = trace.policy_decisions()
         self._next = 0
 
     def step(self, step: SimulatedStep) -> None:

@@ -199,7 +199,7 @@ class Trace:
                 except ValueError as error:
                     raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
 
-    def decided(self) -> Iterator[dict[str, Any]]:
+    def policy_decisions(self) -> Iterator[dict[str, Any]]:
         """The lines of policies alone, with every queue written out that is "as before"."""
         queues: dict[tuple[str, str], Any] = {}
         for line in self.decisions():

@@ -69,7 +69,7 @@ class TraceHeader:
                 f"a trace needs layers, top_k ≥ 1 and 1…32767 experts, not {self.layers}, "
                 f"{self.top_k} and {self.experts}"
             )
-        known = set(written_columns(self)) - set(ALWAYS)
+        known = set(engine_columns(self)) - set(ALWAYS)
         if unknown := set(self.absent) - known:
             raise ValueError(
                 f"{', '.join(sorted(unknown))} cannot be absent; what can is {', '.join(known)}"
@@ -118,7 +118,7 @@ def columns(header: TraceHeader) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     return {name: row for name, row in rows.items() if name not in header.absent}
 
 
-def written_columns(header: TraceHeader) -> list[str]:
+def engine_columns(header: TraceHeader) -> list[str]:
     """The columns of every trace that our engine wrote."""
     return [*_columns(header, optional=False), "step.tokens"]
 

@@ -25,12 +25,12 @@ from host_offload.versions.store_versions import as_weights, relative_error
 from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, in_order, run_tasks
 from moejax.checkpoints.load import checkpoint_format
 from moejax.checkpoints.loaded_model import (
-    counted,
+    count_progress,
     require_host_memory,
     run_dtype,
     warn_nonfinite,
 )
-from moejax.checkpoints.orbax.destination import free_destination, require_space, written_beside
+from moejax.checkpoints.orbax.destination import free_destination, require_space, write_beside
 from moejax.checkpoints.orbax.layout import DENSE, Leaf, StoredModel, orbax_files
 from moejax.checkpoints.orbax.manifest import (
     JOURNAL,
@@ -108,7 +108,7 @@ def open_source(directory: pathlib.Path, dtype: str) -> Source:
     Raises UserError as that does."""
     opened = open_tensors(directory, "safetensors")
     dtype = run_dtype(dtype, opened.dtype)
-    copied = _copied(directory)
+    copied = _read_copied_files(directory)
     if opened.config.dtype != dtype:
         fields = read_json(directory / "config.json")
         fields.pop("torch_dtype", None)
@@ -136,7 +136,7 @@ def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[s
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
-def _copied(directory: pathlib.Path) -> dict[str, bytes]:
+def _read_copied_files(directory: pathlib.Path) -> dict[str, bytes]:
     """The files of COPIED by their path within the directory. Raises UserError for a link out of
     the checkpoint, whose target is nobody's to copy."""
     paths = [directory / name for name in COPIED]
@@ -205,7 +205,7 @@ def write_checkpoint(
 ) -> Conversion:
     """Writes a checkpoint whose tensors are checked. destination: of free_destination. encodings:
     by version, what is written beside the dense one. The rest as in convert."""
-    with written_beside(destination) as work:
+    with write_beside(destination) as work:
         nbytes, kept = _complete(source, work, encodings or {}, progress)
     return Conversion(destination, source.dtype, nbytes, kept)
 
@@ -222,7 +222,7 @@ def _complete(
     dense = [*source.params.values(), *layers[DENSE]]
     leaves = [*dense, *(leaf for version in encodings for leaf in layers[version])]
     total = sum(leaf.nbytes for leaf in leaves)
-    advance = counted(progress, total)
+    advance = count_progress(progress, total)
     manifest = _begin(source, work, encodings, layers)
     tree = work / manifest.tree
     kept = sum(leaf.nbytes for leaf in leaves if manifest.checksums(leaf))

@@ -22,7 +22,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES, WORKERS
 from moejax.checkpoints.checkpoint import Checkpoint, CheckpointReader, run_tasks
 from moejax.checkpoints.loaded_model import (
     LoadedModel,
-    counted,
+    count_progress,
     new_store,
     require_host_memory,
     run_dtype,
@@ -171,7 +171,7 @@ def _read(
             store = new_store(*sizes, device, str(opened.directory), new_builder, memory)
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
-        advance = counted(progress, opened.count_bytes(reading))
+        advance = count_progress(progress, opened.count_bytes(reading))
         # The pool last: its threads end before files are closed and memory is given back.
         reader = stack.enter_context(opened.open())
         pool = stack.enter_context(ThreadPoolExecutor(WORKERS))

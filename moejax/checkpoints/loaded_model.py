@@ -108,7 +108,9 @@ def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
         log.warning("%s: %d values of tensor %s are NaN or infinite%s", source, count, name, more)
 
 
-def counted(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+def count_progress(
+    progress: Callable[[int, int], None] | None, total: int
+) -> Callable[[int], None]:
     """advance(nbytes): calls progress with (bytes so far, total)."""
     done = 0
 

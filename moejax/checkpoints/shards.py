@@ -147,7 +147,7 @@ class ShardReader:
             except OSError as error:
                 raise _unreadable(path, error) from None
             if read == 0:
-                raise _damaged(path, f"ends within tensor {name}; it was whole a moment ago")
+                raise _damage_error(path, f"ends within tensor {name}; it was whole a moment ago")
             rest, offset = rest[read:], offset + read
 
 
@@ -160,7 +160,7 @@ def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
     if os.path.lexists(directory / SINGLE):
         return (read_header(directory / SINGLE, directory),)
     if not os.path.lexists(directory / INDEX):
-        raise UserError(_nothing_found(directory))
+        raise UserError(_explain_nothing(directory))
     owner = _read_index(directory / INDEX)
     placed: dict[str, list[str]] = {}
     for name, file in owner.items():
@@ -211,7 +211,7 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
 _PICKLE_FILES = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl", "*.pickle")
 
 
-def _nothing_found(directory: pathlib.Path) -> str:
+def _explain_nothing(directory: pathlib.Path) -> str:
     wanted = f"neither {SINGLE} nor {INDEX} found"
     if any(True for pattern in _PICKLE_FILES for _ in directory.glob(pattern)):
         return (
@@ -233,7 +233,7 @@ def _stamp(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _damaged(path: pathlib.Path, error: Exception | str) -> UserError:
+def _damage_error(path: pathlib.Path, error: Exception | str) -> UserError:
     """The error for a file that is no whole safetensors file."""
     return UserError(
         f"{path}: damaged or truncated safetensors file ({error}); download it again "
@@ -271,7 +271,7 @@ def read_header(path: pathlib.Path, directory: pathlib.Path | None = None) -> Sh
                 f"{path}: a pickle or zip file under another name, as PyTorch writes them; moejax "
                 "never loads pickles, which can run code; use the model's safetensors checkpoint"
             ) from None
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
 
 
 def _tensors(

@@ -109,12 +109,12 @@ def open_shared(content: object) -> SharedMemory:
             continue
         except OSError as error:
             raise NoSharedMemory(f"{directory} cannot be made ({error.strerror})") from error
-        if memory := _entered(directory, lock):
+        if memory := _enter(directory, lock):
             return memory
         os.close(lock)
 
 
-def _entered(directory: Path, lock: int) -> SharedMemory | None:
+def _enter(directory: Path, lock: int) -> SharedMemory | None:
     """The memory, with the lock held; None where the directory was removed meanwhile."""
     for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         fcntl.flock(lock, kind)

@@ -120,7 +120,7 @@ class TensorCheckpointReader:
         for file, name in self._checkpoint.param_tensors[key, chunk]:
             place = self._checkpoint.places[name]
             assert isinstance(place, ParamPlace)
-            yield from self._opened(file, name).read_param(place, out)
+            yield from self._open_tensor(file, name).read_param(place, out)
 
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
@@ -129,10 +129,10 @@ class TensorCheckpointReader:
             place = self._checkpoint.places[name]
             assert isinstance(place, ExpertPlace)
             if place.layer in layers:
-                tensor, layer = self._opened(file, name), layers.index(place.layer)
+                tensor, layer = self._open_tensor(file, name), layers.index(place.layer)
                 yield from tensor.read_experts(place, layer, sink, dtype)
 
-    def _opened(self, file: TensorFile, name: str) -> OpenTensor:
+    def _open_tensor(self, file: TensorFile, name: str) -> OpenTensor:
         if file.path not in self._readers:
             self._readers[file.path] = self._stack.enter_context(file.open())
         return OpenTensor(file, self._readers[file.path], name, self._checkpoint.nonfinite)

@@ -7,7 +7,6 @@ not say which tokens were computed together, steps are put together by a rule th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.step_record import StepRecord
 from host_offload.traces.reader import KINDS, Trace, read_trace
 from moejax.checkpoints.random_model import expert_layout
 from moejax.errors import UserError
 from moejax.models.model_config import ModelConfig, config_digest
-from moejax.traces.dumps import PER_TOKEN, RoutedBlock, read_dump
+from moejax.traces.dumps import RoutedDump, read_dump
 from moejax.traces.generated_traces import new_trace, routed_step, routing_header
-
-MIXED = "recorded routing of different shapes or with different things known"
 
 
 def convert_trace(
@@ -44,10 +40,9 @@ def convert_trace(
     layers, top_k: shape of ids that come without one, dense layers included. dense_layers: first
     layers of the dump that are no MoE layers (known with a config; layers whose ids are all −1 are
     left out anyway). batch: requests that a step computes together, where the dump has no steps;
-    None: 1.
-    prompt_tokens: first tokens of each request that are prompt, where the dump does not say.
-    Raises UserError for a dump that is damaged or of another model, and a destination that is not
-    new; then nothing is there.
+    None: 1. prompt_tokens: first tokens of each request that are prompt, where the dump does not
+    say. Raises UserError for a dump that is damaged or of another model, and a destination that is
+    not new; then nothing is there.
     """
     size = experts if config is None else config.num_experts
     if size is None or (config is not None and experts is not None):
@@ -60,82 +55,51 @@ def convert_trace(
         origin["version_bytes"] = {"dense": expert_layout(config).nbytes}
         layers = layers or config.num_hidden_layers
         top_k = top_k or config.num_experts_per_tok
-    blocks = read_dump(source, layers, top_k)
-    first = next(blocks, None)
-    if first is None:
-        raise UserError(f"{source} has no routing: it is empty")
-    moe_layers, k = _kept(first, config, dense_layers)
-    known = _known(first, prompt_tokens)
-    recorded = first.step is not None
+    dump = read_dump(source, layers, top_k)
+    recorded = dump.step is not None
     if recorded and (batch is not None or prompt_tokens is not None):
         raise UserError(f"{source} has steps of its own; batch and prompt_tokens are for others")
-    if first.phase is not None and prompt_tokens is not None:
+    if dump.phase is not None and prompt_tokens is not None:
         raise UserError(f"{source} says itself which tokens are prompt; leave out prompt_tokens")
-    users: dict[str, int] = {}
-    requests: dict[str, int] = {}
-
-    def clean() -> Iterator[RoutedBlock]:
-        for block in itertools.chain([first], blocks):
-            if _known(block, prompt_tokens) != known or (block.step is not None) != recorded:
-                raise UserError(f"{block.where}: {MIXED} than {first.where}; convert them apart")
-            yield _numbered(_checked(block, moe_layers, k, size), requests, users)
-
-    present = known | ({"kind"} if "phase" in known else set())
+    dump, users = _number_names(_routing_alone(dump, config, dense_layers, size))
+    if not recorded:
+        dump = _by_request(dump, prompt_tokens)
+    fields = ("weights", "request", "position", "phase")
+    present = {name for name in fields if getattr(dump, name) is not None}
+    present |= {"kind"} if "phase" in present else set()
     origin["steps"] = "recorded" if recorded else f"put together of {batch or 1} requests"
-    # The dictionary fills while steps are written; the header is written again at the end.
     origin["user_names"] = users
-    header = routing_header(len(moe_layers), size, k, present, origin)
-    steps = _recorded(clean()) if recorded else _together(clean(), batch or 1, prompt_tokens)
+    header = routing_header(*dump.ids.shape[1:2], size, dump.ids.shape[2], present, origin)
+    steps = _recorded_steps(dump) if recorded else enumerate(_joined_steps(dump, batch or 1))
     with new_trace(destination, header) as writer:
-        for step in steps:
-            writer.append(step)
+        for number, rows in steps:
+            arrays = {n: v[rows] for n, v in vars(dump).items() if isinstance(v, np.ndarray)}
+            arrays.pop("step", None)
+            kind = KINDS[bool(arrays["phase"].all())] if "phase" in arrays else None
+            writer.append(routed_step(number, arrays.pop("ids"), kind=kind, **arrays))
     return read_trace(destination)
 
 
-def _kept(
-    block: RoutedBlock, config: ModelConfig | None, dense_layers: int
-) -> tuple[list[int], int]:
-    """What of the first block's shape is routing: (numbers of those of the dump's layers that are
-    MoE layers, places that are ever taken)."""
-    ids = block.ids
-    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
-        raise UserError(
-            f"{block.where}: ids must be whole numbers [tokens, layers, k], not "
-            f"{ids.dtype}{list(ids.shape)}"
-        )
-    taken = ids >= 0
-    layers = [i for i in range(dense_layers, ids.shape[1]) if taken[:, i].any()]
-    places = int(taken.any(axis=(0, 1)).sum())
+def _routing_alone(
+    dump: RoutedDump, config: ModelConfig | None, dense_layers: int, experts: int
+) -> RoutedDump:
+    """The dump with MoE layers and places that are taken alone, ids ascending and weights in their
+    order. Raises UserError for what is no routing of the model."""
+    taken = dump.ids >= 0
+    layers = [i for i in range(dense_layers, dump.ids.shape[1]) if taken[:, i].any()]
+    k = int(taken.any(axis=(0, 1)).sum())
     if config is not None:
         sparse = [i for i, moe in enumerate(config.moe_layers) if moe]
-        if ids.shape[1] == len(config.moe_layers):
+        if dump.ids.shape[1] == len(config.moe_layers):
             layers = sparse
-        if len(layers) != len(sparse) or places != config.num_experts_per_tok:
+        if len(layers) != len(sparse) or k != config.num_experts_per_tok:
             raise UserError(
-                f"{block.where}: routing of {len(layers)} layers, top-{places}; the model has "
+                f"{dump.where}: routing of {len(layers)} layers, top-{k}; the model has "
                 f"{len(sparse)} MoE layers, top-{config.num_experts_per_tok}: it is another one"
             )
     if not layers:
-        raise UserError(f"{block.where}: no layer has an expert; every id is negative")
-    return layers, places
-
-
-def _known(block: RoutedBlock, prompt_tokens: int | None) -> frozenset[str]:
-    names = {n for n in ("weights", *PER_TOKEN) if getattr(block, n) is not None}
-    if block.step is None:
-        # A dump without steps is of whole requests, or of one.
-        names |= {"request", "position"} | ({"phase"} if prompt_tokens is not None else set())
-    return frozenset(names - {"step", "user"})
-
-
-def _checked(block: RoutedBlock, layers: list[int], k: int, experts: int) -> RoutedBlock:
-    """The block with ids ascending, weights in their order, and nothing but routing."""
-    ids = block.ids
-    if ids.ndim != 3 or ids.shape[1] <= layers[-1] or ids.shape[2] < k:
-        raise UserError(f"{block.where}: {MIXED} than the lines before; convert them apart")
-    if (ids[:, layers, k:] >= 0).any():
-        raise UserError(f"{block.where}: more than {k} experts for a token")
-    ids = ids[:, layers, :k]
+        raise UserError(f"{dump.where}: no layer has an expert; every id is negative")
+    ids = dump.ids[:, layers, :k]
     order = np.argsort(ids, axis=-1, kind="stable")
     ids = np.take_along_axis(ids, order, axis=-1)
     for bad, what in (
@@ -149,90 +113,68 @@ def _checked(block: RoutedBlock, layers: list[int], k: int, experts: int) -> Rou
     ):
         if bad.any():
             token, layer = np.argwhere(bad)[0][:2]
-            raise UserError(f"{block.where}: token {token}, layer {layers[layer]} {what}")
-    weights = block.weights
+            raise UserError(f"{dump.where}: token {token}, layer {layers[layer]} {what}")
+    weights = dump.weights
     if weights is not None:
-        if weights.shape != block.ids.shape or weights.dtype.kind != "f":
-            raise UserError(
-                f"{block.where}: weights must be numbers {list(block.ids.shape)} as ids are, not "
-                f"{weights.dtype}{list(weights.shape)}"
-            )
-        weights = np.take_along_axis(weights[:, layers, :k], order, axis=-1)
-        weights = weights.astype(np.float32)
-    if block.phase is not None and not np.isin(block.phase, (0, 1)).all():
-        raise UserError(f"{block.where}: phase is 0 (prompt) or 1 (generated)")
-    if block.step is not None and (np.diff(block.step.astype(np.int64)) < 0).any():
-        raise UserError(f"{block.where}: steps go back; sort the tokens by step")
-    return dataclasses.replace(block, ids=ids, weights=weights)
+        weights = np.take_along_axis(weights[:, layers, :k], order, axis=-1).astype(np.float32)
+    if dump.phase is not None and not np.isin(dump.phase, (0, 1)).all():
+        raise UserError(f"{dump.where}: phase is 0 (prompt) or 1 (generated)")
+    if dump.step is not None and (np.diff(dump.step.astype(np.int64)) < 0).any():
+        raise UserError(f"{dump.where}: steps go back; sort the tokens by step")
+    return dataclasses.replace(dump, ids=ids, weights=weights)
 
 
-def _numbered(block: RoutedBlock, requests: dict[str, int], users: dict[str, int]) -> RoutedBlock:
-    """Requests and users as int32 numbers, by the order in which they come."""
+def _number_names(dump: RoutedDump) -> tuple[RoutedDump, dict[str, int]]:
+    """Requests and users as int32 numbers, by the order in which they come; and users' names."""
 
     def numbers(found: np.ndarray | None, known: dict[str, int]) -> np.ndarray | None:
         if found is None:
             return None
-        return np.asarray([known.setdefault(str(x), len(known)) for x in found], np.int32)
+        each = (known.setdefault(str(x), len(known)) if str(x) else -1 for x in found)
+        return np.fromiter(each, np.int32, len(found))
 
-    user = numbers(block.user, users)
-    return dataclasses.replace(block, request=numbers(block.request, requests), user=user)
-
-
-def _recorded(blocks: Iterator[RoutedBlock]) -> Iterator[StepRecord]:
-    """Steps as the dump has them. A step is a prefill if it has any token of a prompt."""
-    for block in blocks:
-        assert block.step is not None
-        starts = np.flatnonzero(np.diff(block.step, prepend=block.step[0] - 1))
-        for rows in np.split(np.arange(len(block.ids)), starts[1:]):
-            yield _step(int(block.step[rows[0]]), [block.take(rows)])
+    users: dict[str, int] = {}
+    user, request = numbers(dump.user, users), numbers(dump.request, {})
+    return dataclasses.replace(dump, request=request, user=user), users
 
 
-def _together(
-    blocks: Iterator[RoutedBlock], batch: int, prompt_tokens: int | None
-) -> Iterator[StepRecord]:
-    """Steps of `batch` requests in the order of the dump: their prompts at once, then the next
-    token of each that has one. Without phases every token is such a next one."""
-    requests = itertools.chain.from_iterable(_by_request(b, prompt_tokens) for b in blocks)
-    number = 0
-    while group := list(itertools.islice(requests, batch)):
-        heads = [int((block.phase == 0).sum()) if block.phase is not None else 0 for block in group]
-        if any(heads):
-            prompts = zip(group, heads, strict=True)
-            yield _step(number, [b.take(np.arange(n)) for b, n in prompts if n])
-            number += 1
-        for i in range(max(len(b.ids) - n for b, n in zip(group, heads, strict=True))):
-            places = [(b, n + i) for b, n in zip(group, heads, strict=True)]
-            yield _step(number, [b.take(np.asarray([at])) for b, at in places if at < len(b.ids)])
-            number += 1
+def _by_request(dump: RoutedDump, prompt_tokens: int | None) -> RoutedDump:
+    """A dump without steps with requests, positions and, where they can be known, phases."""
+    n = len(dump.ids)
+    request = np.zeros(n, np.int32) if dump.request is None else dump.request
+    starts = np.flatnonzero(np.diff(request, prepend=-1))
+    if len(starts) > request.max() + 1:
+        raise UserError(f"{dump.where}: a request's tokens are apart; sort them by request")
+    place = np.arange(n) - np.repeat(starts, np.diff([*starts, n]))
+    phase = dump.phase
+    if phase is None and prompt_tokens is not None:
+        phase = (place >= prompt_tokens).astype(np.uint8)
+    if phase is not None and (np.diff(phase.astype(int)) < 0)[np.diff(request) == 0].any():
+        raise UserError(f"{dump.where}: a request has prompt tokens after generated ones")
+    position = place if dump.position is None else dump.position
+    return dataclasses.replace(dump, request=request, position=position, phase=phase)
 
 
-def _by_request(block: RoutedBlock, prompt_tokens: int | None) -> Iterator[RoutedBlock]:
-    """The block's requests, each with numbers, positions and, where they can be known, phases."""
-    n = len(block.ids)
-    request = np.zeros(n, np.int32) if block.request is None else block.request
-    starts = np.flatnonzero(np.diff(request)) + 1
-    if len(starts) + 1 > len(np.unique(request)):
-        raise UserError(f"{block.where}: a request's tokens are apart; sort them by request")
-    for rows in np.split(np.arange(n), starts):
-        part = dataclasses.replace(block, request=request).take(rows)
-        if part.position is None:
-            part = dataclasses.replace(part, position=np.arange(len(rows)))
-        if part.phase is None and prompt_tokens is not None:
-            part = dataclasses.replace(part, phase=np.arange(len(rows)) >= prompt_tokens)
-        if part.phase is not None and (np.diff(part.phase.astype(int)) < 0).any():
-            raise UserError(f"{block.where}: a request has prompt tokens after generated ones")
-        yield part
+def _recorded_steps(dump: RoutedDump) -> Iterator[tuple[int, np.ndarray]]:
+    """(number, rows) of steps as the dump has them. A step is a prefill if it has any token of a
+    prompt."""
+    assert dump.step is not None
+    starts = np.flatnonzero(np.diff(dump.step)) + 1
+    for rows in np.split(np.arange(len(dump.ids)), starts):
+        yield int(dump.step[rows[0]]), rows
 
 
-def _step(number: int, blocks: list[RoutedBlock]) -> StepRecord:
-    """A step of blocks that have the same things known."""
-    fields: dict[str, Any] = {}
-    for name in ("ids", "weights", "request", "position", "phase"):
-        if getattr(blocks[0], name) is not None:
-            fields[name] = np.concatenate([getattr(block, name) for block in blocks])
-    # Some requests may have a user and others not.
-    users = [np.full(len(b.ids), -1) if b.user is None else b.user for b in blocks]
-    fields["user"] = np.concatenate(users)
-    if "phase" in fields:
-        fields["kind"] = KINDS[bool(fields["phase"].all())]
-    return routed_step(number, fields.pop("ids"), **fields)
+def _joined_steps(dump: RoutedDump, batch: int) -> Iterator[np.ndarray]:
+    """The rows of steps of `batch` requests in the order of the dump: their prompts at once, then
+    the next token of each that has one. Without phases every token is such a next one."""
+    assert dump.request is not None
+    generated = np.ones(len(dump.ids), bool) if dump.phase is None else dump.phase == 1
+    rows = np.split(np.arange(len(dump.ids)), np.flatnonzero(np.diff(dump.request)) + 1)
+    for first in range(0, len(rows), batch):
+        group = rows[first : first + batch]
+        prompts = np.concatenate([each[~generated[each]] for each in group])
+        if len(prompts):
+            yield prompts
+        rest = [each[generated[each]] for each in group]
+        for i in range(max(map(len, rest))):
+            yield np.asarray([each[i] for each in rest if i < len(each)])

@@ -1,7 +1,7 @@
 """Reads routing that other programs recorded: arrays of expert ids [tokens, layers, k].
 
-docs/trace_format.md ("Traces of other programs") says what is read. Every reader yields blocks of
-tokens; what a dump does not say is None, never guessed.
+docs/trace_format.md ("Traces of other programs") says what is read. A reader gives the arrays of a
+file; what a dump does not say is absent, never guessed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ IDS = ("ids", "routed_experts")
 PER_TOKEN = ("step", "request", "position", "phase", "user")
 """Names of what may be known of each token."""
 
-KNOWN = (*IDS, "weights", *PER_TOKEN)
-
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
+
+MIXED = "recorded routing of different shapes or with different things known"
+
+Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class RoutedBlock:
+class RoutedDump:
     """N tokens in order. A field that is None is not in the dump."""
 
     where: str
-    """The file, and the line if it has lines: for messages."""
+    """The file, for messages."""
     ids: np.ndarray
     """int[N, L, k] as they were found: unordered, −1 for none."""
     weights: np.ndarray | None = None
@@ -46,24 +48,19 @@ class RoutedBlock:
     step: np.ndarray | None = None
     """int64[N]: which step computed the token."""
     request: np.ndarray | None = None
-    """[N], numbers or names. A block of JSON Lines is a request of its own."""
+    """[N], numbers or names; the tokens of one lie together where there are no steps."""
     position: np.ndarray | None = None
     """int[N]."""
     phase: np.ndarray | None = None
     """int[N]: 0 prompt, 1 generated."""
     user: np.ndarray | None = None
-    """[N], numbers or names: a session, a domain."""
-
-    def take(self, rows: np.ndarray) -> RoutedBlock:
-        """Some of its tokens."""
-        arrays = {n: v[rows] for n, v in vars(self).items() if isinstance(v, np.ndarray)}
-        return dataclasses.replace(self, **arrays)
+    """[N], numbers or names: a session, a domain; "" for none."""
 
 
 def read_dump(
     source: str | os.PathLike[str], layers: int | None = None, top_k: int | None = None
-) -> Iterator[RoutedBlock]:
-    """The blocks of a dump, by its name: .npy, .npz or .jsonl.
+) -> RoutedDump:
+    """A dump by its name: .npy, .npz or .jsonl.
 
     layers, top_k: shape of ids that are bytes without one (SGLang's). Raises UserError, with the
     file and line, for what cannot be read; nothing that is pickled is ever loaded.
@@ -80,29 +77,53 @@ def read_dump(
     if path.suffix not in _READERS:
         raise UserError(f"{path}: a dump of routing is one of {', '.join(_READERS)} by its name")
     try:
-        with open(path, "rb"):
-            pass
+        arrays = _READERS[path.suffix](path, layers, top_k)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return _READERS[path.suffix](path, layers, top_k)
+    name = next((name for name in IDS if name in arrays), None)
+    if name is None:
+        raise UserError(
+            f"{path}: no array {' or '.join(IDS)} [tokens, layers, k]; it has "
+            f"{', '.join(arrays) or 'none'}"
+        )
+    ids = arrays[name]
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
+        raise UserError(
+            f"{path}: ids must be whole numbers [tokens, layers, k], not "
+            f"{ids.dtype}{list(ids.shape)}"
+        )
+    known = {n: arrays[n] for n in PER_TOKEN if n in arrays}
+    for n, array in known.items():
+        named = n in ("request", "user")
+        if array.shape != ids.shape[:1] or array.dtype.kind not in ("iuU" if named else "iub"):
+            raise UserError(
+                f"{path}: {n} must be whole numbers{' or names' if named else ''} [tokens], not "
+                f"{array.dtype}{list(array.shape)}"
+            )
+    weights = arrays.get("weights")
+    if weights is not None and (weights.shape != ids.shape or weights.dtype.kind != "f"):
+        raise UserError(
+            f"{path}: weights must be numbers {list(ids.shape)} as ids are, not "
+            f"{weights.dtype}{list(weights.shape)}"
+        )
+    return RoutedDump(str(path), ids, weights, **known)
 
 
-def _numpy(path: Path, layers: int | None, top_k: int | None) -> Iterator[RoutedBlock]:
+def _numpy(path: Path, layers: int | None, top_k: int | None) -> Arrays:
     try:
         with open(path, "rb") as file:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.ndarray):
-                arrays = {"ids": found}
-            else:
-                arrays = {name: found[name] for name in found.files if name in KNOWN}
+                return {"ids": found}
+            return {name: found[name] for name in found.files}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
             f"{path} is damaged, cut short or pickled ({error}); write it again with numpy.savez"
         ) from error
-    yield _block(arrays, str(path))
 
 
-def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Iterator[RoutedBlock]:
+def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Arrays:
+    requests: list[Arrays] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
@@ -116,12 +137,22 @@ def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Iterator[R
                 ) from error
             if not isinstance(found, Mapping):
                 raise UserError(f"{where}: a line is an object with {' or '.join(IDS)}")
-            yield from _requests(found, where, number, layers, top_k)
+            for request in _requests(found, where, layers, top_k):
+                request["request"] = np.full(len(request["ids"]), len(requests))
+                requests.append(request)
+                one, other = (
+                    {n: x.shape[1:] for n, x in r.items()} for r in (requests[0], request)
+                )
+                if one != other:
+                    raise UserError(f"{where}: {MIXED} than the lines before; convert them apart")
+    if not requests:
+        raise UserError(f"{path} has no routing: it is empty")
+    return {name: np.concatenate([r[name] for r in requests]) for name in requests[0]}
 
 
 def _requests(
-    found: Mapping[str, Any], where: str, number: int, layers: int | None, top_k: int | None
-) -> Iterator[RoutedBlock]:
+    found: Mapping[str, Any], where: str, layers: int | None, top_k: int | None
+) -> Iterator[Arrays]:
     """The requests of a line: a plain one, or a response of SGLang (its ids in `meta_info`) or of
     vLLM (in `choices`)."""
     meta, usage = found.get("meta_info") or {}, found.get("usage") or {}
@@ -129,7 +160,8 @@ def _requests(
     if not all(isinstance(x, Mapping) for x in (meta, usage, *choices)):
         raise UserError(f"{where}: meta_info, usage and each of choices are objects")
     count = next((x["prompt_tokens"] for x in (found, meta, usage) if "prompt_tokens" in x), None)
-    for i, choice in enumerate(choices):
+    # Several choices of one response share their prompt, not the rest.
+    for choice in choices:
         name = next((name for name in IDS if choice.get(name) is not None), None)
         if name is None:
             raise UserError(
@@ -140,20 +172,21 @@ def _requests(
         if ids.ndim == 3 and len(ids) > 1 and ids.shape[2] > 1 and not ids[-1].any():
             # The last token chosen, which no step computed; some versions give it a row of zeros.
             ids = ids[:-1]
-        if count is not None and not (isinstance(count, int) and 0 <= count <= len(ids)):
-            raise UserError(f"{where}: prompt_tokens is {count} of {len(ids)} tokens with routing")
-        # Several choices of one response share their prompt, not the rest.
-        request = str(number) if len(choices) == 1 else f"{number}.{i}"
         user = found.get("user", found.get("domain"))
-        yield RoutedBlock(
-            where,
-            ids,
-            weights=_array(choice.get("weights"), "weights", where),
-            request=np.full(len(ids), request),
-            position=np.arange(len(ids)),
-            phase=None if count is None else (np.arange(len(ids)) >= count).astype(np.uint8),
-            user=None if user is None else np.full(len(ids), str(user)),
-        )
+        arrays = {
+            "ids": ids,
+            "position": np.arange(len(ids)),
+            "user": np.full(len(ids), "" if user is None else str(user)),
+        }
+        if "weights" in choice:
+            arrays["weights"] = _array(choice["weights"], "weights", where)
+        if count is not None:
+            if not (isinstance(count, int) and 0 <= count <= len(ids)):
+                raise UserError(
+                    f"{where}: prompt_tokens is {count} of {len(ids)} tokens with routing"
+                )
+            arrays["phase"] = (np.arange(len(ids)) >= count).astype(np.uint8)
+        yield arrays
 
 
 def _decode(found: Any, where: str, layers: int | None, top_k: int | None) -> np.ndarray:
@@ -182,38 +215,17 @@ def _decode(found: Any, where: str, layers: int | None, top_k: int | None) -> np
     return np.frombuffer(raw, "<i4").reshape(-1, layers, top_k)
 
 
-def _array(found: Any, name: str, where: str) -> Any:
-    if found is None:
-        return None
+def _array(found: Any, name: str, where: str) -> np.ndarray:
     try:
         return np.asarray(found)
     except ValueError as error:
         raise UserError(f"{where}: {name} has rows of different lengths") from error
 
 
-def _block(arrays: Mapping[str, np.ndarray], where: str) -> RoutedBlock:
-    """The block of named arrays with a row per token. Others than those that are known are left."""
-    name = next((name for name in IDS if name in arrays), None)
-    if name is None:
-        raise UserError(
-            f"{where}: no array {' or '.join(IDS)} [tokens, layers, k]; it has "
-            f"{', '.join(arrays) or 'none'}"
-        )
-    ids = arrays[name]
-    known = {n: arrays[n] for n in PER_TOKEN if n in arrays}
-    for n, array in known.items():
-        named = n in ("request", "user")
-        if array.shape != ids.shape[:1] or array.dtype.kind not in ("iuU" if named else "iub"):
-            raise UserError(
-                f"{where}: {n} must be whole numbers{' or names' if named else ''} [tokens], not "
-                f"{array.dtype}{list(array.shape)}"
-            )
-    return RoutedBlock(where, ids, weights=arrays.get("weights"), **known)
-
-
-_READERS: dict[str, Callable[[Path, int | None, int | None], Iterator[RoutedBlock]]] = {
+_READERS: dict[str, Callable[[Path, int | None, int | None], Arrays]] = {
     ".npy": _numpy,
     ".npz": _numpy,
     ".jsonl": _json_lines,
 }
-"""By a file's suffix: reader(path, layers, top_k)."""
+"""By a file's suffix: reader(path, layers, top_k) gives arrays with a row per token, by the names of
+IDS, "weights" and PER_TOKEN; others are left out."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from host_offload.control.step_record import COLUMNS, StepRecord
 from host_offload.traces.generators import routing_generator
-from host_offload.traces.schema import Mark, TraceError, TraceHeader, written_columns
+from host_offload.traces.schema import Mark, TraceError, TraceHeader, engine_columns
 from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 
@@ -117,7 +117,7 @@ def routing_header(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     have = {*present, "ids", "user", "number", "tokens"}
-    missing = [name for name in written_columns(header) if name.split(".")[1] not in have]
+    missing = [name for name in engine_columns(header) if name.split(".")[1] not in have]
     return dataclasses.replace(header, absent=tuple(missing))
 
 

@@ -248,7 +248,7 @@ def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     check_names(name_map, tree, set(parts), set(expected))
     for names in grouped:
-        parts |= _placed(names, parts[names[0]], [expected[n] for n in names], source)
+        parts |= _place_parts(names, parts[names[0]], [expected[n] for n in names], source)
     tensors = {name: Header(p.leaf.header.dtype, p.shape) for name, p in parts.items()}
     return MappedTensors(tree, tensors, parts)
 
@@ -317,7 +317,7 @@ def _sizes(
     return sizes
 
 
-def _placed(
+def _place_parts(
     names: tuple[str, ...], part: Part, shapes: list[tuple[int, ...]], source: str
 ) -> dict[str, Part]:
     """The part of each of the tensors that lie one after another in it; UserError if the sizes are

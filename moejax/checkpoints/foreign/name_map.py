@@ -340,8 +340,8 @@ def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:
     unused = [rule.leaf for rule in name_map.rules if rule.leaf not in used and not rule.optional]
     rules_under_root = [root + rule.leaf for rule in name_map.rules]
     problems = [
-        *_listed("leaves without a rule", unmapped, rules_under_root, "rule"),
-        *_listed("rules without a leaf", unused, [*unmapped, *tree.leaves], "leaf"),
+        *_list_names("leaves without a rule", unmapped, rules_under_root, "rule"),
+        *_list_names("rules without a leaf", unused, [*unmapped, *tree.leaves], "leaf"),
     ]
     if problems:
         raise UserError(
@@ -356,8 +356,8 @@ def check_names(name_map: NameMap, tree: Tree, found: set[str], expected: set[st
     """UserError for tensors that the config asks for and the map does not make, and the reverse."""
     missing, unknown = sorted(expected - found), sorted(found - expected)
     problems = [
-        *_listed("tensors that are missing", missing, unknown, "made"),
-        *_listed("tensors that the config has not", unknown, missing or expected, "expected"),
+        *_list_names("tensors that are missing", missing, unknown, "made"),
+        *_list_names("tensors that the config has not", unknown, missing or expected, "expected"),
     ]
     if problems:
         raise UserError(
@@ -376,7 +376,7 @@ def _root(name_map: NameMap, tree: Tree, patterns: list[re.Pattern[str]]) -> str
     return roots[0]
 
 
-def _listed(what: str, names: Iterable[str], others: Iterable[str], kind: str) -> list[str]:
+def _list_names(what: str, names: Iterable[str], others: Iterable[str], kind: str) -> list[str]:
     """One line per name with the nearest of the others; names that differ in numbers only count
     as one."""
     names = list(names)

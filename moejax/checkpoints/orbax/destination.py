@@ -36,7 +36,7 @@ def free_destination(destination: str | os.PathLike[str]) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def written_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
+def write_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
     """DST.partial, locked; whatever the block has written there is DST after it. Where the block
     raises, DST does not appear. dst: of free_destination. Raises UserError for errors of the
     filesystem, and where DST.partial holds something else."""
@@ -52,7 +52,7 @@ def written_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         work.mkdir(parents=True, exist_ok=True)
         _require_ours(work)
-        with _locked(work):
+        with _hold_lock(work):
             yield work
             os.rename(work, dst)
             # Not before: while the directory is at DST.partial, its lock must be there.
@@ -77,7 +77,7 @@ def _require_ours(work: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(work: pathlib.Path) -> Iterator[None]:
+def _hold_lock(work: pathlib.Path) -> Iterator[None]:
     """Holds a lock, which ends with the process however it ends."""
     # Not the directory's own: NFS locks only what is open for writing.
     with open(work / LOCK, "ab") as file:

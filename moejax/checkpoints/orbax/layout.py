@@ -136,7 +136,7 @@ def orbax_files(
     """
     from orbax.checkpoint import v1  # seconds, and only what writes needs it
 
-    tree = {"params": params, "experts": {v: _numbered(each) for v, each in experts.items()}}
+    tree = {"params": params, "experts": {v: _number_layers(each) for v, each in experts.items()}}
     byte = np.zeros(1, np.uint8)
     context = v1.Context()
     context.array.saving.use_ocdbt = False
@@ -170,6 +170,6 @@ def orbax_files(
     return name, files
 
 
-def _numbered(layers: Mapping[int, Leaf]) -> list[Leaf] | dict[str, Leaf]:
+def _number_layers(layers: Mapping[int, Leaf]) -> list[Leaf] | dict[str, Leaf]:
     whole = list(layers) == list(range(len(layers)))
     return list(layers.values()) if whole else {str(i): leaf for i, leaf in layers.items()}

@@ -239,12 +239,14 @@ def check_files(stored: StoredCheckpoint, experts: Iterable[Leaf]) -> None:
             try:
                 size = leaf.file(stored.tree, chunk).stat().st_size
             except OSError as error:
-                raise _damaged(stored, leaf, chunk, error) from None
+                raise _damage_error(stored, leaf, chunk, error) from None
             if size != leaf.chunk_bytes:
-                raise _damaged(stored, leaf, chunk, f"{size} bytes, not {leaf.chunk_bytes}")
+                raise _damage_error(stored, leaf, chunk, f"{size} bytes, not {leaf.chunk_bytes}")
 
 
-def _damaged(stored: StoredCheckpoint, leaf: Leaf, chunk: int, error: OSError | str) -> UserError:
+def _damage_error(
+    stored: StoredCheckpoint, leaf: Leaf, chunk: int, error: OSError | str
+) -> UserError:
     """What to raise for a chunk, named as people know it and by its file."""
     kind, _, rest = leaf.name.partition(".")
     named = f"parameter {rest}"
@@ -261,9 +263,9 @@ def read_chunk(stored: StoredCheckpoint, leaf: Leaf, chunk: int, into: np.ndarra
     try:
         found = read_file(leaf.file(stored.tree, chunk), as_bytes(into))
     except OSError as error:
-        raise _damaged(stored, leaf, chunk, error) from None
+        raise _damage_error(stored, leaf, chunk, error) from None
     if found != stored.manifest.checksums(leaf)[chunk]:
-        raise _damaged(stored, leaf, chunk, "damaged (its checksum differs)")
+        raise _damage_error(stored, leaf, chunk, "damaged (its checksum differs)")
 
 
 @contextlib.contextmanager

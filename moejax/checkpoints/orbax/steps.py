@@ -74,7 +74,7 @@ def find_items(directory: pathlib.Path, step: Step = None) -> Items:
             f"{directory}: no Orbax checkpoint: neither {TREE} nor steps with one (what an Orbax "
             "from before that file wrote must be restored and saved again)"
         )
-    number = _chosen(directory, steps, step)
+    number = _choose_step(directory, steps, step)
     _check_finished([steps[number]])
     return Items(number, (steps[number], directory), _items(steps[number]))
 
@@ -154,7 +154,7 @@ def _check_finished(directories: list[pathlib.Path]) -> None:
             )
 
 
-def _chosen(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: Step) -> int:
+def _choose_step(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: Step) -> int:
     if step is None or step == "latest":
         return max(steps)
     if isinstance(step, str):

@@ -70,7 +70,15 @@ def read_tree(directory: pathlib.Path) -> Tree:
     leaves: dict[str, str] = {}
     names: dict[str, str] = {}
     for entry in entries.values():
-        keys, kind = _keys(entry, path)
+        try:
+            keys = [part["key"] for part in entry["key_metadata"]]
+            kind = entry["value_metadata"]["value_type"]
+        except (TypeError, KeyError):
+            keys, kind = [], None
+        if not (keys and all(isinstance(each, str) for each in (*keys, kind))):
+            raise UserError(
+                f"{path}: an entry of tree_metadata has no key_metadata or value_metadata"
+            )
         if kind in _EMPTY:
             continue
         leaf, name = "/".join(keys), ".".join(keys)
@@ -94,17 +102,6 @@ def read_tree(directory: pathlib.Path) -> Tree:
     )
 
 
-def _keys(entry: Any, path: pathlib.Path) -> tuple[list[str], str]:
-    try:
-        keys = [part["key"] for part in entry["key_metadata"]]
-        kind = entry["value_metadata"]["value_type"]
-    except (TypeError, KeyError):
-        keys, kind = [], None
-    if not keys or not all(isinstance(key, str) for key in keys) or not isinstance(kind, str):
-        raise UserError(f"{path}: an entry of tree_metadata has no key_metadata or value_metadata")
-    return keys, kind
-
-
 def _check_files(directory: pathlib.Path) -> None:
     """UserError for links that leave the directory, and for files that tensorstore would wait or
     run out of memory for: those that are no files, and descriptions without end."""
@@ -114,22 +111,18 @@ def _check_files(directory: pathlib.Path) -> None:
             path = pathlib.Path(folder, name)
             try:
                 leaves = path.is_symlink() and not may_lead_to(path.resolve(), inside)
+                status = path.lstat() if leaves else path.stat()
             except (OSError, RuntimeError) as error:
+                if isinstance(error, OSError) and error.errno != errno.ELOOP:
+                    raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
                 raise UserError(f"{path}: a link in a loop ({error}); remove it") from None
             if leaves:
                 raise UserError(
                     f"{path}: a link that leaves the checkpoint; copy what it points to "
                     "(cp -rL), or remove it"
                 )
-        for name in files:
-            path = pathlib.Path(folder, name)
-            try:
-                status = path.stat()
-            except OSError as error:
-                if error.errno == errno.ELOOP:  # Python 3.13 resolves such a link without an error
-                    raise UserError(f"{path}: a link in a loop ({error}); remove it") from None
-                raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-            check_size(path, status, _DESCRIPTIONS.get(name), "the description of a tree")
+            if name in files:
+                check_size(path, status, _DESCRIPTIONS.get(name), "the description of a tree")
 
 
 def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, TreeLeaf]:
@@ -222,17 +215,17 @@ def _open(tree: Tree, path: str, context: Any) -> Any:
     try:
         return ts.open(spec, open=True, read=True, context=context)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _damaged(tree, path, error) from None
+        raise _damage_error(tree, path, error) from None
 
 
 def _result(tree: Tree, path: str, future: Any) -> Any:
     try:
         return future.result()
     except (ValueError, TypeError, OverflowError, OSError, MemoryError) as error:
-        raise _damaged(tree, path, error) from None
+        raise _damage_error(tree, path, error) from None
 
 
-def _damaged(tree: Tree, path: str, error: Exception) -> UserError:
+def _damage_error(tree: Tree, path: str, error: Exception) -> UserError:
     text = str(error).split(" [tensorstore_spec", 1)[0]
     old = (
         ". It was written by an old Orbax, which left out chunks of zeros, so that they cannot be "

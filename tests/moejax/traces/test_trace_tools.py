@@ -244,11 +244,6 @@ BAD = {
     ),
     "prompt": (Dump("a.jsonl", plain(prompt_tokens=99)), {}, "prompt_tokens is 99 of 12"),
     "mixed": (Dump("a.jsonl", plain() + plain(prompt_tokens=2)), {}, "convert them apart"),
-    "more": (
-        Dump("a.jsonl", plain() + lines(dict(ids=np.pad(IDS, ((0, 0), (0, 0), (0, 1))).tolist()))),
-        {},
-        "more than 4 experts for a token",
-    ),
     "both": (Dump("a.npy", IDS), dict(experts=None), "give the model, or its number"),
     "batch": (Dump("a.npy", IDS), dict(batch=0), "batch is at least 1"),
     "own steps": (
