@@ -227,5 +227,5 @@ _READERS: dict[str, Callable[[Path, int | None, int | None], Arrays]] = {
     ".npz": _numpy,
     ".jsonl": _json_lines,
 }
-"""By a file's suffix: reader(path, layers, top_k) gives arrays with a row per token, by the names of
-IDS, "weights" and PER_TOKEN; others are left out."""
+"""By a file's suffix: reader(path, layers, top_k) gives arrays with a row per token, by the names
+of IDS, "weights" and PER_TOKEN; others are left out."""
