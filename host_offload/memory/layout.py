@@ -28,43 +28,24 @@ def default_dtype(itemsize: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """One KV page: `block_size` tokens of every layer, as rows of one head.
+    """One KV page: `block_size` tokens of every layer, in rows of `row_values` values.
 
-    A *KV row* is ``head_dim`` values. Within a page, layer l owns ``rows_per_layer`` KV rows from
-    ``l · rows_per_layer``; there, token t's keys come first and its values after them:
-    row ``(2·t + {0: key, 1: value})·kv_heads + head``. A token's K and V are one contiguous run, so
-    writing it is one copy; a head's tile is read as rows of head_dim with a fixed stride.
-
-    A *latent* page (multi-head latent attention, DeepSeek-V2 section 2.1) has one KV row per token
-    and layer, row ``t``, which is key and value at once: the value is its first `latent` values.
-
-    Raises ValueError for a latent page of more than one KV head or a latent wider than a KV row.
+    Within a page, layer l owns ``rows_per_layer`` KV rows from ``l · rows_per_layer``; there, token
+    t has ``rows_per_token`` rows from ``t · rows_per_token``. What they hold is the matter of the
+    model's kind of attention (`pallas_kernels.kv_write.KVPage`). A token's rows are one contiguous
+    run, so writing it is one copy.
     """
 
     layers: int
-    kv_heads: int
-    head_dim: int
+    rows_per_token: int
+    row_values: int
     itemsize: int
     block_size: int
-    latent: int = 0
-    """Values of a KV row that are the value too; 0: keys and values are rows of their own."""
-
-    def __post_init__(self):
-        if self.latent and (self.kv_heads != 1 or not 0 < self.latent <= self.head_dim):
-            raise ValueError(
-                f"a latent page has 1 KV head and a latent within head_dim, not {self.kv_heads} "
-                f"heads and latent {self.latent} of {self.head_dim}"
-            )
 
     @property
     def row_elements(self) -> int:
         """uint16 elements of one KV row."""
-        return self.head_dim * self.itemsize // 2
-
-    @property
-    def rows_per_token(self) -> int:
-        """KV rows of one token in one layer."""
-        return 1 if self.latent else 2 * self.kv_heads
+        return self.row_values * self.itemsize // 2
 
     @property
     def rows_per_layer(self) -> int:
@@ -123,9 +104,8 @@ def slot_layout(
     width: int,
     itemsize: int,
     layers: int,
-    kv_heads: int,
-    head_dim: int,
-    latent: int = 0,
+    rows_per_token: int,
+    row_values: int,
     block_size: int | None = None,
     versions: Sequence[str] = ("dense",),
     dtype: str | None = None,
@@ -151,7 +131,7 @@ def slot_layout(
     if records[0].itemsize != itemsize:
         raise ValueError(f"a value of {dtype} does not have {itemsize} bytes")
     pages = [
-        PageLayout(layers, kv_heads, head_dim, itemsize, size, latent)
+        PageLayout(layers, rows_per_token, row_values, itemsize, size)
         for size in ((block_size,) if block_size else BLOCK_SIZES)
     ]
     row_elements = pages[0].row_elements

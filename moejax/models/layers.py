@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from moejax.models.attention.kind import Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import inverse_frequencies
 from pallas_kernels import Ops
 from pallas_kernels.expert_ffn import ACTIVATIONS
-from pallas_kernels.head_linear import head_linear
-from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
-from pallas_kernels.latent_write import LatentHeads, latent_write
+from pallas_kernels.kv_write import KVPage
 from pallas_kernels.layer_norm import layer_norm
 from pallas_kernels.linear import (
     LinearOptions,
@@ -31,7 +29,6 @@ from pallas_kernels.linear import (
     normalises_within,
     sum_of_parts,
 )
-from pallas_kernels.paged_attention import AttentionOptions
 from pallas_kernels.plan import Plan, Tables
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.route import (
@@ -43,30 +40,6 @@ from pallas_kernels.route import (
     route_and_plan,
     route_scores,
 )
-
-MLA_EPS = 1e-6
-"""Epsilon of the norms inside latent attention: transformers' default, whatever rms_norm_eps is."""
-
-
-class Tokens(NamedTuple):
-    """The tokens a step computes, T rows of which the first `tiles` · row_tile are in use."""
-
-    positions: jax.Array
-    """int32[T]: within their sequences."""
-    valid: jax.Array
-    """bool[T]: rows that hold a token."""
-    pages: jax.Array
-    """int32[T]: KV row of the page each token is written to; −1: none."""
-    tiles: jax.Array
-    """int32: row tiles in use."""
-    row_tile: int
-    """Rows of one matrix product."""
-    attention: Callable[..., jax.Array]
-    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, options=) ->
-    [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
-    [T, H·latent]."""
-    write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
-    """Decode's kv_write and attention in one, of the step's block table; None: one by one."""
 
 
 def linear_options(ops: Ops, tokens: Tokens | None = None) -> LinearOptions:
@@ -112,10 +85,10 @@ class LayerStack(nnx.Module):
             frequencies = np.pad(frequencies, (0, config.head_dim // 2 - frequencies.size))
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
 
-    def _weight(self, name: str) -> jax.Array:
+    def weight(self, name: str) -> jax.Array:
         return self.weights[name][...]
 
-    def _optional(self, name: str) -> jax.Array | None:
+    def optional_weight(self, name: str) -> jax.Array | None:
         return self.weights[name][...] if name in self.weights else None
 
     def gives_squares(self, rows: int) -> bool:
@@ -126,38 +99,38 @@ class LayerStack(nnx.Module):
         return self.is_moe and within and made and "post_norm_bias" not in self.weights
 
     def takes_squares(self, rows: int) -> bool:
-        """As gives_squares, of the product of q, k and v, for which attend takes those of its x:
-        several products read what latent attention normalises, so it has a kernel for that."""
-        return self.gives_squares(rows) and self.config.mla is None
+        """As gives_squares, of the first product of attention, for which attend takes those of its
+        x."""
+        return self.gives_squares(rows) and self.config.attention.takes_squares
 
     def _product_operands(self, name, i, tokens):
         """Weights, their layer, the bias and options of a product."""
-        bias = self._optional(f"{name}_bias")
-        return self._weight(name), i, bias, linear_options(self.ops, tokens)
+        bias = self.optional_weight(f"{name}_bias")
+        return self.weight(name), i, bias, linear_options(self.ops, tokens)
 
-    def _linear(self, x, name, i, tokens, out_dtype=None, residual=None):
+    def linear(self, x, name, i, tokens, out_dtype=None, residual=None):
         operands = self._product_operands(name, i, tokens)
         return linear(x, *operands, out_dtype=out_dtype, residual=residual)
 
     def _plus(self, x, y, name, i, tokens):
         """x plus the product of y, one op where the model has no factor between."""
         if self.config.residual_multiplier == 1:
-            return self._linear(y, name, i, tokens, residual=x)
-        return x + self._added(self._linear(y, name, i, tokens))
+            return self.linear(y, name, i, tokens, residual=x)
+        return x + self._added(self.linear(y, name, i, tokens))
 
     def _plus_with_squares(self, x, y, name, i, tokens):
         """(_plus where there is no factor, its tile_squares)."""
         return linear_with_squares(y, *self._product_operands(name, i, tokens), residual=x)
 
-    def _norm(self, x, name, i, eps=None):
+    def norm(self, x, name, i, eps=None):
         eps = self.config.rms_norm_eps if eps is None else eps
-        return norm(x, self._weight(name), self._optional(f"{name}_bias"), i, eps, self.ops)
+        return norm(x, self.weight(name), self.optional_weight(f"{name}_bias"), i, eps, self.ops)
 
-    def _norm_linear(self, x, norm_name, name, i, tokens, squares=None):
+    def norm_linear(self, x, norm_name, name, i, tokens, squares=None):
         """The product of x behind its norm, where nothing else reads what is normalised."""
         if f"{norm_name}_bias" in self.weights:  # a LayerNorm
-            return self._linear(self._norm(x, norm_name, i), name, i, tokens)
-        norm = Norm(self._weight(norm_name), self.config.rms_norm_eps, squares)
+            return self.linear(self.norm(x, norm_name, i), name, i, tokens)
+        norm = Norm(self.weight(norm_name), self.config.rms_norm_eps, squares)
         return norm_linear(x, norm, *self._product_operands(name, i, tokens))
 
     def _added(self, y):
@@ -182,11 +155,8 @@ class LayerStack(nnx.Module):
         Returns (x, arena, squares of that x, or None without them, counters).
         """
         with jax.named_scope("attend"):
-            if self.config.mla is None:
-                given = tokens, page, squares, counters
-                attended, arena, counters = self._read_heads(i, x, arena, *given)
-            else:
-                attended, arena = self._read_latent(i, x, arena, tokens, page)
+            given = i, x, arena, tokens, page, squares, counters
+            attended, arena, counters = self.config.attention.attend(self, *given)
             if with_squares:
                 x, squares = self._plus_with_squares(x, attended, "o", i, tokens)
             else:
@@ -194,120 +164,6 @@ class LayerStack(nnx.Module):
             # The borders between a layer's parts are fixed points of rounding (contract 1e).
             x, squares = lax.optimization_barrier((x, squares))
             return x, arena, squares, counters
-
-    def _read_heads(self, i, x, arena, tokens, page, squares, counters):
-        """Grouped-query attention: x [T, D] -> ([T, H·hd], arena, counters)."""
-        config = self.config
-        qkv = self._norm_linear(x, "input_norm", "qkv", i, tokens, squares)
-        norms = self._optional("q_norm"), self._optional("k_norm")
-        # kv_write normalises heads itself, but clipping and another order come between the norms
-        # and the rotation.
-        whole = norms[0] is not None and norms[0].shape[-1] != page.head_dim
-        between = config.clip_qkv is not None or config.reorders_heads
-        if whole or (norms[0] is not None and between):
-            qkv, norms = self._norm_projections(i, qkv, page), (None, None)
-        if config.clip_qkv is not None:
-            qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
-        if config.reorders_heads:
-            qkv = self._pair_by_halves(qkv, page)
-        places = KVPlaces(tokens.positions, tokens.pages, self.first_layer + i)
-        heads = ProjectedHeads(qkv, *norms, i, self.inverse_frequencies[...])
-        write = WriteOptions(
-            page,
-            self.attention_factor,
-            config.rms_norm_eps,
-            implementation=self.ops.kv_write,
-        )
-        read = self._attention_options(page)
-        if tokens.write_and_attend is not None:
-            options = {"counters": counters, "write": write, "read": read}
-            return tokens.write_and_attend(heads, arena, places, **options)
-        q, arena = kv_write(heads, arena, places, write)
-        return tokens.attention(q, arena, layer=places.layer, options=read), arena, counters
-
-    def _attention_options(self, page):
-        scale, ops = self.config.attention_scale, self.ops
-        return AttentionOptions(page, self.window, scale, ops.paged_attention, ops.shared_kib)
-
-    def _norm_projections(self, i, qkv, page):
-        """qkv with q and k normalised, over as many values at once as the norms have: all heads
-        (OLMoE) or one."""
-        width = page.kv_heads * page.head_dim
-        q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * width, qkv.shape[1] - width), axis=1)
-
-        def normed(x, name):
-            parts = x.reshape(x.shape[0], -1, self._weight(name).shape[-1])
-            return self._norm(parts, name, i).reshape(x.shape)
-
-        return jnp.concatenate([normed(q, "q_norm"), normed(k, "k_norm"), v], axis=1)
-
-    def _pair_by_halves(self, qkv, page):
-        """qkv with the values of each head of q and k in the order that kv_write rotates, pair i
-        being the values i and i + hd/2: the rotated pairs first, then those that have no angle.
-        The same order for q and k changes no score but by the order of its sum."""
-        width, rotated = page.kv_heads * page.head_dim, self.config.rotary_dim
-        qk, v = jnp.split(qkv, [qkv.shape[1] - width], axis=1)
-        turned, passed = jnp.split(qk.reshape(len(qk), -1, page.head_dim), [rotated], axis=2)
-        if self.config.rope_interleave:
-            halves = turned[..., 0::2], turned[..., 1::2]
-        else:
-            halves = jnp.split(turned, 2, axis=2)
-        rest = jnp.split(passed, 2, axis=2)
-        parts = [halves[0], rest[0], halves[1], rest[1]]
-        qk = jnp.concatenate(parts, axis=2).reshape(qk.shape)
-        return jnp.concatenate([qk, v], axis=1)
-
-    def _read_latent(self, i, x, arena, tokens, page):
-        """Multi-head latent attention (DeepSeek-V2, section 2.1) with the products of queries and
-        outputs with kv_b's halves moved out of the sum over keys ("absorbed"), so that pages hold
-        the latent: x [T, D] -> ([T, H·v_head_dim], arena)."""
-        normed = self._norm(x, "input_norm", i)
-        config, mla = self.config, self.config.mla
-        assert mla is not None
-        heads, nope = config.num_attention_heads, mla.qk_nope_head_dim
-        if "q_a" in self.weights:
-            compressed = self._norm(self._linear(normed, "q_a", i, tokens), "q_a_norm", i, MLA_EPS)
-            q = self._linear(compressed, "q_b", i, tokens)
-        else:
-            q = self._linear(normed, "q", i, tokens)
-        q = q.reshape(q.shape[0], heads, -1)
-        latent = LatentHeads(
-            self._linear(normed, "kv_a", i, tokens),
-            self._weight("kv_a_norm"),
-            i,
-            q[..., nope:],
-            self.inverse_frequencies[...],
-        )
-        places = KVPlaces(tokens.positions, tokens.pages, self.first_layer + i)
-        write = WriteOptions(
-            page, self.attention_factor, MLA_EPS, mla.rope_interleave, self.ops.latent_write
-        )
-        q_rope, arena = latent_write(latent, arena, places, write)
-        kv_b = self._weight("kv_b")  # of each head, rows of its keys, then of its values
-        kv_b = kv_b.reshape(kv_b.shape[0], heads, -1, mla.kv_lora_rank)
-
-        def by_head(x, part, transposed):
-            return head_linear(
-                x,
-                kv_b,
-                i,
-                part=part,
-                transposed=transposed,
-                row_tile=tokens.row_tile,
-                tiles=tokens.tiles,
-                implementation=self.ops.head_linear,
-            )
-
-        layer = self.first_layer + i
-        out = tokens.attention(
-            by_head(q[..., :nope], (0, nope), True),
-            arena,
-            q_rope=q_rope,
-            layer=layer,
-            options=self._attention_options(page),
-        )
-        out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
-        return out.reshape(out.shape[0], -1), arena
 
     def route(
         self,
@@ -381,7 +237,7 @@ class LayerStack(nnx.Module):
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
             options = NormRouteOptions(rule, linear_options(self.ops, tokens), name)
-            router = self._post_norm(squares), self._weight("router")
+            router = self._post_norm(squares), self.weight("router")
             normed, *routed = norm_route_and_list(x, *router, *kept, options=options)
             if "shared_down" in self.weights:
                 x = self._plus_shared_expert(i, x, normed, tokens)
@@ -390,21 +246,21 @@ class LayerStack(nnx.Module):
     def _scored(self, i, x, tokens, squares):
         """(x plus its shared expert where there is one, normalised x, router logits in parts)."""
         if "post_norm_bias" in self.weights:  # a LayerNorm
-            normed = self._norm(x, "post_norm", i)
+            normed = self.norm(x, "post_norm", i)
             logits = self._router_logits(i, normed, tokens)
         else:
-            router = self._weight("router"), i, linear_options(self.ops, tokens)
+            router = self.weight("router"), i, linear_options(self.ops, tokens)
             normed, logits = norm_linear_parts(x, self._post_norm(squares), *router)
         if "shared_down" in self.weights:
             x = self._plus_shared_expert(i, x, normed, tokens)
         return x, normed, logits
 
     def _post_norm(self, squares):
-        return Norm(self._weight("post_norm"), self.config.rms_norm_eps, squares)
+        return Norm(self.weight("post_norm"), self.config.rms_norm_eps, squares)
 
     def _correction(self):
         """[L, E], of tensors [E] or [1, E]."""
-        correction = self._optional("correction")
+        correction = self.optional_weight("correction")
         return None if correction is None else correction.reshape(len(correction), -1)
 
     def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
@@ -414,7 +270,7 @@ class LayerStack(nnx.Module):
 
     def _router_logits(self, i, normed, tokens):
         """float32[S, T, E], in parts."""
-        return linear_parts(normed, self._weight("router"), i, linear_options(self.ops, tokens))
+        return linear_parts(normed, self.weight("router"), i, linear_options(self.ops, tokens))
 
     def _plus_shared_expert(self, i, x, normed, tokens):
         """x plus the expert that every token goes through, behind a gate of its own in
@@ -423,20 +279,20 @@ class LayerStack(nnx.Module):
             hidden = self._gated(normed, "shared_", i, tokens)
             if "shared_gate" not in self.weights:
                 return self._plus(x, hidden, "shared_down", i, tokens)
-            out = self._linear(hidden, "shared_down", i, tokens)
-            gate = self._linear(normed, "shared_gate", i, tokens, out_dtype=jnp.float32)
+            out = self.linear(hidden, "shared_down", i, tokens)
+            gate = self.linear(normed, "shared_gate", i, tokens, out_dtype=jnp.float32)
             return x + self._added((jax.nn.sigmoid(gate) * out).astype(out.dtype))
 
     def feed_forward(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
         """x [T, D] plus the gated feed-forward of a layer without experts."""
         with jax.named_scope("feed_forward"):
-            normed = self._norm(x, "post_norm", i)
+            normed = self.norm(x, "post_norm", i)
             hidden = self._gated(normed, "", i, tokens)
             return lax.optimization_barrier(self._plus(x, hidden, "down", i, tokens))
 
     def _gated(self, normed, key, i, tokens):
         """The activated gate times the other half, before the product with `down`."""
-        gate_up = self._linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
+        gate_up = self.linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         return (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
 

@@ -8,7 +8,10 @@ import json
 from collections.abc import Sequence
 
 from host_offload.memory.layout import SlotLayout, default_dtype, slot_layout
+from moejax.models.attention.grouped_query import GROUPED_QUERY
+from moejax.models.attention.kind import AttentionKind
 from moejax.models.rope import Rope
+from pallas_kernels.kv_write import KVPage
 from pallas_kernels.records import RecordFormat
 from pallas_kernels.route import RouteRule
 
@@ -25,22 +28,6 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1), fields named as in config.json.
-
-    q_lora_rank: None where queries are not compressed. rope_interleave: the checkpoint's rotated
-    values are pairs (2i, 2i + 1), not halves.
-    """
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    rope_interleave: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The numbers that define the computation, under transformers' names.
 
@@ -50,10 +37,10 @@ class ModelConfig:
     attention_bias: of q, k and v. clip_qkv: q, k and v are clipped to ± this. attention_scale: of
     scores; None: head_dim^-0.5. qk_norm: heads of q and k are normalised, in families where that
     is a choice. rotary_width: first values of a head that are rotated; None: all.
-    rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves (of latent attention mla
-    says it). embedding_multiplier, residual_multiplier: factors of embeddings, and of all that a
-    layer adds to its input; logits_scaling: divides logits. shared_width: intermediate size of the
-    expert that every token goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None
+    rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves. attention: how a layer
+    attends, and what its pages hold. embedding_multiplier, residual_multiplier: factors of
+    embeddings, and of all that a layer adds to its input; logits_scaling: divides logits.
+    shared_width: intermediate size of the expert that every token goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None
     where the config does not say (`load_checkpoint` fills it in from the weights). eos_token_ids:
     empty if there is none.
 
@@ -95,7 +82,7 @@ class ModelConfig:
     mlp_bias: bool = False
     lm_head_bias: bool = False
     shared_width: int = 0
-    mla: Mla | None = None
+    attention: AttentionKind = GROUPED_QUERY
     scoring_func: str = "softmax"
     n_group: int = 1
     topk_group: int = 1
@@ -136,29 +123,11 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Values of a head that are rotated."""
-        return self.mla.qk_rope_head_dim if self.mla else self.rotary_width or self.head_dim
+        return self.attention.rotary_dim(self)
 
-    @property
-    def reorders_heads(self) -> bool:
-        """Whether the values of q and k are put in another order before they are rotated."""
-        return self.rope_interleave or self.rotary_width is not None
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of a KV page: 1 where pages hold the latent."""
-        return 1 if self.mla else self.num_key_value_heads
-
-    @property
-    def kv_width(self) -> int:
-        """Values of one KV row: a head's, or the latent and the rotated key beside it."""
-        if self.mla:
-            return self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-        return self.head_dim
-
-    @property
-    def kv_latent(self) -> int:
-        """Values of a KV row that are the latent; 0: keys and values have rows of their own."""
-        return self.mla.kv_lora_rank if self.mla else 0
+    def page(self, block_size: int) -> KVPage:
+        """How KV lies in a page of so many tokens."""
+        return self.attention.page(self, block_size)
 
     def expert_layout(self, itemsize: int) -> RecordFormat:
         """The dense record of one expert. itemsize: bytes of a weight."""
@@ -173,14 +142,14 @@ class ModelConfig:
     ) -> SlotLayout:
         """How slots of an arena are cut for this model. itemsize: bytes of a weight. versions,
         dtype: see host_offload.memory.layout.slot_layout."""
+        page = self.page(1)
         return slot_layout(
             hidden=self.hidden_size,
             width=self.moe_intermediate_size,
             itemsize=itemsize,
             layers=self.num_hidden_layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.kv_width,
-            latent=self.kv_latent,
+            rows_per_token=page.rows_per_token,
+            row_values=page.head_dim,
             versions=versions,
             dtype=dtype,
         )
@@ -188,5 +157,8 @@ class ModelConfig:
 
 def config_digest(config: ModelConfig) -> str:
     """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
+    fields = dataclasses.asdict(config)
+    # Files of older releases have digests with this name and None for grouped-query attention.
+    fields["mla"] = fields.pop("attention") or None
+    text = json.dumps(fields, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

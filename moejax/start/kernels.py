@@ -11,6 +11,7 @@ from host_offload.memory.layout import SlotLayout
 from moejax.cache import cache_root
 from moejax.checkpoints.tensors import layer_params, param_shape
 from moejax.errors import user_errors
+from moejax.models.attention.grouped_query import reorders_heads
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from moejax.step.step_parts import StepSpec
@@ -79,33 +80,34 @@ def kernel_shapes(
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
-    between = config.clip_qkv is not None or config.reorders_heads
+    between = config.clip_qkv is not None or reorders_heads(config)
     by_head = norms.get("q_norm") == config.head_dim and not between
     if by_head:
         norms = {}
-    mla = config.mla
+    page = config.page(layout.page.block_size)
     shape = ModelShape(
         hidden=config.hidden_size,
         width=config.moe_intermediate_size,
         experts=config.num_experts,
         rule=config.route_rule,
         heads=config.num_attention_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.kv_width,
+        kv_heads=page.kv_heads,
+        head_dim=page.head_dim,
         products=_products(config, dtype, layers),
-        block_size=layout.page.block_size,
+        block_size=page.block_size,
         window=None,
         activation=config.hidden_act,
         dtype=dtype,
-        latent=config.kv_latent,
-        up_projection=(0, 0) if mla is None else (mla.qk_nope_head_dim, mla.v_head_dim),
-        interleave=mla is not None and mla.rope_interleave,
+        latent=page.latent,
+        **config.attention.kernel_shape(),
         qk_norm=by_head,
         other_norms=tuple(sorted({*norms.values()} - {config.hidden_size})),
         correction="correction" in names,
         norm="layer_norm" if "input_norm_bias" in names else "rms_norm",
         vocabulary=config.vocab_size,
-        squares=mla is None and config.residual_multiplier == 1 and "post_norm_bias" not in names,
+        squares=config.attention.takes_squares
+        and config.residual_multiplier == 1
+        and "post_norm_bias" not in names,
     )
     if formats is not None:
         versions = tuple((f.cell.version, f.store.version) for f in formats)

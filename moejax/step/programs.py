@@ -163,8 +163,7 @@ class Programs:
     @property
     def page(self) -> KVPage:
         """KV pages as the ops know them."""
-        page = self.steps.layout.page
-        return KVPage(page.block_size, page.kv_heads, page.head_dim, page.latent)
+        return self.steps.config.page(self.steps.layout.page.block_size)
 
     def program(self, key: ProgramKey) -> Program:
         """Of a whole step, or of what comes between steps or between layers; parts of a step are

@@ -51,10 +51,9 @@ def decode_tile(ops: Ops, rows: int) -> int:
     return 1 if sums_in_one_order(ops) else min(DECODE_TILE, rows)
 
 
-def arena_ops(latent: bool) -> tuple[str, ...]:
-    """The ops of steps that read or write the arena. latent: whether KV pages are."""
-    kv = "latent_write" if latent else "kv_write"
-    return kv, "paged_attention", "fill", "expert_ffn", "stage", "move"
+def arena_ops(config: ModelConfig) -> tuple[str, ...]:
+    """The ops of a model's steps that read or write the arena."""
+    return config.attention.ops[0], "paged_attention", "fill", "expert_ffn", "stage", "move"
 
 
 Leaf = Any
@@ -180,7 +179,7 @@ class StepSpec:
     @property
     def foreign_ops(self) -> dict[str, str]:
         """Ops that touch the arena and are not native → their implementation."""
-        ops = {op: getattr(self.ops, op) for op in arena_ops(self.layout.page.latent > 0)}
+        ops = {op: getattr(self.ops, op) for op in arena_ops(self.config)}
         return {op: name for op, name in ops.items() if name != "cpu"}
 
     @property

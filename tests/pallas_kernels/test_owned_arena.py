@@ -44,7 +44,7 @@ def filled(arena, *, row=8, expert=2, layer=1, version=0):
 
 def test_writes_are_where_those_of_an_array_are(memory):
     """Every way to write: between them a token says which comes after which."""
-    page = PageLayout(layers=1, kv_heads=1, head_dim=8, itemsize=2, block_size=4)
+    page = PageLayout(layers=1, rows_per_token=2, row_values=8, itemsize=2, block_size=4)
     assert page.rows * page.row_elements == 4 * HIDDEN
     values = tuple(jnp.full(page.nbytes // 2, n, jnp.uint16) for n in (7, 8))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from moejax.models.attention.latent import LatentAttention
 from moejax.models.family import (
     Family,
     Fields,
@@ -18,7 +19,7 @@ from moejax.models.family import (
     later_layer,
     router_params,
 )
-from moejax.models.model_config import Mla, ModelConfig
+from moejax.models.model_config import ModelConfig
 from moejax.models.rope import yarn_mscale
 
 
@@ -122,7 +123,7 @@ def _layers(
 def _attention(fields: Fields, *, heads: int, interleave: bool) -> dict[str, Any]:
     count = fields.integer("num_attention_heads", heads)
     fields.only("num_key_value_heads", count)
-    mla = Mla(
+    attention = LatentAttention(
         q_lora_rank=fields.optional_integer("q_lora_rank", 1536),
         kv_lora_rank=fields.integer("kv_lora_rank", 512),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim", 128),
@@ -130,14 +131,14 @@ def _attention(fields: Fields, *, heads: int, interleave: bool) -> dict[str, Any
         v_head_dim=fields.integer("v_head_dim", 128),
         rope_interleave=interleave,
     )
-    if mla.qk_rope_head_dim % 2:
-        raise fields.refuse(f"qk_rope_head_dim must be even, not {mla.qk_rope_head_dim}")
+    if attention.qk_rope_head_dim % 2:
+        raise fields.refuse(f"qk_rope_head_dim must be even, not {attention.qk_rope_head_dim}")
     return dict(
         num_attention_heads=count,
         num_key_value_heads=count,
-        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        head_dim=attention.qk_nope_head_dim + attention.qk_rope_head_dim,
         attention_bias=fields.flag("attention_bias", False),
-        mla=mla,
+        attention=attention,
     )
 
 
@@ -171,8 +172,8 @@ def layer_params_v3(config: ModelConfig, moe: bool) -> dict[str, Parts]:
 
 
 def _attention_params(config: ModelConfig) -> dict[str, Parts]:
-    assert config.mla is not None
-    mla, hidden, heads = config.mla, config.hidden_size, config.num_attention_heads
+    mla, hidden, heads = config.attention, config.hidden_size, config.num_attention_heads
+    assert isinstance(mla, LatentAttention)
     latent, queries = mla.kv_lora_rank, heads * config.head_dim
     params: dict[str, Parts] = {
         "input_norm": (("input_layernorm.weight", (hidden,)),),

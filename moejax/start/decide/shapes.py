@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from host_offload.memory.layout import BLOCK_SIZES, SlotLayout
 from moejax.checkpoints.tensors import layer_params
+from moejax.models.attention import kind as attention
 from moejax.models.config import ModelConfig
 from moejax.step.step_parts import DECODE_TILE, StepShapes
 from pallas_kernels import Ops
 from pallas_kernels.dispatch import MADE_OF
 from pallas_kernels.fill_ffn import why_not_pallas as fill_ffn_why_not
-from pallas_kernels.kv_write import KVPage
 from pallas_kernels.paged_attention import SPAN
 from pallas_kernels.paged_attention import why_not_pallas as attention_why_not
 from pallas_kernels.records.versions import Formats
@@ -88,7 +88,7 @@ def step_shapes(
 def without_kernel(config: ModelConfig) -> dict[str, str]:
     """The ops whose Pallas kernel this model cannot use, and why; the reference runs instead, as
     the log and `stats` say."""
-    page = KVPage(BLOCK_SIZES[0], config.kv_heads, config.kv_width, config.kv_latent)
+    page = config.page(BLOCK_SIZES[0])
     reasons = {
         "route": route_why_not(config.route_rule),
         "paged_attention": attention_why_not(page),
@@ -110,13 +110,13 @@ def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
     XLA are held to one number of rows (contract 1e): in another program the same product is fused
     with other neighbours."""
     products = "linear", "expert_ffn", "paged_attention"
-    return ops.are_kernels(*products, *(("head_linear",) if config.mla else ()))
+    return ops.are_kernels(*products, *config.attention.products)
 
 
 def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
     """Op → implementation, of the ops that this model's steps have."""
     names = {key for run in config.runs for key in layer_params(config, run.moe)}
-    unused = {"kv_write"} if config.mla else {"latent_write", "head_linear"}
+    unused = {op for op in attention.OPS if op not in config.attention.ops}
     # By "xla" it is fill and expert_ffn, whatever those are.
     unused |= {op for op in MADE_OF if getattr(ops, op) == "xla"}
     if "input_norm_bias" not in names:

@@ -44,7 +44,7 @@ def explain_donation(steps: StepSpec) -> str | None:
     """Why the arena is an array, donated from step to step, although native ops touch it, for
     people; None: the native library owns it (StepSpec.owned), or none of its ops touches it."""
     others = [f"{op} {name}" for op, name in steps.foreign_ops.items()]
-    every = arena_ops(steps.layout.page.latent > 0)
+    every = arena_ops(steps.config)
     return ", ".join(others) if 0 < len(others) < len(every) else None
 
 

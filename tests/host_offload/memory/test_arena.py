@@ -9,7 +9,7 @@ from host_offload.memory.arena import OutOfPages, SlotArena, SlotClass
 from host_offload.memory.layout import slot_layout
 
 LAYOUT = slot_layout(
-    hidden=32, width=16, itemsize=2, layers=2, kv_heads=1, head_dim=8, block_size=16
+    hidden=32, width=16, itemsize=2, layers=2, rows_per_token=2, row_values=8, block_size=16
 )
 SLOTS, LAYERS, EXPERTS, CELLS = 9, 2, 4, 3
 PER_SLOT = LAYOUT.pages_per_slot
@@ -145,8 +145,8 @@ MIXED = slot_layout(
     width=16,
     itemsize=2,
     layers=2,
-    kv_heads=1,
-    head_dim=8,
+    rows_per_token=2,
+    row_values=8,
     block_size=16,
     versions=("dense", "int4"),
 )

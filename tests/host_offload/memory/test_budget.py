@@ -15,7 +15,7 @@ from host_offload.memory.budget import (
 from host_offload.memory.layout import slot_layout
 
 # The demo model: slots of 96 KiB, pages of 16 tokens and 16 KiB, 6 pages in a slot.
-DEMO = slot_layout(hidden=128, width=128, itemsize=2, layers=4, kv_heads=2, head_dim=32)
+DEMO = slot_layout(hidden=128, width=128, itemsize=2, layers=4, rows_per_token=4, row_values=32)
 SLOT = DEMO.slot_bytes
 MODEL = dict(moe_layers=4, experts=16, max_num_seqs=16, max_model_len=1024)
 EVERY = 64

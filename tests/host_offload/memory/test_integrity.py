@@ -14,7 +14,7 @@ from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import VersionFormats
 
 LAYOUT = slot_layout(
-    hidden=32, width=16, itemsize=2, layers=2, kv_heads=1, head_dim=8, block_size=16
+    hidden=32, width=16, itemsize=2, layers=2, rows_per_token=2, row_values=8, block_size=16
 )
 SLOTS, LAYERS, EXPERTS, CELLS = 9, 2, 4, 4
 ROWS = LAYOUT.records[0].rows

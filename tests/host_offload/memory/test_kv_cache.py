@@ -13,7 +13,7 @@ from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_p
 from scripts.check.kv_faults import cache_faults
 
 LAYOUT = slot_layout(
-    hidden=64, width=64, itemsize=2, layers=1, kv_heads=1, head_dim=64, block_size=16
+    hidden=64, width=64, itemsize=2, layers=1, rows_per_token=2, row_values=64, block_size=16
 )
 
 
@@ -138,7 +138,7 @@ def test_broken_invariants_are_named(cache, break_it, message):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_pages_come_back_to_other_places_bit_for_bit(itemsize):
-    page = PageLayout(layers=2, kv_heads=1, head_dim=8, itemsize=itemsize, block_size=16)
+    page = PageLayout(layers=2, rows_per_token=2, row_values=8, itemsize=itemsize, block_size=16)
     rng = np.random.default_rng(0)
     arena = rng.integers(0, 2**16, (page.nbytes // 2 * 12 // 16, 16), np.uint16)
     flat = arena.reshape(-1, page.row_elements)
@@ -167,7 +167,7 @@ def test_pages_come_back_to_other_places_bit_for_bit(itemsize):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_pages_move_within_the_arena_bit_for_bit(itemsize):
-    page = PageLayout(layers=2, kv_heads=1, head_dim=8, itemsize=itemsize, block_size=16)
+    page = PageLayout(layers=2, rows_per_token=2, row_values=8, itemsize=itemsize, block_size=16)
     arena = np.random.default_rng(0).integers(0, 2**16, (page.nbytes // 2, 12), np.uint16)
     source = np.array([3, 0, 7, 7, 7, 7, 7, 7], np.int32)  # a list is filled up with its last pair
     target = np.array([9, 11, 10, 10, 10, 10, 10, 10], np.int32)

@@ -24,7 +24,9 @@ from host_offload.memory.placement import (
 )
 from host_offload.memory.pools import CellPools
 
-QWEN3_30B: dict[str, Any] = dict(hidden=2048, width=768, layers=48, kv_heads=4, head_dim=128)
+QWEN3_30B: dict[str, Any] = dict(
+    hidden=2048, width=768, layers=48, rows_per_token=8, row_values=128
+)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +38,10 @@ QWEN3_30B: dict[str, Any] = dict(hidden=2048, width=768, layers=48, kv_heads=4, 
         (dict(versions=()), "name each resident version once"),
         (dict(versions=("int4", "int4")), "name each resident version once"),
         (dict(block_size=48), r"block_size must be one of \(16, 32, 64\), not 48"),
-        (dict(kv_heads=2, head_dim=576, latent=512), "not 2 heads and latent 512 of 576"),
-        (dict(head_dim=576, latent=577), "not 1 heads and latent 577 of 576"),
-        (dict(head_dim=576, latent=-1), "not 1 heads and latent -1 of 576"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(fields, message):
-    shape = dict(hidden=8, width=8, layers=1, kv_heads=1, head_dim=8, itemsize=2)
+    shape = dict(hidden=8, width=8, layers=1, rows_per_token=2, row_values=8, itemsize=2)
     with pytest.raises(ValueError, match=message):
         slot_layout(**{**shape, **fields})
 
@@ -74,15 +73,12 @@ def test_slots_hold_whole_records_of_every_version(versions, cells, slot):
     width=st.integers(1, 96),
     itemsize=st.sampled_from([2, 4]),
     layers=st.integers(1, 8),
-    kv_heads=st.integers(1, 4),
-    head_dim=st.integers(1, 48).map(lambda n: 2 * n),
+    rows_per_token=st.integers(1, 8),
+    row_values=st.integers(1, 48).map(lambda n: 2 * n),
     block_size=st.sampled_from([None, *BLOCK_SIZES]),
-    is_latent=st.booleans(),
 )
-def test_addresses(is_latent, **shape):
+def test_addresses(**shape):
     """Cells and pages lie whole inside their own slot, at whole addresses, without overlap."""
-    if is_latent:
-        shape |= dict(kv_heads=1, latent=1 + shape["head_dim"] // 2)
     slot = slot_layout(**shape)
     assert isinstance(slot, SlotLayout) and slot.hidden == shape["hidden"]
     record, page = slot.records[0], slot.page
@@ -109,8 +105,8 @@ DENSE_INT4 = slot_layout(
     width=128,
     itemsize=2,
     layers=4,
-    kv_heads=2,
-    head_dim=32,
+    rows_per_token=4,
+    row_values=32,
     versions=("dense", "int4"),
 )
 """One dense or four int4 cells a slot."""
@@ -181,7 +177,7 @@ def test_too_little_is_refused_at_the_start():
         capacity(DENSE_INT4, 17, 64)
     with pytest.raises(ValueError, match="at least one spare cell"):
         capacity(DENSE_INT4, 99, 64, spares=0)
-    one = slot_layout(hidden=128, width=128, itemsize=2, layers=4, kv_heads=2, head_dim=32)
+    one = slot_layout(hidden=128, width=128, itemsize=2, layers=4, rows_per_token=4, row_values=32)
     with pytest.raises(ValueError, match="between two versions, not 1"):
         capacity(one, 99, 64)
     every_low = np.ones((4, 16), int)

@@ -24,7 +24,7 @@ EOS = 0
 BLOCK = 16
 CHUNK = 64
 LAYOUT = slot_layout(
-    hidden=64, width=64, itemsize=2, layers=1, kv_heads=1, head_dim=64, block_size=BLOCK
+    hidden=64, width=64, itemsize=2, layers=1, rows_per_token=2, row_values=64, block_size=BLOCK
 )
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moejax.errors import UserError
+from moejax.models.attention.grouped_query import reorders_heads
 from moejax.models.config import load_config, parse_config
 from moejax.models.model_config import ModelConfig, Run
 
@@ -176,7 +177,7 @@ def test_refusals_of_other_families(fields, message):
 )
 def test_values_of_a_head_that_are_rotated(fields, rotated):
     config = parse_config(GLM | fields)
-    assert config.rotary_dim == rotated and config.reorders_heads == (rotated < 128)
+    assert config.rotary_dim == rotated and reorders_heads(config) == (rotated < 128)
 
 
 def test_layers_of_ernie():

@@ -45,7 +45,7 @@ LITE = {
     "n_group": 1,
     "shared_width": 2816,
     "attention_scale": pytest.approx(_scale(192, 0.707)),
-    "kv_width": 576,
+    "rotary_dim": 64,
     "moe_layers": (False, *[True] * 26),
 }
 

@@ -1,0 +1,96 @@
+"""Grouped-query attention: pages hold the keys and values of each KV head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from moejax.models.attention.kind import AttentionLayer, AttentionNumbers, attention_options
+from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptions, kv_write
+
+
+def reorders_heads(config: AttentionNumbers) -> bool:
+    """Whether the values of q and k are put in another order before they are rotated."""
+    return config.rope_interleave or config.rotary_width is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedQueryAttention:
+    """As AttentionKind. q, k and v are one product."""
+
+    ops = ("kv_write",)
+    products = ()
+    takes_squares = True
+
+    def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
+        return KVPage(block_size, config.num_key_value_heads, config.head_dim)
+
+    def kernel_shape(self) -> dict[str, Any]:
+        return {}
+
+    def rotary_dim(self, config: AttentionNumbers) -> int:
+        return config.rotary_width or config.head_dim
+
+    def attend(self, stack, i, x, arena, tokens, page, squares, counters):
+        config = stack.config
+        qkv = stack.norm_linear(x, "input_norm", "qkv", i, tokens, squares)
+        norms = stack.optional_weight("q_norm"), stack.optional_weight("k_norm")
+        # kv_write normalises heads itself, but clipping and another order come between the norms
+        # and the rotation.
+        whole = norms[0] is not None and norms[0].shape[-1] != page.head_dim
+        between = config.clip_qkv is not None or reorders_heads(config)
+        if whole or (norms[0] is not None and between):
+            qkv, norms = _norm_projections(stack, i, qkv, page), (None, None)
+        if config.clip_qkv is not None:
+            qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)
+        if reorders_heads(config):
+            qkv = _pair_by_halves(config, qkv, page)
+        places = KVPlaces(tokens.positions, tokens.pages, stack.first_layer + i)
+        heads = ProjectedHeads(qkv, *norms, i, stack.inverse_frequencies[...])
+        write = WriteOptions(
+            page,
+            stack.attention_factor,
+            config.rms_norm_eps,
+            implementation=stack.ops.kv_write,
+        )
+        read = attention_options(stack, page)
+        if tokens.write_and_attend is not None:
+            options = {"counters": counters, "write": write, "read": read}
+            return tokens.write_and_attend(heads, arena, places, **options)
+        q, arena = kv_write(heads, arena, places, write)
+        return tokens.attention(q, arena, layer=places.layer, options=read), arena, counters
+
+
+GROUPED_QUERY = GroupedQueryAttention()
+
+
+def _norm_projections(stack: AttentionLayer, i, qkv, page):
+    """qkv with q and k normalised, over as many values at once as the norms have: all heads
+    (OLMoE) or one."""
+    width = page.kv_heads * page.head_dim
+    q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * width, qkv.shape[1] - width), axis=1)
+
+    def normed(x, name):
+        parts = x.reshape(x.shape[0], -1, stack.weight(name).shape[-1])
+        return stack.norm(parts, name, i).reshape(x.shape)
+
+    return jnp.concatenate([normed(q, "q_norm"), normed(k, "k_norm"), v], axis=1)
+
+
+def _pair_by_halves(config: AttentionNumbers, qkv, page):
+    """qkv with the values of each head of q and k in the order that kv_write rotates, pair i
+    being the values i and i + hd/2: the rotated pairs first, then those that have no angle.
+    The same order for q and k changes no score but by the order of its sum."""
+    width, rotated = page.kv_heads * page.head_dim, config.rotary_width or config.head_dim
+    qk, v = jnp.split(qkv, [qkv.shape[1] - width], axis=1)
+    turned, passed = jnp.split(qk.reshape(len(qk), -1, page.head_dim), [rotated], axis=2)
+    if config.rope_interleave:
+        halves = turned[..., 0::2], turned[..., 1::2]
+    else:
+        halves = jnp.split(turned, 2, axis=2)
+    rest = jnp.split(passed, 2, axis=2)
+    parts = [halves[0], rest[0], halves[1], rest[1]]
+    qk = jnp.concatenate(parts, axis=2).reshape(qk.shape)
+    return jnp.concatenate([qk, v], axis=1)

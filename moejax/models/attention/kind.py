@@ -1,0 +1,123 @@
+"""What a kind of attention owns: the page that it writes and reads, and the ops that do so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from pallas_kernels import Ops
+from pallas_kernels.kv_write import KVPage
+from pallas_kernels.paged_attention import AttentionOptions
+
+
+class Tokens(NamedTuple):
+    """The tokens a step computes, T rows of which the first `tiles` · row_tile are in use."""
+
+    positions: jax.Array
+    """int32[T]: within their sequences."""
+    valid: jax.Array
+    """bool[T]: rows that hold a token."""
+    pages: jax.Array
+    """int32[T]: KV row of the page each token is written to; −1: none."""
+    tiles: jax.Array
+    """int32: row tiles in use."""
+    row_tile: int
+    """Rows of one matrix product."""
+    attention: Callable[..., jax.Array]
+    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, options=) ->
+    [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
+    [T, H·latent]."""
+    write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
+    """Decode's kv_write and attention in one, of the step's block table; None: one by one."""
+
+
+OPS = ("kv_write", "latent_write", "head_linear")
+"""Ops that steps have for some kinds only."""
+
+
+class AttentionNumbers(Protocol):
+    """What a kind reads of a model's numbers; `ModelConfig` says what they mean."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_width: int | None
+    rope_interleave: bool
+    clip_qkv: float | None
+    attention_scale: float | None
+    rms_norm_eps: float
+
+
+class AttentionLayer(Protocol):
+    """The run of layers that a kind attends for: `LayerStack`, which has the weights."""
+
+    config: Any
+    """AttentionNumbers."""
+    ops: Ops
+    window: int | None
+    first_layer: int
+    weights: Any
+    inverse_frequencies: Any
+    attention_factor: float
+
+    def weight(self, name: str) -> jax.Array: ...
+    def optional_weight(self, name: str) -> jax.Array | None: ...
+    def linear(self, x, name: str, i, tokens: Tokens) -> jax.Array: ...
+    def norm(self, x, name: str, i, eps: float | None = None) -> jax.Array: ...
+    def norm_linear(
+        self, x, norm_name: str, name: str, i, tokens: Tokens, squares=None
+    ) -> jax.Array: ...
+
+
+class AttentionKind(Protocol):
+    """One way to attend, a frozen dataclass with the numbers that only this way has."""
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Ops that steps have for this kind alone, that which writes pages first."""
+        ...
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Those of `ops` that are matrix products."""
+        ...
+
+    @property
+    def takes_squares(self) -> bool:
+        """Whether the first product normalises x itself and can read its tile_squares."""
+        ...
+
+    def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
+        """The rows of a page of so many tokens."""
+        ...
+
+    def kernel_shape(self) -> dict[str, Any]:
+        """Fields of verification.ModelShape that this kind alone has."""
+        ...
+
+    def rotary_dim(self, config: AttentionNumbers) -> int:
+        """Values of a head that are rotated."""
+        ...
+
+    def attend(
+        self,
+        stack: AttentionLayer,
+        i: jax.Array,
+        x: jax.Array,
+        arena: jax.Array,
+        tokens: Tokens,
+        page: KVPage,
+        squares: jax.Array | None,
+        counters: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """x [T, D] of layer i of the stack -> (what its heads read, before the output projection,
+        arena with the tokens' rows written, counters)."""
+        ...
+
+
+def attention_options(stack: AttentionLayer, page: KVPage) -> AttentionOptions:
+    """How the stack's layers read a page."""
+    scale, ops = stack.config.attention_scale, stack.ops
+    return AttentionOptions(page, stack.window, scale, ops.paged_attention, ops.shared_kib)

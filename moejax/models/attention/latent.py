@@ -1,0 +1,94 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): a page has one row a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moejax.models.attention.kind import AttentionNumbers, attention_options
+from pallas_kernels.head_linear import head_linear
+from pallas_kernels.kv_write import KVPage, KVPlaces, WriteOptions
+from pallas_kernels.latent_write import LatentHeads, latent_write
+
+NORM_EPS = 1e-6
+"""Epsilon of the norms inside: transformers' default, whatever rms_norm_eps is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """As AttentionKind, with fields named as in config.json. The products of queries and outputs
+    with kv_b's halves are moved out of the sum over keys ("absorbed"), so that pages hold the
+    latent. Several products read what is normalised, so it has a kernel for that.
+
+    q_lora_rank: None where queries are not compressed. rope_interleave: the checkpoint's rotated
+    values are pairs (2i, 2i + 1), not halves.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+
+    ops = ("latent_write", "head_linear")
+    products = ("head_linear",)
+    takes_squares = False
+
+    def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
+        width = self.kv_lora_rank + self.qk_rope_head_dim
+        return KVPage(block_size, 1, width, self.kv_lora_rank)
+
+    def kernel_shape(self) -> dict[str, Any]:
+        up_projection = self.qk_nope_head_dim, self.v_head_dim
+        return {"up_projection": up_projection, "interleave": self.rope_interleave}
+
+    def rotary_dim(self, config: AttentionNumbers) -> int:
+        return self.qk_rope_head_dim
+
+    def attend(self, stack, i, x, arena, tokens, page, squares, counters):
+        normed = stack.norm(x, "input_norm", i)
+        heads, nope = stack.config.num_attention_heads, self.qk_nope_head_dim
+        if "q_a" in stack.weights:
+            compressed = stack.norm(stack.linear(normed, "q_a", i, tokens), "q_a_norm", i, NORM_EPS)
+            q = stack.linear(compressed, "q_b", i, tokens)
+        else:
+            q = stack.linear(normed, "q", i, tokens)
+        q = q.reshape(q.shape[0], heads, -1)
+        latent = LatentHeads(
+            stack.linear(normed, "kv_a", i, tokens),
+            stack.weight("kv_a_norm"),
+            i,
+            q[..., nope:],
+            stack.inverse_frequencies[...],
+        )
+        places = KVPlaces(tokens.positions, tokens.pages, stack.first_layer + i)
+        write = WriteOptions(
+            page, stack.attention_factor, NORM_EPS, self.rope_interleave, stack.ops.latent_write
+        )
+        q_rope, arena = latent_write(latent, arena, places, write)
+        kv_b = stack.weight("kv_b")  # of each head, rows of its keys, then of its values
+        kv_b = kv_b.reshape(kv_b.shape[0], heads, -1, self.kv_lora_rank)
+
+        def by_head(x, part, transposed):
+            return head_linear(
+                x,
+                kv_b,
+                i,
+                part=part,
+                transposed=transposed,
+                row_tile=tokens.row_tile,
+                tiles=tokens.tiles,
+                implementation=stack.ops.head_linear,
+            )
+
+        layer = stack.first_layer + i
+        out = tokens.attention(
+            by_head(q[..., :nope], (0, nope), True),
+            arena,
+            q_rope=q_rope,
+            layer=layer,
+            options=attention_options(stack, page),
+        )
+        out = by_head(out.reshape(out.shape[0], heads, -1), (nope, kv_b.shape[2]), False)
+        return out.reshape(out.shape[0], -1), arena, counters
