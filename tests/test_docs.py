@@ -83,7 +83,7 @@ assert "{name}" in json.dumps(stats["control"]), stats["control"]
 assert found == tokens("demo", "The old house", eviction="lru")[0]
 """
 FAMILY = """
-directory = write_checkpoint(pathlib.Path(sys.argv[1]), "PlainMoeForCausalLM")
+directory = write_checkpoint(pathlib.Path(sys.argv[1]), "{name}")
 assert len(tokens(directory, [5, 17, 300, 4, 9])[0]) == 8
 """
 RECORD = """
@@ -118,7 +118,8 @@ RUNS = {
     + POLICY.format(option='eviction="random"', name="RandomEviction"),
     "host_offload/policies/prefetch/popular.py": START
     + POLICY.format(option='prefetch="popular"', name="popular"),
-    "moejax/models/families/plain_moe.py": START + FAMILY,
+    "moejax/models/families/plain_moe.py": START + FAMILY.format(name="PlainMoeForCausalLM"),
+    "moejax/models/families/shared_kv_moe.py": START + FAMILY.format(name="SharedKvMoeForCausalLM"),
     "pallas_kernels/records/e4m3.py": START + RECORD,
     "moejax/step/transports/eager.py": START + TRANSPORT,
     "pallas_kernels/combine/loop.py": OP,

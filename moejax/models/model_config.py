@@ -40,9 +40,9 @@ class ModelConfig:
     rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves. attention: how a layer
     attends, and what its pages hold. embedding_multiplier, residual_multiplier: factors of
     embeddings, and of all that a layer adds to its input; logits_scaling: divides logits.
-    shared_width: intermediate size of the expert that every token goes through; 0: none. dtype: the checkpoint's, one of DTYPES; None
-    where the config does not say (`load_checkpoint` fills it in from the weights). eos_token_ids:
-    empty if there is none.
+    shared_width: intermediate size of the expert that every token goes through; 0: none. dtype:
+    the checkpoint's, one of DTYPES; None where the config does not say (`load_checkpoint` fills
+    it in from the weights). eos_token_ids: empty if there is none.
 
     Routing: scoring_func "softmax", "sigmoid" or "sparsemixer", see pallas_kernels.route.RouteRule
     for the others.

@@ -12,7 +12,7 @@ from moejax.start.choices import Settings
 from moejax.start.decide.transfers import cache_of, jax_copies
 from moejax.start.option_values import Cells
 from moejax.start.options import Config
-from moejax.step.step_parts import StepSpec, arena_ops
+from moejax.step.step_parts import ARENA_OPS, StepSpec
 from moejax.step.transports.copies import DEMANDS
 from pallas_kernels.cpu.library import why_not_cpu
 
@@ -110,8 +110,7 @@ def _parts_of_platform(settings: Settings, platform: str) -> dict[str, str | boo
     in_files, copies = memory.store.name == "file", jax_copies(settings, platform)
     where = "on a GPU" if platform != "cpu" else "with ops that are not native"
     what = "driver='stream'" if transfer.driver.name == "stream" else "transfers='queue'"
-    every = set(arena_ops(False)) & set(arena_ops(True))
-    asked = {op: settings.ops[op] for op in sorted(every)}
+    asked = {op: settings.ops[op] for op in sorted(ARENA_OPS)}
     foreign = _listed({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
     missing = why_not_cpu() if platform == "cpu" else None
     both = memory.store.host_memory is not None and memory.memory is not None

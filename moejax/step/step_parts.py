@@ -51,9 +51,13 @@ def decode_tile(ops: Ops, rows: int) -> int:
     return 1 if sums_in_one_order(ops) else min(DECODE_TILE, rows)
 
 
+ARENA_OPS = ("paged_attention", "fill", "expert_ffn", "stage", "move")
+"""The ops of every model's steps that read or write the arena."""
+
+
 def arena_ops(config: ModelConfig) -> tuple[str, ...]:
-    """The ops of a model's steps that read or write the arena."""
-    return config.attention.ops[0], "paged_attention", "fill", "expert_ffn", "stage", "move"
+    """ARENA_OPS, and that which writes pages of this model's kind of attention."""
+    return config.attention.ops[0], *ARENA_OPS
 
 
 Leaf = Any

@@ -33,9 +33,13 @@ class GroupedQueryAttention:
     def rotary_dim(self, config: AttentionNumbers) -> int:
         return config.rotary_width or config.head_dim
 
+    def project(self, stack: AttentionLayer, i, x, tokens, squares):
+        """Heads of q, then of k, then of v [T, N] of normalised x."""
+        return stack.norm_linear(x, "input_norm", "qkv", i, tokens, squares)
+
     def attend(self, stack, i, x, arena, tokens, page, squares, counters):
         config = stack.config
-        qkv = stack.norm_linear(x, "input_norm", "qkv", i, tokens, squares)
+        qkv = self.project(stack, i, x, tokens, squares)
         norms = stack.optional_weight("q_norm"), stack.optional_weight("k_norm")
         # kv_write normalises heads itself, but clipping and another order come between the norms
         # and the rotation.

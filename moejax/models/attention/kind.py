@@ -40,14 +40,29 @@ OPS = ("kv_write", "latent_write", "head_linear")
 class AttentionNumbers(Protocol):
     """What a kind reads of a model's numbers; `ModelConfig` says what they mean."""
 
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rotary_width: int | None
-    rope_interleave: bool
-    clip_qkv: float | None
-    attention_scale: float | None
-    rms_norm_eps: float
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rotary_width(self) -> int | None: ...
+
+    @property
+    def rope_interleave(self) -> bool: ...
+
+    @property
+    def clip_qkv(self) -> float | None: ...
+
+    @property
+    def attention_scale(self) -> float | None: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
 
 
 class AttentionLayer(Protocol):

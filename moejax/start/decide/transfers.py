@@ -14,7 +14,7 @@ from host_offload.queue.transfer import CHUNK_BYTES, QueueSpec
 from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.errors import user_errors
 from moejax.start.choices import PACKED_AS, Settings
-from moejax.step.step_parts import arena_ops
+from moejax.step.step_parts import ARENA_OPS
 from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.records.absent import AbsentRecords
 
@@ -41,8 +41,7 @@ def queue_of(settings: Settings) -> QueueSpec | None:
 def jax_copies(settings: Settings, platform: str) -> bool:
     """Whether transfers were asked for that jax's own copies carry out: on a GPU, or with ops that
     are not native."""
-    every = set(arena_ops(False)) & set(arena_ops(True))
-    native = all(settings.ops[op] in ("cpu", "auto") for op in every)
+    native = all(settings.ops[op] in ("cpu", "auto") for op in ARENA_OPS)
     native = native and platform == "cpu" and why_not_cpu() is None
     transfer = settings.options.transfer
     queued = transfer.transfers.name == "queue" or transfer.driver.name == "stream"
