@@ -129,6 +129,7 @@ CONTRACTS = {"pallas_kernels/combine/loop.py": ["tests/pallas_kernels/test_contr
 """File that a diff adds → the contract suite that takes it in."""
 IN_CI = (
     "host_offload/policies/eviction/random_eviction.py",
+    "moejax/models/families/shared_kv_moe.py",
     "moejax/step/transports/eager.py",
     "pallas_kernels/combine/loop.py",
     "pallas_kernels/records/e4m3.py",
