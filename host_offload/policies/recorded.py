@@ -69,7 +69,7 @@ class RecordedPolicy:
         )
 
 
-def recorded(trace: Trace, policy: type | Policy) -> RecordedPolicy:
+def repeat_run(trace: Trace, policy: type | Policy) -> RecordedPolicy:
     """The policy that repeats what `policy`, or the one of that class, decided in the run of a
     trace. Raises TraceError for a trace without its decisions."""
     name = (policy if isinstance(policy, type) else type(policy)).__name__

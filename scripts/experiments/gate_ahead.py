@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.next_layers import chosen_by_rows, gate_scores, stages_of
+from host_offload.policies.prefetch.next_layers import gate_scores, rank_chosen, stages_of
 
 
 class _Gates(NamedTuple):
@@ -39,5 +39,5 @@ class GateAhead:
         if target >= len(state.router):
             return state, Decision(stages=())
         scores = gate_scores(seen.gate_input[:, 0], state.router[target])
-        wanted = chosen_by_rows(scores, state.top_k)
+        wanted = rank_chosen(scores, state.top_k)
         return state, Decision(stages=stages_of(target, wanted, "gate_ahead"))

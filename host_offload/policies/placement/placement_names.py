@@ -10,7 +10,7 @@ from host_offload.policies.eviction.static import hot_beside_prefetches
 from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
 from host_offload.policies.placement.rivals import SCHEDULERS
 from host_offload.policies.prefetch.llapor import Learned
-from host_offload.policies.recorded import recorded
+from host_offload.policies.recorded import repeat_run
 from host_offload.traces.reader import read_trace
 from pallas_kernels.option_text import Reader, one_of, parse_option, seconds, share, whole
 
@@ -55,7 +55,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
     if placement.startswith(PREFIX):
         if any(isinstance(each, Learned) for each in policies):
             raise ValueError("a recorded placement has its prefetches; leave out prefetch")
-        return (*policies, recorded(read_trace(placement.removeprefix(PREFIX)), PlacementPolicy))
+        return (*policies, repeat_run(read_trace(placement.removeprefix(PREFIX)), PlacementPolicy))
     policy = placement_policy(placement)
     if policy.buffers is not None:
         policies = (*policies, hot_beside_prefetches(policy.buffers))

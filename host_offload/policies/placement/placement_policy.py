@@ -15,7 +15,7 @@ from host_offload.policies.placement.presched import (
     LayerWork,
     PlacementCosts,
     Queue,
-    followed,
+    follow_hit_rate,
     queue_of,
 )
 from host_offload.policies.placement.rivals import AFTER_EXPERTS, AHEAD, SCHEDULERS
@@ -116,7 +116,7 @@ class PlacementPolicy:
             return state._replace(later=None), Decision(stages=state.later)
         layer, counts, there = seen.layer, seen.counts[seen.layer], seen.version >= 0
         if self.looks_ahead:
-            state = self._foreseen(_judged(state, layer, counts), seen)
+            state = self._foresee(_judge(state, layer, counts), seen)
         ahead: list[Queue] = []
         if state.ahead:
             rows, none = dict(state.ahead), np.zeros(len(counts), int)
@@ -134,9 +134,9 @@ class PlacementPolicy:
         plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in stay))
         cells = int(seen.cells[layer]) - (self.buffers or 0)
         free = cells - int(np.count_nonzero(there[layer]))
-        return self._wanted(state, _filling(plan, free), np.flatnonzero(counts))
+        return self._make_decision(state, _filling(plan, free), np.flatnonzero(counts))
 
-    def _wanted(
+    def _make_decision(
         self, state: Placed, plan: LayerPlan, active: np.ndarray
     ) -> tuple[Placed, Decision]:
         """The plan as a decision. active: experts of the layer that have rows, ascending."""
@@ -157,7 +157,7 @@ class PlacementPolicy:
             return state._replace(later=wanted), dataclasses.replace(decision, stages=())
         return state, dataclasses.replace(decision, stages=wanted)
 
-    def _foreseen(self, state: Placed, seen: Any) -> Placed:
+    def _foresee(self, state: Placed, seen: Any) -> Placed:
         """The state with this layer's predictions."""
         inputs, layer = seen.gate_input[:, 0], seen.layer
         found = {of: rows for of, rows in state.ahead if layer < of} if layer else {}
@@ -211,11 +211,11 @@ def _filling(plan: LayerPlan, free: int) -> LayerPlan:
     return plan._replace(cpu=plan.cpu[:kept], load=(*plan.cpu[kept:], *plan.load))
 
 
-def _judged(state: Placed, layer: int, counts: np.ndarray) -> Placed:
+def _judge(state: Placed, layer: int, counts: np.ndarray) -> Placed:
     """The state after the critical prefetches of the layer were used, or were not."""
     hit = state.hit
     for of, expert in state.critical:
         if of == layer:
-            hit = followed(hit, bool(counts[expert]))
+            hit = follow_hit_rate(hit, bool(counts[expert]))
     left = tuple(key for key in state.critical if key[0] > layer)
     return state._replace(hit=hit, critical=left)

@@ -88,7 +88,7 @@ def queue_of(layer: int, tokens: np.ndarray, there: np.ndarray) -> Queue:
     return tuple(sorted(Work(int(tokens[e]), layer, int(e)) for e in missing))
 
 
-def merged(current: Queue, ahead: Queue) -> Queue:
+def merge_queues(current: Queue, ahead: Queue) -> Queue:
     """E_all: both in ascending order. Of equal ones the current layer's are the heavier ones, since
     they are needed first."""
     here = current[0].layer if current else None
@@ -120,7 +120,7 @@ def on_demand(current: Queue, wanted: Queue, costs: PlacementCosts, alpha: float
     return len(current)
 
 
-def overlapped(current: Queue, first: int, costs: PlacementCosts, alpha: float) -> float:
+def count_overlapped(current: Queue, first: int, costs: PlacementCosts, alpha: float) -> float:
     """Q2, equation (6): f, how many prefetches fit between the last on-demand load and the next
     layer's routing, where E_cur is loaded from index `first` on. Negative: not even the loads
     do."""
@@ -183,11 +183,11 @@ def presched(seen: LayerWork) -> LayerPlan:
     if not ahead:
         first = greedy_split(current, costs, alpha)
         return LayerPlan(current[:first], current[first:])
-    every = merged(current, ahead[0])
+    every = merge_queues(current, ahead[0])
     first = on_demand(current, every[accelerator_queue(every, costs, alpha) :], costs, alpha)
-    f = overlapped(current, first, costs, alpha)
+    f = count_overlapped(current, first, costs, alpha)
     for distance, works in enumerate(ahead, 1):
-        every = merged(current, works)
+        every = merge_queues(current, works)
         wanted = every[accelerator_queue(every, costs, alpha) :]
         if set(wanted) & set(works):
             count = prefetches(f, len(works), hit)
@@ -214,7 +214,7 @@ def layer_seconds(
     return seconds, max(link - seconds, 0.0)
 
 
-def followed(hit: float, found: bool, weight: float = 0.1) -> float:
+def follow_hit_rate(hit: float, found: bool, weight: float = 0.1) -> float:
     """R_hit after one more critical prefetch was used, or was not: an exponential average, which
     the paper leaves open."""
     return hit + weight * (found - hit)

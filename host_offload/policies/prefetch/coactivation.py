@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, fitted
-from host_offload.policies.prefetch.next_layers import chosen_by_rows, stages_of
+from host_offload.policies.prefetch.fitted import Fitted, fit_of
+from host_offload.policies.prefetch.next_layers import rank_chosen, stages_of
 from host_offload.sizing.coactivation_counts import (
     REACH,
     coactivation_counts,
@@ -86,7 +86,7 @@ class CoActivation:
             likely = likelihoods(pairs[layer + 1][d], state.top_k)
             scores += self.decay**d * likely[chosen].sum(axis=1)  # see pair_counts
         # Who was never seen together with them is no prediction.
-        wanted = [e for e in chosen_by_rows(scores, state.top_k) if scores[:, e].any()]
+        wanted = [e for e in rank_chosen(scores, state.top_k) if scores[:, e].any()]
         return state, Decision(stages=stages_of(layer + 1, wanted, NAME))
 
 
@@ -96,5 +96,5 @@ def fit(trace: Trace, *, reach: int = REACH, decay: float = 0.5) -> CoActivation
     pairs = np.zeros((header.layers, reach, header.experts, header.experts), np.float32)
     for chunk in trace.chunks:
         pairs += coactivation_counts(chunk.array("token.ids"), header.experts, reach)
-    found = fitted(NAME, header, {"pairs": pairs}, {"reach": reach})
+    found = fit_of(NAME, header, {"pairs": pairs}, {"reach": reach})
     return CoActivation(fitted=found, decay=decay, reach=reach)

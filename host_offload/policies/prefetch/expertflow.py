@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.policies.prefetch.fitted import Fitted, check_fitted, fitted, read_fitted
+from host_offload.policies.prefetch.fitted import Fitted, check_fitted, fit_of, read_fitted
 from host_offload.policies.prefetch.forest import (
     HISTORY,
     Seen,
@@ -21,10 +21,10 @@ from host_offload.policies.prefetch.forest import (
     scores,
 )
 from host_offload.policies.prefetch.next_layers import (
-    chosen_by_rows,
     finite,
     gate_scores,
     mark_experts,
+    rank_chosen,
     stages_of,
 )
 from host_offload.traces.reader import Trace
@@ -128,7 +128,7 @@ class ExpertFlow:
     ) -> Foreseen:
         said = gate_scores(now.gate_input, state.router[later])
         found = scores(self.fitted.arrays, layer, later - layer, now, said)
-        experts = tuple(chosen_by_rows(found, state.top_k))
+        experts = tuple(rank_chosen(found, state.top_k))
         before = [set(each.absent) for each in state.ahead if each.layer == later]
         known = before[0] if before else set()
         absent = tuple(expert for expert in experts if expert in known or not there[expert])
@@ -201,7 +201,7 @@ def fit(
             forest = grow_forest(x, wrong, trees=trees, leaves=leaves, share=SHARE, seed=seed)
             arrays |= {f"{layer}.{ahead}.{name}": array for name, array in forest._asdict().items()}
     settings = {"reach": min(reach, header.layers - 1), "trees": trees}
-    return ExpertFlow(fitted(NAME, header, arrays, settings), pool)
+    return ExpertFlow(fit_of(NAME, header, arrays, settings), pool)
 
 
 def read_or_fit(

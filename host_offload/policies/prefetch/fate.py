@@ -10,7 +10,7 @@ import numpy as np
 from host_offload.control.interface import Decision, Moment, Observation, Spec
 from host_offload.memory.budget import cells_per_layer
 from host_offload.policies.eviction.arc import Directory
-from host_offload.policies.prefetch.next_layers import chosen_by_rows, gate_scores, stages_of
+from host_offload.policies.prefetch.next_layers import gate_scores, rank_chosen, stages_of
 
 
 class Cached(NamedTuple):
@@ -79,7 +79,7 @@ class Fate:
         if layer == len(state.router):
             return state, Decision(prior=prior, stages=())
         scores = gate_scores(seen.gate_input[:, 0], state.router[layer])
-        stages = stages_of(layer, chosen_by_rows(scores, state.top_k), "fate")
+        stages = stages_of(layer, rank_chosen(scores, state.top_k), "fate")
         return state, Decision(prior=prior, stages=stages)
 
     def _grant(self, state: Cached, cells: np.ndarray) -> tuple[Cached, Decision]:

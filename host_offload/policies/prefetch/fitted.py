@@ -83,7 +83,7 @@ class Fitted:
         new.replace(path)
 
 
-def fitted(
+def fit_of(
     policy: str,
     header: TraceHeader,
     arrays: Mapping[str, np.ndarray],

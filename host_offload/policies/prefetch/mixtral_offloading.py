@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, State
-from host_offload.policies.prefetch.next_layers import gate_scores, softmax, stages_of, summed
+from host_offload.policies.prefetch.next_layers import gate_scores, softmax, stages_of, sum_rows
 from pallas_kernels.plan.victim import MAX_PRIOR
 
 NAME = "mixtral-offloading"
@@ -62,7 +62,7 @@ class MixtralOffloading:
         chosen: list[int] = []
         layer = seen.layer + 1
         if layer < len(state.router) and len(seen.gate_input):
-            likely = summed(softmax(gate_scores(seen.gate_input[:, 0], state.router[layer])))
+            likely = sum_rows(softmax(gate_scores(seen.gate_input[:, 0], state.router[layer])))
             chosen = np.argsort(-likely, kind="stable")[: self.count].tolist()
             speculated[layer, chosen] |= absent[layer, chosen]
         prior = None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec, Stage, routed_counts
-from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.traces.reader import Trace
 
 NAME = "moe-infinity"
@@ -147,7 +147,7 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
     ]
     every = np.array(matrices, np.float32).reshape(-1, header.layers, header.experts)
     arrays = {"matrices": every[choose_diverse(every, -(-capacity // 2))]}
-    found = fitted(NAME, header, arrays, {"capacity": capacity})
+    found = fit_of(NAME, header, arrays, {"capacity": capacity})
     return MoEInfinity(fitted=found, capacity=capacity)
 
 

@@ -30,7 +30,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
-def summed(rows: np.ndarray) -> np.ndarray:
+def sum_rows(rows: np.ndarray) -> np.ndarray:
     """Sum over the first axis, with the same bits in whatever order the rows are: a replay has
     them in another one than the engine."""
     return np.sort(rows, axis=0).sum(axis=0)
@@ -43,14 +43,14 @@ def mark_experts(ids: np.ndarray, experts: int, values: Any = 1) -> np.ndarray:
     return found
 
 
-def chosen_by_rows(scores: np.ndarray, k: int) -> list[int]:
+def rank_chosen(scores: np.ndarray, k: int) -> list[int]:
     """The experts that are among the k best of some row of scores [N, E]: first who is chosen by
     most rows, of these who has the largest sum of scores, of these the lowest id."""
     if not len(scores):
         return []
     best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     rows = np.bincount(best.ravel(), minlength=scores.shape[1])
-    order = np.lexsort((-summed(scores), -rows))
+    order = np.lexsort((-sum_rows(scores), -rows))
     return order[: np.count_nonzero(rows)].tolist()
 
 
@@ -90,7 +90,7 @@ class LayerPredictor:
         layer, cause = seen.layer, self.fitted.policy
         ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
         if own := of_layer(arrays, layer):
-            experts = chosen_by_rows(self.scores(own, seen), state.top_k)
+            experts = rank_chosen(self.scores(own, seen), state.top_k)
             ahead = (*ahead, (layer + self.fitted.setting("stride"), tuple(experts)))
         stages = (stage for later, experts in ahead for stage in stages_of(later, experts, cause))
         return state._replace(ahead=ahead), Decision(stages=tuple(stages))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.policies.prefetch.next_layers import finite
 from host_offload.traces.reader import Trace, TraceError
 
@@ -58,7 +58,7 @@ def fit_layers(
         say = None if report is None else functools.partial(report, layer, layers)
         own = fit_layer(layer, layer_samples(trace, layer, stride), say)
         arrays |= {f"{layer}.{name}": np.asarray(array) for name, array in own.items()}
-    return fitted(policy, trace.header, arrays, {"stride": stride})
+    return fit_of(policy, trace.header, arrays, {"stride": stride})
 
 
 def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:

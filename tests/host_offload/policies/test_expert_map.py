@@ -23,15 +23,15 @@ from host_offload.policies.prefetch.expert_map.map_matcher import AsynchronousMa
 from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
     empty_store,
-    selected,
-    stored,
+    select_experts,
+    store_rows,
     with_rows,
 )
 from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from host_offload.policies.recorded import RecordedPolicy, recorded
+from host_offload.policies.recorded import RecordedPolicy, repeat_run
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.memory.layered_device import LayeredDevice
@@ -68,7 +68,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def test_searches_find_the_largest_cosine_layer_by_layer():
     """To the rounding of rows, 2 ** -11 of an element."""
-    store, (embeddings, maps) = stored(*draw(0, 7)), draw(1, 3)
+    store, (embeddings, maps) = store_rows(*draw(0, 7)), draw(1, 3)
     old_embeddings, old_maps = draw(0, 7)
     found = store.nearest_embedding(embeddings)
     for x in range(3):
@@ -94,7 +94,7 @@ def test_searches_find_the_largest_cosine_layer_by_layer():
 @given(st.integers(0, 2**32 - 1), st.floats(-1, 1), st.integers(1, E))
 def test_selection_is_the_smallest_set_that_there_is(seed, score, top_k):
     p = np.random.default_rng(seed).dirichlet(np.full(E, 0.5)).astype(np.float32)
-    chosen = selected(p[None], np.array([score], np.float32), top_k)[0]
+    chosen = select_experts(p[None], np.array([score], np.float32), top_k)[0]
     threshold = np.clip(np.float32(1) - np.float32(score), 0, 1)
     # A sum that rounding alone keeps below is as good: either count may come out.
     sums = {
@@ -128,7 +128,7 @@ def plain_with_rows(kept: list, new: list, capacity: int, distance: int) -> list
 
 
 def same_store(store: MapStore, rows: list) -> None:
-    wanted = stored(*(np.array([row[i] for row in rows]) for i in range(2)))
+    wanted = store_rows(*(np.array([row[i] for row in rows]) for i in range(2)))
     for got, want in zip(store, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -363,4 +363,4 @@ def test_decisions_of_a_run_beside_inference_are_taken_again(trace, told, tmp_pa
     with pytest.raises(TraceError, match="no decision of ExpertMap at ROUTED of step 0, layer 0"):
         again.decide(again.init(told), moment(Moment.ROUTED, [0], 0))
     with pytest.raises(TraceError, match="has no decisions of ExpertMap"):
-        recorded(trace, policy)
+        repeat_run(trace, policy)

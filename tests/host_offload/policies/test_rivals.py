@@ -16,7 +16,7 @@ from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch import moe_infinity, promoe, training
 from host_offload.policies.prefetch.fate import Fate
-from host_offload.policies.prefetch.fitted import fitted
+from host_offload.policies.prefetch.fitted import fit_of
 from host_offload.policies.prefetch.mixtral_offloading import MixtralOffloading
 from host_offload.policies.prefetch.moe_infinity import MoEInfinity
 from host_offload.simulate.simulator import simulate
@@ -256,7 +256,7 @@ def stepped(policy: MoEInfinity, state: Any, kinds: list[int], requests: list[in
 
 def collection_of(told: Spec, trace: Trace, *matrices: np.ndarray) -> MoEInfinity:
     arrays = {"matrices": np.stack(matrices).astype(np.float32)}
-    return MoEInfinity(fitted=fitted("moe-infinity", trace.header, arrays, {"capacity": 128}))
+    return MoEInfinity(fitted=fit_of("moe-infinity", trace.header, arrays, {"capacity": 128}))
 
 
 def test_moe_infinity_compares_by_the_cosine(trace, told):

@@ -16,7 +16,7 @@ from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.eviction.static import hot_beside_prefetches
 from host_offload.policies.placement import placement_names as names
 from host_offload.policies.placement.placement_policy import PlacementPolicy
-from host_offload.policies.recorded import recorded
+from host_offload.policies.recorded import repeat_run
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import read_trace
@@ -206,7 +206,7 @@ def test_a_recording_without_a_placement_is_refused(tmp_path):
     with placed("queue", trace=tmp_path / "run") as llm:
         run(llm, mixed_jobs()[:1], check=False)
     with pytest.raises(TraceError, match="has no decisions of PlacementPolicy"):
-        recorded(read_trace(tmp_path / "run"), PlacementPolicy)
+        repeat_run(read_trace(tmp_path / "run"), PlacementPolicy)
     with pytest.raises(UserError, match="has no decisions of PlacementPolicy"):
         placed("queue", f"recorded={tmp_path / 'run'}").close()
 

@@ -24,7 +24,7 @@ from host_offload.policies.prefetch.coactivation import CoActivation
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from host_offload.policies.prefetch.llapor_online import LearnedOnline, Learning
-from host_offload.policies.recorded import recorded
+from host_offload.policies.recorded import repeat_run
 from host_offload.simulate.replay import replay
 from host_offload.simulate.simulator import simulate
 from host_offload.traces.reader import Trace, TraceError, read_trace
@@ -347,7 +347,7 @@ def test_networks_learn_on_beside_an_engine(earlier, tmp_path):
         assert said["rounds"] >= 1
         fills = llm.stats()["experts"]["fills"]
     trace = read_trace(tmp_path / "t")
-    assert replay(trace, policies=[recorded(trace, policy)]).fills.sum() == fills
+    assert replay(trace, policies=[repeat_run(trace, policy)]).fills.sum() == fills
 
 
 # ---- expert maps that decode steps search themselves

@@ -17,8 +17,8 @@ from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.map_store import (
     FoundMaps,
     empty_store,
-    selected,
-    stored,
+    select_experts,
+    store_rows,
 )
 from moejax.checkpoints.random_model import shape
 from moejax.step import map_search
@@ -53,7 +53,7 @@ def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
     outliers[places // 2 :] = outliers[: places - places // 2]
     maps = distributions(rng, places, layers, experts)
     filled = rng.permutation(places)[: places - places // 4]
-    kept = stored(outliers[filled], maps[filled]).rows_at(np.arange(len(filled)))
+    kept = store_rows(outliers[filled], maps[filled]).rows_at(np.arange(len(filled)))
     given = kept._replace(place=filled.astype(np.int32))
     held = empty_store(layers, experts, hidden, places)
     held.write(given)
@@ -104,7 +104,7 @@ def test_wanted_experts_are_those_that_the_host_selects():
     rows[:20] = 1 / E  # ties go to the lowest place
     scores = rng.uniform(-0.2, 1.1, 400).astype(np.float32)
     found = np.asarray(wanted_experts(jnp.asarray(rows), jnp.asarray(scores), TOP_K))
-    assert np.array_equal(found, selected(rows, scores, TOP_K))
+    assert np.array_equal(found, select_experts(rows, scores, TOP_K))
     assert found.sum(axis=1).min() == TOP_K and found.sum(axis=1).max() > TOP_K + 3
 
 

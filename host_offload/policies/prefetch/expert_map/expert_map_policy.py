@@ -17,11 +17,11 @@ from host_offload.policies.prefetch.expert_map.map_matcher import (
 from host_offload.policies.prefetch.expert_map.map_store import (
     MapStore,
     empty_store,
-    selected,
-    stored,
+    select_experts,
+    store_rows,
     with_rows,
 )
-from host_offload.policies.prefetch.fitted import Fitted, fitted
+from host_offload.policies.prefetch.fitted import Fitted, fit_of
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import TraceError
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR
@@ -52,9 +52,9 @@ class ExpertMap:
 
     The store's nearest embedding says what the first `distance` layers need; after each router the
     nearest map, over the layers routed so far, what the layer `distance` further on needs. The less
-    alike, the more probability is prefetched (map_store.selected), likely and near experts first;
-    the least likely and least often needed are evicted, without recency. Rows of a step are united,
-    each probability the largest of theirs. Needs driver="host", which gives `probs` and
+    alike, the more probability is prefetched (map_store.select_experts), likely and near experts
+    first; the least likely and least often needed are evicted, without recency. Rows of a step are
+    united, each probability the largest of theirs. Needs driver="host", which gives `probs` and
     `embedding` to the host. docs/policies.md says what differs from the paper.
     """
 
@@ -131,7 +131,7 @@ def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
     for layer, rows in zip(found.layers, found.likely, strict=True):
         likely[layer] = rows.max(axis=0)
         if found.step == state.step and layer > now:
-            chosen = selected(rows, found.scores, state.top_k)
+            chosen = select_experts(rows, found.scores, state.top_k)
             wanted[layer] = np.where(chosen, rows, 0).max(axis=0)
     late = found.step != state.step or found.layers.start <= now
     return state._replace(wanted=wanted, likely=likely, late=state.late + late)
@@ -155,7 +155,7 @@ def store_of(found: Fitted | None, capacity: int, distance: int, spec: Spec) -> 
     if found is None:
         return empty_store(spec.layers, spec.experts, spec.hidden)
     found.check(spec)
-    store = stored(found.arrays["embeddings"], found.arrays["maps"])
+    store = store_rows(found.arrays["embeddings"], found.arrays["maps"])
     if store.size > capacity:
         raise ValueError(
             f"{store.size} maps are given and capacity is {capacity}; fit with a smaller one"
@@ -206,5 +206,5 @@ def fit(trace: Trace, *, capacity: int = 1000, distance: int = 3, share: float =
         store, _ = with_rows(store, *given, capacity=capacity, distance=distance)
     arrays = {"embeddings": store.embeddings, "maps": store.maps.swapaxes(0, 1)}
     settings = {"capacity": capacity, "distance": distance, "learns": False}
-    found = fitted(NAME, header, arrays, settings)
+    found = fit_of(NAME, header, arrays, settings)
     return ExpertMap(found, capacity, distance, learns=False)

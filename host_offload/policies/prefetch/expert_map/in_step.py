@@ -20,7 +20,7 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     NONE,
     FoundMaps,
     MapStore,
-    selected,
+    select_experts,
     with_rows,
 )
 from host_offload.policies.prefetch.fitted import Fitted
@@ -135,7 +135,7 @@ def wanted_of(
     if not np.all(found.score > NONE):
         return None
     likely = store.maps[layer, found.place]
-    chosen = selected(likely, found.score, top_k)
+    chosen = select_experts(likely, found.score, top_k)
     return prior_of(likely.max(axis=0), np), np.where(chosen, likely, 0).max(axis=0)
 
 

@@ -169,14 +169,14 @@ def empty_store(layers: int, experts: int, hidden: int, places: int = 0) -> MapS
     )
 
 
-def stored(embeddings: np.ndarray, maps: np.ndarray) -> MapStore:
+def store_rows(embeddings: np.ndarray, maps: np.ndarray) -> MapStore:
     """A store of rows: embeddings float[n, D], maps float[n, L, E]."""
     by_layer = distributions(np.ascontiguousarray(maps.swapaxes(0, 1), np.float32), np)
     units = unit_rows(embeddings.astype(np.float32), np)
     return MapStore(units, by_layer, prefix_lengths(by_layer, np))
 
 
-def selected(probabilities: np.ndarray, scores: np.ndarray, top_k: int) -> np.ndarray:
+def select_experts(probabilities: np.ndarray, scores: np.ndarray, top_k: int) -> np.ndarray:
     """bool[N, E]: the experts of float[N, E] that are prefetched (equations 6 to 8): the fewest,
     likeliest ones whose probabilities sum to at least clip(1 − score, 0, 1), and at least top_k;
     all where rounding keeps the sum below."""
@@ -209,7 +209,7 @@ def with_rows(
     the one that it makes most redundant, by RDY = d/L · semantic + (L − d)/L · trajectory score
     (section 4.4), so that what is kept is diverse and not recent.
     """
-    new = stored(embeddings, maps)
+    new = store_rows(embeddings, maps)
     room = max(capacity - store.size, 0)
     old = MapStore(
         np.concatenate([store.embeddings, new.embeddings[:room]]),

@@ -12,10 +12,10 @@ from host_offload.policies.placement.presched import (
     Work,
     accelerator_queue,
     accelerator_seconds,
+    count_overlapped,
     layer_seconds,
-    merged,
+    merge_queues,
     on_demand,
-    overlapped,
     prefetches,
     presched,
     queue_of,
@@ -54,7 +54,7 @@ def queue(layer: int, tokens: list[int]):
 def test_the_accelerators_queue_is_a_suffix_and_the_first_one_that_qualifies(
     here, next_, costs, alpha
 ):
-    every = merged(queue(0, here), queue(1, next_))
+    every = merge_queues(queue(0, here), queue(1, next_))
     tokens = [work.tokens for work in every]
     assert tokens == sorted(tokens) and set(every) == {*queue(0, here), *queue(1, next_)}
 
@@ -71,7 +71,7 @@ def test_the_accelerators_queue_is_a_suffix_and_the_first_one_that_qualifies(
 @given(loads, loads, all_costs, alphas)
 def test_the_first_load_is_the_smallest_index_that_qualifies(here, next_, costs, alpha):
     current = queue(0, here)
-    every = merged(current, queue(1, next_))
+    every = merge_queues(current, queue(1, next_))
     wanted = every[accelerator_queue(every, costs, alpha) :]
     n = len(current)
     found = [
@@ -85,8 +85,8 @@ def test_the_first_load_is_the_smallest_index_that_qualifies(here, next_, costs,
 
 
 def test_of_equal_ones_the_current_layer_is_the_heavier_one():
-    assert [w.layer for w in merged(queue(3, [2, 2]), queue(4, [2, 1]))] == [4, 4, 3, 3]
-    assert merged((), queue(4, [1, 1])) == queue(4, [1, 1])
+    assert [w.layer for w in merge_queues(queue(3, [2, 2]), queue(4, [2, 1]))] == [4, 4, 3, 3]
+    assert merge_queues((), queue(4, [1, 1])) == queue(4, [1, 1])
 
 
 def test_a_queue_has_who_is_missing_and_used_ascending():
@@ -101,8 +101,8 @@ def test_how_many_prefetches_fit_is_counted_from_the_last_load():
     costs = PlacementCosts(1.0, 2.0, 4.0, 1.0, 6.0)
     current = queue(0, [1, 2, 5])
     # CPU: (1 + 2) + (2 + 2) = 7; one load of 4 s, α = 1: a gap of 2 s, and 6 s of attention.
-    assert overlapped(current, 2, costs, 1.0) == 2.0
-    assert overlapped(current, 0, costs, 1.0) == (0 - 1 - 12 + 6) / 4
+    assert count_overlapped(current, 2, costs, 1.0) == 2.0
+    assert count_overlapped(current, 0, costs, 1.0) == (0 - 1 - 12 + 6) / 4
 
 
 @given(st.floats(-5, 12), st.integers(0, 8), st.floats(0, 1))
@@ -127,7 +127,7 @@ def test_a_plan_has_each_miss_once_and_the_heaviest_of_the_next_layer(
     plan = presched(LayerWork(current, [ahead], costs, alpha, hit))
     assert plan.cpu + plan.load == current
     assert plan.prefetch == ahead[::-1][: len(plan.prefetch)]  # heaviest first
-    every = merged(current, ahead)
+    every = merge_queues(current, ahead)
     if not set(every[accelerator_queue(every, costs, alpha) :]) & set(ahead):
         assert plan.prefetch == ()
 

@@ -25,7 +25,7 @@ from host_offload.policies.prefetch.llapor_online import LearnedOnline
 from host_offload.policies.prefetch.next_layers import gate_scores, of_layer
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.training import layer_samples, leave_out, recall_of
-from host_offload.policies.recorded import recorded
+from host_offload.policies.recorded import repeat_run
 from host_offload.queue.transfer import Progress
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
@@ -304,9 +304,9 @@ def test_decisions_are_taken_again_from_the_trace(trace, begun, monkeypatch):
         line = {"step": seen.step, "moment": "ROUTED", "policy": "LearnedOnline"}
         lines.append({**line, "decision": {"stages": stages}})
     with pytest.raises(TraceError, match="has no decisions of LearnedOnline"):
-        recorded(trace, begun)
+        repeat_run(trace, begun)
     monkeypatch.setattr(type(trace), "decided", lambda self: iter(lines))
-    again = recorded(trace, begun)
+    again = repeat_run(trace, begun)
     state, found = again.init(spec_of(trace.header)), []
     for seen in observations(trace):
         state, decision = again.decide(state, seen)
