@@ -34,8 +34,9 @@ from moejax.cache import cache_root
 from moejax.checkpoints.loaded_model import DTYPE_NAMES
 from moejax.errors import UserError, user_errors
 from moejax.sizes import parse_expert_budget
-from moejax.step.context import DeviceMemory, ExpertContext
 from moejax.step.experts import (
+    DeviceMemory,
+    ExpertContext,
     Paging,
     add_experts,
     nothing_computed,

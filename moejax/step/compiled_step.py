@@ -15,8 +15,9 @@ from jax import lax
 
 from host_offload.control.interface import MapSearch
 from moejax.models.layers import Decoder, LayerStack, Tokens
-from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
+    DeviceMemory,
+    StepContext,
     add_experts,
     compute,
     compute_materialized,

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from moejax.models.layers import LayerStack, Tokens
-from moejax.step.context import DeviceMemory, StepContext
 from moejax.step.experts import (
+    DeviceMemory,
     Elsewhere,
+    StepContext,
     add_experts,
     compute,
     compute_materialized,

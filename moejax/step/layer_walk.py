@@ -17,13 +17,12 @@ import numpy as np
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
-from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.processor import Processor
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.step_parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.transports.transport import LayerInputs, Parts, Transport
-from moejax.step.walk import StepRequest
+from moejax.step.walk import DeviceMaps, StepRequest
 from pallas_kernels.stage import Entries
 
 

@@ -27,8 +27,7 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     unit_rows,
     whole_products,
 )
-from moejax.step.context import DeviceMemory, ExpertContext
-from moejax.step.experts import stage_layer, zero_after
+from moejax.step.experts import DeviceMemory, ExpertContext, stage_layer, zero_after
 from pallas_kernels.plan.victim import victim_key
 from pallas_kernels.stage import Entries
 

@@ -20,8 +20,7 @@ from moejax.errors import UserError
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
-from moejax.step.context import StepContext
-from moejax.step.experts import Paging, missed_bits
+from moejax.step.experts import Paging, StepContext, missed_bits
 from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops

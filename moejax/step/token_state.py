@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.step.compiler import Compiler
-from moejax.step.programs import Kind, ProgramKey
+from moejax.step.programs import Kind, ProgramKey, StepKeys
 from moejax.step.sampler import truncates_any
-from moejax.step.step_keys import StepKeys
 from moejax.step.step_parts import StepOutput, StepSpec, sums_in_one_order
 
 

@@ -2,18 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.control.interface import MapRows, MapSearch
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.completeness import Completeness
-from moejax.step.device_maps import DeviceMaps
 from moejax.step.hooks import Hooks, LayerTransfers
+from moejax.step.map_search import WRITTEN, MapArrays
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import Routing, StepOutput, StepSpec, TraceArrays
+from pallas_kernels.plan import Tables
 from pallas_kernels.stage import Entries
+
+LOOK_EVERY = 64
+"""Steps after which the host looks again: each costs a launch, and a step that needs no plan is a
+few launches a layer shorter."""
+
+
+@dataclasses.dataclass
+class Completeness:
+    """Follows tables from step to step. Each of its fields is about one Tables object, so that
+    whatever else gives the runner other tables ends what was known, without telling anybody."""
+
+    complete: Tables | None = None
+    """Nobody is absent from these."""
+    looked: tuple[jax.Array, Tables] | None = None
+    """The least address of tables, and what steps without transfers have made of those by now: no
+    expert leaves in such a step unless one is missing."""
+    steps: int = LOOK_EVERY
+    """Since the host looked last."""
+
+    def due(self, tables: Tables) -> bool:
+        """Whether it is time to look at these tables."""
+        known = tables is self.complete
+        return not known and self.looked is None and self.steps >= LOOK_EVERY
+
+    def look(self, least_address: jax.Array, tables: Tables) -> None:
+        """Keeps what was asked of these tables, until the device has answered."""
+        least_address.copy_to_host_async()
+        self.looked, self.steps = (least_address, tables), 0
+
+    def is_complete(self, tables: Tables) -> bool:
+        """Whether every expert is known to be in a cell by these tables."""
+        if self.looked is not None:
+            least, last = self.looked
+            if last is not tables:
+                self.looked = None
+            elif least.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
+                self.looked, self.complete = None, tables if int(least) >= 0 else None
+        return tables is self.complete
+
+    def stepped(self, before: Tables, after: Tables) -> None:
+        """A step without transfers made `after` of `before`."""
+        self.steps += 1
+        if self.complete is before:
+            self.complete = after
+        if self.looked is not None and self.looked[1] is before:
+            self.looked = self.looked[0], after
+
+
+class DeviceMaps:
+    """An empty store of expert maps.
+
+    - `shapes`: of its arrays.
+    """
+
+    def __init__(
+        self,
+        search: MapSearch,
+        shapes: MapArrays,
+        compiler: Compiler,
+        sharding: jax.sharding.Sharding,
+    ):
+        self.search, self._compiler = search, compiler
+        self.arrays: MapArrays = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), shapes
+        )
+        compiler.need(ProgramKey("write_maps", maps=search))
+
+    def write(self, rows: MapRows) -> None:
+        """Writes rows, for the steps to come."""
+        key = ProgramKey("write_maps", maps=self.search)
+        for i in range(0, len(rows.place), WRITTEN):
+            place, *values = (part[i : i + WRITTEN] for part in rows)
+            padding = WRITTEN - len(place)
+            place = np.pad(place, (0, padding), constant_values=self.search.capacity)
+            values = [np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)) for a in values]
+            self.arrays = self._compiler.call(key, self.arrays, place, *values)
+
+    def delete(self) -> None:
+        for array in self.arrays:
+            array.delete()
 
 
 class StepRequest(NamedTuple):

@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_full_residency_whoever_computes_what(beside):
             assert {a.sharding.memory_kind for a in runner.transport.records.of(0, 0)} == {
                 "pinned_host"
             }
-            for (layer, expert), seen in runner.processor._seen.items():
+            for (layer, expert, _), seen in runner.processor._seen.items():
                 (piece,) = runner.transport.records.of(layer, expert)
                 assert seen.unsafe_buffer_pointer() == piece.unsafe_buffer_pointer()
         assert runner.processor._seen and after["seconds"] > 0

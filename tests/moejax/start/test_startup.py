@@ -9,7 +9,7 @@ from moejax.start.decide.shapes import (
     step_shapes,
     without_kernel,
 )
-from moejax.step.step_keys import StepKeys
+from moejax.step.programs import StepKeys
 from pallas_kernels import resolve_ops
 from tests.moejax.models.families import config_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from moejax import LLM
 from moejax.step import completeness as residency
-from moejax.step.completeness import LOOK_EVERY, Completeness
 from moejax.step.step_parts import StepSpec
+from moejax.step.walk import LOOK_EVERY, Completeness
 from tests.moejax.engine_runs import run, set_budget
 from tests.moejax.interpreted_engine import interpreted_llm, three_jobs
 
