@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
 
 import jax
 
@@ -41,12 +40,6 @@ _SECONDS = ("wait_seconds", "busy_seconds")
 
 _FAILURES = (jax.errors.JaxRuntimeError, MemoryError, OSError)
 """What a copy may raise that fails its transfer alone."""
-
-
-class _Future(Protocol):
-    """What jax.Array has and its annotations lack."""
-
-    def is_ready(self) -> bool: ...
 
 
 class TransferLost(Exception):
@@ -326,7 +319,7 @@ class DeviceQueue:
             for chunk in [*staged.chunks]:
                 # Of a taken one the pieces are gone; they were there when they had been read.
                 array = staged.arrays[chunk.first] if staged.mark is None else staged.mark
-                if cast(_Future, array).is_ready():
+                if array.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
                     staged.chunks.remove(chunk)
                     self._end(chunk, _waited(array))
 

@@ -38,52 +38,48 @@ _WAIT_SECONDS = 0.1
 """Python's signals are looked at so often during a wait."""
 
 
+def _fields(**kinds: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a structure: kind of number → their names."""
+    numbers = {"int64": ctypes.c_int64, "int32": ctypes.c_int32, "uint64": ctypes.c_uint64}
+    numbers["double"] = ctypes.c_double
+    return tuple((name, numbers[kind]) for kind, names in kinds.items() for name in names.split())
+
+
+_PLACE = "layer expert version cause priority"
+
+
 class _Request(ctypes.Structure):
     """TransferRequest."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("cell", "destination", "source", "entry")),
-        ("checksum", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("layer", "expert", "version", "cause", "priority")),
-        *((name, ctypes.c_int32) for name in ("value", "file", "check", "parts", "unused")),
+    _fields_ = _fields(
+        int64="cell destination source entry",
+        uint64="checksum",
+        int32=f"{_PLACE} value file check parts unused",
     )
 
 
 class _Record(ctypes.Structure):
     """TransferRecord."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("ticket", "cell", "bytes", "bytes_left")),
-        *((name, ctypes.c_int32) for name in ("layer", "expert", "version", "cause", "priority")),
-        ("state", ctypes.c_int32),
-    )
+    _fields_ = _fields(int64="ticket cell bytes bytes_left", int32=f"{_PLACE} state")
 
 
 class _Options(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("threads", "chunk_bytes")),
-        *((name, ctypes.c_double) for name in ("rate", "latency")),
-    )
+    _fields_ = _fields(int64="threads chunk_bytes", double="rate latency")
 
 
 class _Totals(ctypes.Structure):
     """TransferTotals."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("demand_bytes", "ahead_bytes", "demands", "ahead")),
-        *((name, ctypes.c_int64) for name in ("late", "cancelled", "failed", "retried")),
-        *((name, ctypes.c_int64) for name in ("waits", "flying", "bytes_left")),
-        *((name, ctypes.c_double) for name in ("wait_seconds", "busy_seconds")),
-        *((name, ctypes.c_int64) for name in ("unpacked", "unpacked_bytes")),
-        ("unpack_seconds", ctypes.c_double),
+        *_fields(int64="demand_bytes ahead_bytes demands ahead late cancelled failed retried"),
+        *_fields(int64="waits flying bytes_left", double="wait_seconds busy_seconds"),
+        *_fields(int64="unpacked unpacked_bytes", double="unpack_seconds"),
     )
 
 
 class _Event(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "ticket", "a", "b")),
-        ("seconds", ctypes.c_double),
-    )
+    _fields_ = _fields(int64="kind ticket a b", double="seconds")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moejax import LLM
-from moejax.step import completeness as residency
+from moejax.step import walk as residency
 from moejax.step.step_parts import StepSpec
 from moejax.step.walk import LOOK_EVERY, Completeness
 from tests.moejax.engine_runs import run, set_budget
