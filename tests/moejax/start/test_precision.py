@@ -75,7 +75,6 @@ PAGED = "dynaexq,paged=true"
         ),
         ({"prefetch": "random"}, "writes 'stages', and every expert is resident"),
         ({"dtype": "float32", "precision": "dynaexq,hi=lossless12"}, "lossless12"),
-        ({"precision": PAGED, "prefetch": "random"}, "writes 'stages', and cells of"),
         ({"precision": PAGED, "policies": [LayerCells()]}, "writes 'cells', and ce"),
         ({"precision": PAGED, "resize": "mv_wsa"}, "cells of two versions are laid ou"),
     ],
