@@ -300,8 +300,7 @@ def _grant_mixed(plan: StartPlan) -> dict[str, Any]:
 
 
 class TraceBench:
-    """Routing without a model in the place of an engine. experiment: before anything has learned,
-    since each place teaches anew. root: of traces."""
+    """Routing without a model in the place of an engine. root: of traces."""
 
     def __init__(self, experiment: Experiment, root: Path):
         self.experiment, self._root = experiment, root
@@ -330,7 +329,7 @@ class TraceBench:
 def teach_by_drawn(experiment: Experiment, cell: Cell, root: Path) -> Mapping[str, Arm]:
     """The arms, taught by routing of a cell's place: as many tokens as the prompts have, all in
     decode steps. Raises UserError for routing that is not drawn."""
-    if not experiment.learns:
+    if not any(arm.learns for arm in experiment.read_arms.values()):
         return experiment.arms
     routing, most = experiment.drawn[cell.text], max(experiment.batch)
     if routing.directory is not None:
@@ -339,7 +338,7 @@ def teach_by_drawn(experiment: Experiment, cell: Cell, root: Path) -> Mapping[st
             "learn from another one (docs/policies.md) and write NAME=FILE"
         )
     train = routing.trace(root, most, 0, cell.prompt_tokens, cell.seed)
-    return {name: arm.teach(train) for name, arm in experiment.arms.items()}
+    return {name: arm.teach(train) for name, arm in experiment.read_arms.items()}
 
 
 def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: Path) -> None:

@@ -238,6 +238,8 @@ class Experiment(Definition):
     home: Path
     """From where on paths are meant."""
     arms: Mapping[str, Arm]
+    read_arms: Mapping[str, Arm]
+    """The arms before they learned: drawn routing teaches them at each place anew."""
     mixes: Mapping[str, Mix]
     """What each precision is, and dense, which others learn with."""
     sources: Mapping[str, Path]
@@ -440,10 +442,12 @@ def _experiment(given: Mapping[str, Any], home: Path) -> Experiment:
     if len(sources) < len(texts):
         raise UserError("two texts have the same name; rename one of the files")
     precision = ("dense", *found.get("precision", ()))
+    arms = {name: read_arm(name, home, shared=bool(talks)) for name in found["policies"]}
     return Experiment(
         **found,
         home=home,
-        arms={name: read_arm(name, home, shared=bool(talks)) for name in found["policies"]},
+        arms=arms,
+        read_arms=arms,
         mixes={name: read_mix(name, home) for name in precision},
         sources=sources,
         drawn={name: read_routing(name, home) for name in routing},

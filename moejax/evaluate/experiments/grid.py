@@ -196,7 +196,7 @@ def learn(experiment: Experiment, traces: Path) -> Experiment:
         arms = teach_by_drawn(experiment, next(experiment.cells()), traces)
         found = dataclasses.replace(experiment, arms=arms)
         check_experiment(found)
-        return dataclasses.replace(found, arms=experiment.arms)
+        return found
     arrays = frozenset().union(*(arm.train_arrays for arm in experiment.arms.values()))
     path = traces / "-".join(["train", *sorted(arrays)])
     trace = read_trace(path) if path.exists() else None

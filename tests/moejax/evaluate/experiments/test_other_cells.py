@@ -136,6 +136,14 @@ def drawn(tmp_path_factory):
     return moejax.ablate(DRAWN, tmp_path_factory.mktemp("drawn") / "out", progress=False)
 
 
+def test_drawn_routing_teaches_who_looks_between_layers(drawn):
+    assert not drawn.failures
+    drivers = {(row["policy"], row["driver"]) for row in drawn.of_mode("simulated")}
+    assert drivers >= {("coactivation=train", "host"), ("lru", "device"), ("lru", "host")}
+    ahead = [r["ahead_used"] for r in drawn.of_mode("simulated") if "train" in r["policy"]]
+    assert sum(ahead) > 0
+
+
 def test_less_than_the_bound_is_a_bug(drawn):
     rows = [dict(row) for row in drawn.rows]
     bound = next(row for row in rows if row["mode"] == "bound" and row["decode_misses"])
