@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.batch.job import Job
+from moejax.serve.batch.job import Job, given_fields
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
 from moejax.serve.batch.result_lines import failure, read_result, success
 from moejax.serve.cluster.fleet import Generator, Scale, worker_options
@@ -77,9 +77,6 @@ def generate(
     asked = worker_options(Generator, model, options, scale)
     given = asked.arguments[1]
     params = SamplingParams() if sampling_params is None else sampling_params
-    fields = (f.name for f in dataclasses.fields(SamplingParams) if f.init and f.name != "seed")
-    plain = {n: getattr(params, n) for n in fields}
-    plain = {n: value for n, value in plain.items() if value != getattr(SamplingParams(), n)}
     data: Any = dataset
     if not isinstance(data, ray.data.Dataset):
         rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in data]
@@ -90,7 +87,7 @@ def generate(
         model=model,
         dtype=str(given.get("dtype", "auto")),
         decided_by=decided_by(model, given),
-        sampling=plain,
+        sampling=given_fields(params),
         seed=params.seed or seed,
     )
     return data.map_batches(

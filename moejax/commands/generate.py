@@ -215,7 +215,7 @@ def _timeline(path: str | None, llm: Any) -> Iterator[None]:
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
     """The job of --input. params: of lines that do not say otherwise; its seed is the job's."""
-    from moejax.serve.batch.job import Job, open_job
+    from moejax.serve.batch.job import Job, given_fields, open_job
     from moejax.start.provenance import decided_by
 
     if args.kv_overflow == "recompute":
@@ -230,7 +230,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         model=args.model,
         dtype=args.dtype or "auto",
         decided_by=decided_by(args.model, options),
-        sampling=_not_default(params),
+        sampling=given_fields(params),
         seed=params.seed or 0,
         on_error=args.on_error or "fail",
         overwrite=args.overwrite,
@@ -290,14 +290,6 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)
         stats = fleet.stats()
     return json.dumps(stats) if args.json else format_fleet(stats)
-
-
-def _not_default(params: SamplingParams) -> dict[str, Any]:
-    """Fields other than the seed that do not only repeat a default, so that a new field of a later
-    release does not make the results of this one foreign."""
-    usual = vars(SamplingParams())
-    given = vars(params).items()
-    return {name: v for name, v in given if name != "seed" and v != usual[name]}
 
 
 def format_summary(stats: Mapping[str, Any]) -> str:

@@ -20,7 +20,9 @@ from moejax.commands import (
     EXIT_USER_ERROR,
     ablate,
     calibrate,
+    check_gpu,
     convert,
+    doctor,
     eval,
     generate,
     info,
@@ -29,7 +31,6 @@ from moejax.commands import (
     trace,
     train_predictor,
 )
-from moejax.commands.gpu import check_gpu, doctor
 from moejax.errors import UserError
 from moejax.start.options import OPTIONS
 from pallas_kernels.option_text import nearest

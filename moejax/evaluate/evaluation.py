@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moejax.checkpoints.conversion import installed_version
 from moejax.errors import UserError
 from moejax.evaluate.comparison import Units
-from moejax.evaluate.evaluation_report import model_report, run_report
 from moejax.evaluate.token_ids import TokenIds
+from moejax.models.model_config import config_digest
 from moejax.progress import token_progress
 from moejax.serve.generation import run_scores
 
@@ -87,9 +88,9 @@ class PerplexityResult:
     limit: int | None
     texts: tuple[TextLikelihood, ...]
     model: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-    """As of evaluation_report.model_report."""
+    """As of model_report."""
     run: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-    """As of evaluation_report.run_report, and cost_report."""
+    """As of run_report, and cost_report."""
 
     @property
     def total(self) -> Likelihood:
@@ -235,6 +236,43 @@ def result_json(result: PerplexityResult) -> dict[str, Any]:
         "data": {"sha256": data.hexdigest(), "texts": files},
         "total": _figures(result.total),
         "run": dict(result.run),
+    }
+
+
+_VERSIONS = ("moejax", "jax", "jaxlib", "numpy", "tokenizers")
+
+
+def model_report(llm: LLM) -> dict[str, Any]:
+    """What was evaluated and by what, as plain data for JSON: whatever may change a bit of the
+    figures. prefill_tokens is a shape of XLA's matrix products, whose last bits depend on it."""
+    runner, stats, scheduler = llm.engine.runner, llm.stats(), llm.engine.scheduler
+    return {
+        "model": {
+            "path": llm.model,
+            "config_digest": config_digest(llm.config),
+            "dtype": llm.dtype,
+            "experts": {record.version: record.nbytes for record in runner.layout.records},
+            "precision": {
+                **llm.plan.settings.precision.report(),
+                "quantizers": stats["precision"]["quantizers"],
+            },
+        },
+        "versions": {name: installed_version(name) for name in _VERSIONS},
+        "device": stats["device"],
+        "ops": stats["ops"],
+        "cache_aware_routing": stats["cache_aware_routing"],
+        "prefill_tokens": scheduler.prefill_chunks * scheduler.chunk,
+    }
+
+
+def run_report(llm: LLM) -> dict[str, Any]:
+    """What was chosen for speed, as plain data for JSON."""
+    stats, scheduler = llm.stats(), llm.engine.scheduler
+    return {
+        **{name: stats[name] for name in ("driver", "eviction", "control")},
+        "max_model_len": scheduler.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        **{name: stats[name] for name in ("arena", "kv", "store_bytes", "notes")},
     }
 
 

@@ -21,8 +21,9 @@ from moejax.evaluate.evaluation import (
     encode_texts,
     keep_scores,
     likelihood,
+    model_report,
+    run_report,
 )
-from moejax.evaluate.evaluation_report import model_report, run_report
 from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
 from moejax.serve.cluster.fleet import ModelWorker, Scale, worker_options

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from moejax.checkpoints.conversion import installed_version
 from moejax.errors import UserError
 from moejax.evaluate.comparison import Units
-from moejax.evaluate.evaluation_report import model_report, run_report
+from moejax.evaluate.evaluation import model_report, run_report
 from moejax.evaluate.harness.harness_model import MoejaxLM
 from moejax.serve.llm import LLM
 

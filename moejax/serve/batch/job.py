@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from moejax.errors import UserError, as_user_error, shown
 from moejax.progress import token_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
-from moejax.serve.batch.inputs import JobInput, open_input
-from moejax.serve.batch.lines import Line, read_lines
+from moejax.requests.sampling_params import SamplingParams
+from moejax.serve.batch.lines import MOST_LINE, Line, read_lines
 from moejax.serve.batch.result_file import ResultFile, open_results
 from moejax.serve.batch.result_lines import failure, success
 
@@ -57,6 +58,55 @@ class Job:
         """The part of `options` that is not of lines. A directory may be moved."""
         named = () if "weights" in self.decided_by else (self.options["model"],)
         return *named, self.dtype, json.dumps(self.decided_by, sort_keys=True, default=str)
+
+
+def given_fields(params: SamplingParams) -> dict[str, Any]:
+    """Fields other than the seed that do not only repeat a default, so that a new field of a later
+    release does not make the results of this one foreign."""
+    usual = vars(SamplingParams())
+    given = vars(params).items()
+    return {name: v for name, v in given if name != "seed" and v != usual[name]}
+
+
+class JobInput:
+    """What a job reads: an open file, standard input or a pipe."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream = stream
+        self.again = stream.seekable()
+        """Whether `lines` can be called once more."""
+        self._begin = stream.tell() if self.again else 0
+
+    def lines(self) -> Iterator[bytes]:
+        """All lines; of one with more than MOST_LINE bytes MOST_LINE + 1, so that no line takes
+        more memory."""
+        if self.again:
+            self._stream.seek(self._begin)
+        while raw := self._stream.readline(MOST_LINE + 1):
+            yield raw
+            while len(raw) > MOST_LINE and not raw.endswith(b"\n"):
+                raw = self._stream.readline(MOST_LINE + 1)
+
+    def is_at(self, output: str) -> bool:
+        """Whether that file is what is read."""
+        try:
+            return os.path.samestat(os.fstat(self._stream.fileno()), os.stat(output))
+        except OSError:  # no such output yet, or an input that is no file
+            return False
+
+
+@contextmanager
+def open_input(name: str) -> Iterator[JobInput]:
+    """The file of that name; `-` is standard input. Raises UserError where it cannot be opened."""
+    if name == "-":
+        yield JobInput(sys.stdin.buffer)
+        return
+    try:
+        stream = open(name, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot open {name}: {error.strerror}") from error
+    with stream:
+        yield JobInput(stream)
 
 
 class Model(Protocol):

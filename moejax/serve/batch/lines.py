@@ -13,9 +13,12 @@ from moejax.errors import UserError, shown
 from moejax.models.json_values import is_integer
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.batch.inputs import MOST_LINE
 from moejax.serve.batch.openai_fields import completion_request
 from pallas_kernels.option_text import nearest
+
+MOST_LINE = 16 * 2**20
+"""Bytes of a line: a prompt of millions of tokens, and no more than a few hundred MB of objects
+while it is read."""
 
 EXAMPLE = '{"prompt": "The old house", "max_tokens": 16}'
 """A line, for messages."""
