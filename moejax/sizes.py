@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from fractions import Fraction
@@ -45,32 +46,25 @@ def parse_rate(value: int | float | str) -> float:
             return value
     elif isinstance(value, str):
         number, slash, unit = value.partition("/")
-        try:
-            rate = parse_size(number) if slash and unit.strip() == "s" else 0
-        except UserError:
-            rate = 0
-        if rate:
-            return rate
+        with contextlib.suppress(UserError):
+            if slash and unit.strip() == "s" and (rate := parse_size(number)):
+                return rate
     raise UserError(f'{value!r} is not a rate; write bytes per second, such as "25GB/s"')
 
 
 def size(text: str) -> int:
     """parse_size of a setting's text (pallas_kernels.option_text): one byte at least."""
-    try:
-        found = parse_size(text)
-    except UserError:
-        found = 0
-    if not found:
-        raise ValueError("a size; write 512KiB, 16GiB or another number of bytes from 1 on")
-    return found
+    with contextlib.suppress(UserError):
+        if found := parse_size(text):
+            return found
+    raise ValueError("a size; write 512KiB, 16GiB or another number of bytes from 1 on")
 
 
 def rate(text: str) -> float:
     """parse_rate of a setting's text (pallas_kernels.option_text)."""
-    try:
+    with contextlib.suppress(UserError):
         return parse_rate(text)
-    except UserError:
-        raise ValueError('a rate; write bytes per second, such as "25GB/s"') from None
+    raise ValueError('a rate; write bytes per second, such as "25GB/s"')
 
 
 def parse_expert_budget(value: int | str | Share) -> int | Share:

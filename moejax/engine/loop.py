@@ -434,7 +434,7 @@ class Engine:
         self.statistics.add_step(step.kind, results.totals, now, results.demand)
         if self.planner is not None:
             self.planner.after_read(step.kind, len(step.work.rows), now)
-        touched = self._lost(step, failures) if failures else []
+        touched = self._end_lost(step, failures) if failures else []
         # Lists of Python's numbers: reading arrays one by one costs as much as all the rest.
         tokens, missed = results.tokens.tolist(), results.missed_routes.tolist()
         for row, request in step.work.rows:
@@ -463,7 +463,7 @@ class Engine:
                 self.tracer.after_read(record)  # last: it may find the disk full
         return touched
 
-    def _lost(self, step: Step, failures: Sequence[TransferFailure]) -> list[Request]:
+    def _end_lost(self, step: Step, failures: Sequence[TransferFailure]) -> list[Request]:
         """Ends the requests of a step some of whose experts did not come, and those that share
         what it wrote: that is wrong, and so is what the next step, dispatched since, wrote of
         them. Others go on."""

@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,28 +91,29 @@ def load_tokenizer(
             f".save_pretrained({str(directory)!r})"
         )
     _check_table(directory / "tokenizer.json")
-    with _without_advice():
-        from transformers import PreTrainedTokenizerFast
+    # Else it advises on stderr to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
 
-        try:
-            # AutoTokenizer would rebuild the tokenizer from its class's own rules, or ask to run
-            # the checkpoint's code (auto_map); the file is what the model was trained with. It is
-            # named, since tokenizer_config.json may name another one, anywhere.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                directory,
-                local_files_only=True,
-                model_max_length=_NO_LIMIT,
-                tokenizer_file=str(directory / "tokenizer.json"),
-                trust_remote_code=False,
-            )
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # of tokenizers: a bare Exception, or a panic of its code
-            first_line = (str(error) or type(error).__name__).splitlines()[0]
-            raise UserError(
-                f"the tokenizer files in {directory} cannot be read ({first_line}); "
-                f"copy tokenizer.json and tokenizer_config.json again from the model's source"
-            ) from error
+    try:
+        # AutoTokenizer would rebuild the tokenizer from its class's own rules, or ask to run
+        # the checkpoint's code (auto_map); the file is what the model was trained with. It is
+        # named, since tokenizer_config.json may name another one, anywhere.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            directory,
+            local_files_only=True,
+            model_max_length=_NO_LIMIT,
+            tokenizer_file=str(directory / "tokenizer.json"),
+            trust_remote_code=False,
+        )
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of tokenizers: a bare Exception, or a panic of its code
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the tokenizer files in {directory} cannot be read ({first_line}); "
+            f"copy tokenizer.json and tokenizer_config.json again from the model's source"
+        ) from error
     if (growth := _decoder_growth(tokenizer)) > MOST_GROWTH:
         raise UserError(
             f"{directory}: the decoder in tokenizer.json makes text {growth:.0f} times as long; "
@@ -276,18 +276,3 @@ class Detokenizer:
             )
         assert isinstance(text, str)
         return text
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Keep transformers from advising on stderr to install PyTorch, which nothing here needs."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -111,7 +111,7 @@ def _parts_of_platform(settings: Settings, platform: str) -> dict[str, str | boo
     where = "on a GPU" if platform != "cpu" else "with ops that are not native"
     what = "driver='stream'" if transfer.driver.name == "stream" else "transfers='queue'"
     asked = {op: settings.ops[op] for op in sorted(ARENA_OPS)}
-    foreign = _listed({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
+    foreign = _list_ops({op: name for op, name in asked.items() if name not in ("cpu", "auto")})
     missing = why_not_cpu() if platform == "cpu" else None
     both = memory.store.host_memory is not None and memory.memory is not None
     return {
@@ -142,7 +142,7 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
         )
     own = second is not None and (not second.same_bits or platform != "cpu") and not steps.separate
     return {
-        "foreign ops": _listed(steps.foreign_ops),
+        "foreign ops": _list_ops(steps.foreign_ops),
         "streaming": bool(steps.window) and "driver=stream",
         "native queue": steps.queue is not None and not copies and "transfers='queue'",
         "few layers": layers < 3 and f"a model of {layers} layers",
@@ -153,7 +153,7 @@ def _parts_of_steps(settings: Settings, platform: str, steps: StepSpec) -> dict[
     }
 
 
-def _listed(ops: dict[str, str]) -> str:
+def _list_ops(ops: dict[str, str]) -> str:
     return ", ".join(f"{op} {name}" for op, name in ops.items())
 
 

@@ -112,7 +112,7 @@ def _spares(precision: Precision) -> int:
     return max(precision.spares, 1)
 
 
-def made_by(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
+def name_makers(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
     """Version → how it was made: rtn or mse, `lossless`; `checkpoint` for
     dense, and for a version whose maker the checkpoint does not name."""
     return {version: quantizers.get(version, "checkpoint") for version in versions}
@@ -125,12 +125,12 @@ def precision_stats(
     quantizers: Mapping[str, str],
 ) -> dict[str, Any]:
     """What was asked for and what transitions came to, as plain data: of each version how it was
-    made (made_by), of lossless12 how many layers stay dense.
+    made (name_makers), of lossless12 how many layers stay dense.
 
     control: Controller.stats. quantizers: of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
-    found["quantizers"] = made_by(precision.versions, quantizers)
+    found["quantizers"] = name_makers(precision.versions, quantizers)
     if "lossless12" in precision.versions:
         found["dense_layers"] = len(engine.runner.store.layers.get("dense", ()))
     return found

@@ -32,11 +32,8 @@ save nothing (docs/kernels.md)."""
 LEAST_PREFILL = 8
 """Chunks of the smallest prefill step, of those that are compiled for fewer than all."""
 
-PREFILLS_APART = 4
-"""How many times more chunks each prefill step has."""
-
-CONTEXTS_APART = 4
-"""How many times longer each context is that decode is compiled for."""
+APART = 4
+"""How many times longer each context is, or larger each prefill step, that is compiled for."""
 
 
 def step_shapes(
@@ -67,12 +64,10 @@ def step_shapes(
         # Attention has fewer programs without work, and what routes fewer rows to go through
         # (docs/kernels.md). Products have the tiles of 16 rows.
         buckets = [*FEW_ROWS, *buckets]
-    contexts = [spans]
-    while bucketed and contexts[0] * SPAN >= CONTEXTS_APART * LEAST_CONTEXT:
-        contexts.insert(0, -(-contexts[0] // CONTEXTS_APART))
-    prefills = [max(chunks, 1)]
-    while bucketed and prefills[0] >= PREFILLS_APART * LEAST_PREFILL:
-        prefills.insert(0, -(-prefills[0] // PREFILLS_APART))
+    contexts, prefills = [spans], [max(chunks, 1)]
+    for sizes, unit, least in ((contexts, SPAN, LEAST_CONTEXT), (prefills, 1, LEAST_PREFILL)):
+        while bucketed and sizes[0] * unit >= APART * least:
+            sizes.insert(0, -(-sizes[0] // APART))
     return StepShapes(
         rows=rows,
         buckets=tuple(buckets),

@@ -96,7 +96,7 @@ def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
     resolve_budget's rule, by which the split is `had`."""
     rule = f"split: KV keeps at least 1/{KV_SHARE} or one sequence, experts the rest"
     try:
-        directory = remembered(config_digest(steps.config))
+        directory = find_workload(config_digest(steps.config))
         if directory is None:
             none = "no workload is remembered (moejax plan --trace T --remember)"
             return had._replace(note=f"{rule}; {none}")
@@ -158,7 +158,7 @@ def remember(trace: Trace) -> Path:
     return path
 
 
-def remembered(model: str) -> str | None:
+def find_workload(model: str) -> str | None:
     """The trace's directory; None: none was named. model: config_digest. Raises UserError for a
     file that is damaged."""
     path = workload_file(model)

@@ -9,7 +9,7 @@ from moejax import LLM, UserError
 from moejax.costs.store import cost_file, identity
 from moejax.costs.transition_bound import step_bound
 from moejax.progress import versions_progress
-from moejax.start.precision import made_by
+from moejax.start.precision import name_makers
 from tests.moejax.engine.budget_workload import planned
 
 DYNAEXQ = precision_of("dynaexq")
@@ -61,7 +61,7 @@ def test_costs_are_kept_by_version(tmp_path, monkeypatch):
 
 
 def test_a_maker_that_nobody_names_is_the_checkpoint():
-    found = made_by(("dense", "int8", "int4"), {"int4": "mse", "int2": "rtn"})
+    found = name_makers(("dense", "int8", "int4"), {"int4": "mse", "int2": "rtn"})
     assert found == {"dense": "checkpoint", "int8": "checkpoint", "int4": "mse"}
 
 

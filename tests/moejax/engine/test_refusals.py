@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from host_offload.policies.eviction.eviction_names import POLICIES
 from host_offload.policies.prefetch.expert_map.in_step import ExpertMapInStep
 from moejax import UserError
 from moejax.commands.main import main
+from moejax.start import conflicts
 from moejax.start.options import OPTIONS
 from tests.host_offload.control.policy_runs import scripted
 from tests.moejax.engine.scenes import EXPERTS, LINK, QUEUE, RECORD, STREAM_QUEUE, open_llm
@@ -241,3 +243,8 @@ def test_a_router_that_takes_no_correction_is_refused(tmp_path):
 def test_the_help_names_every_eviction_policy():
     said = OPTIONS["eviction"].help
     assert all(re.search(rf"\b{name}\b", said) for name in POLICIES)
+
+
+def test_every_part_of_the_table_is_one_that_a_start_may_have():
+    written = set(re.findall(r'^ +"([^"]+)": ', inspect.getsource(conflicts), re.MULTILINE))
+    assert {part for together in conflicts.CONFLICTS for part in together} <= written

@@ -229,7 +229,7 @@ def interpreted(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"CONTEXT": 32, "PREFILL": 1}.items():
             patch.setattr(shapes, f"LEAST_{name}", value)
-        patch.setattr(shapes, "PREFILLS_APART", 3)
+        patch.setattr(shapes, "APART", 3)
         with interpreted_llm(model, **limits) as llm:
             yield llm, model, limits, three_jobs(vocabulary)
 

@@ -14,7 +14,7 @@ from moejax import LLM, UserError
 from moejax.commands.main import main
 from moejax.costs.store import cost_file, identity, write_cost_model
 from moejax.engine.control import spec_of_engine
-from moejax.start.decide.split import check_split, remember, remembered, workload_file
+from moejax.start.decide.split import check_split, find_workload, remember, workload_file
 from tests.moejax.engine.budget_workload import (
     COSTS,
     LAYERS,
@@ -48,15 +48,15 @@ def test_what_is_remembered(tmp_path, capsys):
     directory, _ = recorded()
     trace = read_trace(directory)
     digest = trace.header.config_digest
-    assert remembered(digest) is None
+    assert find_workload(digest) is None
     assert main(["plan", "--trace", str(directory), "--remember"]) == 0
     assert str(workload_file(digest)) in capsys.readouterr().out
-    assert remembered(digest) == str(directory) and remembered("f" * 64) is None
+    assert find_workload(digest) == str(directory) and find_workload("f" * 64) is None
     workload_file(digest).write_text("{")
     with pytest.raises(UserError, match=r"cannot be read .*; delete it"):
-        remembered(digest)
+        find_workload(digest)
     assert main(["plan", "--trace", str(directory), "--remember", "--json"]) == 0
-    assert remembered(digest) == str(directory)
+    assert find_workload(digest) == str(directory)
     assert main(["plan", "--trace", str(directory), "--remember", "--memory", "3MiB"]) == 2
     assert main(["plan", "--trace", str(tmp_path), "--remember"]) == 2
     workload_file(digest).unlink()
