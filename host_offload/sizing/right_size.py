@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
+from host_offload.control.interface import routed_counts
 from host_offload.sizing.coactivation_counts import coactivation_counts, predicted_use
-from host_offload.sizing.joint import DecodeModel, cap_beside
-from host_offload.sizing.miss_curves import MissCurves, trace_curves
+from host_offload.sizing.miss_curves import MissCurves, curves_of, trace_curves
 from host_offload.sizing.split import Division, SplitError
 from host_offload.traces.reader import Trace
 
@@ -79,6 +81,66 @@ class Capacity:
     """Predicted time per output token of each user."""
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeModel:
+    """What a decode step takes by the sequences that run at once and the cells of each layer."""
+
+    widths: np.ndarray
+    """int64[n]: sequences, ascending."""
+    seconds: np.ndarray
+    """float64[n, E + 1]: of a step, by cap."""
+
+    def step_s(self, width: float, cap: int) -> float:
+        """Between two widths on a straight line."""
+        return float(np.interp(width, self.widths, self.seconds[:, cap]))
+
+
+def decode_model(
+    trace: Trace, *, step_s: Mapping[int, float], miss_s: float, users: int | None = None
+) -> DecodeModel:
+    """The model of a trace's generated tokens, its sequences side by side at widths that double, up
+    to all of them or the rows of `step_s`; first sights left out.
+
+    step_s: as of Costs, everything resident; rows are padded to those of an executable. miss_s: of
+    an expert, c_E. users: a width that must be among what is known. Raises SplitError where it is
+    not, TraceError where the trace does not say which tokens are whose.
+    """
+    sequences, rows = list(generated_sequences(trace)), np.array(sorted(step_s))
+    most = min(len(sequences), int(rows[-1]))
+    if users is not None and users > most:
+        raise SplitError(
+            f"steps of {users} sequences cannot be predicted: the trace has {len(sequences)} with "
+            f"generated tokens, the costs were measured up to {rows[-1]} rows"
+        )
+    widths = sorted({*(1 << i for i in range(most.bit_length())), most})
+    seconds = []
+    for width in widths:
+        curves = curves_of(side_by_side(sequences, width, trace.header.experts))
+        resident = step_s[int(rows[np.searchsorted(rows, width)])]
+        seconds.append(resident + miss_s * curves.warm.sum(axis=0) / curves.steps)
+    return DecodeModel(np.array(widths), np.array(seconds))
+
+
+def generated_sequences(trace: Trace) -> Iterator[np.ndarray]:
+    """int16[n, L, k]: routing of each request's generated tokens, in order. Raises TraceError where
+    the trace does not say which they are."""
+    request, position, phase, ids = (
+        trace.array(f"token.{name}") for name in ("request", "position", "phase", "ids")
+    )
+    rows = np.flatnonzero(phase == 1)
+    rows = rows[np.lexsort((position[rows], request[rows]))]
+    starts = np.flatnonzero(np.diff(request[rows])) + 1
+    yield from (ids[part] for part in np.split(rows, starts) if len(part))
+
+
+def side_by_side(sequences: Sequence[np.ndarray], width: int, experts: int) -> Iterator[np.ndarray]:
+    """bool[L, E] of each step of `width` sequences at once; one that ended is followed by the next,
+    and when none is left the steps end, so that all have the same width."""
+    waiting = iter(sequences)
+    for tokens in zip(*(chain.from_iterable(waiting) for _ in range(width)), strict=False):
+        yield routed_counts(np.stack(tokens), experts) > 0
+
+
 def memory_for(
     model: DecodeModel, division: Division, *, users: int, tpot_s: float, pages_per_user: int
 ) -> Capacity:
@@ -114,9 +176,10 @@ def users_for(
     SplitError where not even the model's smallest width does."""
     best = np.inf
     for users in range(int(model.widths[-1]), int(model.widths[0]) - 1, -1):
-        cap = cap_beside(division, users * pages_per_user)
-        if cap is None:
+        caps = np.flatnonzero(division.legal & (division.pages >= users * pages_per_user))
+        if not len(caps):
             continue
+        cap = int(caps[-1])
         seconds = model.step_s(users, cap)
         best = min(best, seconds)
         if seconds <= tpot_s:

@@ -22,10 +22,11 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
-from host_offload.sizing.joint import DecodeModel, decode_model
 from host_offload.sizing.right_size import (
     Capacity,
+    DecodeModel,
     WorkingSet,
+    decode_model,
     memory_for,
     users_for,
     working_sets,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,17 +15,15 @@ from hypothesis import strategies as st
 from host_offload.policies.prefetch.coactivation import fit
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
 from host_offload.sizing.coactivation_counts import predicted_use
-from host_offload.sizing.joint import (
+from host_offload.sizing.miss_curves import curves_of, trace_curves
+from host_offload.sizing.right_size import (
     DecodeModel,
     decode_model,
     generated_sequences,
-    side_by_side,
-)
-from host_offload.sizing.miss_curves import curves_of, trace_curves
-from host_offload.sizing.right_size import (
     memory_for,
     right_size,
     right_size_of_use,
+    side_by_side,
     users_for,
     working_sets,
 )
@@ -130,8 +127,8 @@ def test_side_by_side_is_a_batch(tmp_path):
     found = decode_model(trace, step_s={1: 0.5, 4: 0.7}, miss_s=0.1, users=3)
     assert found.widths.tolist() == [1, 2, 3]
     curves = curves_of(side_by_side(sequences, 1, 8))
-    np.testing.assert_allclose(found.misses[0], curves.warm.sum(axis=0) / 30)
-    assert found.resident_s.tolist() == [0.5, 0.7, 0.7]
+    np.testing.assert_allclose(found.seconds[0], 0.5 + 0.1 * curves.warm.sum(axis=0) / 30)
+    assert found.seconds[:, -1].tolist() == [0.5, 0.7, 0.7]  # everything resident
     assert found.step_s(1.5, 3) == pytest.approx((found.step_s(1, 3) + found.step_s(2, 3)) / 2)
     with pytest.raises(
         SplitError, match="steps of 4 sequences cannot be predicted: the trace has 3"
@@ -186,9 +183,7 @@ def test_the_users_with_most_tokens(tmp_path):
 
 MODEL = DecodeModel(
     np.array([1, 4, 16]),
-    np.outer([8, 24, 60], (8 - np.arange(9)) / 8.0),
-    np.array([0.010, 0.012, 0.020]),
-    0.001,
+    np.array([[0.010], [0.012], [0.020]]) + 0.001 * np.outer([8, 24, 60], (8 - np.arange(9)) / 8.0),
 )
 DIVISION = Division(10_000, 400, 10, 8, 20, unit_bytes=100, unit_pages=10)
 
@@ -243,7 +238,3 @@ SMALL = dataclasses.replace(DIVISION, total_bytes=1000)
 def test_what_cannot_be_is_refused(ask, match):
     with pytest.raises(ValueError, match=match):
         ask()
-
-
-def with_model(**changes: Any) -> DecodeModel:
-    return dataclasses.replace(MODEL, **changes)
