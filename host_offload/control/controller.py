@@ -3,12 +3,11 @@ and a bounded list of transfers. Pure host code over numpy: no device, no clock.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -267,7 +266,7 @@ class Controller:
         if self.tables is None or not self.stages_transfers:
             return []
         if self.pool is not None:
-            self.tables = _copied(self.tables)
+            self.tables = self.tables.copy()
         return self.staging.entries(step, self.tables)
 
     def take_update(self) -> dict[str, np.ndarray]:
@@ -360,7 +359,7 @@ class Controller:
             active = None
             if routing is not None:
                 active = routed_counts(routing.ids, self.spec.experts)[0] > 0
-            self.tables = _copied(self.tables)
+            self.tables = self.tables.copy()
             pool.look(step, self.tables, max(layer, 0), active, moment == Moment.EXPERTS_BEGIN)
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
@@ -430,12 +429,10 @@ class Controller:
             answer = seat.policy.decide(seat.state, observation)
         except Exception as error:
             error.add_note(f"in policy {seat.name} at {when}")
-            if name := _unneeded(seat, observation):
-                added = ", ".join(map(repr, sorted({*seat.policy.needs, name})))
-                error.add_note(
-                    f"the observation's {name} is None, since the policy does not need it; write: "
-                    f"needs = frozenset({{{added}}})"
-                )
+            error.add_note(
+                f"fields of the observation that its `needs` lacks are None; it needs "
+                f"{', '.join(sorted(seat.policy.needs)) or 'none'}"
+            )
             raise
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise PolicyError(f"policy {seat.name} at {when}: decide must return (state, Decision)")
@@ -547,28 +544,6 @@ class Controller:
     def _log(self, event: Event) -> None:
         if self.listener is not None:
             self.listener(event)
-
-
-def _unneeded(seat: Seat, observation: Observation) -> str | None:
-    """The field that a decision which failed read last of those that are None because the policy
-    does not need them. Equal observations give equal decisions, so it is asked once more."""
-    read: list[str] = []
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            value = getattr(observation, name)
-            if value is None and name not in seat.policy.needs:
-                read.append(name)
-            return value
-
-    with contextlib.suppress(Exception):
-        seat.policy.decide(seat.state, cast(Observation, Watched()))
-    return read[-1] if read else None
-
-
-def _copied(tables: Residency) -> Residency:
-    """To be changed as cells are handed over."""
-    return Residency(*(table.copy() for table in tables))
 
 
 def _read_only(value: Any) -> Any:

@@ -323,8 +323,6 @@ class Decision:
     yet, since KV is in the way, waits and counts as deferred."""
     kv_pages: int | None = None
     """Pages that KV should have; as cells."""
-    tiers: np.ndarray | None = None
-    """int32[L, V]: experts of each version in device memory (FluxMoE)."""
     execute: np.ndarray | None = None
     """int8[a]: who computes each of the layer's active experts, ascending by id: 0 the accelerator,
     1 the second processor, from the store in place, which those that are resident ignore. At ROUTED

@@ -40,9 +40,6 @@ MOMENTS: Mapping[str, frozenset[Moment]] = {
 }
 """Driver → the moments it has."""
 
-CARRIED_OUT = WRITES - {"tiers"}
-"""The fields of a Decision that some driver carries out."""
-
 OF_LAYER = ("execute", "load_order")
 """Those of one layer's active experts, decided between its routing and its experts."""
 
@@ -142,10 +139,6 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
                     f"{add if has else other}"
                 )
         for field in sorted(policy.writes):
-            if field not in CARRIED_OUT:
-                raise PolicyError(
-                    f"policy {name} writes {field!r}, which no driver of this release carries out"
-                )
             if field in writers:
                 raise PolicyError(
                     f"policies {writers[field]} and {name} both write {field!r}; leave one out"
@@ -325,12 +318,9 @@ def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
     return bool(value)
 
 
-def _execute(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
-    return _array(value, np.shape(value)[:1], 0, 1, np.int8, refuse)
-
-
-def _load_order(value: Any, spec: Spec, refuse: Refuse) -> np.ndarray:
-    return _array(value, np.shape(value)[:1], 0, np.iinfo(np.int16).max, np.int16, refuse)
+def _of_active(most: int, dtype: type) -> Callable[[Any, Spec, Refuse], np.ndarray]:
+    """The check of a value from 0 to most for each active expert."""
+    return lambda value, _, refuse: _array(value, np.shape(value)[:1], 0, most, dtype, refuse)
 
 
 def gives_away(policies: Sequence[Policy]) -> bool:
@@ -413,6 +403,6 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "pause_stages": _pause,
     "cells": _cells,
     "kv_pages": _kv_pages,
-    "execute": _execute,
-    "load_order": _load_order,
+    "execute": _of_active(1, np.int8),
+    "load_order": _of_active(np.iinfo(np.int16).max, np.int16),
 }

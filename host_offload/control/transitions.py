@@ -62,8 +62,6 @@ class Transitions(TransferLedger):
         self.capacity = self.resident.capacity[0]
         self._aimed = self.resident.slots
         """Slots that experts should have; they may have more, which they are to give away."""
-        self._step_bytes = [0, 0]
-        """The most of a step so far, and steps that were given more than resident.step_bytes."""
         placed = place(spec.resident)
         contents = placed.contents
         self.pools = placed.pools
@@ -176,11 +174,7 @@ class Transitions(TransferLedger):
             self._changed = True
             return cell
 
-        most = self.resident.step_bytes
-        entries = self._issue(step, tables, find_cell, step_bytes=most)
-        given = sum(self._moved[entry.version][entry.layer] for entry in entries)
-        self._step_bytes[0] = max(self._step_bytes[0], given)
-        self._step_bytes[1] += given > most
+        entries = self._issue(step, tables, find_cell, step_bytes=self.resident.step_bytes)
         while self.pools.free_slots < self.keep_free and self._compact(None):
             pass
         return entries
@@ -273,11 +267,8 @@ class Transitions(TransferLedger):
         return state
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
-        """As of Transfers. peak_bytes: since the slots changed. most_step_bytes, over_step_bytes:
-        the most bytes of a step's transitions, and steps with more than the bound, which is smaller
-        than one expert then."""
+        """As of Transfers. peak_bytes: since the slots changed."""
         moves, moved_bytes = self._compacted.tolist()
-        low = len(self._sizes) - 1
         return {
             "precision": {
                 **self.transition_counts(),
@@ -287,8 +278,6 @@ class Transitions(TransferLedger):
                 "hi": int(np.sum(self.version == 0)),
                 "lo": int(np.sum(self.version != 0)),
                 "absent": 0,
-                "spare_hi": self.pools.free_cells(0),
-                "spare_lo": self.pools.free_cells(low) if low else 0,
                 "free_slots": self.pools.free_slots,
                 "slots": self.slots,
                 "hi_capacity": self.capacity,
@@ -296,7 +285,5 @@ class Transitions(TransferLedger):
                 "budget_bytes": self.slots * self.resident.slot_rows * self.spec.hidden * 2,
                 "step_bytes": self.resident.step_bytes,
                 "step_bytes_from": self.resident.step_bytes_from,
-                "most_step_bytes": self._step_bytes[0],
-                "over_step_bytes": self._step_bytes[1],
             }
         }

@@ -46,7 +46,7 @@ class Pager:
 
     def copy(self) -> Residency:
         """The tables as they are now."""
-        return Residency(*(table.copy() for table in self.tables))
+        return self.tables.copy()
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
         """Other contents of some tables, as host_offload.memory.tables.with_contents."""

@@ -37,6 +37,9 @@ class Residency(NamedTuple):
     victim_weights: np.ndarray
     """[3]"""
 
+    def copy(self) -> Residency:
+        return Residency(*(table.copy() for table in self))
+
 
 class Entry(NamedTuple):
     """One transfer of a step's stage list."""

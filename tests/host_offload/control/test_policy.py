@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import (
+    WRITES,
     Decision,
     Moment,
     Stage,
     Transition,
 )
 from host_offload.control.rules import (
-    CARRIED_OUT,
     PolicyError,
     check_decision,
     check_policies,
@@ -65,11 +65,6 @@ class Other(type(scripted())):
             [scripted(needs={"kv_refs"})],
             "host",
             "needs 'kv_refs', which its moments do not have; add one of TURN_END",
-        ),
-        (
-            [scripted(writes={"tiers"})],
-            "host",
-            "writes 'tiers', which no driver of this release carries out",
         ),
         (
             [scripted(writes={"execute"})],
@@ -152,11 +147,11 @@ def grid(value, *shape):
         ),
         (Decision(kv_pages=4), "kv_pages must lie in 5…60, not 4"),
         (Decision(kv_pages=True), "kv_pages must be an integer, not True"),
-        (Decision(tiers=np.zeros(1)), "it set 'tiers', which its `writes` lacks"),
+        (Decision(load_order=grid(0, 1)), "it set 'load_order', which its `writes` lacks"),
     ],
 )
 def test_decisions_that_mean_nothing_are_refused(decision, match):
-    policy = scripted(writes=CARRIED_OUT)
+    policy = scripted(writes=WRITES - {"load_order"})
     limits = spec(min_cells=np.array([0, 1]), budget_bytes=600)
     with pytest.raises(PolicyError, match=f"policy Scripted at STEP_END of step 7: {match}"):
         check_decision(decision, policy, limits, "STEP_END of step 7")
@@ -166,7 +161,7 @@ def test_a_decision_is_copied_into_the_interfaces_types():
     prior = grid(3)
     stages = [Stage(np.int64(1), np.int32(2)), Stage(0, 1, 0, "hot"), Stage(1, 2, 1)]
     given = Decision(prior=prior, fill_version=grid(-1), stages=tuple(stages), kv_pages=np.int64(6))
-    got = check_decision(given, scripted(writes=CARRIED_OUT), spec(), "start")
+    got = check_decision(given, scripted(writes=WRITES), spec(), "start")
     prior[:] = 0
     assert got.prior.dtype == np.int32 and (got.prior == 3).all()
     assert got.fill_version.dtype == np.int8

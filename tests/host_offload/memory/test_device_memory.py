@@ -8,38 +8,24 @@ import pytest
 
 from host_offload.memory import device_memory
 from host_offload.memory.arena import allocate_arena
-from host_offload.memory.device_memory import HUGE_PAGES, LEAST, advise, page_note
-
-
-def machine(folder, enabled: str | None, nodes: str | None):
-    if enabled is not None:
-        place = folder / "kernel/mm/transparent_hugepage"
-        place.mkdir(parents=True)
-        (place / "enabled").write_text(enabled)
-    if nodes is not None:
-        place = folder / "devices/system/node"
-        place.mkdir(parents=True)
-        (place / "has_memory").write_text(nodes)
-    return folder
+from host_offload.memory.device_memory import LEAST, advise, page_note
 
 
 @pytest.mark.parametrize(
-    ("enabled", "nodes", "said"),
+    ("enabled", "said"),
     [
-        ("always [madvise] never\n", "0\n", "huge pages, 1 NUMA node"),
-        ("[always] madvise never\n", "0-1\n", "huge pages, spread over 2 NUMA nodes"),
-        ("always madvise [never]\n", "0,2-3\n", "never), spread over 3 NUMA nodes"),
-        (None, None, "not known), 1 NUMA node"),
+        ("always [madvise] never\n", "huge pages"),
+        ("[always] madvise never\n", "huge pages"),
+        ("always madvise [never]\n", "small pages (the system's huge pages: never)"),
+        (None, "small pages (the system's huge pages: not known)"),
     ],
 )
-def test_what_is_in_effect_is_said(tmp_path, monkeypatch, enabled, nodes, said):
-    monkeypatch.setattr(device_memory, "_mbind", lambda: 237)
-    root = machine(tmp_path, enabled, nodes)
-    assert page_note(root).endswith(said)
-    monkeypatch.setenv(HUGE_PAGES, "0")
-    assert page_note(root).startswith("small pages (MOEJAX_HUGE_PAGES=0)")
-    monkeypatch.setattr(device_memory, "_mbind", lambda: None)
-    assert ("not spread" in page_note(root)) == ("spread" in said)
+def test_what_is_in_effect_is_said(tmp_path, enabled, said):
+    if enabled is not None:
+        place = tmp_path / "kernel/mm/transparent_hugepage"
+        place.mkdir(parents=True)
+        (place / "enabled").write_text(enabled)
+    assert page_note(tmp_path) == said
 
 
 class Kernel:
@@ -49,30 +35,18 @@ class Kernel:
         self.calls = []
 
     def madvise(self, *args):
-        self.calls.append(("madvise", *args))
+        self.calls.append(args)
         return 0
 
-    def syscall(self, *args):
-        self.calls.append(("syscall", *(getattr(arg, "value", arg) for arg in args)))
 
-
-@pytest.mark.parametrize("small", [False, True])
-def test_whole_pages_are_advised_and_spread(tmp_path, monkeypatch, small):
+def test_whole_pages_are_advised(monkeypatch):
     kernel, page = Kernel(), 4096
     monkeypatch.setattr(device_memory, "_libc", lambda: kernel)
-    monkeypatch.setattr(device_memory, "_mbind", lambda: 237)
     monkeypatch.setattr(device_memory.os, "sysconf", lambda name: page)
-    monkeypatch.setenv(HUGE_PAGES, "0" if small else "1")
-    root = machine(tmp_path, "always [madvise] never", "0-1")
-    advise(10 * page + 1, LEAST + page, root)
-    (first, begin, length, how), spread = kernel.calls
-    assert (first, begin, length, how) == ("madvise", 11 * page, LEAST, 15 if small else 14)
-    assert spread[:5] == ("syscall", 237, 11 * page, LEAST, 3) and spread[6:] == (65, 0)
-    kernel.calls.clear()
-    advise(10 * page, LEAST - 1, root)
-    assert not kernel.calls, "little memory is left as it comes"
-    advise(page, LEAST, machine(tmp_path / "one", "[always]", "0"))
-    assert [name for name, *_ in kernel.calls] == ["madvise"], "one node has nothing to spread"
+    advise(10 * page + 1, LEAST + page)
+    assert kernel.calls == [(11 * page, LEAST, 14)]
+    advise(10 * page, LEAST - 1)
+    assert len(kernel.calls) == 1, "little memory is left as it comes"
 
 
 def test_an_arena_is_zeros_and_stays_writable():
