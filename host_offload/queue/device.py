@@ -118,7 +118,7 @@ class DeviceQueue:
                 raise QueueError(f"there is no expert {transfer.expert} of layer {transfer.layer}")
         for staged in self._staged.values():
             if staged.transfer.cell in cells:
-                _waited(staged.mark)
+                _wait_for(staged.mark)
         self._look()
         tickets = []
         for transfer in transfers:
@@ -162,7 +162,7 @@ class DeviceQueue:
             if not under_way or self._queue.there(ticket, part):
                 continue  # all that had begun has ended meanwhile
             first = under_way[0]
-            _waited(first.mark if first.mark is not None else first.arrays[first.chunks[0].first])
+            _wait_for(first.mark if first.mark is not None else first.arrays[first.chunks[0].first])
             self._look()
         return self._queue.settled(ticket)
 
@@ -177,7 +177,7 @@ class DeviceQueue:
         self._queue.cancel_all()
         for staged in self._staged.values():
             for array in (*staged.arrays.values(), staged.mark):
-                _waited(array)
+                _wait_for(array)
             staged.asked.release()
         self._staged.clear()
 
@@ -321,7 +321,7 @@ class DeviceQueue:
                 array = staged.arrays[chunk.first] if staged.mark is None else staged.mark
                 if array.is_ready():  # pyright: ignore[reportAttributeAccessIssue]  not in jax's stubs
                     staged.chunks.remove(chunk)
-                    self._end(chunk, _waited(array))
+                    self._end(chunk, _wait_for(array))
 
     def _end(self, chunk: TransferChunk, failure: str) -> None:
         settled = self._queue.end(chunk, failure)
@@ -343,7 +343,7 @@ class DeviceQueue:
             del self._staged[chunk.ticket]
 
 
-def _waited(array: jax.Array | None) -> str:
+def _wait_for(array: jax.Array | None) -> str:
     """Waits for an array; what went wrong with it, "" for nothing."""
     try:
         jax.block_until_ready(array)

@@ -207,7 +207,7 @@ class NativeQueue:
         self.handle = self._calls.moejax_transfers_new(options, text, _TEXT)
         """What ops name the queue by."""
         if self.handle < 0:
-            raise QueueError(f"{threads} threads cannot be started: {_said(text)}")
+            raise QueueError(f"{threads} threads cannot be started: {_decode_text(text)}")
         # At the end of the process too, before what the threads write into is gone.
         self._delete = weakref.finalize(self, self._calls.moejax_transfers_delete, self.handle)
 
@@ -234,7 +234,7 @@ class NativeQueue:
         sizes = (ctypes.c_int64 * max(len(parts), 1))(*parts)
         ticket = self._calls.moejax_transfers_submit(self.handle, request, sizes, text, _TEXT)
         if not ticket:
-            raise QueueError(_said(text))
+            raise QueueError(_decode_text(text))
         return ticket
 
     def cancel(self, ticket: int) -> bool:
@@ -269,7 +269,7 @@ class NativeQueue:
             raise QueueError(f"ticket {ticket} has no part {part}")
         if record.state not in _STATES:
             return None
-        return Settled(ticket, self._transfer(record), _STATES[record.state], _said(text))
+        return Settled(ticket, self._transfer(record), _STATES[record.state], _decode_text(text))
 
     def observe(self) -> Progress:
         self._require_open()
@@ -375,7 +375,7 @@ class NativeQueue:
                     self.handle, os.fsencode(path), self._direct, text, _TEXT
                 )
                 if number < 0:
-                    raise QueueError(_said(text))
+                    raise QueueError(_decode_text(text))
                 self._files[path] = number
             return self._files[path]
 
@@ -403,7 +403,7 @@ class NativeQueue:
     def _message(self, ticket: int) -> str:
         text = ctypes.create_string_buffer(_TEXT)
         self._calls.moejax_transfers_message(self.handle, ticket, text, _TEXT)
-        return _said(text)
+        return _decode_text(text)
 
 
 def _part(part: int | None) -> int:
@@ -421,5 +421,5 @@ def _check(source: Source) -> int:
     return digits
 
 
-def _said(text: Any) -> str:
+def _decode_text(text: Any) -> str:
     return text.value.decode(errors="replace")

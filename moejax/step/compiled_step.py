@@ -123,7 +123,7 @@ def device_step(
             # The next layer's experts come while this one computes, after the last the first one's.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
-        carry = _attended(stack, i, carry._replace(memory=memory), tokens, context)
+        carry = _attend(stack, i, carry._replace(memory=memory), tokens, context)
         if not stack.is_moe:
             return carry._replace(x=stack.feed_forward(i, carry.x, tokens)), None
         carry, (normed, ids, weights), counts = _sparse(stack, i, carry, tokens, forced, context)
@@ -158,7 +158,7 @@ def device_step(
     return memory, output
 
 
-def _attended(
+def _attend(
     stack: LayerStack, i: jax.Array, carry: _Carry, tokens: Tokens, context: StepContext
 ) -> _Carry:
     """Carry behind the attention of layer `i` of the stack."""
@@ -208,7 +208,7 @@ def _sparse(
         places = context.places(memory.tables, layer)
         y = compute(shared, memory.arena, batch, places, context, end)
         y = lax.optimization_barrier(y)
-        return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
+        return _add_experts(stack, carry, x, y, weights, context), (normed, ids, weights), None
     favour = favour_residents(memory.tables.address, layer, context)
     # A forced routing would come between router and plan; a window has no plan. That kernel takes
     # the model's own correction of scores only.
@@ -223,7 +223,7 @@ def _sparse(
         end = _epilogue(stack, carry, x, weights)
         y, memory = compute_planned(shared, normed, ids, memory, layer, work, context, end)
         carry = carry._replace(memory=memory, records=records)
-        return _added(stack, carry, x, y, weights, context), (normed, ids, weights), None
+        return _add_experts(stack, carry, x, y, weights, context), (normed, ids, weights), None
     x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour, carry.squares)
     y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
     counts = None
@@ -243,7 +243,7 @@ def _sparse(
             row = record(ids, weights, counts)
             records, counts = lax.dynamic_update_index_in_dim(records, row, layer, 0), None
     carry = carry._replace(memory=memory, records=records)
-    return _added(stack, carry, x, y, weights, context), (normed, ids, weights), counts
+    return _add_experts(stack, carry, x, y, weights, context), (normed, ids, weights), counts
 
 
 def _epilogue(
@@ -256,7 +256,7 @@ def _epilogue(
     return Epilogue(x, weights, carry.index, carry.counters, stack.first_moe_layer, wanted)
 
 
-def _added(
+def _add_experts(
     stack: LayerStack,
     carry: _Carry,
     x: jax.Array,

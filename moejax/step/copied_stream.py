@@ -107,7 +107,7 @@ class CopiedStream:
         self._ring = [_of_layer(window, layer, own) for layer, own in enumerate(rows)]
         packed = (rows >= 0) & (versions == PACKED_VERSION)
         for layer, expert in np.argwhere(packed).tolist():
-            pieces, row = (self._packed(layer, expert),), np.int32(rows[layer, expert])
+            pieces, row = (self._pack(layer, expert),), np.int32(rows[layer, expert])
             self._buffers.arena, _ = self._compiler.call(
                 ProgramKey("land_packed"), self._buffers.arena, row, pieces
             )
@@ -117,7 +117,7 @@ class CopiedStream:
     def change(self, window: WindowSpec) -> None:
         raise ValueError("a window of jax's copies stays as it was opened")
 
-    def _packed(self, layer: int, expert: int) -> np.ndarray:
+    def _pack(self, layer: int, expert: int) -> np.ndarray:
         """uint16[rows, D]: an expert's packed record, made of its dense one."""
         assert self._steps.formats is not None
         dense, packed = (version.cell for version in self._steps.formats)
@@ -175,9 +175,9 @@ class CopiedStream:
         """Begins to copy a layer's records into staging."""
         for seat in () if self._coming is None else self._coming[1]:
             self._transport.device_queue.drop(seat.ticket)
-        self._coming = layer, self._copied(layer, self._ring[layer].brought)
+        self._coming = layer, self._begin_copies(layer, self._ring[layer].brought)
 
-    def _copied(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
+    def _begin_copies(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """The records of (expert, arena row), on their way into staging."""
         transfers = [self._transport.transfer_of(layer, expert, "prefetch") for expert, _ in seats]
         tickets = self._transport.device_queue.submit_all(transfers)
@@ -221,7 +221,7 @@ class CopiedStream:
         assert self.window is not None
         if version != PACKED_VERSION:
             return self._transport.is_intact(layer, expert, version, row)
-        record = self._packed(layer, expert)
+        record = self._pack(layer, expert)
         held = jax.lax.dynamic_slice(self._buffers.arena, (row, 0), record.shape)
         return np.array_equal(np.asarray(held), record)
 

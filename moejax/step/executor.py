@@ -404,14 +404,14 @@ class Executor:
             return None
         if self.buffers.layer_versions is not None:
             entries = self.buffers.layer_versions.entries(entries)
-        return Entries._make(_padded(entries, len(Entries._fields), STAGES))
+        return Entries._make(_pad_rows(entries, len(Entries._fields), STAGES))
 
     def move_cells(self, moves: Sequence[Move]) -> None:
         """Moves cells within the arena, with what is in them, for the steps to come. No place is
         both left and taken."""
         self.transport.drain()
         for i in range(0, len(moves), MOVES):
-            lists = Moves._make(_padded(moves[i : i + MOVES], len(Moves._fields), MOVES))
+            lists = Moves._make(_pad_rows(moves[i : i + MOVES], len(Moves._fields), MOVES))
             self.buffers.arena, self.tables, _ = self.compiler.call(
                 ProgramKey("move"), self.arena, self.tables, lists
             )
@@ -421,7 +421,7 @@ class Executor:
         still comes, and whoever fills the cell next waits for it, or takes its place."""
         for i in range(0, len(moves), HAND_OVERS):
             part = moves[i : i + HAND_OVERS]
-            lists = HandOvers._make(_padded(part, len(HandOver._fields), HAND_OVERS))
+            lists = HandOvers._make(_pad_rows(part, len(HandOver._fields), HAND_OVERS))
             self.tables = self.compiler.call(ProgramKey("hand_over"), self.tables, lists)
 
     def snapshot(self) -> Callable[[], Residency]:
@@ -462,7 +462,7 @@ class Executor:
                 self.store.delete()
 
 
-def _padded(rows: Sequence[Sequence[int]], fields: int, most: int) -> np.ndarray:
+def _pad_rows(rows: Sequence[Sequence[int]], fields: int, most: int) -> np.ndarray:
     """int32[fields, most]: rows of so many fields, then −1."""
     lists = np.full((fields, most), -1, np.int32)
     lists[:, : len(rows)] = np.array(rows, np.int32).T

@@ -147,7 +147,7 @@ class LayerWalk:
             if ("observe", run) in parts:
                 self.layer_arrays = parts["observe", run](params, normed, batch, index)
             if hooks is not None:
-                self._show_routing(hooks, layer, Routing(ids, weights))
+                self._show_routing(hooks, layer, normed, Routing(ids, weights))
             if self._stream is not None:
                 self._stream.materialize(layer)
             inputs = LayerInputs(step, layer, x, normed, Routing(ids, weights))
@@ -161,10 +161,12 @@ class LayerWalk:
         placed = None if self._processor is None else self._processor.placed
         return output._replace(staged=staged, arrays=arrays, placed=placed)
 
-    def _show_routing(self, hooks: Hooks, layer: int, routing: Routing) -> None:
+    def _show_routing(self, hooks: Hooks, layer: int, normed: jax.Array, routing: Routing) -> None:
         """Waits for a layer's routing, and asks the hooks before its experts."""
         routing.ids.copy_to_host_async()
         routing.weights.copy_to_host_async()
+        if self._processor is not None:
+            normed.copy_to_host_async()  # what it will compute on, while policies decide
         ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
         self._carry_out(hooks.after_routing(layer, ids, weights), layer)
         self._carry_out(hooks.before_experts(layer), layer)

@@ -147,7 +147,6 @@ class Processor:
     def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
         """As Transport.compute, by both processors."""
         step, layer, x, normed, routing = inputs
-        normed.copy_to_host_async()
         ids = np.asarray(routing.ids)
         share, mine = self._share(parts, layer, ids)
         other = self._thread.submit(self._compute, step, layer, mine, normed, ids) if mine else None

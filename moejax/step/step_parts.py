@@ -414,7 +414,7 @@ def route_layer(
     x, normed, ids, weights = stack.route(i, x, tokens, favour, squares)
     if forced is not None:
         layer = stack.first_moe_layer + i
-        ids, weights = _forced(forced, layer, ids, stack.config.num_experts)
+        ids, weights = _force_routing(forced, layer, ids, stack.config.num_experts)
     return x, normed, ids, weights
 
 
@@ -512,7 +512,7 @@ def _missed_routes(ids, counts, experts):
     return jnp.sum(missed[layer, ids], axis=(0, 2), dtype=jnp.int32)
 
 
-def _forced(forced, layer, routed, experts):
+def _force_routing(forced, layer, routed, experts):
     """The forced routing of a layer, padded where the router's ids [T, K] are."""
     # The ids must depend on the router's, and so on attention: if plan and fill could run before
     # attention has read the arena, XLA would copy the arena (seen on CPU).
