@@ -96,8 +96,8 @@ class _Check:
                 layer = int(np.flatnonzero((found != was).reshape(len(was), -1).any(axis=1))[0])
                 raise self._differs(
                     f"step {step.number} ({step.kind}), layer {layer}: {name}",
-                    _shown(was[layer]),
-                    _shown(found[layer]),
+                    _show(was[layer]),
+                    _show(found[layer]),
                 )
         moved = int(step.moved.sum())
         if moved != wanted.bytes.sum():
@@ -140,7 +140,7 @@ def _plain(event: Decided) -> dict[str, Any]:
     return json.loads(json.dumps({"step": event.step, **fields}, default=lambda a: a.tolist()))
 
 
-def _shown(values: np.ndarray) -> str:
+def _show(values: np.ndarray) -> str:
     return str(np.flatnonzero(values).tolist() if values.ndim else int(values))
 
 

@@ -53,7 +53,7 @@ def allocate(
     return Allocation(cells, _total(curves, cells))
 
 
-def shared_anew(
+def share_anew(
     rule: str,
     misses: np.ndarray,
     slots: int,

@@ -54,7 +54,7 @@ def cost_file(about: dict[str, Any]) -> Path:
     return cache_root() / "costs" / f"{kind}-{digest[:16]}.json"
 
 
-def kept_cost_model(about: dict[str, Any]) -> CostModel | None:
+def find_cost_model(about: dict[str, Any]) -> CostModel | None:
     """The costs that were measured before for this identity; None where none are, or where the
     cache may not be searched. Raises UserError as load_cost_model."""
     path = cost_file(about)

@@ -8,7 +8,7 @@ from typing import Any
 
 from host_offload.sizing.cost_model import CostModel
 from moejax.costs.measure import calibrate
-from moejax.costs.store import identity, kept_cost_model
+from moejax.costs.store import find_cost_model, identity
 from moejax.errors import UserError
 from moejax.serve.llm import LLM
 
@@ -21,7 +21,7 @@ def cost_model_for(
     for a kept file that is damaged, and for an LLM that has run something and whose costs are not
     kept."""
     runner = llm.engine.runner
-    kept = None if force else kept_cost_model(identity(runner.steps))
+    kept = None if force else find_cost_model(identity(runner.steps))
     if kept is not None:
         return kept
     if runner.steps.in_place:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.sizing.cell_allocation import ALLOCATIONS, shared_anew
+from host_offload.sizing.cell_allocation import ALLOCATIONS, share_anew
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
 
 
@@ -53,5 +53,5 @@ class LayerCells:
         state = state._replace(curves=state.curves.forget(self.decay))
         misses = state.curves.misses[:, : state.most + 1]
         slots, limits = int(seen.cells.sum()), {"gate": self.gate, "least": state.least}
-        cells = shared_anew(self.allocation, misses, slots, seen.cells, **limits)
+        cells = share_anew(self.allocation, misses, slots, seen.cells, **limits)
         return state, Decision(cells=None if cells is None else cells.astype(np.int32))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, shared_anew
+from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, share_anew
 from host_offload.sizing.configurator import Streams, cap_misses, histograms_of, turns_of
 from host_offload.sizing.miss_curves import (
     LiveCurves,
@@ -177,7 +177,7 @@ class MvWsa:
         elif self.allocation != "uniform" and state.shared == self.window - 1:
             # The line stays; layers may have changed among themselves.
             had = np.full(len(misses), cap) if state.cells is None else state.cells
-            cells = shared_anew(self.allocation, misses, slots, had, gate=self.rule.gate)
+            cells = share_anew(self.allocation, misses, slots, had, gate=self.rule.gate)
         if cells is None:
             return state._replace(shared=(state.shared + 1) % self.window), again(state, seen)
         if state.cells is not None and np.array_equal(cells, state.cells):

@@ -26,7 +26,7 @@ from moejax.checkpoints.loaded_model import LoadedModel
 from moejax.checkpoints.versions import with_versions
 from moejax.costs.measure import calibrate
 from moejax.costs.rates import measure_link_rate
-from moejax.costs.store import identity, kept_cost_model
+from moejax.costs.store import find_cost_model, identity
 from moejax.costs.workload_plan import costs_of_trace
 from moejax.device import select_device
 from moejax.engine.loop import Engine
@@ -349,7 +349,7 @@ def keep_costs(experiment: Experiment, group: Group, loaded: LoadedModel, root: 
     plain = dataclasses.replace(group, link_rate=NO_LINK, arrays=frozenset())
     plan, _ = dry_run(whole.engine_options(plain))
     with user_errors(where="costs: measure: "):
-        if kept_cost_model(identity(plan.steps)) is None:
+        if find_cost_model(identity(plan.steps)) is None:
             with engine_bench(whole, plain, loaded, root) as bench:
                 calibrate(bench.engine.runner)
 

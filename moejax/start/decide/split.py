@@ -18,7 +18,7 @@ from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.split import division_of, miss_costs
 from host_offload.traces.reader import Trace
 from moejax.cache import cache_root, write_whole
-from moejax.costs.store import identity, kept_cost_model
+from moejax.costs.store import find_cost_model, identity
 from moejax.costs.workload_plan import open_trace
 from moejax.engine.resize import check_grant
 from moejax.errors import UserError, user_errors
@@ -112,7 +112,7 @@ def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
 
 def find_costs(steps: StepSpec) -> Costs:
     """Costs of these steps that were measured before. Raises UserError where there are none."""
-    if (kept := kept_cost_model(identity(steps))) is None:
+    if (kept := find_cost_model(identity(steps))) is None:
         raise UserError("costs of this start were not measured: `moejax calibrate`")
     return kept.costs()
 
