@@ -89,9 +89,9 @@ class Records:
         for row in self.rows:
             if row["mode"] != "quality":
                 cells.setdefault(tuple(row[key] for key in PLACE), []).append(row)
-        return [self._summed(rows, cells) for rows in cells.values()]
+        return [self._summarize(rows, cells) for rows in cells.values()]
 
-    def _summed(
+    def _summarize(
         self, rows: Sequence[Line], cells: Mapping[tuple[Any, ...], Sequence[Line]]
     ) -> dict[str, Any]:
         found = {key: rows[0][key] for key in PLACE}
@@ -231,7 +231,7 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
             f"{root} is no directory of results; moejax ablate CONFIG.yaml --output DIR makes one"
         ) from None
     rows, sessions = (
-        read_line_file(path, functools.partial(_parsed, path))
+        read_line_file(path, functools.partial(_parse, path))
         for path in (root / RECORDS, root / SESSIONS)
     )
     return Records(root, asked, rows, sessions)
@@ -239,10 +239,10 @@ def read_results(directory: str | os.PathLike[str]) -> Records:
 
 def open_records(path: Path) -> contextlib.AbstractContextManager[LineFile]:
     """The file, as open_line_file. Raises UserError for one that is something else."""
-    return open_line_file(path, functools.partial(_parsed, path))
+    return open_line_file(path, functools.partial(_parse, path))
 
 
-def _parsed(path: Path, data: bytes) -> list[dict[str, Any]]:
+def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
     advice = "delete the file, or choose another --output"
     return parsed_lines(path, data, "no record", advice, frozenset())
 

@@ -146,10 +146,10 @@ def _csv(table: Table) -> str:
 
 def text_tables(records: Records) -> str:
     """The tables for a terminal."""
-    return "\n\n".join(_aligned(table) for table in tables_of(records))
+    return "\n\n".join(_align(table) for table in tables_of(records))
 
 
-def _aligned(table: Table) -> str:
+def _align(table: Table) -> str:
     every: list[Sequence[str]] = [table.headings, *table.rows]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
     lines = [
