@@ -1,8 +1,9 @@
 """Follows a value through running code: which functions of the packages get it, in which order.
 
-A program under `follow` is run with a profile function. A call gets the value if one of its
-arguments, but for self, is the value or holds it: in a sequence, a mapping, a field of a dataclass
-or a NamedTuple, up to DEPTH deep. So a walk is read from what the code does, not from a list.
+A program under `follow` is run with a profile function. A call has the value if one of its
+arguments, but for self, is the value or holds it, when the call begins or when it ends (a buffer
+that it fills): in a sequence, a mapping, a field of a dataclass or a NamedTuple, up to DEPTH deep.
+So a walk is read from what the code does, not from a list.
 """
 
 from __future__ import annotations
@@ -75,29 +76,32 @@ def parts(value: Any) -> Iterator[Any]:
         yield from (getattr(value, name) for name in names if hasattr(value, name))
 
 
+@dataclasses.dataclass
+class _Call:
+    """A call of a function of the packages; stop: None for others."""
+
+    stop: Stop | None
+    has_value: bool
+    inner: list[_Call] = dataclasses.field(default_factory=list)
+    """The calls within it that have the value; those within calls that do not are here too."""
+
+
 class _Follower:
     """The calls of one thread."""
 
     def __init__(self, is_it: Callable[[Any], bool]) -> None:
         self.is_it = is_it
-        self.stack: list[Stop | None] = []
-        self.stops: dict[Stop, None] = {}
-        self.chains: set[tuple[Stop, ...]] = set()
+        self.stack = [_Call(None, False)]
         self.places: dict[CodeType, Stop | None] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "return" and self.stack:
-            self.stack.pop()
-        if event != "call":
-            return
-        stop = self._stop(frame.f_code)
-        if stop is None or not self._is_given(frame):
-            self.stack.append(None)
-            return
-        self.stack.append(stop)
-        self.stops.setdefault(stop)
-        chain = [stop for stop in self.stack if stop is not None]
-        self.chains.add(tuple(s for i, s in enumerate(chain) if i == 0 or s != chain[i - 1]))
+        if event == "call":
+            stop = self._stop(frame.f_code)
+            self.stack.append(_Call(stop, stop is not None and self._is_given(frame)))
+        elif event == "return" and len(self.stack) > 1:
+            call = self.stack.pop()
+            call.has_value |= call.stop is not None and self._is_given(frame)
+            self.stack[-1].inner += [call] if call.has_value else call.inner
 
     def _stop(self, code: CodeType) -> Stop | None:
         if code not in self.places:
@@ -116,24 +120,30 @@ class _Follower:
         return any(holds(given[name], self.is_it) for name in names if name in given)
 
 
+def chains_of(calls: list[_Call], before: tuple[Stop, ...] = ()) -> Iterator[tuple[Stop, ...]]:
+    """Every chain of calls that have the value, in the order of calls."""
+    for call in calls:
+        assert call.stop is not None
+        chain = before if before[-1:] == (call.stop,) else (*before, call.stop)
+        yield chain
+        yield from chains_of(call.inner, chain)
+
+
 def follow(is_it: Callable[[Any], bool], run: Callable[[], Any]) -> Walk:
     """Runs `run` and follows what `is_it` recognises, in this thread and those that it starts."""
-    followers: list[_Follower] = []
+    followers = [_Follower(is_it)]
 
     def begin(frame: FrameType, event: str, arg: Any) -> None:
-        follower = _Follower(is_it)
-        followers.append(follower)
-        sys.setprofile(follower)
-        follower(frame, event, arg)
+        followers.append(_Follower(is_it))
+        sys.setprofile(followers[-1])
+        followers[-1](frame, event, arg)
 
-    main = _Follower(is_it)
-    followers.append(main)
     threading.setprofile(begin)
-    sys.setprofile(main)
+    sys.setprofile(followers[0])
     try:
         run()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    stops = tuple(dict.fromkeys(stop for follower in followers for stop in follower.stops))
-    return Walk(stops, frozenset(c for follower in followers for c in follower.chains))
+    chains = [chain for follower in followers for chain in chains_of(follower.stack[0].inner)]
+    return Walk(tuple(dict.fromkeys(chain[-1] for chain in chains)), frozenset(chains))
