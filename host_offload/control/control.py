@@ -136,7 +136,7 @@ class Control:
         """Right after the step: has its tables copied."""
         self._making, self._dispatched = None, number
         if self._handed:
-            self.controller.settle_between_layers(self._done())
+            self.controller.settle_between_layers(self._read_done())
         if self.controller.needs_residency:
             self._snapshots[number] = self.device.snapshot()
 
@@ -170,7 +170,7 @@ class Control:
         coming = max(layer, 0)
         unseen = self._handed or self._known != coming
         self._known = coming
-        done = self._done() if self._handed else None
+        done = self._read_done() if self._handed else None
         entries = controller.between_layers(
             moment,
             self._making if self._making is not None else self._dispatched,
@@ -187,8 +187,8 @@ class Control:
         if (assigned := controller.assigned(layer)) is not None:
             self.device.assign(*assigned)
         self._handed = bool(entries)
-        told = Moment.TRANSFER in controller.moments
-        self._more = self._handed and (told or controller.staging.queued > len(entries))
+        watched = Moment.TRANSFER in controller.moments
+        self._more = self._handed and (watched or controller.staging.queued > len(entries))
         return entries
 
     # ---- pieces
@@ -201,7 +201,7 @@ class Control:
         self._update_tables()
         return entries
 
-    def _done(self) -> np.ndarray:
+    def _read_done(self) -> np.ndarray:
         self._handed = self._more = False
         return self.device.carried_out()
 

@@ -137,13 +137,13 @@ class Seat:
         if self._sums and counts is not None:
             self.counts = counts if self.counts is None else self.counts + counts
 
-    def interval_passed(self) -> bool:
+    def pass_interval(self) -> bool:
         """Whether the number of whole intervals is another one than before; it is taken on."""
         (count, unit), before = self._every, self.intervals
         self.intervals = int(self._passed[unit] // count)
         return self.intervals > before
 
-    def told(self, progress: Progress) -> Progress:
+    def take_progress(self, progress: Progress) -> Progress:
         """The progress as the policy sees it."""
         settled, self._settled = self._settled, []
         return dataclasses.replace(progress, settled=tuple(settled))
@@ -297,7 +297,7 @@ class Controller:
             self.see(tables)
         step = record.number
         if record.ahead is not None:
-            self.staging.made_in_step(step, record.ahead)
+            self.staging.record_made(step, record.ahead)
         self.staging.settle(step, record.staged, self.tables)
         counts = None
         if self.staging.watching or "counts" in self.needs:
@@ -312,7 +312,7 @@ class Controller:
         shown = Shown(Moment.STEP_END, step, seconds, age, rows=record, counts=counts)
         self._ask_all(shown)
         for seat in self._seats:
-            if seat.interval_passed():
+            if seat.pass_interval():
                 self._ask(seat, shown._replace(moment=Moment.INTERVAL, counts=seat.counts))
                 seat.counts = None
         references = self._kv_references
@@ -346,7 +346,7 @@ class Controller:
         if tables is not None:
             self.see(tables)
         if progress is not None:
-            progress = self._observed(step, moment, layer, progress)
+            progress = self._show_progress(step, moment, layer, progress)
         if done is not None and self.settle_between_layers(done):
             self._ask_all(Shown(Moment.TRANSFER, step, seconds, layer=layer, progress=progress))
         counts = None
@@ -365,7 +365,7 @@ class Controller:
             return []
         return self.staging.entries(step, self.tables, between_layers=True)
 
-    def _observed(self, step: int, moment: Moment, layer: int, progress: Progress) -> Progress:
+    def _show_progress(self, step: int, moment: Moment, layer: int, progress: Progress) -> Progress:
         """What is shown of the progress, logged and told to whom it concerns."""
         settled = tuple(dataclasses.replace(each, message="") for each in progress.settled)
         progress = dataclasses.replace(progress, settled=settled)
@@ -453,7 +453,7 @@ class Controller:
             case "finished" | "retired":
                 return tuple(seat.news.pop((need, shown.moment), ()))
             case "progress":
-                return None if shown.progress is None else seat.told(shown.progress)
+                return None if shown.progress is None else seat.take_progress(shown.progress)
             case "in_flight":
                 return self.staging.in_flight
             case "costs":

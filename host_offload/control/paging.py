@@ -42,11 +42,11 @@ class PagedSpec:
 
     @property
     def said(self) -> dict[str, Any]:
-        """As a trace's header says it, for paged_said."""
+        """As a trace's header says it, for read_paged."""
         return {name: array.tolist() for name, array in vars(self).items()}
 
 
-def paged_said(said: Mapping[str, Any] | None) -> PagedSpec | None:
+def read_paged(said: Mapping[str, Any] | None) -> PagedSpec | None:
     """What PagedSpec.said gave, back from JSON. Raises KeyError, TypeError or ValueError for
     anything else."""
     if said is None:

@@ -97,7 +97,7 @@ class PooledStaging(Staging):
         def find_cell(entry: Wanted) -> int | None:
             layer, expert, _ = entry[:3]
             if not order:
-                order.append((*_wanted(tables, queues), self._free_to_go(tables)))
+                order.append((*_rank_wanted(tables, queues), self._free_to_go(tables)))
             wanted, rank, worth = order[0]
             own = np.flatnonzero((tables.owner[layer] < 0) & (worth[layer] < _NEVER))
             if own.size:
@@ -106,7 +106,7 @@ class PooledStaging(Staging):
             for more_urgent in (_NEVER - 1, wanted[layer, expert]):
                 found = self._best(tables, np.where(rank > more_urgent, worth, _NEVER), layer)
                 if found is not None:
-                    place = self._given(tables, found, layer, evict=False)
+                    place = self._hand_cell(tables, found, layer, evict=False)
                     worth[found] = _NEVER
                     return place
             return None
@@ -126,7 +126,7 @@ class PooledStaging(Staging):
             found = self._best(tables, worth, layer)
             if found is None:
                 return
-            self._given(tables, found, layer, evict=True)
+            self._hand_cell(tables, found, layer, evict=True)
             worth[found] = _NEVER
 
     def _free_to_go(self, tables: Residency) -> np.ndarray:
@@ -152,7 +152,9 @@ class PooledStaging(Staging):
         place = np.unravel_index(int(np.argmin(worth)), worth.shape)
         return None if worth[place] == _NEVER else (int(place[0]), int(place[1]))
 
-    def _given(self, tables: Residency, found: tuple[int, int], layer: int, *, evict: bool) -> int:
+    def _hand_cell(
+        self, tables: Residency, found: tuple[int, int], layer: int, *, evict: bool
+    ) -> int:
         """The number under which the layer has the cell now. evict: who is in it goes already."""
         giver, cell = found
         if giver == layer and not evict:
@@ -165,7 +167,7 @@ class PooledStaging(Staging):
         return place
 
 
-def _wanted(
+def _rank_wanted(
     tables: Residency, queues: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Places in queues of (layer, expert), by kind, the most urgent kind first: 0 the most urgent,

@@ -94,7 +94,7 @@ class Staging(TransferLedger):
             if (layer, version) not in orders:
                 orders[layer, version] = making_room(tables, layer, version)
             busy = taken.setdefault(layer, set())
-            for kept in self._kept(entry):
+            for kept in self._list_kept(entry):
                 cell = first_room(orders[layer, version], busy, kept)
                 if cell is not None:
                     busy.add(cell)
@@ -104,7 +104,7 @@ class Staging(TransferLedger):
 
         return self._issue(step, tables, find_cell, between_layers=between_layers)
 
-    def _kept(self, entry: Wanted) -> Iterator[set[int]]:
+    def _list_kept(self, entry: Wanted) -> Iterator[set[int]]:
         """Experts of the layer that must not make room for the entry: first all wanted ones, then
         those that are more urgent."""
         transitions, stages = (

@@ -83,7 +83,7 @@ class TransferLedger(abc.ABC):
         new = {(entry.layer, entry.expert): entry for entry in queue}
         flying = self.flying_places()
         for place, entry in self._queues[kind].items():
-            if place not in new and place not in flying and not self._arrived(entry, tables):
+            if place not in new and place not in flying and not self._is_there(entry, tables):
                 self.count(self._cause(entry, tables), "cancelled")
         self._queues[kind] = new
 
@@ -115,7 +115,7 @@ class TransferLedger(abc.ABC):
                 layer, expert, version = entry[:3]
                 if place in flying:
                     continue
-                if self._arrived(entry, tables):
+                if self._is_there(entry, tables):
                     del queue[place]
                     continue
                 size, cause = self._moved[version][layer], self._cause(entry, tables)
@@ -138,7 +138,7 @@ class TransferLedger(abc.ABC):
         self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
-    def _arrived(self, entry: Wanted, tables: Residency) -> bool:
+    def _is_there(self, entry: Wanted, tables: Residency) -> bool:
         have = self.version_of((entry.layer, entry.expert), tables)
         return have >= 0 if isinstance(entry, Stage) else have == entry.version
 
@@ -162,14 +162,14 @@ class TransferLedger(abc.ABC):
             elif issued == step and staged is not None:
                 self._settle(flight, bool(staged[flight.index]))
             else:
-                self._settle(flight, self.was_done(flight.transfer, tables))
+                self._settle(flight, self.is_done(flight.transfer, tables))
 
-    def was_done(self, transfer: StagedTransfer, tables: Residency | None) -> bool:
+    def is_done(self, transfer: StagedTransfer, tables: Residency | None) -> bool:
         """Whether a transfer of a step whose results were lost counts as carried out. tables: after
         a later step."""
         return False
 
-    def made_in_step(self, step: int, entries: np.ndarray) -> None:
+    def record_made(self, step: int, entries: np.ndarray) -> None:
         """Transfers that a step chose itself, before the layers that they are for: int32[n, 4], the
         layer, expert and cell of each, and whether it was carried out."""
         for layer, expert, cell, done in entries.tolist():

@@ -229,7 +229,7 @@ class Transitions(TransferLedger):
 
     # ---- what became of it
 
-    def was_done(self, transfer: StagedTransfer, tables: Residency | None) -> bool:
+    def is_done(self, transfer: StagedTransfer, tables: Residency | None) -> bool:
         assert tables is not None, "a lost step is known by its tables only"
         return bool(tables.owner[transfer.layer, transfer.cell] == transfer.expert)
 

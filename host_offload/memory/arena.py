@@ -201,7 +201,7 @@ class SlotArena:
         """Returns pages. Raises ValueError, returning none, for a page that is not allocated or
         named twice."""
         for page in pages:
-            if not self._kv.taken(page):
+            if not self._kv.is_taken(page):
                 raise ValueError(f"page at KV row {page} is not allocated")
         if len(set(pages)) != len(pages):
             raise ValueError("a page is named twice")

@@ -49,7 +49,7 @@ class ResidentSpec:
 
     @property
     def said(self) -> dict[str, Any]:
-        """As JSON, for a trace's header and for resident_said."""
+        """As JSON, for a trace's header and for read_resident."""
         return {**vars(self), "start": self.start.tolist()}
 
     def most_high(self, slots: int) -> int:
@@ -58,10 +58,10 @@ class ResidentSpec:
 
     def least_slots(self, high: int = 0) -> int:
         """Slots that experts take of which so many are in version 0, with the spares."""
-        return int(_needed(self.cells_per_slot, self.start.size, self.spares)[high])
+        return int(_count_slots(self.cells_per_slot, self.start.size, self.spares)[high])
 
 
-def resident_said(said: Mapping[str, Any] | None) -> ResidentSpec | None:
+def read_resident(said: Mapping[str, Any] | None) -> ResidentSpec | None:
     """What ResidentSpec.said gave, back from JSON. Raises TypeError or ValueError for anything
     else."""
     if said is None:
@@ -88,12 +88,12 @@ def slots_for(layout: SlotLayout, counts: Sequence[int], spares: int = 0) -> int
 
 
 def _most_high(cells_per_slot: tuple[int, ...], slots: int, total: int, spares: int) -> int:
-    needed = _needed(cells_per_slot, total, spares)
+    needed = _count_slots(cells_per_slot, total, spares)
     return int(np.searchsorted(needed, slots, side="right")) - 1
 
 
 @functools.lru_cache(maxsize=32)
-def _needed(cells_per_slot: tuple[int, ...], total: int, spares: int) -> np.ndarray:
+def _count_slots(cells_per_slot: tuple[int, ...], total: int, spares: int) -> np.ndarray:
     """int64[total + 1]: the slots in which so many experts can be high, and every smaller number
     too, with the spares. Where a slot has several high cells, one high expert more can need a slot
     less, and on the way there transitions would wait for ever."""

@@ -90,14 +90,14 @@ class CellPools:
                 rows[tuple(place)] = row
         return rows
 
-    def taken(self, row: int) -> bool:
+    def is_taken(self, row: int) -> bool:
         """Whether a cell that was allocated begins at this arena row."""
         slot = row // self._slot_rows
         return slot in self._version and row in self._rows(slot) and row not in self._free[slot]
 
     def release(self, row: int) -> None:
         """Gives back a cell by its arena row. Raises ValueError where none is taken there."""
-        if not self.taken(row):
+        if not self.is_taken(row):
             raise ValueError(f"no cell is taken at arena row {row}")
         slot = row // self._slot_rows
         version, before = self._version[slot], len(self._free[slot])

@@ -14,10 +14,10 @@ import numpy as np
 
 from host_offload.control.controller import Controller, Event
 from host_offload.control.interface import Costs, Policy, Spec
-from host_offload.control.paging import PagedSpec, paged_said
+from host_offload.control.paging import PagedSpec, read_paged
 from host_offload.control.rules import check_policies, check_search, gives_away
 from host_offload.memory.pager import resident_tables
-from host_offload.memory.placement import resident_said
+from host_offload.memory.placement import read_resident
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION, with_eviction
 from host_offload.policies.placement.placement_names import with_placement
@@ -151,7 +151,7 @@ def simulate(
     else:
         chosen = [getattr(policy, "victim_weights", None) for policy in policies]
         weights = chosen[0] if chosen and chosen[0] is not None else weights
-        resident = resident_said(header.spec.get("resident")) if cells is None else None
+        resident = read_resident(header.spec.get("resident")) if cells is None else None
         said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
         sizes = _sizes(said, header.layers)
     if resident is None:
@@ -174,7 +174,7 @@ def spec_of(header: TraceHeader) -> Spec:
         sizes = _sizes(said["version_bytes"], header.layers)
         moved = said.get("link_bytes")
         largest = int(max(map(np.max, sizes.values())))
-        resident, paged = resident_said(said.get("resident")), paged_said(said.get("paged"))
+        resident, paged = read_resident(said.get("resident")), read_paged(said.get("paged"))
         mixed = resident or paged
         return Spec(
             layers=header.layers,
@@ -206,7 +206,7 @@ def _cells(header: TraceHeader, cells: int | Sequence[int] | np.ndarray | None) 
     cells are all of that."""
     if cells is None and "cells" not in header.spec:
         raise TraceError("the trace does not say how many cells its layers had; give cells=")
-    paged = paged_said(header.spec.get("paged"))
+    paged = read_paged(header.spec.get("paged"))
     if cells is None and paged is not None:
         return paged
     given = np.asarray(header.spec["cells"] if cells is None else cells)

@@ -116,7 +116,7 @@ class LayerStack(nnx.Module):
         """x plus the product of y, one op where the model has no factor between."""
         if self.config.residual_multiplier == 1:
             return self.linear(y, name, i, tokens, residual=x)
-        return x + self._added(self.linear(y, name, i, tokens))
+        return x + self._scale_added(self.linear(y, name, i, tokens))
 
     def _plus_with_squares(self, x, y, name, i, tokens):
         """(_plus where there is no factor, its tile_squares)."""
@@ -133,7 +133,7 @@ class LayerStack(nnx.Module):
         norm = Norm(self.weight(norm_name), self.config.rms_norm_eps, squares)
         return norm_linear(x, norm, *self._product_operands(name, i, tokens))
 
-    def _added(self, y):
+    def _scale_added(self, y):
         """What a layer adds to its input; of routed experts the weights have the factor."""
         return scaled(y, self.config.residual_multiplier)
 
@@ -178,7 +178,7 @@ class LayerStack(nnx.Module):
         the weights, beside the model's own correction; None: nothing is. squares: as attend gives
         them with x, here and below."""
         with jax.named_scope("route"):
-            x, normed, logits = self._scored(i, x, tokens, squares)
+            x, normed, logits = self._score(i, x, tokens, squares)
             correction, row = self._correction(), i
             if favour is not None:
                 own = 0.0 if correction is None else correction[i].astype(jnp.float32)
@@ -206,7 +206,7 @@ class LayerStack(nnx.Module):
         """(x, normed, ids, weights) as of route, then the tables, records and plan of those
         experts, as of the op: what kernels do in one launch where the rows are few."""
         with jax.named_scope("route"):
-            x, normed, logits = lax.optimization_barrier(self._scored(i, x, tokens, squares))
+            x, normed, logits = lax.optimization_barrier(self._score(i, x, tokens, squares))
             routed = route_and_plan(
                 *(logits, RouteOperands(tokens.valid, self._correction(), i)),
                 *(tables, self.first_moe_layer + i, records),
@@ -233,7 +233,7 @@ class LayerStack(nnx.Module):
             rule, name = self.config.route_rule, self.ops.route
             layer_norm = "post_norm_bias" in self.weights
             if layer_norm or not self.ops.fuses_norm_route:
-                scored = self._scored(i, x, tokens, squares)
+                scored = self._score(i, x, tokens, squares)
                 x, normed, logits = lax.optimization_barrier(scored)
                 return x, normed, *route_and_list(logits, *kept, rule=rule, implementation=name)
             options = NormRouteOptions(rule, linear_options(self.ops, tokens), name)
@@ -243,7 +243,7 @@ class LayerStack(nnx.Module):
                 x = self._plus_shared_expert(i, x, normed, tokens)
             return lax.optimization_barrier((x, normed, *routed))
 
-    def _scored(self, i, x, tokens, squares):
+    def _score(self, i, x, tokens, squares):
         """(x plus its shared expert where there is one, normalised x, router logits in parts)."""
         if "post_norm_bias" in self.weights:  # a LayerNorm
             normed = self.norm(x, "post_norm", i)
@@ -276,21 +276,21 @@ class LayerStack(nnx.Module):
         """x plus the expert that every token goes through, behind a gate of its own in
         Qwen2-MoE."""
         with jax.named_scope("shared_expert"):
-            hidden = self._gated(normed, "shared_", i, tokens)
+            hidden = self._gate(normed, "shared_", i, tokens)
             if "shared_gate" not in self.weights:
                 return self._plus(x, hidden, "shared_down", i, tokens)
             out = self.linear(hidden, "shared_down", i, tokens)
             gate = self.linear(normed, "shared_gate", i, tokens, out_dtype=jnp.float32)
-            return x + self._added((jax.nn.sigmoid(gate) * out).astype(out.dtype))
+            return x + self._scale_added((jax.nn.sigmoid(gate) * out).astype(out.dtype))
 
     def feed_forward(self, i: jax.Array, x: jax.Array, tokens: Tokens) -> jax.Array:
         """x [T, D] plus the gated feed-forward of a layer without experts."""
         with jax.named_scope("feed_forward"):
             normed = self.norm(x, "post_norm", i)
-            hidden = self._gated(normed, "", i, tokens)
+            hidden = self._gate(normed, "", i, tokens)
             return lax.optimization_barrier(self._plus(x, hidden, "down", i, tokens))
 
-    def _gated(self, normed, key, i, tokens):
+    def _gate(self, normed, key, i, tokens):
         """The activated gate times the other half, before the product with `down`."""
         gate_up = self.linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)

@@ -76,11 +76,11 @@ def _norm_projections(stack: AttentionLayer, i, qkv, page):
     width = page.kv_heads * page.head_dim
     q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * width, qkv.shape[1] - width), axis=1)
 
-    def normed(x, name):
+    def normalise(x, name):
         parts = x.reshape(x.shape[0], -1, stack.weight(name).shape[-1])
         return stack.norm(parts, name, i).reshape(x.shape)
 
-    return jnp.concatenate([normed(q, "q_norm"), normed(k, "k_norm"), v], axis=1)
+    return jnp.concatenate([normalise(q, "q_norm"), normalise(k, "k_norm"), v], axis=1)
 
 
 def _pair_by_halves(config: AttentionNumbers, qkv, page):

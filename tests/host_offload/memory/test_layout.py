@@ -18,7 +18,7 @@ from host_offload.memory.placement import (
     ResidentSpec,
     capacity,
     place,
-    resident_said,
+    read_resident,
     resident_spec,
     slots_for,
 )
@@ -195,8 +195,8 @@ def test_a_start_gives_every_expert_a_cell():
     start = np.arange(64).reshape(4, 16) % 3 > 0  # 22 high ones
     where = resident_spec(DENSE_INT4, 40, start)
     assert where.capacity == (30, 64) and where.cell_bound == 20
-    again = resident_said(json.loads(json.dumps(where.said)))
-    assert again is not None and again.said == where.said and resident_said(None) is None
+    again = read_resident(json.loads(json.dumps(where.said)))
+    assert again is not None and again.said == where.said and read_resident(None) is None
     tables = place(where).contents
     sizes = np.array([r.rows for r in DENSE_INT4.records])
     rows = [
