@@ -102,7 +102,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "of lm-evaluation-harness. Results go to stdout, progress and what the run cost to stderr.",
     )
     evaluate.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a Hugging Face or Orbax directory, or demo"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a Hugging Face or Orbax directory, a Hub id, or demo",
     )
     task = evaluate.add_argument_group("task")
     task.add_argument(

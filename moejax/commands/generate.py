@@ -123,7 +123,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--model",
         default="demo",
         metavar="PATH",
-        help="a Hugging Face or Orbax directory, or demo, the embedded model (default: demo)",
+        help="a Hugging Face or Orbax directory, a Hub id, or demo, the embedded model "
+        "(default: demo)",
     )
     files = generate.add_argument_group("files")
     files.add_argument(

@@ -42,8 +42,10 @@ examples:
       the embedded demo model
   moejax info /models/Qwen3-30B-A3B --memory 24GiB --batch 8 --context 8192
       what of it fits into 24 GiB when 8 sequences of 8192 tokens run
+  moejax info Qwen/Qwen3-30B-A3B
+      of the Hugging Face hub: only its config is downloaded
   moejax info DIR/config.json
-      from the config alone, before the weights are downloaded
+      from a config alone
 
 memory:
   --memory is what jax may use of the device: the dense part, and an arena of 85% of the rest, which
@@ -70,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     info.add_argument(
         "path",
         metavar="PATH",
-        help="a Hugging Face or Orbax directory, a config.json alone, or demo",
+        help="a Hugging Face or Orbax directory, a Hub id, a config.json alone, or demo",
     )
     add_described(info, _OF_A_RUN)
     add_described(info, CHECKPOINT)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, of a command that runs one."""
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face or Orbax directory, or demo")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face or Orbax directory, a Hub id, or demo"
+    )
 
 
 def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:

@@ -10,10 +10,10 @@ import importlib.resources
 import io
 import os
 import pathlib
-import re
 import stat
 
 from moejax.errors import UserError
+from moejax.models.hub import fetch_model, is_hub_id
 from moejax.models.json_values import parse_json
 
 FOLLOW_LINKS = "MOEJAX_FOLLOW_LINKS"
@@ -24,8 +24,6 @@ MOST_JSON = 100 * 2**20
 
 EMBEDDED = importlib.resources.files("moejax") / "demo"
 """The checkpoint "demo"."""
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
@@ -45,20 +43,17 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
             f"{path}: no such directory, but {unfinished}: if that is an unfinished conversion, "
             "run the same `moejax convert` again"
         )
-    if _HUB_ID.fullmatch(str(path)):
-        raise UserError(
-            f"{path}: no such directory. It looks like a Hugging Face hub id; moejax downloads "
-            f"nothing: run `hf download {path} --local-dir DIR` and give DIR"
-        )
     raise UserError(f"{path}: no such directory; {expected}")
 
 
 def model_directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The checkpoint that a user names: "demo" is the one in the package."""
+    """The checkpoint that a user names: "demo" is the one in the package; NAME/NAME[@REVISION],
+    where no path is called so, one of the Hugging Face hub, downloaded into its cache unless it is
+    there. Raises UserError as `hub.fetch_model`."""
     if model == "demo":
         config = pathlib.Path(str(EMBEDDED / "config.json"))
         return config.resolve().parent  # an installer may make links
-    return model
+    return fetch_model(str(model)) if is_hub_id(model) else model
 
 
 def open_regular(

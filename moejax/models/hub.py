@@ -1,0 +1,133 @@
+"""Models of the Hugging Face hub: out of its cache, else downloaded into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+from moejax.errors import UserError
+
+CONFIG = ("config.json", "generation_config.json")
+WORDS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+TEMPLATES = ("chat_template*", "*.jinja")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+"""Not consolidated*.safetensors, *.bin or *.gguf, which hold the same weights again."""
+
+SPARE_BYTES = 1 << 30
+"""What a download leaves free on the disk."""
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def is_hub_id(model: str | os.PathLike[str]) -> bool:
+    """Whether this is NAME/NAME or NAME/NAME@REVISION, as models of the hub are called, and no
+    path of this machine."""
+    found = isinstance(model, str) and _ID.fullmatch(model)
+    return bool(found) and not pathlib.Path(str(model)).expanduser().exists()
+
+
+def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
+    """The directory of a hub's model in its cache (HF_HOME, HF_HUB_CACHE), with what a run reads:
+    config, tokenizer, chat template and model*.safetensors. What is there needs no network; the
+    rest is downloaded, with bars, and goes on where an earlier try ended.
+
+    hub_id: NAME/NAME, or NAME/NAME@REVISION of a branch, tag or commit. config_only: config.json
+    alone.
+
+    Raises UserError: no such model or revision, one that must be asked for, no safetensors in it,
+    no room on the disk, no network (or HF_HUB_OFFLINE=1) and not all of it in the cache.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    repository, _, revision = hub_id.partition("@")
+    patterns = CONFIG if config_only else (*CONFIG, *WORDS, *TEMPLATES, *WEIGHTS)
+    options: dict[str, Any] = {
+        "revision": revision or None,
+        "allow_patterns": list(patterns),
+        "cache_dir": constants.HF_HUB_CACHE,
+    }
+    try:
+        found = huggingface_hub.snapshot_download(repository, local_files_only=True, **options)
+        if _is_whole(pathlib.Path(found), config_only):
+            return pathlib.Path(found)
+    except (OSError, ValueError):  # nothing or not all of it is in the cache
+        pass
+    try:
+        files = huggingface_hub.snapshot_download(repository, dry_run=True, **options)
+        _check_files(hub_id, files, config_only)
+        missing = sum(file.file_size for file in files if file.will_download)
+        _check_room(hub_id, pathlib.Path(constants.HF_HUB_CACHE), missing)
+        found = huggingface_hub.snapshot_download(repository, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{hub_id}: no such directory, and as a model of the Hugging Face hub: {_why(error)}"
+        ) from error
+    return pathlib.Path(found)
+
+
+def _is_whole(directory: pathlib.Path, config_only: bool) -> bool:
+    """Whether config.json and, but for config_only, all shards are there."""
+    if config_only or not (directory / "config.json").is_file():
+        return (directory / "config.json").is_file()
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return (directory / "model.safetensors").is_file()
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):  # load_checkpoint says what is wrong with it
+        return True
+    return all((directory / str(shard)).is_file() for shard in shards)
+
+
+def _check_files(hub_id: str, files: Any, config_only: bool) -> None:
+    names = [file.filename for file in files]
+    if "config.json" not in names:
+        raise UserError(f"{hub_id}: this model of the hub has no config.json at its top")
+    if not config_only and not any(name.endswith(".safetensors") for name in names):
+        raise UserError(
+            f"{hub_id}: this model of the hub has no model.safetensors; moejax reads no other "
+            "format, look for one whose files are .safetensors"
+        )
+
+
+def _check_room(hub_id: str, cache: pathlib.Path, nbytes: int) -> None:
+    there = next(place for place in (cache, *cache.parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    if nbytes > free - SPARE_BYTES:
+        raise UserError(
+            f"{hub_id}: {nbytes / 1e9:.1f} GB are to be downloaded, and {cache} has "
+            f"{free / 1e9:.1f} GB free; make room, or name another place by HF_HUB_CACHE"
+        )
+
+
+def _why(error: Exception) -> str:
+    """A hub's error for people."""
+    from huggingface_hub import errors
+
+    kinds = {
+        errors.GatedRepoError: "its authors want to be asked: accept their terms on its page of "
+        "the hub, then `hf auth login`",
+        errors.RepositoryNotFoundError: "there is none of this name (a private one needs "
+        "`hf auth login`)",
+        errors.RevisionNotFoundError: "it has no such revision",
+        errors.LocalEntryNotFoundError: "not all of it is in the hub's cache, and the hub cannot "
+        "be reached (HF_HUB_OFFLINE is set, or there is no network)",
+        errors.OfflineModeIsEnabled: "not all of it is in the hub's cache, and HF_HUB_OFFLINE "
+        "forbids to download it",
+    }
+    # A snapshot that cannot be planned is an error of its own, because of the hub's answer.
+    because = [error, error.__cause__, error.__context__]
+    for kind, text in kinds.items():
+        if any(isinstance(one, kind) for one in because):
+            return text
+    if any(type(one).__name__.startswith("Connect") for one in because):  # of the HTTP library
+        return "not all of it is in the hub's cache, and the hub cannot be reached"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"the download ended: {lines[0]}; the same command goes on with it"

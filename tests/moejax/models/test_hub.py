@@ -1,0 +1,198 @@
+"""Models by their hub id, from a small server that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from moejax.models.hub import is_hub_id
+from tests.conftest import DEMO
+
+COMMIT = "a" * 40
+RUN = """
+import sys, shutil
+from moejax.errors import UserError
+from moejax.models.hub import fetch_model
+if len(sys.argv) > 3:  # a full disk
+    usage = shutil.disk_usage("/")
+    shutil.disk_usage = lambda place: usage._replace(free=int(sys.argv[3]))
+try:
+    print(fetch_model(sys.argv[1], config_only=sys.argv[2] == "config"))
+except UserError as error:
+    print("refused:", error)
+"""
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """One repository, org/demo, with the files of a checkpoint; org/gated must be asked for."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.asked, self.broken = files, [], 0
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", headers.get("size", str(len(body))))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append((self.command, path))
+        if "gated" in path:
+            return self.answer(401, X_Error_Code="GatedRepo", X_Error_Message="ask")
+        if "org/demo" not in path:
+            return self.answer(401, X_Error_Code="RepoNotFound", X_Error_Message="Not found")
+        if "nowhere" in path:
+            return self.answer(404, X_Error_Code="RevisionNotFound", X_Error_Message="none")
+        files = self.server.files
+        if path.startswith("/api/models/org/demo/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(body), "oid": _oid(body)}
+                for name, body in files.items()
+            ]
+            return self.answer(200, json.dumps(entries).encode(), Content_Type="application/json")
+        if path.startswith("/api/models/org/demo"):
+            siblings = [{"rfilename": name, "size": len(body)} for name, body in files.items()]
+            about = {"id": "org/demo", "modelId": "org/demo", "sha": COMMIT, "siblings": siblings}
+            return self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
+        body = files.get(path.rpartition("/")[2])
+        if body is None:
+            return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        about = {"ETag": f'"{_oid(body)}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+        if self.server.broken and self.command == "GET" and path.endswith(".safetensors"):
+            self.server.broken -= 1
+            self.answer(200, body[: len(body) // 2], size=str(len(body)), **about)
+            self.connection.close()
+            return None
+        if start:
+            about["Content_Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        return self.answer(206 if start else 200, body[start:], **about)
+
+
+def _oid(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+@pytest.fixture
+def hub():
+    files = {file.name: file.read_bytes() for file in DEMO.iterdir() if file.is_file()}
+    files |= {"pytorch_model.bin": b"twice", "demo.gguf": b"thrice"}
+    server = Hub(files)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def fetch(hub: Hub, home: Path, name: str, what: str = "all", *more: str, offline: bool = False):
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, name, what, *more],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_a_model_is_downloaded_once_and_then_needs_no_network(hub, tmp_path):
+    found = Path(fetch(hub, tmp_path, "org/demo"))
+    assert found.name == COMMIT
+    assert (found / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    assert not {"pytorch_model.bin", "demo.gguf"} & {file.name for file in found.iterdir()}
+    hub.asked.clear()
+    assert Path(fetch(hub, tmp_path, "org/demo", offline=True)) == found
+    assert Path(fetch(hub, tmp_path, "org/demo")) == found
+    assert not hub.asked
+
+
+def test_info_reads_the_config_alone(hub, tmp_path):
+    found = Path(fetch(hub, tmp_path, "org/demo@v1", "config"))
+    assert (found / "config.json").is_file() and not (found / "model.safetensors").exists()
+    assert not [path for _, path in hub.asked if path.endswith(".safetensors")]
+    assert Path(fetch(hub, tmp_path, "org/demo@v1")) == found
+    assert (found / "model.safetensors").is_file()
+
+
+def test_a_broken_connection_goes_on_with_the_next_try(hub, tmp_path):
+    hub.broken = 100
+    ended = fetch(hub, tmp_path, "org/demo")
+    assert ended.startswith("refused: org/demo: ") and "goes on with it" in ended
+    hub.broken = 0
+    found = Path(fetch(hub, tmp_path, "org/demo"))
+    assert (found / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+
+
+def test_no_network_is_said(hub, tmp_path):
+    hub.socket.close()  # nobody listens any more
+    assert "the hub cannot be reached" in fetch(hub, tmp_path, "org/demo")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "offline", "message"),
+    [
+        ("org/none", (), False, "there is none of this name"),
+        ("org/gated", (), False, "accept their terms"),
+        ("org/demo@nowhere", (), False, "it has no such revision"),
+        ("org/demo", (), True, "not all of it is in the hub's cache"),
+        ("org/demo", ("all", "1000"), False, "make room, or name another place by HF_HUB_CACHE"),
+    ],
+)
+def test_what_cannot_be_had_is_said(hub, tmp_path, name, more, offline, message):
+    found = fetch(hub, tmp_path, name, *more, offline=offline)
+    assert found.startswith(f"refused: {name}: ") and message in found
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": b"{}", "pytorch_model.bin": b""}, "no model.safetensors"),
+        ({"model.safetensors": b""}, "no config.json"),
+    ],
+)
+def test_what_is_no_model_is_refused_before_a_download(hub, tmp_path, files, message):
+    hub.files = files
+    assert message in fetch(hub, tmp_path, "org/demo")
+
+
+def test_ids_and_paths(tmp_path, monkeypatch):
+    with contextlib.chdir(tmp_path):
+        assert is_hub_id("org/demo") and is_hub_id("org/demo@refs/pr/1")
+        for path in ("demo", "/org/demo", "./org/demo", "a/b/c", "org/demo@", Path("org/demo")):
+            assert not is_hub_id(path)
+        (tmp_path / "org" / "demo").mkdir(parents=True)
+        assert not is_hub_id("org/demo")
