@@ -78,6 +78,10 @@ class Resizer(Protocol):
         wanted of KV, likewise."""
         ...
 
+    def limit(self, max_running: int) -> None:
+        """No more sequences than so many should run at once."""
+        ...
+
 
 class Control:
     """Runs the policies of a controller beside the steps of a device.
@@ -230,6 +234,8 @@ class Control:
 
     def _resize(self) -> None:
         controller, resizer = self.controller, self.resizer
+        if controller.max_running is not None and resizer is not None:
+            resizer.limit(controller.max_running)
         cells, kv_pages = controller.wanted_cells, controller.wanted_kv_pages
         if cells is None and kv_pages is None:
             return

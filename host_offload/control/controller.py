@@ -195,6 +195,7 @@ class Controller:
         self.wanted_cells: np.ndarray | None = None
         """int32[L] that a policy wants and that the engine has not carried out yet."""
         self.wanted_kv_pages: int | None = None
+        self.max_running: int | None = None
         self.budget_deferred = 0
         """How often a budget had to wait, since KV in use was in the way."""
         self._contents: dict[str, np.ndarray] = {}
@@ -493,6 +494,7 @@ class Controller:
             self.wanted_cells = decision.cells
         if decision.kv_pages is not None:
             self.wanted_kv_pages = decision.kv_pages
+        self.max_running = decision.max_running or self.max_running
         if decision.map_rows is not None:
             self._map_rows.append(decision.map_rows)
         if decision.pause_stages is not None:

@@ -330,6 +330,8 @@ class Decision:
     load_order: np.ndarray | None = None
     """int16[a]: at the same moments the place of each of them in the order of loads; of equal ones
     the lower id comes first."""
+    max_running: int | None = None
+    """Most sequences that run at once."""
     map_rows: MapRows | None = None
     """Rows of the store of expert maps that steps search: of a policy with `search`."""
 

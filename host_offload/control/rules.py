@@ -312,6 +312,12 @@ def _kv_pages(value: Any, spec: Spec, refuse: Refuse) -> int:
     return int(value)
 
 
+def _max_running(value: Any, spec: Spec, refuse: Refuse) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise refuse(f"must be an integer of at least 1, not {value!r}")
+    return int(value)
+
+
 def _pause(value: Any, spec: Spec, refuse: Refuse) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise refuse(f"must be True or False, not {value!r}")
@@ -403,6 +409,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "pause_stages": _pause,
     "cells": _cells,
     "kv_pages": _kv_pages,
+    "max_running": _max_running,
     "execute": _of_active(1, np.int8),
     "load_order": _of_active(np.iinfo(np.int16).max, np.int16),
 }

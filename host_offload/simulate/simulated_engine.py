@@ -291,6 +291,8 @@ class TraceResizer:
             self._pager.regrant(cells)
         return Moved(settled, True)
 
+    def limit(self, max_running: int) -> None: ...
+
     def _move_slots(
         self, transitions: Transitions, pages: int, moved: Sequence[BudgetMove]
     ) -> None:

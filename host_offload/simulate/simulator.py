@@ -142,7 +142,7 @@ def simulate(
             costs=spec.costs if costs is None else costs,
         )
         controller = Controller(spec, policies, listener=listener)
-        if "kv_pages" in controller.writes and budgets is None:
+        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
             raise ValueError(
                 "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
                 "budgets=, when which budget is carried out"

@@ -105,20 +105,27 @@ def decode_model(
     an expert, c_E. users: a width that must be among what is known. Raises SplitError where it is
     not, TraceError where the trace does not say which tokens are whose.
     """
-    sequences, rows = list(generated_sequences(trace)), np.array(sorted(step_s))
-    most = min(len(sequences), int(rows[-1]))
+    sequences = list(generated_sequences(trace))
+    most = min(len(sequences), max(step_s))
     if users is not None and users > most:
         raise SplitError(
             f"steps of {users} sequences cannot be predicted: the trace has {len(sequences)} with "
-            f"generated tokens, the costs were measured up to {rows[-1]} rows"
+            f"generated tokens, the costs were measured up to {max(step_s)} rows"
         )
     widths = sorted({*(1 << i for i in range(most.bit_length())), most})
-    seconds = []
+    misses = []
     for width in widths:
         curves = curves_of(side_by_side(sequences, width, trace.header.experts))
-        resident = step_s[int(rows[np.searchsorted(rows, width)])]
-        seconds.append(resident + miss_s * curves.warm.sum(axis=0) / curves.steps)
-    return DecodeModel(np.array(widths), np.array(seconds))
+        misses.append(curves.warm.sum(axis=0) / curves.steps)
+    resident = resident_seconds(step_s, widths)[:, None]
+    return DecodeModel(np.array(widths), resident + miss_s * np.array(misses))
+
+
+def resident_seconds(step_s: Mapping[int, float], widths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """float64[n]: what Costs.step_s says of widths, none beyond the largest: rows are padded to
+    those of an executable."""
+    rows = np.array(sorted(step_s))
+    return np.array([step_s[row] for row in rows[np.searchsorted(rows, widths)].tolist()])
 
 
 def generated_sequences(trace: Trace) -> Iterator[np.ndarray]:
@@ -139,6 +146,12 @@ def side_by_side(sequences: Sequence[np.ndarray], width: int, experts: int) -> I
     waiting = iter(sequences)
     for tokens in zip(*(chain.from_iterable(waiting) for _ in range(width)), strict=False):
         yield routed_counts(np.stack(tokens), experts) > 0
+
+
+def cap_beside(division: Division, pages: float) -> int | None:
+    """The largest legal cap that leaves KV so many pages; None: there is none."""
+    caps = np.flatnonzero(division.legal & (division.pages >= pages))
+    return int(caps[-1]) if len(caps) else None
 
 
 def memory_for(
@@ -176,10 +189,9 @@ def users_for(
     SplitError where not even the model's smallest width does."""
     best = np.inf
     for users in range(int(model.widths[-1]), int(model.widths[0]) - 1, -1):
-        caps = np.flatnonzero(division.legal & (division.pages >= users * pages_per_user))
-        if not len(caps):
+        cap = cap_beside(division, users * pages_per_user)
+        if cap is None:
             continue
-        cap = int(caps[-1])
         seconds = model.step_s(users, cap)
         best = min(best, seconds)
         if seconds <= tpot_s:

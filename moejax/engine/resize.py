@@ -156,9 +156,14 @@ class ArenaResizer:
         self.slots_moved += 1
         return True
 
+    def limit(self, max_running: int) -> None:
+        """No more sequences than so many begin to run from now on; those that do go on."""
+        self.scheduler.max_running = min(max_running, self.scheduler.max_num_seqs)
+
     def stats(self) -> dict[str, Any]:
         """Plain data."""
         return {
+            "max_running": self.scheduler.max_running,
             "resizes": self.resizes,
             "slots_moved": self.slots_moved,
             "pages_moved": self.scheduler.cache.moved,

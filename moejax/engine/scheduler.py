@@ -50,7 +50,7 @@ class Scheduler:
         self.cache, self.arena, self.max_model_len = cache, cache.arena, max_model_len
         self.chunk, self.prefill_chunks = shapes.chunk, shapes.prefill_chunks
         self.block_size = self.arena.layout.page.block_size
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs = self.max_running = max_num_seqs
         self.admission = min(admission, max_num_seqs)
         self.overflow, self.prefixes = overflow, PrefixCache(cache, prefix_caching)
         share = self.prefill_chunks * self.chunk // 4 if prefill_share is None else prefill_share
@@ -232,7 +232,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a row, and its KV back if it had any. False: not now."""
-        if len(self.running) >= self.max_num_seqs or request.dispatched > len(request.output):
+        if len(self.running) >= self.max_running or request.dispatched > len(request.output):
             return False  # enough run; or moved out a step ago, its last token has not been read
         session = request.session
         first = request.admitted_pages == 0

@@ -238,9 +238,10 @@ class PolicyOptions:
     )
     resize: str = same_bits(
         "whether the line moves while requests run: none, peak_headroom (KV gets its peak and some "
-        "headroom), mv_wsa (equal value of a byte on either side) (default: none)",
+        "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
+        "once, for the most tokens a second) (default: none)",
         default="none",
-        converter=_word("resize", "none", "peak_headroom", "mv_wsa"),
+        converter=_word("resize", "none", "peak_headroom", "mv_wsa", "joint"),
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from host_offload.control.interface import Policy
 from host_offload.control.rules import check_policies, check_search
+from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
@@ -63,8 +64,8 @@ def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]
     if resize == "mv_wsa":
         kv_miss = options.memory.kv_overflow
         moving = (MvWsa(allocation=cells.rule, kv_miss=kv_miss, trace=cells.split),)
-    elif resize == "peak_headroom":
-        moving = (PeakHeadroom(),)
+    elif resize != "none":
+        moving = (PeakHeadroom() if resize == "peak_headroom" else JointBudget(),)
     elif cells.rule != "uniform" and cells.trace is None and cells.split is None:
         moving = (LayerCells(allocation=cells.rule),)  # by live curves
     return *precision.policies, *moving

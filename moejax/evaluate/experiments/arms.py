@@ -36,7 +36,7 @@ from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
 from moejax.step.step_parts import TRACE_ARRAYS
 
-BUDGETS = frozenset({"kv_pages", "transitions"})
+BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 """What a policy of a grid may not decide: its engine's arena is that of the largest budget."""
 
 TRAIN, RUN, ORACLE = "train", "run", "oracle"

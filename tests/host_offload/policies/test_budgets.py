@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.control.rules import check_decision
+from host_offload.control.rules import PolicyError, check_decision
 from host_offload.control.step_record import StepRecord
+from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom, ResidentHeadroom
@@ -322,6 +323,60 @@ def test_the_closed_form_never_asks_for_less_than_all_low():
     assert decision.cells is None and decision.kv_pages == (20 - 6) * 2
 
 
+# ---- width, KV and cells together
+
+
+def test_it_widens_for_a_queue_and_only_then():
+    """Nobody waits: few pages, all experts. A queue: more rows and pages, at once and not when the
+    next turn ends. Prefill steps change nothing."""
+    two, rng = {"phase": np.ones(2, np.uint8), "running": 2}, np.random.default_rng(0)
+    run = Run(JointBudget(), SMALL, 60, two)
+    pages = np.stack([np.zeros(20, np.int64), np.arange(20)], axis=1)
+    for _ in range(8):
+        for _ in range(20):
+            ids = np.sort(rng.permuted(np.tile(np.arange(8), (2, 2, 1)), axis=2)[..., :2])
+            assert run.ask(Moment.STEP_END, ids=ids) == Decision()
+        run.ask(Moment.TURN_END, ids=ids, kv_refs=pages)
+    (first,) = run.decisions
+    assert first.max_running == 8 and first.cells is not None and first.cells[0] == 8
+    assert run.state.chosen is not None and run.state.chosen.width == 2
+    queue = {"ids": ids, "waiting": 6, "waiting_tokens": 6}
+    decision = run.ask(Moment.STEP_END, **queue)
+    assert decision.kv_pages is not None and first.kv_pages is not None
+    assert decision.max_running is not None and decision.kv_pages > first.kv_pages
+    assert decision.max_running > 2 and decision.kv_pages >= 20 * decision.max_running
+    assert run.ask(Moment.STEP_END, **queue) == Decision()
+    state = run.state
+    run.ask(Moment.STEP_END, **queue, phase=np.zeros(2, np.uint8))
+    assert run.state is state
+    # A wish that was not carried out is wished again; no cap leaves KV room for a huge turn.
+    run.kv_pages = 60
+    assert run.ask(Moment.TURN_END, **queue, kv_refs=pages).kv_pages == decision.kv_pages
+    assert run.ask(Moment.TURN_END, **queue, kv_refs=np.zeros((10**5, 2), int)) == Decision()
+
+
+@pytest.mark.parametrize(("gate", "rare", "moves"), [(0.02, 200, 0), (0.0, 200, 1), (0.02, 4, 1)])
+def test_a_small_gain_moves_nothing(gate, rare, moves):
+    """Shorter turns leave room for the last expert, which one step in `rare` misses: where that is
+    a gain below the gate, nothing is decided. Without the gate (the mutation) slots move."""
+    run = Run(JointBudget(gate=gate), SMALL, 60, {"phase": np.ones(2, np.uint8), "running": 2})
+
+    def turn(pages: int) -> None:
+        for step in range(200):
+            expert = 7 if step % rare == 0 else (step + 1) % 7
+            ids = np.sort(np.array([[[step % 7, expert]] * 2] * 2, np.int16))
+            run.ask(Moment.STEP_END, ids=ids)
+        held = np.stack([np.zeros(pages, np.int64), np.arange(pages)], axis=1)
+        run.ask(Moment.TURN_END, ids=ids, kv_refs=held)
+
+    for _ in range(3):
+        turn(25)
+    assert [decision.kv_pages for decision in run.decisions] == [60]  # 7 of 8 cells a layer
+    for _ in range(12):
+        turn(10)
+    assert [decision.kv_pages for decision in run.decisions[1:]] == [40] * moves
+
+
 # ---- what is refused
 
 ONE = MissCosts(1, 1)
@@ -334,6 +389,7 @@ ONE = MissCosts(1, 1)
         (LayerCells(allocation="x"), {}, ValueError, "are uniform, marginal, not 'x'"),
         (MvWsa(window=0, costs=ONE), {}, ValueError, "at least 1"),
         (MvWsa(costs=ONE), {"kv_floor_bytes": 9999}, SplitError, "no cap from 0 on works: raise"),
+        (JointBudget(), {"kv_floor_bytes": 9999}, SplitError, "no cap from 0 on works"),
         (PeakHeadroom(window=0), {}, ValueError, "dead and window at least 1"),
         (PeakHeadroom(), {"kv_floor_bytes": 3000}, SplitError, "no cap from 0 on works"),
         (PeakHeadroom(least_cap=8), {"kv_floor_bytes": 500}, SplitError, "no cap from 8 on works"),
@@ -343,3 +399,8 @@ ONE = MissCosts(1, 1)
 def test_what_cannot_be_is_refused(policy, changes, error, match):
     with pytest.raises(error, match=match):
         policy.init(dataclasses.replace(SMALL, **changes))
+
+
+def test_no_row_at_all_is_refused():
+    with pytest.raises(PolicyError, match=r"max_running must be an integer of at least 1, not 0"):
+        check_decision(Decision(max_running=0), JointBudget(), SMALL, "x")

@@ -27,6 +27,7 @@ from host_offload.control.rules import (
     search_of,
     wants_pool,
 )
+from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
@@ -82,6 +83,7 @@ PAGED: dict[str, Any] = {
 
 OTHERS: dict[str, Any] = {
     "fate, shallow": lambda trace: Fate(shallow=1),
+    "joint": lambda trace: JointBudget(),
     "layer cells": lambda trace: LayerCells(interval="5 steps"),
     "mv-wsa": lambda trace: MvWsa(costs=MissCosts(1.0, 1.0), allocation="marginal", window=2),
     "mv-wsa, measured": lambda trace: MvWsa(),

@@ -1,5 +1,5 @@
-"""Sizing finds the best of all that there is, against trying everything: a working set; cells over
-layers; and the memory for a speed."""
+"""Sizing finds the best of all that there is, against trying everything: width and cells, a working
+set; cells over layers; and the memory for a speed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from host_offload.policies.prefetch.coactivation import fit
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
 from host_offload.sizing.coactivation_counts import predicted_use
+from host_offload.sizing.joint import choose, widen
 from host_offload.sizing.miss_curves import curves_of, trace_curves
 from host_offload.sizing.right_size import (
     DecodeModel,
@@ -32,6 +33,32 @@ from host_offload.traces.reader import TraceError
 from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 
+def width_and_cells(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
+    misses = np.sort(np.sort(rng.random((4, 7)) * 20, axis=1)[:, ::-1], axis=0)
+    seconds = np.sort(rng.random(4))[:, None] + 0.05 * misses
+    model = DecodeModel(np.array([1, 2, 4, 8]), seconds)
+    division = Division(int(rng.integers(300, 1500)), 100, 10, 6, 5)
+    pages, demand = float(rng.uniform(0.5, 12)), int(rng.integers(13))
+    found = decide(model, division, pages_per_sequence=pages, demand=demand)
+    rates = {
+        (width, cap): -width / model.step_s(width, cap)
+        for width in range(1, min(max(demand, 1), 8) + 1)
+        for cap in range(7)
+        if division.pages_at(cap) >= max(5, width * pages)
+    }
+    assert found.pages == division.pages_at(found.cap) >= found.width * pages
+    return rates[found.width, found.cap], [*rates.values()]
+
+
+def as_wide_as_it_goes(model, division, **ask):
+    """A mistake: rows before cells."""
+    found = choose(model, division, **ask)
+    width = min(max(ask["demand"], 1), 8)
+    while division.pages_at(0) < width * ask["pages_per_sequence"]:
+        width -= 1
+    return found._replace(width=width, cap=0, pages=division.pages_at(0))
+
+
 def working_set(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
     curves, epsilon = curves_of(rng.random((30, 2, 8)) < 0.3), float(rng.uniform(0, 0.3))
     allowed = epsilon * (curves.references - curves.first)
@@ -42,6 +69,7 @@ def working_set(rng: np.random.Generator, decide) -> tuple[float, list[float]]:
 
 
 SUBJECTS: dict[str, tuple[Callable, Callable, list[Callable]]] = {
+    "width": (width_and_cells, choose, [as_wide_as_it_goes]),
     "working set": (working_set, right_size, [lambda curves, epsilon: right_size(curves, 0.0)]),
 }
 """Name → an instance (what was decided is worth, what all there is is worth, of which the least is
@@ -140,6 +168,14 @@ def test_side_by_side_is_a_batch(tmp_path):
         list(generated_sequences(dataclasses.replace(trace, header=header, chunks=lacking)))
 
 
+def test_wider_is_what_independent_sequences_miss():
+    """A step of 4 sequences, 10 absent experts, each missed by a sequence with chance 0.1."""
+    misses, absent = np.array([10 * (1 - 0.9**4), 0.0]), np.array([10.0, 0.0])
+    found = widen(misses, 4, np.array([1, 4, 64]), absent)
+    np.testing.assert_allclose(found[:, 0], [1.0, misses[0], 10 * (1 - 0.9**64)])
+    assert not found[:, 1].any()
+
+
 # ---- working sets, and the memory for a speed
 
 
@@ -210,6 +246,7 @@ def test_memory_for_a_speed_and_users_for_a_memory(users, tpot_s):
 # ---- what is refused
 
 SMALL = dataclasses.replace(DIVISION, total_bytes=1000)
+TIGHT = Division(1000, 100, 10, 6, 5)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +257,10 @@ SMALL = dataclasses.replace(DIVISION, total_bytes=1000)
         (lambda: allocate("uniform", np.zeros(3), 1), "must be curves"),
         (lambda: allocate("marginal", np.zeros((2, 3)), 1, least=1), "1 slots cannot give 2 lay"),
         (lambda: allocate("marginal", np.zeros((2, 3)), 9, least=3), "of at most 2 each"),
+        (
+            lambda: choose(MODEL, TIGHT, pages_per_sequence=101, demand=1),
+            "have no room for 1 sequences of 101 pages",
+        ),
         (
             lambda: memory_for(MODEL, DIVISION, users=16, tpot_s=0.01, pages_per_user=1),
             "every expert resident it takes 20 ms; ask for that",

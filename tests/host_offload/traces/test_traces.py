@@ -280,14 +280,14 @@ def test_a_run_that_does_not_close_keeps_its_chunks(tmp_path, repository, ending
 
 def test_half_a_line_of_decisions_is_left_out_only_after_a_crash(tmp_path):
     writer = write(tmp_path / "t", steps=1, close=False)
-    writer.decision(0, {"kv_pages": 3})
+    writer.decision(0, {"max_running": 3})
     writer.close()
     with open(tmp_path / "t" / "decisions.jsonl", "a") as file:
         file.write('{"step": 1, "max_')
     with pytest.raises(TraceError, match=r"decisions.jsonl, line 2: not JSON"):
         list(read_trace(tmp_path / "t").decisions())
     edit(tmp_path / "t", complete=None)
-    assert list(read_trace(tmp_path / "t").decisions()) == [{"step": 0, "kv_pages": 3}]
+    assert list(read_trace(tmp_path / "t").decisions()) == [{"step": 0, "max_running": 3}]
 
 
 # ---- traces that cannot be read

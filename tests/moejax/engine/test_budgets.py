@@ -8,12 +8,15 @@ import re
 import numpy as np
 import pytest
 
+from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
 from host_offload.policies.budget.peak_headroom import PeakHeadroom
 from moejax import LLM, UserError
+from moejax.engine.control import control_of
 from moejax.start.options import Config
 from moejax.start.settings import settings_of
+from scripts.parts.controllers import start_controller
 from tests.moejax.engine.budget_workload import (
     COSTS,
     EXPERTS,
@@ -41,6 +44,7 @@ def parsed(**options):
             {"resize": "mv_wsa", "cells": "marginal", "kv_overflow": "recompute"},
             (MvWsa(allocation="marginal", kv_miss="recompute"),),
         ),
+        ({"resize": "joint"}, (JointBudget(),)),
         ({"cells": "marginal"}, (LayerCells(allocation="marginal"),)),
         # A trace says it once; nothing moves while requests run.
         ({"cells": "marginal=trace"}, ()),
@@ -59,7 +63,7 @@ def test_names_are_policies(options, policies):
     ("options", "match"),
     [
         ({"cells": "uniform,spilt=t"}, r"no setting 'spilt=t', did you mean 'split'\?; known: sp"),
-        ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa"),
+        ({"resize": "live"}, "unknown resize 'live'; known: none, peak_headroom, mv_wsa, joint"),
         ({"cells": "best"}, "unknown cells 'best'; known: uniform, marginal"),
         ({"cells": ""}, "unknown cells ''"),
         (
@@ -102,6 +106,33 @@ def test_live_resize_changes_no_token_and_says_what_it_did(llm):
     assert {"pages_moved", "deferred", "cells"} <= stats.keys()
     arena = llm.stats()["arena"]
     assert arena["expert_slots"] + arena["kv_slots"] + arena["free_slots"] == arena["slots"] == 32
+
+
+@pytest.mark.slow
+def test_width_kv_and_cells_together(llm):
+    """The same engine with the joint policy, where a step of one sequence takes a thousandth of one
+    of four: once it knows steps, no other sequence begins beside one that runs, and no token
+    changes."""
+    engine = llm.engine
+    before, narrow = engine.control, dataclasses.replace(COSTS.costs(), step_s={1: 1e-3, 4: 1.0})
+    controller = start_controller(
+        engine.runner, [JointBudget()], max_model_len=256, seed=0, costs=narrow
+    )
+    engine.control = control_of(engine.runner, controller, engine.resizer)
+    seen: list[tuple[int, int]] = []
+    scheduler = engine.scheduler
+    engine.listener = lambda step: seen.append((scheduler.max_running, len(scheduler.running)))
+    try:
+        assert converse(llm) == recorded()[1]
+        limits, running = zip(*seen, strict=True)
+        assert limits[0] == 4 == max(running) and limits[-1] == 1
+        assert llm.stats()["budget"]["max_running"] == 1
+        # Those that had begun go on.
+        assert list(running[limits.index(1) :]) == sorted(running[limits.index(1) :], reverse=True)
+        assert running.count(1) > len(running) // 2
+    finally:
+        engine.control, engine.listener = before, None
+        engine.resizer.limit(LIMITS["max_num_seqs"])
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
         {**TWO_VERSIONS, "enable_prefix_caching": False},
         [
             ({"resize": "mv_wsa"}, "precision dynaexq and resize=mv_wsa do not go"),
-            ({"resize": "mv_wsa"}, "use resize=peak_headroom"),
+            ({"resize": "joint"}, "use resize=peak_headroom"),
             ({**PEAK, "precision": "dynaexq,hi_share=50%"}, "hi_share and resize do not go"),
             ({**PEAK, "precision": "random"}, "versions are fixed"),
             (

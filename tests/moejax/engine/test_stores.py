@@ -115,7 +115,7 @@ def test_options_that_go_with_files(options, message):
             "store=file and precision lossless12 do not go",
         ),
         ({"precision": "dynaexq"}, "cpu", "store=file and precision dynaexq do not go"),
-        ({"resize": "mv_wsa"}, "cpu", "what steps cost there is not measured"),
+        ({"resize": "joint"}, "cpu", "what steps cost there is not measured"),
         ({**QUEUE, "store": "file"}, "gpu", "say how large, store='file,host_memory=SIZE'"),
         (
             {**CACHED, "driver": "device"},
