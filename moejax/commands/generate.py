@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 128
 """Default of the command; `SamplingParams` has vLLM's 16, which is short for reading."""
 
-_SAMPLING = of_fields(
+SAMPLING = of_fields(
     SamplingParams,
     {
         "max_tokens": Description(f"most tokens to generate (default: {MAX_TOKENS})"),
@@ -134,7 +134,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_described(files, _FILES)
     add_described(generate.add_argument_group("several machines"), CLUSTER)
-    add_described(generate.add_argument_group("sampling"), _SAMPLING)
+    add_described(generate.add_argument_group("sampling"), SAMPLING)
     add_model_options(generate)
     output = generate.add_argument_group("output")
     output.add_argument(
@@ -167,7 +167,7 @@ def _run(args: argparse.Namespace) -> int:
     for message, applies in wrong.items():
         if applies:
             args.parser.error(message)
-    params, options = SamplingParams(**asked(args, _SAMPLING)), engine_options(args)
+    params, options = SamplingParams(**asked(args, SAMPLING)), engine_options(args)
     return (_generate_file if files else _generate_text)(args, params, options)
 
 
@@ -183,7 +183,7 @@ def _generate_text(args: argparse.Namespace, params: SamplingParams, options: di
                 f"tokenizer.json, or pass token ids to moejax.LLM.generate in Python"
             )
         with _timeline(args.timeline, llm):
-            _stream(llm, prompt, params)
+            write_stream(llm, prompt, params)
         stats = llm.stats()
     if args.json or not args.quiet:
         print(json.dumps(stats) if args.json else f"\n{format_summary(stats)}", file=sys.stderr)
@@ -326,7 +326,7 @@ def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
-def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
+def write_stream(llm: Any, prompt: str, params: SamplingParams) -> None:
     """Write the text as it comes, and a newline at the end also when it ends early."""
     piece = last = ""
     ended = False

@@ -20,6 +20,7 @@ from moejax.commands import (
     EXIT_USER_ERROR,
     ablate,
     calibrate,
+    chat,
     check_gpu,
     convert,
     doctor,
@@ -36,7 +37,7 @@ from moejax.start.options import OPTIONS
 from pallas_kernels.option_text import nearest
 
 COMMANDS = (
-    *(generate, eval, ablate, info, convert, quantize, trace, calibrate, plan),
+    *(generate, chat, eval, ablate, info, convert, quantize, trace, calibrate, plan),
     *(train_predictor, doctor, check_gpu),
 )
 """Modules with ``add_parser(commands)``, which adds commands whose default `run` takes the parsed

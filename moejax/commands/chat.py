@@ -1,0 +1,125 @@
+"""``moejax chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from moejax.commands import add_command, say
+from moejax.commands.generate import SAMPLING, format_summary
+from moejax.commands.model import add_described, add_model_options, asked, engine_options, started
+from moejax.errors import UserError
+from moejax.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from moejax import LLM
+
+MAX_TOKENS = 1024
+"""Default of an answer."""
+
+SESSION = "chat"
+"""Turns are those of one session, whose KV stays."""
+
+_EPILOG = """\
+examples:
+  moejax chat
+      with the embedded model
+  moejax chat --model Qwen/Qwen3-30B-A3B --memory 16GiB --system "Answer in one sentence."
+      with a model of the Hugging Face hub, in 16 GiB of device memory
+  echo "What is 3 times 14?" | moejax chat --quiet
+      a line of standard input is a message
+
+within the conversation:
+  /clear          forget it and begin anew
+  /stats          what ran and what it cost
+  /exit, Ctrl-D   end
+  Ctrl-C          stop the answer; at the prompt, end
+  a line that ends with \\ goes on in the next one
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    chat = add_command(commands, "chat", _run, "talk to a model in the terminal", _EPILOG)
+    chat.add_argument(
+        "--model",
+        default="demo",
+        metavar="PATH",
+        help="a Hugging Face or Orbax directory, a Hub id, or demo, the embedded model "
+        "(default: demo)",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system's message")
+    add_described(chat.add_argument_group("sampling"), SAMPLING)
+    add_model_options(chat)
+    chat.set_defaults(json=False)
+    chat.add_argument("--quiet", action="store_true", help="answers alone, without prompts")
+
+
+def _run(args: argparse.Namespace) -> int:
+    given = asked(args, SAMPLING)
+    params = SamplingParams(**given | {"max_tokens": given["max_tokens"] or MAX_TOKENS})
+    with started(args, engine_options(args)) as llm:
+        tokenizer = llm.get_tokenizer()
+        if tokenizer is None or not tokenizer.chat_template:
+            raise UserError(
+                f"{args.model} has no chat template; `moejax generate` goes on with a text"
+            )
+        _talk(llm, params, args.system, prompts=not args.quiet and sys.stdin.isatty())
+    return 0
+
+
+def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool) -> None:
+    """Until the end of standard input, /exit, or Ctrl-C at the prompt."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(first)
+    if prompts:
+        say("/clear, /stats, /exit; Ctrl-C stops an answer")
+    while (text := _read_message(prompts)) is not None:
+        if text == "/exit":
+            return
+        if text == "/clear":
+            messages = list(first)
+        elif text == "/stats":
+            print(format_summary(llm.stats()), file=sys.stderr)
+        elif text.startswith("/"):
+            say(f"{text.split()[0]} is none of /clear, /stats and /exit")
+        elif text:
+            messages.append({"role": "user", "content": text})
+            try:
+                answer = _answer(llm, messages, params)
+            except UserError as error:  # such as a conversation longer than max_model_len
+                messages.pop()
+                say(f"{error}; /clear begins anew")
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _read_message(prompts: bool) -> str | None:
+    """The next message; None: there is none."""
+    lines, prompt = [], "> " if prompts else ""
+    try:
+        while True:
+            line = input(prompt)
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line]).strip()
+            lines.append(line[:-1])
+            prompt = ". " if prompts else ""
+    except EOFError:
+        return "\n".join(lines).strip() or None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return None
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Writes an answer as it comes; Ctrl-C stops it. Returns what came."""
+    pieces: list[str] = []
+    stream = llm.stream({"messages": list(messages)}, params, session_id=SESSION)
+    try:
+        for piece in stream:
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+    except KeyboardInterrupt:
+        stream.close()
+    print(flush=True)
+    return "".join(pieces)

@@ -1,0 +1,71 @@
+"""``moejax chat``: standard input is a conversation."""
+
+import io
+import shutil
+
+import pytest
+
+from moejax import LLM, SamplingParams
+from moejax.commands import chat
+from moejax.commands.main import main
+from tests.conftest import PACKAGED_DEMO
+
+MODEL = str(PACKAGED_DEMO)
+OPTIONS = ("--model", MODEL, "--temperature", "0", "--max-tokens", "24", "--device", "cpu")
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    def run(text: str, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        status = main(["chat", "--quiet", *OPTIONS, *options])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_every_answer_is_to_the_conversation_so_far(talk):
+    status, out, err = talk("What is 3 times 14?\nAnd 2 plus 2?\n", "--expert-budget", "25%")
+    assert (status, err) == (0, "")
+    messages = []
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(MODEL, device="cpu", progress=False) as llm:
+        for line in ("What is 3 times 14?", "And 2 plus 2?"):
+            messages.append({"role": "user", "content": line})
+            answer = llm.chat(messages, params)[0].outputs[0].text
+            messages.append({"role": "assistant", "content": answer})
+    assert out == "".join(f"{m['content']}\n" for m in messages if m["role"] == "assistant")
+    assert "42" in out
+
+
+def test_commands_within_a_conversation(talk):
+    text = "What is 3 times 14?\n"
+    once = talk(text)[1]
+    _, out, err = talk(f"{text}/clear\nWhat is \\\n3 times 14?\n/stats\n/what now\n/exit\n{text}")
+    assert out.startswith(once) and out.count("\n") >= 2 * once.count("\n")
+    assert "hit rate" in err and "/what is none of /clear, /stats and /exit" in err
+
+
+def test_a_conversation_that_is_too_long_goes_on_after_clear(talk):
+    text = "What is 3 times 14?\n"
+    options = ("--max-model-len", "64")
+    _, out, err = talk(f"{'word ' * 200}\n{text}", *options)
+    assert "/clear begins anew" in err and out == talk(text, *options)[1]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_came(capsys):
+    class Interrupted:
+        def stream(self, prompt, params, session_id):
+            yield "Once "
+            yield "upon"
+            raise KeyboardInterrupt
+
+    assert chat._answer(Interrupted(), [], SamplingParams()) == "Once upon"
+    assert capsys.readouterr().out == "Once upon\n"
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path, talk):
+    plain = shutil.copytree(PACKAGED_DEMO, tmp_path / "plain")
+    (plain / "tokenizer_config.json").unlink()
+    status, _, err = talk("hello\n", "--model", str(plain))
+    assert status == 2 and "has no chat template; `moejax generate`" in err
