@@ -252,7 +252,7 @@ def _check_tied(head: TensorFile, embed: TensorFile) -> None:
             pieces = [np.empty((min(4096, rows - first), width), dtype) for dtype in dtypes]
             for read, piece in zip(readers, pieces, strict=True):
                 read(first, piece)
-            same = same and np.array_equal(*pieces)
+            same = same and np.array_equal(pieces[0], pieces[1])
     if not same:
         raise UserError(
             f"{head.path}: tensor {_HEAD} differs from {_EMBED}, though "

@@ -530,10 +530,9 @@ class Programs:
             return arena
 
         packed = (self.array(cell.rows, cell.hidden, dtype=jnp.uint16),)
-        return found | {
-            "land_packed": Program(land, (arena, index, packed), (0,)),
-            "unpack": Program(unpack, (arena, many, many), (0,)),
-        }
+        found["land_packed"] = Program(land, (arena, index, packed), (0,))
+        found["unpack"] = Program(unpack, (arena, many, many), (0,))
+        return found
 
 
 def _populate(

@@ -69,7 +69,8 @@ def convert_trace(
     present |= {"kind"} if "phase" in present else set()
     origin["steps"] = "recorded" if recorded else f"put together of {batch or 1} requests"
     origin["user_names"] = users
-    header = routing_header(*dump.ids.shape[1:2], size, dump.ids.shape[2], present, origin)
+    _, moe_layers, taken = dump.ids.shape
+    header = routing_header(moe_layers, size, taken, present, origin)
     steps = _recorded_steps(dump) if recorded else enumerate(_joined_steps(dump, batch or 1))
     with new_trace(destination, header) as writer:
         for number, rows in steps:
@@ -145,7 +146,7 @@ def _by_request(dump: RoutedDump, prompt_tokens: int | None) -> RoutedDump:
     starts = np.flatnonzero(np.diff(request, prepend=-1))
     if len(starts) > request.max() + 1:
         raise UserError(f"{dump.where}: a request's tokens are apart; sort them by request")
-    place = np.arange(n) - np.repeat(starts, np.diff([*starts, n]))
+    place = np.arange(n) - np.repeat(starts, np.diff(starts, append=n))
     phase = dump.phase
     if phase is None and prompt_tokens is not None:
         phase = (place >= prompt_tokens).astype(np.uint8)

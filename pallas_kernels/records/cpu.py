@@ -46,9 +46,10 @@ def format_numbers(fmt: RecordFormat) -> list[int]:
     def first(matrix, *names):
         return next((fmt.parts[p][0] for n in names if (p := matrix + n) in fmt.parts), 0)
 
-    lossless = "bytes" in fmt.encoding.fields
+    lossless, number = "bytes" in fmt.encoding.fields, fmt.encoding.native
+    assert number is not None, "resolve_ops gives versions that only XLA reads no native op"
     return [
-        fmt.encoding.native,
+        number,
         fmt.rows,
         fmt.group_in,
         fmt.group_out,

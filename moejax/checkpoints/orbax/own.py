@@ -173,7 +173,7 @@ def read_expert(
     """
     stored = open_stored(checkpoint_directory(directory))
     lacking = stored.manifest.dense_layers.get(version, ())
-    layers = stored.layers(version) if version in stored.manifest.experts else ()
+    layers = list(stored.layers(version) if version in stored.manifest.experts else ())
     if not (0 <= layer < len(layers) and layer not in lacking and expert in layers[0].chunks):
         raise UserError(
             f"{stored.directory}: no expert {expert} in MoE layer {layer} of version {version!r}; "
