@@ -117,6 +117,9 @@ SUBJECTS = {
             "prefetch": "coactivation",
         }
     ),
+    "queue, int8": Subject(
+        {**QUEUE, "precision": "int8", "expert_budget": "40%", "prefetch": "random"}, nightly=True
+    ),
     "queue, native": Subject({"transfers": "queue", "expert_budget": "40%"}),
     # Layers stream through a window.
     "stream": Subject({**STREAM, **LINK}, slow=False),
@@ -153,6 +156,10 @@ SUBJECTS = {
     ),
     "cached, all": Subject(
         {**QUEUE, "store": "file,host_memory=1GiB", "expert_budget": "40%"}, nightly=True
+    ),
+    "cached, int8": Subject({**CACHED, "precision": "int8", "expert_budget": "25%"}),
+    "cached, stream, int8": Subject(
+        {**STREAM_QUEUE, "store": CACHED["store"], "precision": "int8"}, nightly=True
     ),
     "cached, stream": Subject(
         {"store": CACHED["store"], **STREAM_QUEUE, "expert_budget": "80%"}, dense=11

@@ -131,11 +131,6 @@ def test_options_that_go_with_files(options, message):
             "cpu",
             "together; give one of them",
         ),
-        (
-            {**CACHED, "precision": "int8"},
-            "cpu",
-            "th ops that are not native and precision int8 do not go",
-        ),
     ],
     ids=str,
 )
@@ -212,7 +207,6 @@ CHANGED = "changed since it was opened first"
     [
         (vanish, "No such file", CELLS),
         (flip_kept_time, "do not have their checksum", THROUGH),
-        (flip_kept_time, "do not have their checksum", THROUGH | PLACED),
         (truncate, CHANGED, CELLS | {"driver": "host"}),
         (replace, CHANGED, THROUGH),
         (flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
