@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -14,16 +16,16 @@ from moejax.models.directory import checkpoint_directory
 WHOLE = 1 << 25
 """Files up to so many bytes are read whole."""
 SAMPLES, SAMPLE = 2048, 512
-"""Places at which larger files are read, and bytes at each."""
+"""Places at which larger files are read beside those of tensors, and bytes at each."""
 
 
 def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
     """A digest of a checkpoint's files, in hexadecimal; the same wherever the files lie.
 
     Files of at most WHOLE bytes count whole (config, tokenizer, templates, the manifest with the
-    checksums of a converted checkpoint). Of larger ones the size and SAMPLES places count, so that
-    a checkpoint of terabytes takes seconds: other weights are noticed unless they differ in few
-    values only.
+    checksums of a converted checkpoint). Of larger ones the size, samples, and of safetensors the
+    header and samples of every tensor count, so that a checkpoint of terabytes takes seconds: other
+    weights are noticed, be it in one tensor, unless they differ in few values only.
 
     - `path`: a directory that `load_checkpoint` takes.
     - `step`: of a directory with steps of a training run; other steps do not count.
@@ -74,6 +76,23 @@ def _pieces(path: pathlib.Path) -> Iterator[bytes]:
         if size <= WHOLE:
             yield file.read()
             return
-        for place in (*(size * i // SAMPLES for i in range(SAMPLES)), size - SAMPLE):
+        places = [*(size * i // SAMPLES for i in range(SAMPLES)), size - SAMPLE]
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            yield (header := file.read(min(length, size)))
+            places += _tensor_places(header)
+        for place in places:
             file.seek(place)
             yield file.read(SAMPLE)
+
+
+def _tensor_places(header: bytes) -> list[int]:
+    """Where the samples of a safetensors file are: each tensor's begin, middle and end."""
+    places, data = [], 8 + len(header)
+    # Loading the file says what is wrong with a header.
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
+        for first, last in (each["data_offsets"] for each in tensors):
+            middle, end = (first + last) // 2, max(first, last - SAMPLE)
+            places += [data + first, data + middle, data + end]
+    return places

@@ -35,16 +35,27 @@ def test_every_byte_of_a_small_file_counts(copy, name):
     assert fingerprint(copy) != before
 
 
-def test_one_other_tensor_counts(copy):
+def test_one_other_tensor_counts(copy, monkeypatch):
+    """Whether other samples meet it or not."""
+    monkeypatch.setattr(module, "SAMPLES", 1)
     weights = copy / "model.safetensors"
-    before, tensors = fingerprint(copy), load_file(weights)
+    save_file(tensors := load_file(weights), weights)  # another header
+    before = fingerprint(copy)
     for name in (min(tensors), max(tensors, key=lambda n: tensors[n].size)):
         bits = tensors[name].view(np.uint16)
         save_file({**tensors, name: (bits ^ 1).view(tensors[name].dtype)}, weights)
         assert fingerprint(copy) != before
     save_file(tensors, weights)
+    assert fingerprint(copy) == before
     weights.write_bytes(weights.read_bytes()[:-2])
     assert fingerprint(copy) != before
+
+
+def test_a_large_file_whose_header_is_bad_has_a_fingerprint_too(copy):
+    (copy / "model.safetensors").write_bytes(b"\xff" * (1 << 21))
+    first = fingerprint(copy)
+    (copy / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]" + bytes(1 << 21))
+    assert fingerprint(copy) != first
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
