@@ -8,6 +8,7 @@ trace has the decisions, and this policy repeats them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,11 @@ class RecordedPolicy:
 
 def repeat_run(trace: Trace, policy: type | Policy) -> RecordedPolicy:
     """The policy that repeats what `policy`, or the one of that class, decided in the run of a
-    trace. Raises TraceError for a trace without its decisions."""
+    trace: one that decides at each of its moments while steps are made, of transfers, priors and
+    who computes. Raises TraceError for a trace without its decisions, or with others."""
     name = (policy if isinstance(policy, type) else type(policy)).__name__
     found = tuple(
-        (line["step"], Moment[line["moment"]], _decision(line["decision"]))
+        (line["step"], Moment[line["moment"]], _decision(name, line["decision"]))
         for line in trace.policy_decisions()
         if line["policy"] == name
     )
@@ -84,11 +86,19 @@ def repeat_run(trace: Trace, policy: type | Policy) -> RecordedPolicy:
     return RecordedPolicy(name, str(trace.directory), found, weights, pool)
 
 
-def _decision(written: dict[str, Any]) -> Decision:
-    arrays = {"prior": np.int32, "execute": np.int8, "load_order": np.int16}
-    found: dict[str, Any] = {
-        name: np.array(written[name], dtype) for name, dtype in arrays.items() if name in written
-    }
-    if "stages" in written:
-        found["stages"] = tuple(Stage(*entry) for entry in written["stages"])
-    return Decision(**found)
+_REPEATED: dict[str, Callable[[Any], Any]] = {
+    "prior": lambda value: np.array(value, np.int32),
+    "execute": lambda value: np.array(value, np.int8),
+    "load_order": lambda value: np.array(value, np.int16),
+    "stages": lambda value: tuple(Stage(*entry) for entry in value),
+}
+"""Field of a Decision → its value, of that in a trace."""
+
+
+def _decision(name: str, written: dict[str, Any]) -> Decision:
+    if others := sorted(written.keys() - _REPEATED.keys()):
+        raise TraceError(
+            f"{name} decided {others[0]}, and what is decided again repeats "
+            f"{', '.join(_REPEATED)} alone"
+        )
+    return Decision(**{field: _REPEATED[field](value) for field, value in written.items()})

@@ -161,10 +161,8 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
         "step_bytes": whole(1),
     },
 }
-"""Name → its settings."""
-
-PRECISION = tuple(_SETTINGS)
-"""What LLM(precision=…) and --precision take: a version for all experts, or who mixes two."""
+"""What LLM(precision=…) and --precision take, a version for all experts or who mixes two → its
+settings."""
 
 
 def _pair(hi: str, lo: str) -> tuple[str, str]:

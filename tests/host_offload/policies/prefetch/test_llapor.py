@@ -305,7 +305,7 @@ def test_decisions_are_taken_again_from_the_trace(trace, begun, monkeypatch):
         lines.append({**line, "decision": {"stages": stages}})
     with pytest.raises(TraceError, match="has no decisions of LearnedOnline"):
         repeat_run(trace, begun)
-    monkeypatch.setattr(type(trace), "decided", lambda self: iter(lines))
+    monkeypatch.setattr(type(trace), "policy_decisions", lambda self: iter(lines))
     again = repeat_run(trace, begun)
     state, found = again.init(spec_of(trace.header)), []
     for seen in observations(trace):
@@ -314,6 +314,9 @@ def test_decisions_are_taken_again_from_the_trace(trace, begun, monkeypatch):
     assert found == wanted
     with pytest.raises(TraceError, match="no decision of LearnedOnline at ROUTED of step"):
         again.decide(state, seen)
+    lines[0]["decision"]["kv_pages"] = 3
+    with pytest.raises(TraceError, match=r"LearnedOnline decided kv_pages, .* repeats prior, exec"):
+        repeat_run(trace, begun)
 
 
 def test_what_cannot_be_is_refused(trace, begun, tmp_path):
