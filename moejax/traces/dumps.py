@@ -156,9 +156,12 @@ def _requests(
     """The requests of a line: a plain one, or a response of SGLang (its ids in `meta_info`) or of
     vLLM (in `choices`)."""
     meta, usage = found.get("meta_info") or {}, found.get("usage") or {}
-    choices = found.get("choices") or [meta if any(name in meta for name in IDS) else found]
-    if not all(isinstance(x, Mapping) for x in (meta, usage, *choices)):
-        raise UserError(f"{where}: meta_info, usage and each of choices are objects")
+    choices = found.get("choices") or [found]
+    objects = (meta, usage, *choices) if isinstance(choices, list) else (None,)
+    if not all(isinstance(x, Mapping) for x in objects):
+        raise UserError(f"{where}: meta_info, usage and each of the list choices are objects")
+    if choices == [found] and any(name in meta for name in IDS):
+        choices = [meta]
     count = next((x["prompt_tokens"] for x in (found, meta, usage) if "prompt_tokens" in x), None)
     # Several choices of one response share their prompt, not the rest.
     for choice in choices:
@@ -180,6 +183,8 @@ def _requests(
         }
         if "weights" in choice:
             arrays["weights"] = _array(choice["weights"], "weights", where)
+            if len(arrays["weights"]) != len(ids):
+                raise UserError(f"{where}: weights must have a row for each of {len(ids)} tokens")
         if count is not None:
             if not (isinstance(count, int) and 0 <= count <= len(ids)):
                 raise UserError(
@@ -199,7 +204,7 @@ def _decode(found: Any, where: str, layers: int | None, top_k: int | None) -> np
         raise UserError(f"{where}: the ids are text that is not base64 ({error})") from error
     if raw.startswith(b"\x93NUMPY"):
         try:
-            return np.load(io.BytesIO(raw), allow_pickle=False)
+            return np.atleast_1d(np.load(io.BytesIO(raw), allow_pickle=False))
         except (ValueError, EOFError) as error:
             raise UserError(f"{where}: the array of ids is cut short ({error})") from error
     if layers is None or top_k is None:
@@ -216,6 +221,8 @@ def _decode(found: Any, where: str, layers: int | None, top_k: int | None) -> np
 
 
 def _array(found: Any, name: str, where: str) -> np.ndarray:
+    if not isinstance(found, list):
+        raise UserError(f"{where}: {name} must be lists [tokens, layers, k], not {found!r:.40}")
     try:
         return np.asarray(found)
     except ValueError as error:

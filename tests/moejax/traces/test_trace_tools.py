@@ -226,6 +226,15 @@ BAD = {
     "empty": (Dump("a.jsonl", "\n"), {}, "it is empty"),
     "list": (Dump("a.jsonl", "[1]\n"), {}, "line 1: a line is an object"),
     "choices": (Dump("a.jsonl", lines(dict(choices=[3]))), {}, "are objects"),
+    "no list": (Dump("a.jsonl", lines(dict(choices=5))), {}, "are objects"),
+    "meta": (Dump("a.jsonl", lines(dict(ids=[[[1]]], meta_info=3))), {}, "are objects"),
+    "number": (Dump("a.jsonl", lines(dict(ids=5))), {}, "ids must be lists"),
+    "no axes": (Dump("a.jsonl", lines(dict(ids=npy(np.array(5))))), {}, "ids must be whole numb"),
+    "short": (
+        Dump("a.jsonl", lines(dict(ids=[[[1]], [[1]]], weights=[[[1.0]]]))),
+        {},
+        "line 1: weights must have a row for each of 2 tokens",
+    ),
     "base64": (Dump("a.jsonl", lines(dict(ids="%"))), {}, "not base64"),
     "cut npy": (Dump("a.jsonl", lines(dict(ids=npy(IDS)[:120]))), {}, "is cut short"),
     "wider": (
