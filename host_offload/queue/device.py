@@ -5,7 +5,8 @@ memory of its own, *staging*, and is there when that array is ready. Of records 
 (cached.CachedRecords) it begins when the record is read, which begins with `submit`.
 Moving it on into a cell is a program of the caller's, which owns the arena: `take`.
 
-No thread: chunks begin when the caller says so (`begin`), in the order of order.TransferQueue.
+No thread copies: chunks begin when the caller says so (`begin`), in the order of
+order.TransferQueue.
 On a GPU that moment decides what they run beside. PJRT gives a buffer memory that is free once all
 programs enqueued before have run (`kComputeSynchronized`, xla/pjrt/local_device_state.h in
 openxla/xla), so a copy waits for those; it runs beside those that are enqueued after it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
@@ -93,6 +95,10 @@ class DeviceQueue:
         self._queue = TransferQueue(max(size for held in records for size in held.sizes))
         self._staged: dict[int, _Staged] = {}
         self._busy, self._busy_since = 0.0, 0.0
+        self._watcher = ThreadPoolExecutor(1, "moejax-waits")
+        self._waited: float | None = None
+        self.last_mark: jax.Array | None = None
+        """Ready when the records that were taken last have been read."""
         self._closed = False
         names = {field.name for field in dataclasses.fields(Totals)}
         self._counts = dict.fromkeys(names - {"flying", "bytes_left", *_SECONDS}, 0)
@@ -174,6 +180,7 @@ class DeviceQueue:
     def close(self) -> None:
         """Cancels what has not begun, waits for what has, and drops what is staged. Idempotent."""
         self._closed = True
+        self._watcher.shutdown()
         self._queue.cancel_all()
         for staged in self._staged.values():
             for array in (*staged.arrays.values(), staged.mark):
@@ -242,6 +249,7 @@ class DeviceQueue:
                 raise TransferLost(staged.settled.message)
         taken = [self._staged[ticket] for ticket in tickets]
         mark = move([[s.arrays[first] for first in sorted(s.arrays)] for s in taken])
+        self.last_mark = mark
         for ticket, staged in zip(tickets, taken, strict=True):
             if staged.settled is None:
                 staged.mark = mark
@@ -258,19 +266,30 @@ class DeviceQueue:
             self.wait(ticket)
         self._staged.pop(ticket, None)
 
+    def watch(self, before: jax.Array, after: jax.Array) -> None:
+        """Counts the time from when `before` is ready until `after` is as waited. A thread looks,
+        so that the caller runs ahead of the device; neither may be donated."""
+        self._watcher.submit(self._count_wait, before, after)
+
     def totals(self) -> Totals:
-        """What it did so far. wait_seconds None: the device waits, and does not say how long."""
+        """What it did so far. wait_seconds: those of `watch`; None: it was never called."""
         self._look()
         flying = self._queue.open()
         return Totals(
             **self._counts,
             flying=len(flying),
             bytes_left=sum(each.bytes_left for each in flying),
-            wait_seconds=None,
+            wait_seconds=self._waited,
             busy_seconds=self._busy_seconds(),
         )
 
     # ---- parts
+
+    def _count_wait(self, before: jax.Array, after: jax.Array) -> None:
+        _wait_for(before)
+        began = time.monotonic()
+        _wait_for(after)
+        self._waited = (self._waited or 0.0) + time.monotonic() - began
 
     def _busy_seconds(self) -> float:
         since = time.monotonic() - self._busy_since if self._queue.under_way else 0.0

@@ -46,10 +46,13 @@ class StorageModel:
     """A packed expert's bytes by a dense one's, of the real store."""
     direct: bool = False
     """Packed experts are computed as they are, and take nothing of the window."""
+    halves: int = 2
+    """Halves of the window that are memory of the arena; the other one is beside it."""
 
-    def experts_bytes(self, placement: np.ndarray, halves: int = 2) -> int:
+    def experts_bytes(self, placement: np.ndarray, halves: int | None = None) -> int:
         """C_exp: what experts take of the device, residents and the window of two layers, each as
         large as the largest where layers differ; or with so many halves of that alone."""
+        halves = self.halves if halves is None else halves
         dense, packed, _ = placement.sum(axis=0).tolist()
         streamed = placement[:, HOST] + (0 if self.direct else placement[:, PACKED])
         of_dense = (dense + halves * int(streamed.max())) * self.record_bytes

@@ -15,6 +15,7 @@ import numpy as np
 
 from host_offload.control.window import WindowSpec, tiers_of
 from host_offload.memory.arena import SlotClass
+from host_offload.queue.device import TransferLost
 from host_offload.sizing.tiers import (
     DENSE,
     HOST,
@@ -26,6 +27,7 @@ from host_offload.sizing.tiers import (
 )
 from moejax.engine.resize import empty_slot
 from moejax.engine.scheduler import Scheduler
+from moejax.errors import UserError
 from moejax.step.executor import Executor
 
 SMOOTHING = 0.1
@@ -57,7 +59,8 @@ class ResidencyPlanner:
     """Changes of placement: how many `step`s were read before, `why` (`kv`: KV grew; `rho`: compute
     and loading were weighed), experts of all layers in each tier, their bytes and KV's slots."""
     deferred: int = 0
-    """Times that KV could not be moved out of slots that experts were to get."""
+    """Times that KV could not be moved out of slots that experts were to get, or records not be
+    brought or packed."""
     _state: PlannerState | None = None
     _due: deque[int] = dataclasses.field(default_factory=deque)
     """Buckets of the decode steps that were read and not weighed."""
@@ -154,7 +157,7 @@ class ResidencyPlanner:
     def _least_expert_slots(self) -> int:
         """Slots that the window takes alone."""
         window = self._window
-        rows = 2 * window.experts * window.record_rows
+        rows = window.halves * window.experts * window.record_rows
         return -(-rows // window.slot_rows)
 
     def _apply(self, placement: np.ndarray, why: str) -> bool:
@@ -165,7 +168,11 @@ class ResidencyPlanner:
         if not self._room_for(after):
             self.deferred += 1
             return False
-        stream.change(after)
+        try:
+            stream.change(after)
+        except (TransferLost, UserError):
+            self.deferred += 1
+            return False
         arena.grant_expert_slots(after.slots)
         arena.grant_kv_slots(arena.slots - after.slots)
         dense, packed, host = placement[:, [DENSE, PACKED, HOST]].sum(axis=0).tolist()

@@ -76,7 +76,6 @@ def parts_of(start: Situation) -> dict[str, str]:
         "stated link": transfers.stated and "rate and latency of transfers='queue'",
         "gives away": placed and "placement",
         "tiers": driver.tiers is not None and f"tiers={driver.tiers}",
-        "moving tiers": driver.planner not in (None, "none") and f"planner={driver.planner}",
         "not in memory": store.name != "memory" and f"store={store.name}",
         "not dense": (precision.versions != ("dense",) or several) and named,
         "several versions": several and named,
@@ -213,8 +212,6 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     ("files in place", "GPU"): f"native CPU ops read them; use store='memory', or {_CACHE}",
     ("files in place", "no native ops"): f"those read them; use {_CACHE}",
     ("files in place", "foreign ops"): f"use ops='cpu', or store='memory', or {_CACHE}",
-    ("copies", "moving tiers"): "it moves residents of an arena that the native library owns; add "
-    "planner=none",
     ("copies", "store=shared"): "it has pinned arrays of its own; use store='memory'",
     ("copies", "driver=device"): "it works between the parts of a layer, and driver='device' runs "
     "as one executable: use driver='host', or transfers='ops'",

@@ -7,8 +7,8 @@ is, in the order of dispatch, which is the order of the device's stream:
 
 1. attend and route,
 2. `seat`: the cells go on to this layer (`Tables.address` is the page table), and
-   `land`: its records are read out of staging into them, by programs that wait for their copies;
-   `unpack`: those of packed residents are decoded into them,
+   `unpack`: the records of packed residents are decoded into them;
+   `land`: the others are read out of staging into them, by programs that wait for their copies,
 3. the copies of the next layer's records begin: into memory that is free once those programs have
    run, so after them, and beside all that is dispatched from here on,
 4. its experts.
@@ -24,6 +24,7 @@ experts, before them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ import numpy as np
 
 from host_offload.control.window import PACKED, PACKED_VERSION, WindowSpec
 from host_offload.queue.device import TransferLost
+from host_offload.queue.transfer import Transfer
 from host_offload.versions.encoders import EncodingError, encode
 from host_offload.versions.store_versions import as_weights
 from moejax.errors import UserError
@@ -88,6 +90,8 @@ class CopiedStream:
         compiler.need(ProgramKey("seat"), ProgramKey("land_many"))
         if steps.tiers:
             compiler.need(ProgramKey("land_packed"))
+            for version in (0, PACKED_VERSION):
+                compiler.start(ProgramKey("shift", run=version))
         if steps.packed is not None:
             compiler.need(ProgramKey("unpack"))
 
@@ -101,21 +105,81 @@ class CopiedStream:
     def open(self, window: WindowSpec) -> None:
         """As OwnedStream. Raises TransferLost where a resident's record cannot be copied, and
         UserError for an expert that cannot be packed."""
-        self._set_tables(window.contents())
-        self.window, self._coming, self._holder = window, None, window.layers - 1
         rows, versions = window.residents()
-        self._ring = [_of_layer(window, layer, own) for layer, own in enumerate(rows)]
         packed = (rows >= 0) & (versions == PACKED_VERSION)
         for layer, expert in np.argwhere(packed).tolist():
-            pieces, row = (self._pack(layer, expert),), np.int32(rows[layer, expert])
-            self._buffers.arena, _ = self._compiler.call(
-                ProgramKey("land_packed"), self._buffers.arena, row, pieces
-            )
+            self._land_packed(int(rows[layer, expert]), self._pack(layer, expert))
         self._transport.populate(np.where(packed, -1, rows), versions)
-        self._begin(0)
+        self._begin_window(window)
 
     def change(self, window: WindowSpec) -> None:
-        raise ValueError("a window of jax's copies stays as it was opened")
+        """As OwnedStream, without waiting for the steps. Raises as `open`, with the window as it
+        was."""
+        before = self.window
+        if before is None or before.tier.shape != window.tier.shape:
+            raise ValueError("a window is changed to another one of the same model's")
+        (had, old), (rows, versions) = before.residents(), window.residents()
+        stays = (had >= 0) & (rows >= 0) & (old == versions)
+        comes = (rows >= 0) & ~stays
+        is_packed = versions == PACKED_VERSION
+        # First what may fail, beside the arena, in the staging of what was on its way.
+        self._drop_coming()
+        packed = [
+            (int(rows[layer, expert]), self._pack(layer, expert))
+            for layer, expert in np.argwhere(comes & is_packed).tolist()
+        ]
+        tickets = self._bring(rows, comes & ~is_packed)
+        moved = np.argwhere(stays & (had != rows)).tolist()
+        self._shift([(int(old[at]), int(had[at]), int(rows[at])) for at in map(tuple, moved)])
+        for row, record in packed:
+            self._land_packed(row, record)
+        for row, ticket in tickets:
+            self._transport.land(row, ticket)
+        self._begin_window(window)
+
+    def _begin_window(self, window: WindowSpec) -> None:
+        """The window's residents are in their cells; the first layer begins to come."""
+        self._set_tables(window.contents())
+        self.window, self._coming, self._holder = window, None, window.layers - 1
+        rows, _ = window.residents()
+        self._ring = [_of_layer(window, layer, own) for layer, own in enumerate(rows)]
+        self._begin(0)
+
+    def _bring(self, rows: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int]]:
+        """(arena row, ticket) of dense records, bool[L, E], that are in staging. Raises
+        TransferLost, and has none, where one did not come."""
+        queue, places = self._transport.device_queue, np.argwhere(wanted).tolist()
+        tickets = queue.submit_all(
+            [Transfer(layer, expert, 0, int(rows[layer, expert])) for layer, expert in places]
+        )
+        settled = [queue.wait(ticket) for ticket in tickets]
+        lost = [s.message for s in settled if s is not None and s.state == "failed"]
+        if lost:
+            for ticket in tickets:
+                queue.drop(ticket)
+            raise TransferLost(lost[0])
+        return [(int(rows[tuple(at)]), t) for at, t in zip(places, tickets, strict=True)]
+
+    def _shift(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Dispatches the moves of residents within the arena: (version, from row, to row). Their
+        order in the arena is the same before and after, so those that go up, the last one first,
+        and then those that go down, the first one first, overwrite nobody who is yet to move."""
+        up = sorted((m for m in moves if m[2] > m[1]), key=lambda m: -m[1])
+        down = sorted((m for m in moves if m[2] < m[1]), key=lambda m: m[1])
+        for version, group in itertools.groupby([*up, *down], key=lambda move: move[0]):
+            due = [move[1:] for move in group]
+            for i in range(0, len(due), LANDED):
+                some = due[i : i + LANDED]
+                some += [(some[-1][1],) * 2] * (LANDED - len(some))  # where it is already
+                sources, rows = np.array(some, np.int32).T.copy()
+                self._buffers.arena = self._compiler.call(
+                    ProgramKey("shift", run=version), self._buffers.arena, sources, rows
+                )
+
+    def _land_packed(self, row: int, record: np.ndarray) -> None:
+        self._buffers.arena, _ = self._compiler.call(
+            ProgramKey("land_packed"), self._buffers.arena, np.int32(row), (record,)
+        )
 
     def _pack(self, layer: int, expert: int) -> np.ndarray:
         """uint16[rows, D]: an expert's packed record, made of its dense one."""
@@ -131,12 +195,13 @@ class CopiedStream:
                 f"({error.reason}); leave tiers out"
             ) from error
 
-    def materialize(self, layer: int) -> None:
-        """Dispatches what a layer needs before its experts, and begins the next layer's copies."""
-        self._seat(layer)
+    def materialize(self, layer: int, routed: jax.Array) -> None:
+        """Dispatches what a layer needs before its experts, and begins the next layer's copies.
+        routed: of the layer's routing; from when it is ready the device waits for records."""
+        self._seat(layer, routed)
         self._begin((layer + 1) % self._layers)
 
-    def _seat(self, layer: int) -> None:
+    def _seat(self, layer: int, routed: jax.Array) -> None:
         """The layer has the ring's cells, and its records are in them for what is dispatched from
         here on. What did not come is brought once more; where that fails too it is absent, and the
         requests of the step will end."""
@@ -148,6 +213,7 @@ class CopiedStream:
             self._begin(layer)
         assert self._coming is not None
         (_, seats), self._coming = self._coming, None
+        mark = self._unpack(layer)  # while the others come
         missing = [seat for seat, _ in self._land_all(seats)]
         transport, again = self._transport, []
         for seat in missing:
@@ -156,26 +222,34 @@ class CopiedStream:
             again.append(seat._replace(ticket=ticket))
         for seat, why in self._land_all(again):
             transport.lose(layer, seat.expert, seat.row, why)
-        self._unpack(layer)
+        if seats:
+            mark = transport.device_queue.last_mark
+        if mark is not None:
+            transport.device_queue.watch(routed, mark)
 
-    def _unpack(self, layer: int) -> None:
+    def _unpack(self, layer: int) -> jax.Array | None:
         """Dispatches the decoding of a layer's packed residents into their cells of the ring, of
-        LANDED by one program."""
-        due = self._ring[layer].unpacked
+        LANDED by one program. Returns what is ready when they are there."""
+        due, mark = self._ring[layer].unpacked, None
         for i in range(0, len(due), LANDED):
             some = due[i : i + LANDED]
             some += some[-1:] * (LANDED - len(some))  # once more, into the same cell
             sources, rows = np.array(some, np.int32).T.copy()
-            self._buffers.arena = self._compiler.call(
+            self._buffers.arena, mark = self._compiler.call(
                 ProgramKey("unpack"), self._buffers.arena, sources, rows
             )
         self._transport.unpacked += len(due)
+        return mark
 
     def _begin(self, layer: int) -> None:
         """Begins to copy a layer's records into staging."""
+        self._drop_coming()
+        self._coming = layer, self._begin_copies(layer, self._ring[layer].brought)
+
+    def _drop_coming(self) -> None:
         for seat in () if self._coming is None else self._coming[1]:
             self._transport.device_queue.drop(seat.ticket)
-        self._coming = layer, self._begin_copies(layer, self._ring[layer].brought)
+        self._coming = None
 
     def _begin_copies(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
         """The records of (expert, arena row), on their way into staging."""

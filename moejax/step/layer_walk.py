@@ -149,7 +149,7 @@ class LayerWalk:
             if hooks is not None:
                 self._show_routing(hooks, layer, normed, Routing(ids, weights))
             if self._stream is not None:
-                self._stream.materialize(layer)
+                self._stream.materialize(layer, ids)
             inputs = LayerInputs(step, layer, x, normed, Routing(ids, weights))
             x, counts = self._experts.compute(parts, inputs)
             traces.append(LayerTrace(ids, weights, counts, self.layer_arrays))

@@ -90,7 +90,7 @@ Kind = (
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate"]
     | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
-    | Literal["admit", "land", "land_many", "land_packed", "unpack", "forget"]
+    | Literal["admit", "land", "land_many", "land_packed", "unpack", "shift", "forget"]
     | Literal["seat", "write_maps", "least_address", "logprobs"]
 )
 
@@ -522,16 +522,26 @@ class Programs:
 
         def unpack(arena, sources, rows):
             """The arena in which the packed records from the rows `sources` on are, dense, in the
-            cells from `rows` on."""
+            cells from `rows` on, and a mark that they are."""
             for i in range(LANDED):
                 record = jax.lax.dynamic_slice(arena, (sources[i], 0), (cell.rows, cell.hidden))
                 dense = jax.lax.bitcast_convert_type(decode(record, cell), jnp.uint16)
                 arena = jax.lax.dynamic_update_slice(arena, dense, (rows[i], 0))
+            return arena, dense[-1, -1]
+
+        size = self.steps.formats[key.run or 0].cell.rows
+
+        def shift(arena, sources, rows):
+            """The arena with records of one version moved, one after the other."""
+            for i in range(LANDED):
+                record = jax.lax.dynamic_slice(arena, (sources[i], 0), (size, cell.hidden))
+                arena = jax.lax.dynamic_update_slice(arena, record, (rows[i], 0))
             return arena
 
         packed = (self.array(cell.rows, cell.hidden, dtype=jnp.uint16),)
         found["land_packed"] = Program(land, (arena, index, packed), (0,))
         found["unpack"] = Program(unpack, (arena, many, many), (0,))
+        found["shift"] = Program(shift, (arena, many, many), (0,))
         return found
 
 

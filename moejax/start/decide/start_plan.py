@@ -33,7 +33,7 @@ from moejax.start.decide.shapes import (
 )
 from moejax.start.decide.split import check_split, start_split
 from moejax.start.decide.store_choice import explain_donation, why_cells
-from moejax.start.decide.stream import storage_model, stream_notes, window_of
+from moejax.start.decide.stream import staged_bytes, storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import cache_of, queue_of
 from moejax.start.precision import (
     expert_budget_of,
@@ -245,7 +245,7 @@ def divide(
     if (search := search_of(settings.policies)) is not None:
         maps = search.nbytes(moe_layers, experts, config.hidden_size)
     # What steps need is measured where the device decides, and has staging too.
-    staged = 0 if window is None else window.staged_rows * layout.hidden * 2
+    staged = 0 if window is None else staged_bytes(settings, steps, window)
     why = why_cells(settings, steps, platform)
     wanted = options.memory.expert_budget if window is None else window.slots * layout.slot_bytes
     budget = resolve_budget(

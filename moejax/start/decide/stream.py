@@ -52,7 +52,9 @@ def window_of(
             )
     if settings.tiers is not None:
         model = storage_model(steps, rates)
-        placement = start_placement(settings.tiers, model, given, kv_leaves, halves)
+        if kv_leaves is not None and halves == 1 and settings.tiers.planner != "none":
+            kv_leaves -= experts * size  # staging, as of staged_bytes
+        placement = start_placement(settings.tiers, model, given, kv_leaves)
         return window_at(placement, steps)
     resident = 0 if given is None else (given // size - halves * experts) // (layers - halves)
     resident = min(resident, experts)
@@ -86,17 +88,23 @@ def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
         packed_rate=rates.packed,
         kappa=packed / dense,
         direct=steps.tiers == "flux-direct",
+        halves=halves_of(steps),
     )
 
 
+def staged_bytes(settings: Settings, steps: StepSpec, window: WindowSpec) -> int:
+    """Memory beside the arena in which the coming layer waits; where residents move, of a layer
+    without any."""
+    rows = window.staged_rows
+    if settings.tiers is not None and settings.tiers.planner != "none":
+        rows = (2 - window.halves) * window.experts * window.record_rows
+    return rows * steps.layout.hidden * 2
+
+
 def start_placement(
-    tiers: Driver,
-    model: StorageModel,
-    budget: int | None,
-    kv_leaves: int | None,
-    halves: int = 2,
+    tiers: Driver, model: StorageModel, budget: int | None, kv_leaves: int | None
 ) -> np.ndarray:
-    """int64[L, 3], where experts begin. budget: for residents and so many halves of the ring;
+    """int64[L, 3], where experts begin. budget: for residents and the model's halves of the ring;
     kv_leaves: for them and both. Shares that are given are met; by the rates as many are
     packed as the budget and KV leave room for. Raises UserError where they do not fit into the
     budget."""
@@ -111,7 +119,7 @@ def start_placement(
         packed = round((tiers.packed or 0.0) * model.experts)
         if tiers.packed is None:
             packed = model.balance(model.experts - dense)
-            rooms = ((budget, halves), (kv_leaves, 2))
+            rooms = ((budget, model.halves), (kv_leaves, 2))
             limits = [(room, of) for room, of in rooms if room is not None]
 
             def fits(packed: int) -> bool:
@@ -120,7 +128,7 @@ def start_placement(
 
             packed = next(n for n in range(packed, -1, -1) if n == 0 or fits(n))
         placement = uniform_placement(model, dense, min(packed, model.experts - dense))
-    if budget is not None and (taken := model.experts_bytes(placement, halves)) > budget:
+    if budget is not None and (taken := model.experts_bytes(placement)) > budget:
         raise UserError(
             f"tiers {tiers.tiers} with dense={tiers.dense:g} and packed={tiers.packed or 0:g} take "
             f"{format_bytes(taken)} ({taken} bytes), and expert_budget is {format_bytes(budget)}; "

@@ -1,5 +1,8 @@
 """The queue that jax's own copies carry out: its order, what it stages, how it fails."""
 
+import threading
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -163,6 +166,27 @@ def test_a_record_that_is_taken_before_it_is_there_ends_when_it_was_read():
     totals = queue.totals()
     assert (totals.ahead, totals.late, totals.waits) == (1, 1, 1)
     assert totals.busy_seconds > 0 and totals.wait_seconds is None
+
+
+def test_waits_are_counted_from_when_records_were_needed():
+    """Beside the caller: neither is ready when it says what to look at."""
+    queue = queue_on(Link())
+    needed, read = threading.Event(), threading.Event()
+
+    class Pending:
+        def __init__(self, event):
+            self.event = event
+
+        def block_until_ready(self):
+            assert self.event.wait(60)
+
+    queue.watch(Pending(needed), Pending(read))
+    time.sleep(0.05)
+    needed.set()
+    time.sleep(0.1)
+    read.set()
+    queue.close()
+    assert 0.05 < queue.totals().wait_seconds < 60
 
 
 @pytest.mark.parametrize("error", [OSError("no"), MemoryError("no")], ids=str)

@@ -117,10 +117,6 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     (
         {**STREAM_QUEUE, "enable_prefix_caching": False},
         [
-            (
-                {"driver": "stream,tiers=flux"},
-                "with ops that are not native and planner=live do not go",
-            ),
             ({"precision": "lossless12"}, "that are not native and precision lossless12 do not"),
             (
                 {"transfers": "queue,rate=2GB/s"},

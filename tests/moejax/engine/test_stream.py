@@ -15,6 +15,7 @@ import moejax.start.build
 import moejax.step.experts
 from host_offload.control.window import HOST, PACKED
 from host_offload.memory.arena import SlotClass
+from host_offload.queue.device import TransferLost
 from host_offload.queue.pinned import PinnedBuilder
 from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.random_model import random_model, shape
@@ -314,8 +315,8 @@ def test_a_step_that_ends_in_the_middle_leaves_the_next_one_whole(monkeypatch):
         want = tokens_of(llm)
         materialize = CopiedStream.materialize
 
-        def broken(self, layer):
-            materialize(self, layer)
+        def broken(self, layer, routed):
+            materialize(self, layer, routed)
             if layer == 2:
                 raise RuntimeError("in the middle")
 
@@ -361,15 +362,16 @@ def planning(tiers: str, **options) -> LLM:
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """A batch that grows and shrinks: one sequence runs throughout, others come and go."""
-    greedy = dataclasses.replace(GREEDY, max_tokens=90)
+    greedy = dataclasses.replace(GREEDY, max_tokens=90, logprobs=3)
     short = dataclasses.replace(greedy, max_tokens=20)
     drawn = SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
     long = [*range(3, 163)]
     return [([5, 6, 7, 300], greedy), (long, short), (long[::-1], drawn), (long[20:], short)]
 
 
-def answers(llm: LLM, *, check: bool = False, seen=None) -> list[list[int]]:
-    """Token ids of each request. check: all invariants after every step. seen: called then."""
+def answers(llm: LLM, *, check: bool = False, seen=None) -> list[tuple[list[int], list]]:
+    """Token ids and log-probabilities of each request. check: all invariants after every step.
+    seen: called then."""
     engine, added, step = llm.engine, [], 0
     while len(added) < len(COMES) or not engine.idle:
         while len(added) < len(COMES) and COMES[len(added)] <= step:
@@ -382,12 +384,12 @@ def answers(llm: LLM, *, check: bool = False, seen=None) -> list[list[int]]:
             assert not engine.runner.faults()
     engine.drain()
     assert all(request.error is None for request in added)
-    return [request.output for request in added]
+    return [(request.output, request.logprobs) for request in added]
 
 
 @functools.cache
-def answers_at_rest() -> list[list[int]]:
-    with open_llm(enable_prefix_caching=False) as llm:
+def answers_at_rest(**options):
+    with open_llm(enable_prefix_caching=False, **options) as llm:
         return answers(llm)
 
 
@@ -401,7 +403,7 @@ def as_if(planner: ResidencyPlanner, seconds: float) -> None:
 FAST, SLOWLY = 1e-12, 1.0
 
 
-def kv_grows(tiers: str) -> None:
+def kv_grows(tiers: str, memory: int = MEMORY, **options) -> None:
     """Loading is modelled as slow, so experts take all that KV leaves, and give it at once."""
     kept: list[tuple[int, int]] = []
 
@@ -416,21 +418,22 @@ def kv_grows(tiers: str) -> None:
         used = -(-(arena.pages - engine.scheduler.cache.available) // arena.layout.pages_per_slot)
         assert max(used, LEAST_KV) <= arena.count(SlotClass.KV)
 
-    with planning(f"{tiers},interval=2") as llm:
+    with planning(f"{tiers},interval=2", memory=memory, **options) as llm:
         as_if(llm.engine.planner, SLOWLY)
         found = answers(llm, check=True, seen=seen)
         stats = llm.stats()
+        assert stats["planner"]["deferred"] == 0 < stats["transfers"]["wait_seconds"]
         moves = stats["planner"]["moves"]
         assert stats["kv"]["preemptions"] == 0 and stats["kv"]["swapped_out_bytes"] == 0
         assert {move["why"] for move in moves} == {"kv", "rho"}
         # Staggered: all layers have as many in each tier, after every move.
         assert all(move[tier] % LAYERS == 0 for move in moves for tier in ("packed", "dense"))
-        assert all(move["expert_bytes"] + move["kv_slots"] * RECORD <= MEMORY for move in moves)
+        assert all(move["expert_bytes"] + move["kv_slots"] * RECORD <= memory for move in moves)
     slots, hosts = zip(*kept, strict=True)
     # KV began with the least, grew by what came, and gave back; experts the other way around.
     assert LEAST_KV == slots[0] < max(slots) > slots[-1] and max(slots) >= 2 * LEAST_KV
     assert hosts[int(np.argmax(slots))] > hosts[-1]
-    assert found == answers_at_rest()
+    assert found == answers_at_rest(**options)
 
 
 @pytest.mark.parametrize(
@@ -438,6 +441,37 @@ def kv_grows(tiers: str) -> None:
 )
 def test_kv_grows_into_what_experts_give_and_they_come_back(tiers):
     kv_grows(tiers)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "memory"),
+    [
+        ("flux,packed=25%", MEMORY),
+        # Staging is kept for a layer of which nobody is packed, as that may come.
+        pytest.param("flux-direct,packed=75%", MEMORY + 12 * RECORD, marks=pytest.mark.slow),
+    ],
+)
+def test_over_jax_copies_they_do_too(tiers, memory):
+    """Within a donated arena, and what the device waited for is known."""
+    kv_grows(tiers, memory, ops="xla")
+
+
+def test_over_jax_copies_a_move_that_fails_changes_nothing():
+    driver, memory = "flux,dense=25%,packed=25%,planner=none", 120 * RECORD
+    with planning(driver, ops="xla", memory=memory) as llm:
+        runner = llm.engine.runner
+        stream, queue, before = runner.stream, runner.transport.device_queue, runner.window
+        put = queue.put
+
+        def refused(pieces):
+            raise MemoryError("no staging")
+
+        queue.put = refused
+        with pytest.raises(TransferLost, match="no staging"):
+            stream.change(dataclasses.replace(before, tier=np.zeros_like(before.tier)))
+        queue.put = put
+        assert runner.window is before and not runner.faults()
+        assert answers(llm) == answers_at_rest(ops="xla") and not runner.faults()
 
 
 @pytest.mark.slow
