@@ -527,7 +527,7 @@ class Programs:
                 record = jax.lax.dynamic_slice(arena, (sources[i], 0), (cell.rows, cell.hidden))
                 dense = jax.lax.bitcast_convert_type(decode(record, cell), jnp.uint16)
                 arena = jax.lax.dynamic_update_slice(arena, dense, (rows[i], 0))
-            return arena, dense[-1, -1]
+            return arena, record[-1, -1]
 
         size = self.steps.formats[key.run or 0].cell.rows
 

@@ -130,7 +130,7 @@ CASES = {
     # Packed residents are computed in the launches of dense ones, and decoded in place.
     "land packed": Case(tiered, ProgramKey("land_packed"), {}, 2, 19, in_place="arena"),
     "unpack": Case(
-        lambda: tiered("flux"), ProgramKey("unpack"), {}, 4 * LANDED + 3, 19, in_place="arena"
+        lambda: tiered("flux"), ProgramKey("unpack"), {}, 4 * LANDED + 4, 19, in_place="arena"
     ),
     "packed": Case(
         tiered, decode("experts"), {**TWO, "combine": 1}, 8, 19, in_place="arena", marks=NIGHTLY
