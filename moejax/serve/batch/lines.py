@@ -215,9 +215,7 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
-                raise UserError(
-                    "the content of a message must be text; other parts are refuse_constant"
-                )
+                raise UserError("the content of a message must be text; other parts are refused")
         # vLLM joins text parts so for templates that take plain content.
         content = "\n".join(str(part.get("text", "")) for part in content)
     elif not isinstance(content, str | None):

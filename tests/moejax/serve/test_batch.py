@@ -614,7 +614,7 @@ BAD = [
     ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
     ({"prompt": "x", "priority": "high"}, "priority must be an integer"),
     ({"messages": ["x"]}, 'each of messages must be an object with a "role"'),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other parts are"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts are refused"),
     ({"messages": [{"role": "user", "content": 5}]}, "content of a message must be text, got 5"),
     ({"id": "x", "prompt": "too long"}, "shorten the prompt"),
     ({"id": "a", "prompt": "x"}, "the id 'a' is also that of an earlier line"),
