@@ -115,7 +115,7 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
         raise PolicyError(f"unknown driver {driver!r}; known: {', '.join(MOMENTS)}")
     writers: dict[str, str] = {}
     for policy in policies:
-        name = _check_form(policy)
+        name = check_form(policy)
         _check_names(name, "needs", policy.needs, NEEDS, ALWAYS)
         _check_names(name, "writes", policy.writes, WRITES)
         if not policy.moments and policy.writes - {"victim_weights"}:
@@ -169,7 +169,7 @@ def check_policies(policies: Sequence[Policy], driver: str) -> None:
             check_decision(Decision(victim_weights=np.asarray(weights)), policy, None, "start")
 
 
-def _check_form(policy: Any) -> str:
+def check_form(policy: Any) -> str:
     """The policy's name. Raises PolicyError for what is no frozen dataclass of the interface."""
     if isinstance(policy, type):
         raise PolicyError(f"{policy.__name__} is a class; give an object, {policy.__name__}()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from host_offload.control.interface import Policy
-from host_offload.control.rules import check_policies, check_search
+from host_offload.control.rules import check_form, check_policies, check_search
 from host_offload.policies.budget.joint_budget import JointBudget
 from host_offload.policies.budget.layer_cells import LayerCells
 from host_offload.policies.budget.mv_wsa import MvWsa
@@ -32,6 +32,8 @@ def settings_of(options: Config) -> Settings:
         given = with_prefetch(policy.prefetch, policy.policies)
         given = with_placement(placement := placement_with_costs(options), given)
         eviction, policies = with_eviction(policy.eviction, given)
+        for one in policies:
+            check_form(one)
         ops = parse_ops(options.runtime.ops)
     policies = *policies, *budget_policies(options, precision)
     found = Settings(options, precision, eviction, policies, ops, frozenset(), placement)

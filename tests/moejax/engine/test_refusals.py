@@ -40,6 +40,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"eviction": "mru"}, "unknown eviction policy 'mru'; known: lru, lfu, lfru, global-"),
             ({"policies": RecentPrefetch()}, "must be a list of policies, not RecentPrefetch"),
             ({"policies": [RecentPrefetch]}, "RecentPrefetch is a class; give an object"),
+            ({"policies": ["lru"]}, "policy str must be decorated with @dataclasses.dataclass"),
             (
                 {"eviction": "static", "policies": [RecentPrefetch()]},
                 "both write 'stages'; l",
