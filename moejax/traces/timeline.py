@@ -22,6 +22,8 @@ def check_timeline(path: str | os.PathLike[str]) -> None:
     """Raises UserError for a file that write_timeline would not know how to write."""
     if Path(path).suffix != ".json":
         raise UserError(f"{path}: a timeline is FILE.json, for https://ui.perfetto.dev")
+    if not Path(path).absolute().parent.is_dir():  # before all that would be drawn
+        raise UserError(f"{path} cannot be written: its folder does not exist")
 
 
 def write_timeline(path: str | os.PathLike[str], events: Sequence[TimelineEvent]) -> None:

@@ -198,6 +198,7 @@ def test_a_split_as_options(trace, costs, capsys):
         (("--users", "3", "--tpot", "1s", "--transfers", "queue,rate=1GB/s"), "is of a split"),
         (("--memory", "3MiB", "--transfers", "queue,latency=20us"), "give its rate too"),
         (("--memory", "3MiB", "--timeline", "x.svg"), "a timeline is FILE.json"),
+        (("--memory", "3MiB", "--timeline", "no/x.json"), "its folder does not exist"),
         (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "--cells is of a split"),
         (("--memory", "3MiB", "--tpot", "soon"), "is not a time"),
         (("--memory", "3MiB", "--tpot", "0ms"), "write more than 0"),
