@@ -116,7 +116,7 @@ def load_on_worker(model: str, options: Mapping[str, Any]) -> LLM:
     """The LLM. Its experts lie where the workers of this machine share them, unless the options say
     where; with a warning in the log where there is no such memory."""
     given = {name: value for name, value in options.items() if value is not None}
-    dense = given.get("precision") in (None, "dense") and not ({"hi", "lo"} & given.keys())
+    dense = given.get("precision") in (None, "dense")
     on_cpu = select_device(given.get("device"), given.get("threads")).platform == "cpu"
     if dense and on_cpu and "store" not in given:
         try:
