@@ -29,7 +29,7 @@ from moejax.serve.batch.job import Job, given_fields
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
 from moejax.serve.batch.result_lines import failure, read_result, success
 from moejax.serve.cluster.fleet import Generator, Scale, worker_options
-from moejax.serve.cluster.ray_cluster import connect, require_ray
+from moejax.serve.cluster.ray_cluster import open_connection, require_ray
 from moejax.serve.llm import LLM
 from moejax.start.provenance import decided_by
 
@@ -72,8 +72,7 @@ def generate(
     """
     ray = require_ray()
     scale = Scale(address, workers, cores_per_worker)
-    if not ray.is_initialized():
-        connect(address, scale.cpus).__enter__()  # for the process's life, as Ray Data's own
+    open_connection(address, scale.cpus)  # for the process's life, as Ray Data's own
     asked = worker_options(Generator, model, options, scale)
     given = asked.arguments[1]
     params = SamplingParams() if sampling_params is None else sampling_params

@@ -47,15 +47,27 @@ def require_ray() -> Any:
 
 @contextlib.contextmanager
 def connect(address: str, cpus: int | None = None) -> Iterator[None]:
-    """A connection to the Ray at this address ("HOST:PORT", "ray://HOST:PORT", "auto"), or to one
-    of its own for LOCAL, with this many CPUs (default: the machine's). One that the process has
-    already is used whatever its address, and left as it is.
+    """`open_connection` for a block. One that the process has already is left as it is."""
+    ray = require_ray()
+    if ray.is_initialized():
+        yield
+        return
+    open_connection(address, cpus)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def open_connection(address: str, cpus: int | None = None) -> None:
+    """Connects this process to the Ray at this address ("HOST:PORT", "ray://HOST:PORT", "auto"), or
+    to one of its own for LOCAL, with this many CPUs (default: the machine's). One that the process
+    has already is used whatever its address.
 
     Raises UserError for an address at which no Ray answers.
     """
     ray = require_ray()
     if ray.is_initialized():
-        yield
         return
     said: Any = dict(logging_level="ERROR", log_to_driver=False)
     try:
@@ -78,10 +90,6 @@ def connect(address: str, cpus: int | None = None) -> Iterator[None]:
             f"no Ray at {shown(address)} ({why}); `ray status` on the cluster's head names its "
             f"address, and --ray {LOCAL} starts one on this machine"
         ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def nodes() -> list[Node]:

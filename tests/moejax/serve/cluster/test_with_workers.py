@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 
 from moejax.commands import main as cli
+from moejax.serve.cluster.ray_cluster import LOCAL, connect, open_connection
 from tests.moejax.evaluate.experiments.test_grid import equal_part
 from tests.moejax.serve.cluster.ray_here import RayHere
 
@@ -58,6 +60,24 @@ def test_without_ray(tmp_path, monkeypatch, capsys):
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o")]
     assert cli.main(["generate", *files, "--ray", "local"]) == 2
     assert "pip install 'moejax[ray]'" in capsys.readouterr().err
+
+
+def test_a_connection_is_open_until_its_block_ends_or_for_good(monkeypatch):
+    """A pipeline of moejax.ray is run after the call that opened the connection."""
+    is_open = []
+    fake = types.SimpleNamespace(
+        is_initialized=lambda: bool(is_open),
+        init=lambda *arguments, **options: is_open.append(1),
+        shutdown=is_open.clear,
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    with connect(LOCAL):
+        assert is_open
+    assert not is_open
+    open_connection(LOCAL)
+    with connect(LOCAL):
+        assert is_open
+    assert is_open
 
 
 def test_perplexity(run, tmp_path):
