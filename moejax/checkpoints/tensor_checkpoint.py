@@ -243,8 +243,8 @@ def _check_tied(head: TensorFile, embed: TensorFile) -> None:
     """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
     contrary to its config."""
     found = [(head, _HEAD), (embed, _EMBED)]
-    rows, width = head.tensors[_HEAD].shape
-    same = (rows, width) == embed.tensors[_EMBED].shape
+    rows, width = embed.tensors[_EMBED].shape  # of the config's sizes: it was checked
+    same = head.tensors[_HEAD].shape == (rows, width)
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(file.open()).rows(name) for file, name in found]
         dtypes = [NUMPY_DTYPES[file.tensors[name].dtype] for file, name in found]

@@ -309,6 +309,17 @@ SINGLE_FILE = [
         config(tie_word_embeddings=True),
         f"tensor {HEAD} differs from {EMBED}.*tie_word_embeddings",
     ),
+    (
+        "head of one axis",
+        lambda d: [
+            change(d)
+            for change in (
+                config(tie_word_embeddings=True),
+                tensors(lambda t: t.update({HEAD: t[HEAD][0].copy()})),
+            )
+        ],
+        f"tensor {HEAD} differs from {EMBED}.*tie_word_embeddings",
+    ),
     # pickles
     ("bin", only("pytorch_model.bin", pickled), "only PyTorch .bin.*pickles can run code"),
     ("renamed pickle", instead(SINGLE, pickled), "a pickle or zip file under another name"),
