@@ -53,6 +53,3 @@ class ExpertOptions:
     implementation: str = "xla"
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernels."""
-    threads: int = 0
-    """Of XLA's pool, the most that the native op takes, so that another one can run beside; 0: all.
-    No bit depends on it."""
