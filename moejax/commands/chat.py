@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,11 @@ from moejax.requests.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from moejax import LLM
 
-MAX_TOKENS = 1024
-"""Default of an answer."""
+_SAMPLING = SAMPLING | {
+    "max_tokens": dataclasses.replace(
+        SAMPLING["max_tokens"], default=1024, help="most tokens of an answer (default: 1024)"
+    )
+}
 
 SESSION = "chat"
 """Turns are those of one session, whose KV stays."""
@@ -49,15 +53,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "(default: demo)",
     )
     chat.add_argument("--system", metavar="TEXT", help="the system's message")
-    add_described(chat.add_argument_group("sampling"), SAMPLING)
+    add_described(chat.add_argument_group("sampling"), _SAMPLING)
     add_model_options(chat)
     chat.set_defaults(json=False)
     chat.add_argument("--quiet", action="store_true", help="answers alone, without prompts")
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = asked(args, SAMPLING)
-    params = SamplingParams(**given | {"max_tokens": given["max_tokens"] or MAX_TOKENS})
+    params = SamplingParams(**asked(args, _SAMPLING))
     with started(args, engine_options(args)) as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
@@ -114,12 +117,11 @@ def _read_message(prompts: bool) -> str | None:
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Writes an answer as it comes; Ctrl-C stops it. Returns what came."""
     pieces: list[str] = []
-    stream = llm.stream({"messages": list(messages)}, params, session_id=SESSION)
     try:
-        for piece in stream:
+        for piece in llm.stream({"messages": list(messages)}, params, session_id=SESSION):
             print(piece, end="", flush=True)
             pieces.append(piece)
-    except KeyboardInterrupt:
-        stream.close()
+    except KeyboardInterrupt:  # the iterator is closed with its last reference
+        pass
     print(flush=True)
     return "".join(pieces)

@@ -60,7 +60,7 @@ def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
     try:
         files = huggingface_hub.snapshot_download(repository, dry_run=True, **options)
         _check_files(hub_id, files, config_only)
-        missing = sum(file.file_size for file in files if file.will_download)
+        missing = sum(file.file_size or 0 for file in files if file.will_download)
         _check_room(hub_id, pathlib.Path(constants.HF_HUB_CACHE), missing)
         found = huggingface_hub.snapshot_download(repository, **options)
     except UserError:

@@ -447,6 +447,9 @@ def interpret(
     for name, value in static.items():
         if hasattr(value, "shared_kib"):
             static[name] = dataclasses.replace(value, shared_kib=kib)
+        if hasattr(value, "linear"):  # NormRouteOptions
+            linear = dataclasses.replace(value.linear, shared_kib=kib)
+            static[name] = dataclasses.replace(value, linear=linear)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(inspect.signature(op).bind_partial(*args, **kwargs).arguments)

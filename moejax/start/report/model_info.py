@@ -128,7 +128,7 @@ def read_headers(
     for, or "demo" for the model in the package; or a config.json alone, for which the weights are
     None. step, name_map: as in load_checkpoint. Raises UserError as load_checkpoint does.
     """
-    path = fetch_model(path, config_only=True) / "config.json" if is_hub_id(path) else path
+    path = fetch_model(str(path), config_only=True) / "config.json" if is_hub_id(path) else path
     path = model_directory(path)
     alone = Path(path).name == "config.json" and Path(path).is_file()
     directory = Path(path) if alone else checkpoint_directory(path)

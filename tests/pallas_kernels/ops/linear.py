@@ -39,8 +39,9 @@ def options_of(spec, implementation):
     return LinearOptions(spec.row_tile, **names)
 
 
-def linear(x, weights, layer, bias, tiles, *, options, **more):
-    return api.linear(x, weights, layer, bias, dataclasses.replace(options, tiles=tiles), **more)
+def linear(x, weights, layer, bias, tiles, *, options, out_dtype=None, residual=None):
+    options = dataclasses.replace(options, tiles=tiles)
+    return api.linear(x, weights, layer, bias, options, out_dtype=out_dtype, residual=residual)
 
 
 def linear_with_squares(x, weights, layer, bias, tiles, *, options, residual):
