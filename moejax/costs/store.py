@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from host_offload.sizing.cost_model import CostError, CostModel
+from host_offload.sizing.cost_model import VERSION, CostError, CostModel
 from moejax.cache import cache_root, write_whole
 from moejax.errors import UserError
 from moejax.models.model_config import config_digest
@@ -48,8 +48,10 @@ def identity(steps: StepSpec) -> dict[str, Any]:
 
 
 def cost_file(about: dict[str, Any]) -> Path:
-    """Where the costs with this identity are kept."""
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    """Where the costs with this identity are kept. Files of another format have other names, so
+    that another release measures anew and overwrites nothing."""
+    identity = json.dumps([VERSION, about], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()
     kind = "".join(c if c.isalnum() else "-" for c in about["device"].lower())
     return cache_root() / "costs" / f"{kind}-{digest[:16]}.json"
 
