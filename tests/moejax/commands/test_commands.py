@@ -26,6 +26,11 @@ JOB = ["generate", "--input", "in.jsonl", "--output", "out"]
 ABLATE = ["ablate", "grid.yaml"]
 
 MISTAKES: dict[str, list[tuple[list[str], str]]] = {
+    "chat": [
+        (("chat", "--model", "/nowhere"), "/nowhere: no such directory"),
+        (("chat", "--max-tokens", "0"), "max_tokens must be"),
+        (("chat", "--expert-budget", "25"), "25%"),
+    ],
     "generate": [
         (["generate"], "the following arguments are required: PROMPT (or --input FILE)"),
         (["generate", "x", "--model", "/no/model"], "/no/model: no such directory"),
