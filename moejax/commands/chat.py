@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from moejax.commands import add_command, say
 from moejax.commands.generate import SAMPLING, format_summary
-from moejax.commands.model import add_described, add_model_options, asked, engine_options, started
+from moejax.commands.model import (
+    add_described,
+    add_model_option,
+    add_model_options,
+    asked,
+    engine_options,
+    started,
+)
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 
@@ -45,13 +52,7 @@ within the conversation:
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     chat = add_command(commands, "chat", _run, "talk to a model in the terminal", _EPILOG)
-    chat.add_argument(
-        "--model",
-        default="demo",
-        metavar="PATH",
-        help="a Hugging Face or Orbax directory, a Hub id, or demo, the embedded model "
-        "(default: demo)",
-    )
+    add_model_option(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system's message")
     add_described(chat.add_argument_group("sampling"), _SAMPLING)
     add_model_options(chat)

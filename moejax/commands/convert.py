@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from host_offload.memory.budget import format_bytes
     from moejax.checkpoints.conversion import convert
-    from moejax.models.directory import model_directory
+    from moejax.models.hub import model_directory
     from moejax.progress import loading_progress
 
     # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.

@@ -18,6 +18,7 @@ from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, say
 from moejax.commands.model import (
     CLUSTER,
+    MODEL_HELP,
     add_described,
     add_model_options,
     asked,
@@ -101,12 +102,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Measure how likely a model finds files of text or token ids, or how well it does tasks\n"
         "of lm-evaluation-harness. Results go to stdout, progress and what the run cost to stderr.",
     )
-    evaluate.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="a Hugging Face or Orbax directory, a Hub id, or demo",
-    )
+    evaluate.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     task = evaluate.add_argument_group("task")
     task.add_argument(
         "--task", type=_task, help="perplexity, or lm-eval:NAME,... for tasks of lm-eval"

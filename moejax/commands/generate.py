@@ -15,6 +15,7 @@ from moejax.commands import EXIT_BAD_LINES, EXIT_INTERRUPTED, add_command, say
 from moejax.commands.model import (
     CLUSTER,
     add_described,
+    add_model_option,
     add_model_options,
     asked,
     engine_options,
@@ -119,13 +120,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
     )
-    generate.add_argument(
-        "--model",
-        default="demo",
-        metavar="PATH",
-        help="a Hugging Face or Orbax directory, a Hub id, or demo, the embedded model "
-        "(default: demo)",
-    )
+    add_model_option(generate)
     files = generate.add_argument_group("files")
     files.add_argument(
         "--input",

@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from moejax.serve.llm import LLM
 
 
+MODEL_HELP = "a Hugging Face or Orbax directory, a Hub id, or demo"
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, of a command that runs one."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face or Orbax directory, a Hub id, or demo"
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """--model, of a command that runs the embedded one unless told otherwise."""
+    help = f"{MODEL_HELP}, the embedded model (default: demo)"
+    parser.add_argument("--model", default="demo", metavar="PATH", help=help)
 
 
 def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:

@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     import jax
 
     from moejax.evaluate.quantization import quantize
-    from moejax.models.directory import model_directory
+    from moejax.models.hub import model_directory
     from moejax.progress import loading_progress
 
     # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.

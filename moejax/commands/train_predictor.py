@@ -99,7 +99,7 @@ def routers_of(model: str, digest: str) -> np.ndarray:
     import jax
 
     from moejax.checkpoints.load import load_checkpoint
-    from moejax.models.directory import model_directory
+    from moejax.models.hub import model_directory
     from moejax.models.model_config import config_digest
     from moejax.start.build import router_weights
 

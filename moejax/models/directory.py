@@ -13,7 +13,6 @@ import pathlib
 import stat
 
 from moejax.errors import UserError
-from moejax.models.hub import fetch_model, is_hub_id
 from moejax.models.json_values import parse_json
 
 FOLLOW_LINKS = "MOEJAX_FOLLOW_LINKS"
@@ -44,16 +43,6 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
             "run the same `moejax convert` again"
         )
     raise UserError(f"{path}: no such directory; {expected}")
-
-
-def model_directory(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The checkpoint that a user names: "demo" is the one in the package; NAME/NAME[@REVISION],
-    where no path is called so, one of the Hugging Face hub, downloaded into its cache unless it is
-    there. Raises UserError as `hub.fetch_model`."""
-    if model == "demo":
-        config = pathlib.Path(str(EMBEDDED / "config.json"))
-        return config.resolve().parent  # an installer may make links
-    return fetch_model(str(model)) if is_hub_id(model) else model
 
 
 def open_regular(

@@ -1,8 +1,7 @@
-"""Models of the Hugging Face hub: out of its cache, else downloaded into it."""
+"""Models by their names: the one in the package, and those of the Hugging Face hub."""
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -10,6 +9,7 @@ import shutil
 from typing import Any
 
 from moejax.errors import UserError
+from moejax.models import directory
 
 CONFIG = ("config.json", "generation_config.json")
 WORDS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
@@ -21,6 +21,24 @@ SPARE_BYTES = 1 << 30
 """What a download leaves free on the disk."""
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def model_directory(
+    model: str | os.PathLike[str], *, config_only: bool = False
+) -> str | os.PathLike[str]:
+    """The checkpoint that a user names: "demo" is the one in the package; NAME/NAME[@REVISION],
+    where no path is called so, one of the hub. Anything else is a path, given back as it is.
+
+    config_only: of a model of the hub its config.json, and nothing else is downloaded. Raises
+    UserError as fetch_model.
+    """
+    if model == "demo":
+        config = pathlib.Path(str(directory.EMBEDDED / "config.json"))
+        return config.resolve().parent  # an installer may make links
+    if not is_hub_id(model):
+        return model
+    found = fetch_model(str(model), config_only=config_only)
+    return found / "config.json" if config_only else found
 
 
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
@@ -72,18 +90,18 @@ def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
     return pathlib.Path(found)
 
 
-def _is_whole(directory: pathlib.Path, config_only: bool) -> bool:
+def _is_whole(snapshot: pathlib.Path, config_only: bool) -> bool:
     """Whether config.json and, but for config_only, all shards are there."""
-    if config_only or not (directory / "config.json").is_file():
-        return (directory / "config.json").is_file()
-    index = directory / "model.safetensors.index.json"
+    if config_only or not (snapshot / "config.json").is_file():
+        return (snapshot / "config.json").is_file()
+    index = snapshot / "model.safetensors.index.json"
     if not index.is_file():
-        return (directory / "model.safetensors").is_file()
+        return (snapshot / "model.safetensors").is_file()
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):  # load_checkpoint says what is wrong with it
+        shards = set(directory.read_json(index)["weight_map"].values())
+    except (UserError, KeyError, AttributeError):  # load_checkpoint says what is wrong with it
         return True
-    return all((directory / str(shard)).is_file() for shard in shards)
+    return all((snapshot / str(shard)).is_file() for shard in shards)
 
 
 def _check_files(hub_id: str, files: Any, config_only: bool) -> None:

@@ -34,7 +34,7 @@ from moejax.engine.statistics import (
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from moejax.progress import loading_progress, token_progress, versions_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import PromptEncoder

@@ -11,7 +11,7 @@ from host_offload.memory.layout import SlotLayout
 from moejax.cache import cache_root
 from moejax.checkpoints.tensors import layer_params, param_shape
 from moejax.errors import user_errors
-from moejax.models.attention.grouped_query import reorders_heads
+from moejax.models.attention.grouped_query import norms_apart
 from moejax.models.config import ModelConfig
 from moejax.models.family import Parts
 from moejax.step.step_parts import StepSpec
@@ -80,8 +80,7 @@ def kernel_shapes(
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
     # kv_write normalises head by head; otherwise q and k have rms_norms of their own.
-    between = config.clip_qkv is not None or reorders_heads(config)
-    by_head = norms.get("q_norm") == config.head_dim and not between
+    by_head = norms.get("q_norm") == config.head_dim and not norms_apart(config)
     if by_head:
         norms = {}
     page = config.page(layout.page.block_size)

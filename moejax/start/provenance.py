@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.checkpoints.fingerprint import file_fingerprint, fingerprint
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from moejax.start.options import OPTIONS
 
 _APART = ("model", "dtype", "seed")

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.loaded_model import LoadedModel
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from scripts.attacks.scene import Scene
 from scripts.attacks.values import pick, raw_json
 

@@ -47,7 +47,7 @@ from moejax import LLM, SamplingParams, UserError
 from moejax.checkpoints.conversion import convert
 from moejax.engine.control import control_of
 from moejax.engine.statistics import kv_stats
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import child_params
 from scripts.check.kv_faults import kv_faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ class Predicted(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerPredictor:
+class LayerPredictor(abc.ABC):
     """A prefetch by networks: that of a layer says, when its router has chosen, whom each row will
     choose in the layer `stride` on. Everybody whom some row is predicted to choose is wanted, those
     of most rows first and the nearest layer first. The first `stride` layers have no prediction."""
@@ -95,9 +96,9 @@ class LayerPredictor:
         stages = (stage for later, experts in ahead for stage in stages_of(later, experts, cause))
         return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 
+    @abc.abstractmethod
     def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
         """float32[N, E] of the later layer, by the layer's own arrays."""
-        raise NotImplementedError
 
 
 def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:

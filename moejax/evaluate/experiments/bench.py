@@ -51,7 +51,7 @@ from moejax.evaluate.experiments.sources.conversations import (
 from moejax.evaluate.experiments.sources.corpus import Prompts
 from moejax.evaluate.experiments.terms import Terms, grant_columns
 from moejax.evaluate.experiments.workload import Workload, run
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from moejax.serve.generation import run_scores
 from moejax.start.build import router_weights, start_engine
 from moejax.start.decide.start_plan import StartPlan

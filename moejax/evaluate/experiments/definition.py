@@ -22,7 +22,7 @@ from moejax.evaluate.experiments.sources.conversations import (
 from moejax.evaluate.experiments.sources.generated import GeneratedRouting, read_routing
 from moejax.evaluate.experiments.sources.precisions import Mix, read_mix
 from moejax.evaluate.experiments.terms import Terms
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from moejax.models.json_values import is_integer, is_number, parse_yaml, read_yaml_mapping
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.option_values import read_transfers

@@ -16,6 +16,12 @@ def reorders_heads(config: AttentionNumbers) -> bool:
     return config.rope_interleave or config.rotary_width is not None
 
 
+def norms_apart(config: AttentionNumbers) -> bool:
+    """Whether clipping or another order comes between the norms of q and k and the rotation, so
+    that kv_write, which does both at once, cannot do the norms."""
+    return config.clip_qkv is not None or reorders_heads(config)
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedQueryAttention:
     """As AttentionKind. q, k and v are one product."""
@@ -41,11 +47,8 @@ class GroupedQueryAttention:
         config = stack.config
         qkv = self.project(stack, i, x, tokens, squares)
         norms = stack.optional_weight("q_norm"), stack.optional_weight("k_norm")
-        # kv_write normalises heads itself, but clipping and another order come between the norms
-        # and the rotation.
         whole = norms[0] is not None and norms[0].shape[-1] != page.head_dim
-        between = config.clip_qkv is not None or reorders_heads(config)
-        if whole or (norms[0] is not None and between):
+        if whole or (norms[0] is not None and norms_apart(config)):
             qkv, norms = _norm_projections(stack, i, qkv, page), (None, None)
         if config.clip_qkv is not None:
             qkv = jnp.clip(qkv, -config.clip_qkv, config.clip_qkv)

@@ -25,8 +25,8 @@ from moejax.checkpoints.random_model import abstract_params, expert_layout
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.config import ModelConfig, load_config, parse_config
-from moejax.models.directory import checkpoint_directory, model_directory, read_json
-from moejax.models.hub import fetch_model, is_hub_id
+from moejax.models.directory import checkpoint_directory, read_json
+from moejax.models.hub import model_directory
 from pallas_kernels.records import VERSIONS, RecordFormat
 
 EXPERTS = "experts"
@@ -128,8 +128,7 @@ def read_headers(
     for, or "demo" for the model in the package; or a config.json alone, for which the weights are
     None. step, name_map: as in load_checkpoint. Raises UserError as load_checkpoint does.
     """
-    path = fetch_model(str(path), config_only=True) / "config.json" if is_hub_id(path) else path
-    path = model_directory(path)
+    path = model_directory(path, config_only=True)
     alone = Path(path).name == "config.json" and Path(path).is_file()
     directory = Path(path) if alone else checkpoint_directory(path)
     kind = "config" if alone else checkpoint_format(directory)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from moejax import UserError
 from moejax.checkpoints import fingerprint as module
 from moejax.checkpoints.fingerprint import file_fingerprint, fingerprint
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from host_offload.memory.store import StoreBuilder
 from moejax.checkpoints import shared_memory
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.shared_memory import NoSharedMemory, open_shared
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 
 pytestmark = [
     pytest.mark.slow,  # nothing here depends on the version of Python or jax

@@ -8,7 +8,7 @@ from typing import Any
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Cell, Experiment
 from moejax.evaluate.experiments.workload import PromptBatches
-from moejax.models.directory import model_directory
+from moejax.models.hub import model_directory
 from moejax.requests.tokenizer import load_tokenizer
 
 Part = tuple[float, float]
