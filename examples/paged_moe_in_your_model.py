@@ -3,7 +3,7 @@
     python examples/paged_moe_in_your_model.py --budget 25%
 
 It generates with random weights, then again with less memory, and shows that the tokens are the
-same and what was moved. docs/paged_moe.md explains the parts.
+same and what was moved. docs/how-to/paged_moe.md explains the parts.
 """
 
 from __future__ import annotations

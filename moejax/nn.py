@@ -7,7 +7,7 @@
 
 Your step stays a pure function: `memory` goes in and comes out, donated, and the experts are
 state of the model that is not. The result has the same bits whatever part of the experts has room.
-For inference: nothing here can be differentiated. docs/paged_moe.md is the tutorial.
+For inference: nothing here can be differentiated. docs/how-to/paged_moe.md is the tutorial.
 """
 
 from __future__ import annotations

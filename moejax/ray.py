@@ -11,7 +11,7 @@
 
 Reading, writing, backpressure and autoscaling are Ray Data's: directories, Parquet, object stores.
 What a whole job has beyond that, to go on after a kill and to have errors of its own for what ends
-workers, is `moejax generate --ray` (docs/scale_out.md). Ray itself is imported when a function is
+workers, is `moejax generate --ray` (docs/how-to/ray.md). Ray itself is imported when a function is
 called: pip install 'moejax[ray]'.
 """
 
@@ -54,7 +54,7 @@ def generate(
 ) -> Dataset:
     """The dataset with a model's answers, lazily, as Ray Data's own operations do.
 
-    dataset: of rows with the fields of a file job's lines (docs/batch.md): `prompt`,
+    dataset: of rows with the fields of a file job's lines (docs/reference/file_jobs.md): `prompt`,
     `prompt_token_ids` or `messages`, and if wanted fields of SamplingParams and an `id`. Other
     columns are kept as they are. Or a list of prompts, or of such rows. sampling_params: of rows
     that do not say otherwise. workers, cores_per_worker: as of `moejax generate`. address: of Ray,

@@ -121,7 +121,7 @@ def entries() -> set[str]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     named = list(project["scripts"].values())
     named += [value for group in project["entry-points"].values() for value in group.values()]
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
     words = {module_of(path) for path in re.findall(r"[\w/]+\.py", text)}
     words |= set(re.findall(r"[a-z_]+(?:\.\w+)+", text))

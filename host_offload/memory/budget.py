@@ -92,7 +92,7 @@ def resolve_budget(
     spare_slots: int = 0,
     in_place: bool = False,
 ) -> Budget:
-    """Turn what the user gave into whole slots, by the rules of docs/memory.md ("Numbers").
+    """Turn what the user gave into whole slots, by the rules of docs/how-to/memory.md ("Numbers").
 
     moe_layers, experts: L and E; there are L·E experts. available_bytes: the largest arena that the
     device can take. memory: bytes of the arena. expert_budget: bytes, rounded down to slots, or a

@@ -1,4 +1,6 @@
-"""Traces: what the steps of an engine routed, missed and moved, as files (docs/trace_format.md).
+"""Traces: what the steps of an engine routed, missed and moved, as files.
+
+docs/reference/trace_format.md describes them.
 
 A trace is a directory: `trace.json` says once what holds for all of it, each
 `chunk-*.safetensors` has whole steps as arrays, and files of JSON lines have what happened beside

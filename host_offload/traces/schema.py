@@ -1,6 +1,7 @@
 """What a trace holds: its header, the arrays of a chunk, and what else happened.
 
-docs/trace_format.md describes the files; host_offload.traces.reader reads them, writer writes them.
+docs/reference/trace_format.md describes the files; host_offload.traces.reader reads them, writer
+writes them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def load_checkpoint(
     "auto" (the checkpoint's) or one of DTYPE_NAMES. device: the first one by default. progress:
     called with (done, total) bytes of tensors read. step, name_map: of an Orbax checkpoint that
     another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
-    tensor, a file or the name of a shipped map (docs/checkpoints.md). versions: of the experts, in
+    tensor, a file or a shipped map's name (docs/how-to/checkpoints.md). versions: of experts, in
     the store if the checkpoint has them; if it lacks one, the store has dense, from which
     moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files, of
     safetensors or of a converted checkpoint: none of their bytes is read, and what cannot be made

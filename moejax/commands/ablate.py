@@ -21,13 +21,13 @@ examples:
       report.html and report.md
   moejax ablate mine/grid.yaml --ray local --workers 2
       simulated cells two at once; with HOST:PORT of a Ray cluster's head on all its machines
-      (docs/scale_out.md)
+      (docs/how-to/ray.md)
 
 exit status:
   0 done, 2 a mistake that the message explains, 3 the grid is done but some of its runs are errors
   (their records say why), 130 interrupted (Ctrl-C)
 
-docs/ablation.md has all keys of the file and all columns of the records.
+docs/how-to/compare_policies.md has all keys of the file and all columns of the records.
 """
 
 

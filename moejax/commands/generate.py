@@ -83,10 +83,10 @@ examples:
       the prompt from standard input; only generated text goes to standard output
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
       a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
-      of any kind. OpenAI batch lines work too; docs/batch.md has all fields
+      of any kind. OpenAI batch lines work too; docs/reference/file_jobs.md has all fields
   moejax generate --input prompts.jsonl --output out.jsonl --ray local --workers 2
       the same job on two workers; with HOST:PORT of a Ray cluster's head on all its GPUs
-      (docs/scale_out.md)
+      (docs/how-to/ray.md)
   moejax generate "The old house" --expert-budget 25% --timeline run.json
       what every op did when, for https://ui.perfetto.dev
 

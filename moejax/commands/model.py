@@ -79,7 +79,7 @@ CHECKPOINT = {name: OPTIONS[name] for name in ("step", "name_map")}
 CLUSTER = {
     "ray": Description(
         "run on Ray's workers: HOST:PORT of a cluster's head, auto on one of its machines, or "
-        "local, which needs no cluster (docs/scale_out.md)",
+        "local, which needs no cluster (docs/how-to/ray.md)",
         metavar="ADDRESS",
     ),
     "workers": Description(

@@ -39,7 +39,7 @@ examples:
   moejax plan --dry-run demo --memory 4MiB --max-num-seqs 4
       what a run with these options would decide at its start, without reading weights
 
-Figures are predictions from miss curves and measured costs; docs/memory.md says how good they are.
+Figures are predictions from miss curves and measured costs (docs/how-to/memory.md).
 """
 
 _OF_A_TRACE = {

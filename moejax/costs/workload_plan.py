@@ -1,7 +1,7 @@
 """Plans from a trace: how a memory should be split, what memory is enough, how many users fit.
 
 Nothing runs: miss curves of the trace (host_offload.sizing: configurator, joint, right_size) and
-the costs that `moejax calibrate` measured say it. docs/memory.md.
+the costs that `moejax calibrate` measured say it. docs/how-to/memory.md.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def expert_scores(trace: Trace, alpha: float, interval: str) -> ExpertScores:
 def write_scores(
     directory: str | os.PathLike[str], found: ExpertScores, hi_share: float
 ) -> list[pathlib.Path]:
-    """Writes what --precision reads (docs/precision.md), returns the files.
+    """Writes what --precision reads (docs/how-to/precision.md), returns the files.
 
     map.npy: that share of the experts high, in each layer those that were selected most.
     scores.npy: S. Raises UserError for a share that is none, for files that are there already, and

@@ -27,9 +27,9 @@ from pallas_kernels.verification import (
 
 def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> None:
     """Sees to it that every kernel these steps will run was found right on this device: from the
-    package's table, else by running the checks once (compiled first, see docs/gpu.md; kept in the
-    cache directory). The kernels of an arena of arena_bytes, and none that only other starts of the
-    model run.
+    package's table, else by running the checks once (compiled first, see docs/how-to/gpu.md;
+    kept in the cache directory). The kernels of an arena of
+    arena_bytes, and none that only other starts of the model run.
 
     Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
     """

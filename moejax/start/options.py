@@ -93,7 +93,7 @@ class ModelOptions:
     )
     name_map: str | os.PathLike[str] | None = changes_bits(
         "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name of "
-        "a shipped map (docs/checkpoints.md)",
+        "a shipped map (docs/how-to/checkpoints.md)",
         default=None,
         metavar="MAP",
     )
@@ -218,8 +218,8 @@ class PolicyOptions:
     )
     precision: str | Precision | None = changes_bits(
         "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
-        "bits), or dynaexq, map=FILE, random, which mix two; see docs/precision.md (default: "
-        "dense)",
+        "bits), or dynaexq, map=FILE, random, which mix two; see docs/how-to/precision.md "
+        "(default: dense)",
         settings="quantizer=rtn or mse makes versions that the checkpoint lacks (default: rtn). Of "
         "two: hi=VERSION of the hot experts (dense), lo=VERSION of the others (int4), "
         "hi_share=SHARE that are high (as many as fit); dynaexq decides every interval=N UNIT of "
@@ -231,7 +231,7 @@ class PolicyOptions:
         "what each layer gets of the experts' share: uniform, or marginal by the miss "
         "curves of a trace or, without one, live; split=TRACE puts the line between experts and KV "
         "where it costs least on that trace's requests; or a number a layer such as 9,8,8,7; see "
-        "docs/memory.md (default: uniform)",
+        "docs/how-to/memory.md (default: uniform)",
         default="uniform",
         converter=read_cells,
         metavar="NAME[=TRACE][,split=TRACE]",
@@ -311,7 +311,7 @@ class RuntimeOptions:
     )
     trace: Recording | None = same_bits(
         "write what each step routed, missed and moved into this new directory, for "
-        "moejax.traces.read_trace (docs/trace_format.md)",
+        "moejax.traces.read_trace (docs/reference/trace_format.md)",
         settings=settings_help(Recording),
         default=None,
         converter=optional(read_recording),

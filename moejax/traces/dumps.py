@@ -1,7 +1,7 @@
 """Reads routing that other programs recorded: arrays of expert ids [tokens, layers, k].
 
-docs/trace_format.md ("Traces of other programs") says what is read. A reader gives the arrays of a
-file; what a dump does not say is absent, never guessed.
+docs/how-to/traces.md says what is read. A reader gives the arrays of a file; what a dump does
+not say is absent, never guessed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read_dump(
     if path.suffix in PICKLES:
         raise UserError(
             f"{path}: pickled files can run code when they are read, so moejax does not; save its "
-            "arrays as .npz first (docs/trace_format.md has the lines for SGLang's recorder)"
+            "arrays as .npz first (docs/how-to/traces.md has the lines for SGLang's recorder)"
         )
     if path.suffix not in _READERS:
         raise UserError(f"{path}: a dump of routing is one of {', '.join(_READERS)} by its name")

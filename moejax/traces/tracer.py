@@ -1,4 +1,7 @@
-"""Writes a trace of the engine's steps: LLM(trace=DIR), --trace DIR. See docs/trace_format.md."""
+"""Writes a trace of the engine's steps: LLM(trace=DIR), --trace DIR.
+
+See docs/reference/trace_format.md.
+"""
 
 from __future__ import annotations
 

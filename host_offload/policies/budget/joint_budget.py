@@ -41,7 +41,7 @@ class MemoryLoad(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class JointBudget:
     """Chooses how many sequences run at once, how much KV they get and how many cells a layer has,
-    for the most predicted tokens a second (ours; docs/memory.md, host_offload.sizing.joint),
+    for the most predicted tokens a second (ours; docs/how-to/memory.md, host_offload.sizing.joint),
     whenever a turn ends, and as soon as more want to run than when it chose last: what was right
     for a few would else keep arrivals waiting until one of the few ends.
 

@@ -37,7 +37,7 @@ class DynaExq:
 
     The paper gives no values, and leaves open which term α weighs (here the past), what m is
     measured in (here shares of the mean score) and what a step of several intervals counts as
-    (here one). docs/precision.md has the settings.
+    (here one). docs/how-to/precision.md has the settings.
     """
 
     alpha: float = 0.5

@@ -118,7 +118,7 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
     )
     if name == "map":
         if path is None:
-            raise ValueError("precision 'map' needs the map: map=FILE (docs/precision.md)")
+            raise ValueError("precision 'map' needs the map: map=FILE (docs/how-to/precision.md)")
         if hi_share is not None and not paged:
             raise ValueError("hi_share means nothing to precision 'map': the map says who is high")
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))

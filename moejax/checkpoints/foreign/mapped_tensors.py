@@ -140,8 +140,8 @@ def open_mapped(
         leaves = list(tree.leaves)
         raise UserError(
             f"{directory}: an Orbax checkpoint that moejax did not write needs name_map, which "
-            "says which leaf is which tensor: a .yaml or .json file (docs/checkpoints.md) or one "
-            f"of {', '.join(shipped_maps())}. Its leaves: {', '.join(leaves[:8])}"
+            "says which leaf is which tensor: a .yaml or .json file (docs/how-to/checkpoints.md) "
+            f"or one of {', '.join(shipped_maps())}. Its leaves: {', '.join(leaves[:8])}"
             + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
         )
     parsed = load_name_map(name_map)

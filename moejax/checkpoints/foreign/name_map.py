@@ -1,6 +1,6 @@
 """Declarative maps from another program's parameter tree to transformers' tensor names.
 
-docs/checkpoints.md describes the format. A rule names leaves of the tree, how their axes are
+docs/how-to/checkpoints.md describes the format. A rule names leaves of the tree, how their axes are
 rearranged (in einops' notation, Rogozhnikov 2022) and the tensors that they hold.
 """
 

@@ -149,8 +149,8 @@ def _key(read: Reader, default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition:
-    """The keys of a definition; docs/ablation.md says what they mean. Tuples are axes of the
-    grid."""
+    """The keys of a definition; docs/how-to/compare_policies.md says what they mean. Tuples are
+    axes of the grid."""
 
     model: str = _key(_text, "demo")
     policies: tuple[str, ...] = _key(_list_of(_text), ())

@@ -59,7 +59,7 @@ def ablate(
     changes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Records:
-    """Runs the grid of a definition and returns its records (docs/ablation.md).
+    """Runs the grid of a definition and returns its records (docs/how-to/compare_policies.md).
 
     definition: a YAML file, or a mapping of the same keys. directory: of the results; one that
     is there is gone on with, and only what it lacks is run. changes: other values of keys.
@@ -186,9 +186,9 @@ def learn(experiment: Experiment, traces: Path) -> Experiment:
     same where none does. traces: where the trace of that is, recorded if it is not there yet.
 
     Every policy gets the one trace, and as many trials of its settings: the one that the definition
-    says (docs/ablation.md, "A fair comparison"). Raises UserError for a text that is too short, and
-    for what learning shows to be none of this grid. Of drawn routing each place teaches anew, and
-    only what its policies need is said here.
+    says (docs/how-to/compare_policies.md, "A fair comparison"). Raises UserError for a text that is
+    too short, and for what learning shows to be none of this grid. Of drawn routing
+    each place teaches anew, and only what its policies need is said here.
     """
     if not experiment.learns:
         return experiment

@@ -137,7 +137,7 @@ class Records:
 
     def notes(self) -> list[str]:
         """Sentences for a reader of the report, such as the rules of a fair comparison
-        (docs/ablation.md) that the grid does not keep."""
+        (docs/how-to/compare_policies.md) that the grid does not keep."""
         return list(_notes(self))
 
     def to_pandas(self) -> Any:

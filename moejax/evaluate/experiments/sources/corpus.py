@@ -16,7 +16,7 @@ Part = tuple[float, float]
 TRAIN: Part = (0.0, 0.6)
 TEST: Part = (0.8, 1.0)
 """Contiguous parts of a text: what learns sees the first, figures are of the last; what is between
-is for whoever chooses settings (docs/ablation.md, "A fair comparison")."""
+is for whoever chooses settings (docs/how-to/compare_policies.md, "A fair comparison")."""
 
 WARM_UP_TOKENS = 16
 

@@ -128,7 +128,7 @@ def test_both_command_lines_agree_with_the_harness_and_with_each_other(
     with_ours = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     with monkeypatch.context() as patch:  # reading all that the harness has takes a minute
         patch.setattr(lm_eval.tasks, "TaskManager", with_ours)
-        # 0.4.13 finds no plugins: docs/evaluation.md names this door.
+        # 0.4.13 finds no plugins: docs/how-to/evaluation.md names this door.
         runpy.run_module("moejax.evaluate.harness", run_name="__main__")
     capsys.readouterr()
     (file,) = (tmp_path / "out").rglob("results_*.json")
