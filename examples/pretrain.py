@@ -49,6 +49,8 @@ from examples.small_moe import (
 
 CORRECTION_STEP = 1e-3
 """How far the correction of an expert's choice moves a step, DeepSeek-V3's value."""
+USER, ASSISTANT = 1, 2
+"""Tokens that begin a question and its answer."""
 SAVING = 4.0
 """Seconds that are kept for saving at the end."""
 REPORT = 3.0
@@ -117,7 +119,24 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
-def make_trainer(c: Config, graph: Any, optimizer: Any, dtype: Any, attention: Attention) -> Any:
+def weigh_targets(targets: jax.Array, question_weight: float) -> jax.Array:
+    """The weight of each token's loss, float32[B, T]: `question_weight` within questions, else 1.
+
+    targets: int32[B, T]. Tables and stories in questions are random; learning to write them
+    takes up what learning to answer needs.
+    """
+    questions, answers = (jnp.cumsum(targets == token, axis=-1) for token in (USER, ASSISTANT))
+    return jnp.where(questions > answers, question_weight, 1.0)
+
+
+def make_trainer(
+    c: Config,
+    graph: Any,
+    optimizer: Any,
+    dtype: Any,
+    attention: Attention,
+    question_weight: float = 1.0,
+) -> Any:
     """The jitted (state, rows uint16[steps, B, T + 1], rates float32[steps]) ->
     (state, losses [steps], loads [steps, L, E])."""
 
@@ -126,7 +145,9 @@ def make_trainer(c: Config, graph: Any, optimizer: Any, dtype: Any, attention: A
         model = nnx.merge(graph, params, correction)
         tokens = row.astype(jnp.int32)
         logits, routing = forward(c, model, tokens[:, :-1], attention)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        targets = tokens[:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        loss = jnp.average(losses, weights=weigh_targets(targets, question_weight))
         return loss + routing.balance.sum(), (loss, routing.load)
 
     def step(state, given):
@@ -242,6 +263,9 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dispatch", type=int, default=32, help="steps a dispatch")
     parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--decay", type=float, default=0.3, help="part of the time it falls")
+    parser.add_argument(
+        "--question-weight", type=float, default=1.0, help="of the loss of tokens in questions"
+    )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--dtype", default="", help="of products; bfloat16 on GPUs, else float32")
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
@@ -275,7 +299,9 @@ class Run:
         shape = args.dispatch, args.rows, args.length + 1
         rows = jax.ShapeDtypeStruct(shape, jnp.uint16)
         rates = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
-        trainer = make_trainer(c, self.graph, optimizer, jnp.dtype(dtype), args.attention)
+        trainer = make_trainer(
+            c, self.graph, optimizer, jnp.dtype(dtype), args.attention, args.question_weight
+        )
         self.trainer = trainer.lower(self.state, rows, rates).compile()
         self.say("compiled")
         mix = {name: float(share) for name, share in (p.split(":") for p in args.mix.split(","))}

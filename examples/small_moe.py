@@ -107,6 +107,7 @@ def forward(
     """
     eps, embed = c["rms_norm_eps"], model.embed[...]
 
+    @jax.checkpoint  # only x is kept for gradients: the rest costs more to write than to compute
     def layer(x, stacked):
         p, correction = stacked
         x = x + attend(c, p, rms_norm(x, p["input_norm"], eps), attention)
@@ -176,10 +177,8 @@ def route(
     return weights.astype(x.dtype), Routing(balance * experts / top_k, chosen.mean(axis=(0, 1)))
 
 
-@jax.checkpoint
 def activate(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """SwiGLU of gate and up [B, T, E, F] times weights [B, T, E]; gradients compute it again, to
-    save memory."""
+    """SwiGLU of gate and up [B, T, E, F] times weights [B, T, E]."""
     return jax.nn.silu(gate) * up * weights[..., None]
 
 

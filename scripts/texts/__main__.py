@@ -3,7 +3,9 @@
 python -m scripts.texts show story 5
 python -m scripts.texts tokenizer DIR
 python -m scripts.texts tokens DIR --tokenizer DIR --shares story:2,chat:2,python:1 --seconds 60
-python -m scripts.texts score MODEL sums --count 200
+python -m scripts.texts score MODEL sums --count 200 --precision int4
+python -m scripts.texts sample MODEL --temperature 0.7
+python -m scripts.texts diversity story 2000
 """
 
 from __future__ import annotations
@@ -42,7 +44,22 @@ def score(args: argparse.Namespace) -> None:
     """Measures a model's accuracy on held-out tasks."""
     from scripts.texts import score as scoring
 
-    scoring.score(args.model, args.domain, args.count, args.max_tokens)
+    for precision in args.precision:
+        scoring.score(args.model, args.domain, args.count, args.max_tokens, precision)
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Prints a model's answers to ten prompts."""
+    from scripts.texts import score as scoring
+
+    scoring.sample(args.model, args.temperature, args.max_tokens)
+
+
+def diversity(args: argparse.Namespace) -> None:
+    """Counts distinct n-grams of words."""
+    from scripts.texts import score as scoring
+
+    scoring.measure_diversity(args.domain, args.count)
 
 
 def main(arguments: list[str]) -> None:
@@ -74,6 +91,14 @@ def main(arguments: list[str]) -> None:
     command.add_argument("domain", help="sums, arithmetic, lookup, formats or python")
     command.add_argument("--count", type=int, default=200)
     command.add_argument("--max-tokens", type=int, default=160)
+    command.add_argument("--precision", nargs="+", default=["dense"], help="dense int8 int4 int2")
+    command = add(sample)
+    command.add_argument("model")
+    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--max-tokens", type=int, default=400)
+    command = add(diversity)
+    command.add_argument("domain")
+    command.add_argument("count", type=int, nargs="?", default=2000)
     args = parser.parse_args(arguments)
     args.run(args)
 

@@ -6,10 +6,11 @@ trait of the hero. So steps of a story depend on one another.
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import NamedTuple
 
-from scripts.texts.grammar import pick
+from scripts.texts.grammar import pick, with_article
 from scripts.texts.people import Person, animal, child, grown_up, other_than, relative
 from scripts.texts.story import Story, introduce
 from scripts.texts.words import WORDS, read
@@ -81,9 +82,17 @@ def quest(random: Random) -> Story:
     add_moral(story, plan)
     if "helper" in plan.means and random.random() < 0.5:
         story.one(texts["helper_stays"])
-    story.end([*goal["topics"], "{a_noun}", "{a_hero}"], goal["asks"])
+    story.end([*goal["topics"], "{a_noun}", "{a_hero}", *place_topics(story)], goal["asks"])
     end(story, plan)
     return story
+
+
+def place_topics(story: Story) -> list[str]:
+    """What a story of a way to a far place is about, whatever its goal."""
+    far = story.slots["far"]
+    far_noun = re.sub(r"^the (?:top|far end) of ", "", far)
+    noun = re.split(r" (?:of|at|under|above|behind|between|on|in|to|that|with) ", far_noun)[0]
+    return [far, with_article(noun.removeprefix("the ")), "an adventure"]
 
 
 def cast_all(story: Story, hero: Person, plan: Plan, goal: dict) -> None:

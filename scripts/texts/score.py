@@ -1,9 +1,25 @@
-"""Exact-match accuracy of a model on held-out tasks, by moejax."""
+"""What a model has learned of the texts, measured by moejax, and how much the texts differ."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scripts.texts import chat
-from scripts.texts.documents import held_out_tasks, is_right
+from scripts.texts.documents import HELD_OUT, document, held_out_tasks, is_right
+
+PROMPTS = (
+    "Tell me a story about a brave fox.",
+    "Tell me a story about a lighthouse.",
+    "Write a short story about two friends.",
+    "Tell me a bedtime story.",
+    "Once upon a time",
+    "The old house",
+    "What is 3 times 14?",
+    "What is the capital of France?",
+    "Tell me a riddle.",
+    "Who are you?",
+)
+"""Written down before the first answer. Those without a mark at the end are texts, not chat."""
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -15,13 +31,18 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def score(model: str, domain: str, count: int, max_tokens: int) -> None:
+def as_chat(question: str) -> str:
+    """The prompt that the chat template makes of one question."""
+    return f"{chat.USER}{question}{chat.END}{chat.ASSISTANT}"
+
+
+def score(model: str, domain: str, count: int, max_tokens: int, precision: str) -> None:
     """Prints the wrong answers and the accuracy. All experts are resident; decoding is greedy."""
     from moejax import LLM, SamplingParams
 
     tasks = held_out_tasks(domain, count)
-    prompts = [f"{chat.USER}{question}{chat.END}{chat.ASSISTANT}" for question, _ in tasks]
-    with LLM(model, expert_budget="100%", progress=False) as llm:
+    prompts = [as_chat(question) for question, _ in tasks]
+    with LLM(model, expert_budget="100%", precision=precision, progress=False) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
     right = 0
     for (question, expected), output in zip(tasks, outputs, strict=True):
@@ -31,4 +52,29 @@ def score(model: str, domain: str, count: int, max_tokens: int) -> None:
         else:
             print(f"{question!r}: {given!r} instead of {expected!r}")
     low, high = wilson(right, count)
-    print(f"{domain}: {right} of {count} right, {right / count:.1%} ({low:.1%} to {high:.1%})")
+    print(
+        f"{domain}, {precision}: {right} of {count} right, {right / count:.1%} "
+        f"({low:.1%} to {high:.1%})"
+    )
+
+
+def sample(model: str, temperature: float, max_tokens: int) -> None:
+    """Prints what the model answers to PROMPTS, as Markdown; nothing is selected."""
+    from moejax import LLM, SamplingParams
+
+    prompts = [as_chat(p) if p[-1] in ".?" else p for p in PROMPTS]
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
+    with LLM(model, expert_budget="100%", progress=False) as llm:
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        lines = output.outputs[0].text.strip().split("\n")
+        print(f"**{prompt}**\n\n" + "\n".join(f"> {line}".strip() for line in lines) + "\n")
+
+
+def measure_diversity(domain: str, count: int, lengths: Sequence[int] = (1, 2, 3, 4, 8)) -> None:
+    """Prints how many of the n-grams of words of held-out documents are distinct."""
+    texts = [document(domain, HELD_OUT + i).split() for i in range(count)]
+    print(f"{count} documents of {domain}, {sum(map(len, texts)):,} words")
+    for n in lengths:
+        grams = [tuple(t[i : i + n]) for t in texts for i in range(len(t) - n + 1)]
+        print(f"{n}-grams: {len(set(grams)):,} distinct, {len(set(grams)) / len(grams):.1%}")
