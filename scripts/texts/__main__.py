@@ -3,6 +3,7 @@
 python -m scripts.texts show story 5
 python -m scripts.texts tokenizer DIR
 python -m scripts.texts tokens DIR --tokenizer DIR --shares story:2,chat:2,python:1 --seconds 60
+python -m scripts.texts books DIR --tokenizer DIR aesop.txt grimm.txt
 python -m scripts.texts score MODEL sums --count 200 --precision int4
 python -m scripts.texts sample MODEL --temperature 0.7
 python -m scripts.texts diversity story 2000
@@ -38,6 +39,13 @@ def tokens(args: argparse.Namespace) -> None:
     shares = {name: float(s) for name, s in (p.split(":") for p in args.shares.split(","))}
     ends = time.time() + args.seconds
     write_tokens(Job(args.out, args.tokenizer, shares, ends, args.workers, args.packed))
+
+
+def books(args: argparse.Namespace) -> None:
+    """Writes token files of books."""
+    from scripts.texts.tokens import write_books
+
+    write_books(args.out, args.tokenizer, args.text)
 
 
 def score(args: argparse.Namespace) -> None:
@@ -86,6 +94,10 @@ def main(arguments: list[str]) -> None:
     command.add_argument("--seconds", type=float, default=60)
     command.add_argument("--workers", type=int, default=1)
     command.add_argument("--packed", action="store_true", help="compress by xz")
+    command = add(books)
+    command.add_argument("out", type=pathlib.Path)
+    command.add_argument("--tokenizer", type=pathlib.Path, required=True)
+    command.add_argument("text", type=pathlib.Path, nargs="+")
     command = add(score)
     command.add_argument("model")
     command.add_argument("domain", help="sums, arithmetic, lookup, formats or python")

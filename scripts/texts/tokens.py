@@ -7,6 +7,7 @@ import lzma
 import multiprocessing
 import os
 import pathlib
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -93,6 +94,33 @@ def encode(encoder: Tokenizer, domain: str, first: int, count: int) -> np.ndarra
     for encoding in encoder.encode_batch(texts):
         ids += [*encoding.ids, 0]
     return np.array(ids, np.uint16)
+
+
+def split_book(text: str, words: int = 250) -> list[str]:
+    """Pieces of about `words` words, at ends of paragraphs, of a book from Project Gutenberg;
+    without its notices, headings and verses."""
+    text = re.split(r"End of (?:the )?Project Gutenberg|Source: http", text.lstrip("\ufeff"))[0]
+    for typed, plain in zip("‘’“”_", ("'", "'", '"', '"', ""), strict=True):
+        text = text.replace(typed, plain)
+    pieces: list[list[str]] = [[]]
+    for paragraph in re.split(r"\n\s*\n", text):
+        plain = " ".join(paragraph.split())
+        if paragraph.startswith("    ") or len(plain) < 60 or "[" in plain or plain.isupper():
+            continue
+        if sum(len(p.split()) for p in pieces[-1]) > words:
+            pieces.append([])
+        pieces[-1].append(plain)
+    return ["\n\n".join(piece) for piece in pieces if piece]
+
+
+def write_books(out: pathlib.Path, tokenizer: pathlib.Path, books: Iterable[pathlib.Path]) -> None:
+    """Writes a token file `book-NAME.npy` of each book, whose pieces end with token 0."""
+    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    out.mkdir(parents=True, exist_ok=True)
+    for path in books:
+        encodings = encoder.encode_batch(split_book(path.read_text()))
+        ids = [token for encoding in encodings for token in (*encoding.ids, 0)]
+        np.save(out / f"book-{path.stem}.npy", np.array(ids, np.uint16))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from scripts.texts.functions import write_function
 from scripts.texts.grammar import fill, parse, polish
 from scripts.texts.plots import PLOTS, tell
 from scripts.texts.quest import RIDDLE, quest
+from scripts.texts.tokens import split_book
 from scripts.texts.words import read
 
 DOMAINS = ["story", "chat", *exact.DOMAINS]
@@ -99,3 +100,12 @@ def test_right_answers_are_right_and_others_are_not():
     assert is_right("sums", "It is 12.", "5 plus 7 is 12.")
     assert not is_right("sums", "It is 12.", "5 plus 7 is 13.")
     assert not is_right("sums", "It is 12.", "I do not know.")
+
+
+def test_books_become_paragraphs_without_notices_and_headings():
+    lines = "A fox\nsaw some grapes, and they hung so high that he could not reach them at all."
+    notice = "End of the Project Gutenberg EBook of Fables, a very long notice about its licence."
+    text = f"\ufeffTHE FOX\n\n{lines}\n\n    A verse\n\n{lines}\n\n{notice}\n"
+    paragraph = " ".join(lines.split())
+    assert split_book(text) == [f"{paragraph}\n\n{paragraph}"]
+    assert split_book(text, words=3) == [paragraph, paragraph]
