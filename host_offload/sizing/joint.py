@@ -3,12 +3,40 @@ predicted from miss curves by width and measured costs. docs/miss_curves.md expl
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.sizing.right_size import DecodeModel, cap_beside
 from host_offload.sizing.split import Division, SplitError
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeModel:
+    """What a decode step takes by the sequences that run at once and the cells of each layer."""
+
+    widths: np.ndarray
+    """int64[n]: sequences, ascending."""
+    seconds: np.ndarray
+    """float64[n, E + 1]: of a step, by cap."""
+
+    def step_s(self, width: float, cap: int) -> float:
+        """Between two widths on a straight line."""
+        return float(np.interp(width, self.widths, self.seconds[:, cap]))
+
+
+def resident_seconds(step_s: Mapping[int, float], widths: np.ndarray) -> np.ndarray:
+    """float64[n]: what Costs.step_s says of widths, none beyond the largest: rows are padded to
+    those of an executable."""
+    rows = np.array(sorted(step_s))
+    return np.array([step_s[row] for row in rows[np.searchsorted(rows, widths)].tolist()])
+
+
+def cap_beside(division: Division, pages: float) -> int | None:
+    """The largest legal cap that leaves KV so many pages; None: there is none."""
+    caps = np.flatnonzero(division.legal & (division.pages >= pages))
+    return int(caps[-1]) if len(caps) else None
 
 
 class JointChoice(NamedTuple):

@@ -1,4 +1,4 @@
-"""``moejax plan``: how to split a memory, what memory is enough, how many users fit."""
+"""``moejax plan``: how to split a memory between experts and KV."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
 from moejax.commands.model import add_described, add_model_options, engine_options, write_options
-from moejax.errors import UserError, user_errors
+from moejax.errors import UserError
 from moejax.sizes import parse_size
 from moejax.start.fields import Description
 from moejax.start.option_values import read_transfers
-from pallas_kernels.option_text import read_value, seconds
 
 if TYPE_CHECKING:
-    from host_offload.sizing.right_size import Capacity
-    from moejax.costs.workload_plan import PlannedSplit, Planner
+    from moejax.costs.workload_plan import PlannedSplit
 
 _EPILOG = """\
 examples:
@@ -30,10 +28,6 @@ examples:
       moejax generate "The old house" --config plan.json runs with it
   moejax plan --trace t --memory 4MiB --timeline plan.json
       what three layers would do when with that split; FILE.json has all steps, for Perfetto
-  moejax plan --trace t --users 4 --tpot 50ms
-      the least memory with which 4 users at once get a token every 50 ms
-  moejax plan --trace t --memory 4MiB --tpot 50ms
-      how many users 4 MiB serve like that
   moejax plan --trace t --remember
       from now on runs of the trace's model without numbers are split by it
   moejax plan --dry-run demo --memory 4MiB --max-num-seqs 4
@@ -43,8 +37,6 @@ Figures are predictions from miss curves and measured costs (docs/how-to/memory.
 """
 
 _OF_A_TRACE = {
-    "users": Description("who generate at once", type=int),
-    "tpot": Description("time per output token that each gets, such as 50ms", metavar="TIME"),
     "costs": Description(
         "of moejax calibrate (default: the newest of the trace's model on this machine)",
         metavar="FILE",
@@ -72,8 +64,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _run,
         "split a memory between experts and KV by a trace",
         _EPILOG,
-        "Say how to split a memory between experts and KV, what memory is enough, or how many "
-        "users\nfit, from a trace of the workload and this machine's costs.",
+        "Say how to split a memory between experts and KV, from a trace of the workload and this\n"
+        "machine's costs.",
     )
     plan.add_argument(
         "model", nargs="?", metavar="MODEL", help="of --dry-run: a checkpoint directory, or demo"
@@ -96,40 +88,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args)
     _check_of_a_trace(args)
-    asked = tuple(name for name in ("memory", "users", "tpot") if getattr(args, name) is not None)
-    if args.remember and not asked and not args.timeline:
+    if args.memory is not None and not args.remember:
+        return _split(args, parse_size(args.memory))
+    if args.remember and args.memory is None and not (args.timeline or args.output):
         return _remember(args)
-    if args.remember or asked not in (("memory",), ("users", "tpot"), ("memory", "tpot")):
-        raise UserError(
-            "give --memory for a split, --users and --tpot for the memory they need, or --memory "
-            "and --tpot for the users it serves; --remember alone"
-        )
-    of_a_split = ("output", "timeline", "cells", "kv_overflow", "transfers")
-    for name in of_a_split if args.tpot is not None else ():
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} is of a split; give --memory alone")
-
-    from moejax.costs.workload_plan import Planner, costs_of_trace, open_trace
-
-    memory = None if args.memory is None else parse_size(args.memory)
-    if args.tpot is None:
-        assert memory is not None
-        return _split(args, memory)
-    with user_errors():
-        tpot_s = read_value("--tpot ", args.tpot, seconds)
-    if tpot_s == 0:
-        raise UserError("--tpot is the time that a token takes; write more than 0")
-    trace = open_trace(args.workload)
-    planner = Planner(trace, costs_of_trace(trace, args.costs))
-    if memory is None:
-        capacity = planner.memory_for(args.users, tpot_s)
-    else:
-        capacity = planner.users_for(memory, tpot_s)
-    if args.json:
-        print(json.dumps(dataclasses.asdict(capacity), indent=2))
-    else:
-        _print_capacity(capacity, planner)
-    return 0
+    raise UserError("give --memory for a split, or --remember alone")
 
 
 def _split(args: argparse.Namespace, memory: int) -> int:
@@ -199,15 +162,16 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _remember(args: argparse.Namespace) -> int:
-    from moejax.costs.workload_plan import Workload, open_trace
+    from moejax.costs.workload_plan import open_trace, workload_spec
     from moejax.start.decide.split import remember
 
-    workload = Workload(open_trace(args.workload))
-    file = remember(workload.trace)
+    trace = open_trace(args.workload)
+    workload_spec(trace)  # which refuses what no plan can be made from
+    file = remember(trace)
     if args.json:
         print(json.dumps({"file": str(file)}))
     else:
-        print(f"runs of this model without numbers are split by {workload.trace.directory}")
+        print(f"runs of this model without numbers are split by {trace.directory}")
         print(f"as {file} says; delete that to forget it")
     return 0
 
@@ -263,16 +227,3 @@ def _print_working_sets(plan: PlannedSplit) -> None:
                 row += [f"{min(cells)} to {max(cells)}", size]
         rows.append(row)
     print_table(("who", "tokens", "LRU", "bytes", "predicted", "bytes"), rows)
-
-
-def _print_capacity(capacity: Capacity, planner: Planner) -> None:
-    memory, kv_bytes = capacity.memory, planner.spec.page_bytes * capacity.kv_pages
-    predicted = {
-        "users at once": str(capacity.users),
-        "memory (arena)": f"{format_bytes(memory)} ({memory} bytes)",
-        "cells of each layer": f"{capacity.cap} of {planner.spec.experts}",
-        "KV": f"{capacity.kv_pages} pages ({format_bytes(kv_bytes)})",
-        "KV of a user": f"{capacity.pages_per_user} pages, the longest turn of the trace",
-        "time per token": f"{capacity.step_s * 1e3:.3f} ms",
-    }
-    print_table(("predicted", ""), predicted.items())

@@ -1,7 +1,7 @@
-"""Plans from a trace: how a memory should be split, what memory is enough, how many users fit.
+"""Plans from a trace: how a memory should be split between experts and KV.
 
-Nothing runs: miss curves of the trace (host_offload.sizing: configurator, joint, right_size) and
-the costs that `moejax calibrate` measured say it. docs/how-to/memory.md.
+Nothing runs. A plan comes from miss curves of the trace (host_offload.sizing: configurator,
+right_size) and from the costs that `moejax calibrate` measured. docs/how-to/memory.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ from host_offload.simulate.simulator import spec_of
 from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing.configurator import configure, turns_of
 from host_offload.sizing.cost_model import CostModel
-from host_offload.sizing.right_size import (
-    Capacity,
-    DecodeModel,
-    WorkingSet,
-    decode_model,
-    memory_for,
-    users_for,
-    working_sets,
-)
+from host_offload.sizing.right_size import WorkingSet, working_sets
 from host_offload.sizing.split import Division, division_of, miss_costs
 from host_offload.traces.reader import Trace, TraceError, read_trace
 from moejax.cache import cache_root
@@ -76,35 +68,35 @@ class PlannedSplit:
         return found
 
 
-class Workload:
-    """A trace that plans are made from. Raises UserError for one that is of no use."""
-
-    @user_errors(TraceError)
-    def __init__(self, trace: Trace):
-        self.trace, self.spec = trace, spec_of(trace.header)
-        self.pages_per_user = max((len(turn.pages) for turn in turns_of(trace)), default=0)
-        if not self.pages_per_user:
-            raise UserError(
-                f"no request ends in the trace {trace.directory}, so it says nothing about KV"
-            )
-        if len(self.spec.version_bytes) > 1:
-            raise UserError(
-                f"the trace {trace.directory} mixes {' and '.join(self.spec.version_bytes)}, whose "
-                "cells differ in size and whose misses in price; a plan is of one version: record "
-                "the workload with --precision of one, its routing is what counts"
-            )
+@user_errors(TraceError)
+def workload_spec(trace: Trace) -> Spec:
+    """What policies were told in a trace that a plan can be made from. Raises UserError for a trace
+    in which no request ends, and for one that mixes versions."""
+    spec = spec_of(trace.header)
+    if not any(len(turn.pages) for turn in turns_of(trace)):
+        raise UserError(
+            f"no request ends in the trace {trace.directory}, so it says nothing about KV"
+        )
+    if len(spec.version_bytes) > 1:
+        raise UserError(
+            f"the trace {trace.directory} mixes {' and '.join(spec.version_bytes)}, whose cells "
+            "differ in size and whose misses differ in price; a plan is of one version: record "
+            "the workload with --precision of one, its routing is what counts"
+        )
+    return spec
 
 
 class Planner:
     """What a trace and a machine's costs say about memory.
 
-    queue: what transfers pass beside the steps of a split; None: they move within. Raises UserError
-    as Workload, and for costs of another model or dtype, or of experts of another size.
+    queue: the link that transfers pass beside the steps; None: experts move within the steps.
+    Raises UserError as workload_spec, and for costs of another model or dtype, or of experts of
+    another size.
     """
 
     def __init__(self, trace: Trace, model: CostModel, queue: Link | None = None):
-        self.workload, self.model, self.queue = Workload(trace), model, queue
-        self.trace, self.spec = trace, self.workload.spec
+        self.trace, self.model, self.queue = trace, model, queue
+        self.spec = workload_spec(trace)
         if reason := _misfit(trace, self.spec, model):
             raise UserError(f"the costs do not fit the trace {trace.directory}: {reason}")
 
@@ -142,23 +134,6 @@ class Planner:
         """What the trace's steps do when with a split."""
         return list(self._predict(split.cells, draw=True).events)
 
-    @user_errors()
-    def memory_for(self, users: int, tpot_s: float) -> Capacity:
-        """The least memory with which so many users at once get a token every tpot_s seconds."""
-        if users < 1:
-            raise UserError(f"users must be at least 1, got {users}")
-        # Only its sizes count, so any memory does that holds KV.
-        division, decode = self._division(1 << 62), self._decode_model(users)
-        pages = self.workload.pages_per_user
-        return memory_for(decode, division, users=users, tpot_s=tpot_s, pages_per_user=pages)
-
-    @user_errors()
-    def users_for(self, memory: int, tpot_s: float) -> Capacity:
-        """The most users at once that get a token every tpot_s seconds from so many bytes."""
-        decode, division = self._decode_model(None), self._division(memory)
-        pages = self.workload.pages_per_user
-        return users_for(decode, division, tpot_s=tpot_s, pages_per_user=pages)
-
     def _predict(self, cells: Sequence[int], *, draw: bool = False) -> Prediction:
         options = {"cells": cells, "driver": "device"}
         return predict(self.trace, self.model, link=self.queue, draw=draw, **options)
@@ -168,11 +143,6 @@ class Planner:
         if memory < slot:
             raise UserError(f"{memory} bytes are less than one slot, which has {slot}")
         return division_of(dataclasses.replace(self.spec, budget_bytes=memory))
-
-    def _decode_model(self, users: int | None) -> DecodeModel:
-        costs = self.model.costs()
-        miss_s = miss_costs(costs, self.spec).expert_s
-        return decode_model(self.trace, step_s=costs.step_s, miss_s=miss_s, users=users)
 
 
 @user_errors(TraceError)

@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, Moment, Observation, Spec
-from host_offload.sizing.joint import JointChoice, choose, widen
+from host_offload.sizing.joint import (
+    DecodeModel,
+    JointChoice,
+    cap_beside,
+    choose,
+    resident_seconds,
+    widen,
+)
 from host_offload.sizing.miss_curves import LiveCurves, cold_curves
-from host_offload.sizing.right_size import DecodeModel, cap_beside, resident_seconds
 from host_offload.sizing.split import Division, division_of, miss_costs
 
 

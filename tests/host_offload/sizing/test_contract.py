@@ -1,9 +1,8 @@
 """Sizing finds the best of all that there is, against trying everything: width and cells, a working
-set; cells over layers; and the memory for a speed."""
+set, cells over layers."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -15,21 +14,10 @@ from hypothesis import strategies as st
 from host_offload.policies.prefetch.coactivation import fit
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
 from host_offload.sizing.coactivation_counts import predicted_use
-from host_offload.sizing.joint import choose, widen
+from host_offload.sizing.joint import DecodeModel, choose, widen
 from host_offload.sizing.miss_curves import curves_of, trace_curves
-from host_offload.sizing.right_size import (
-    DecodeModel,
-    decode_model,
-    generated_sequences,
-    memory_for,
-    right_size,
-    right_size_of_use,
-    side_by_side,
-    users_for,
-    working_sets,
-)
-from host_offload.sizing.split import Division, SplitError
-from host_offload.traces.reader import TraceError
+from host_offload.sizing.right_size import right_size, right_size_of_use, working_sets
+from host_offload.sizing.split import Division
 from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 
@@ -129,45 +117,6 @@ def test_a_cliff_some_cells_away_is_reached():
 # ---- width
 
 
-def test_side_by_side_is_a_batch(tmp_path):
-    """Curves by width from one trace: of each request's tokens in their order, next to others."""
-    rng = np.random.default_rng(0)
-    routing = random_routing(rng, 30, 2, 8, 2, 1)
-    trace = write_trace(tmp_path / "t", routing, 8)
-    # Request 0 has steps 0, 3, 6 …, in reverse order of position.
-    steps = (
-        step._replace(
-            request=np.array([step.number % 3], np.int32),
-            position=np.array([29 - step.number], np.int32),
-        )
-        for step in trace.step_traces()
-    )
-    trace = rewritten(tmp_path / "requests", trace, steps)
-    sequences = list(generated_sequences(trace))
-    assert [len(s) for s in sequences] == [10, 10, 10]
-    np.testing.assert_array_equal(sequences[0][0], routing[27][0])
-    sets = list(side_by_side(sequences, 2, 8))
-    assert len(sets) == 10  # the third has nobody beside it
-    both = np.zeros((2, 8), bool)
-    for ids in (routing[27][0], routing[28][0]):
-        both[np.arange(2)[:, None], ids] = True
-    np.testing.assert_array_equal(sets[0], both)
-    found = decode_model(trace, step_s={1: 0.5, 4: 0.7}, miss_s=0.1, users=3)
-    assert found.widths.tolist() == [1, 2, 3]
-    curves = curves_of(side_by_side(sequences, 1, 8))
-    np.testing.assert_allclose(found.seconds[0], 0.5 + 0.1 * curves.warm.sum(axis=0) / 30)
-    assert found.seconds[:, -1].tolist() == [0.5, 0.7, 0.7]  # everything resident
-    assert found.step_s(1.5, 3) == pytest.approx((found.step_s(1, 3) + found.step_s(2, 3)) / 2)
-    with pytest.raises(
-        SplitError, match="steps of 4 sequences cannot be predicted: the trace has 3"
-    ):
-        decode_model(trace, step_s={4: 0.7}, miss_s=0.1, users=4)
-    header = dataclasses.replace(trace.header, absent=["token.phase"])
-    lacking = tuple(dataclasses.replace(chunk, header=header) for chunk in trace.chunks)
-    with pytest.raises(TraceError, match=r"has no token\.phase: it was converted or generated"):
-        list(generated_sequences(dataclasses.replace(trace, header=header, chunks=lacking)))
-
-
 def test_wider_is_what_independent_sequences_miss():
     """A step of 4 sequences, 10 absent experts, each missed by a sequence with chance 0.1."""
     misses, absent = np.array([10 * (1 - 0.9**4), 0.0]), np.array([10.0, 0.0])
@@ -176,7 +125,7 @@ def test_wider_is_what_independent_sequences_miss():
     assert not found[:, 1].any()
 
 
-# ---- working sets, and the memory for a speed
+# ---- working sets
 
 
 def of_working_set(rng: np.random.Generator, sizes, steps: int = 300) -> list[np.ndarray]:
@@ -221,31 +170,8 @@ MODEL = DecodeModel(
     np.array([1, 4, 16]),
     np.array([[0.010], [0.012], [0.020]]) + 0.001 * np.outer([8, 24, 60], (8 - np.arange(9)) / 8.0),
 )
-DIVISION = Division(10_000, 400, 10, 8, 20, unit_bytes=100, unit_pages=10)
-
-
-@pytest.mark.parametrize(("users", "tpot_s"), [(1, 0.014), (4, 0.03), (16, 0.05), (10, 0.05)])
-def test_memory_for_a_speed_and_users_for_a_memory(users, tpot_s):
-    """The least cap that is fast enough, one less is not; and the memory serves those users."""
-    found = memory_for(MODEL, DIVISION, users=users, tpot_s=tpot_s, pages_per_user=15)
-    assert found.step_s <= tpot_s < MODEL.step_s(users, found.cap - 1)
-    assert found.memory == found.cap * 400 + -(-max(users * 15, 20) // 10) * 100
-    assert found.kv_pages >= users * 15
-    of_it = dataclasses.replace(DIVISION, total_bytes=found.memory)
-    served = users_for(MODEL, of_it, tpot_s=tpot_s, pages_per_user=15)
-    assert served.users >= users and served.step_s <= tpot_s
-    # A slot less and there is a cell less in each layer, or less KV than they need.
-    try:
-        less = dataclasses.replace(DIVISION, total_bytes=found.memory - 100)
-        fewer = users_for(MODEL, less, tpot_s=tpot_s, pages_per_user=15).users
-    except SplitError:
-        fewer = 0
-    assert fewer < users
-
-
 # ---- what is refused
 
-SMALL = dataclasses.replace(DIVISION, total_bytes=1000)
 TIGHT = Division(1000, 100, 10, 6, 5)
 
 
@@ -260,18 +186,6 @@ TIGHT = Division(1000, 100, 10, 6, 5)
         (
             lambda: choose(MODEL, TIGHT, pages_per_sequence=101, demand=1),
             "have no room for 1 sequences of 101 pages",
-        ),
-        (
-            lambda: memory_for(MODEL, DIVISION, users=16, tpot_s=0.01, pages_per_user=1),
-            "every expert resident it takes 20 ms; ask for that",
-        ),
-        (
-            lambda: users_for(MODEL, SMALL, tpot_s=0.001, pages_per_user=15),
-            "do not give 1 users a token every 1 ms: it would take",
-        ),
-        (
-            lambda: users_for(MODEL, SMALL, tpot_s=1.0, pages_per_user=500),
-            "their KV does not fit",
         ),
         (lambda: predicted_use(np.zeros((3, 2, 4, 4)), 2), "counts are empty in some layer"),
     ],

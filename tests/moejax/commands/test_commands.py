@@ -120,7 +120,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "plan": [
         (["plan"], "name the trace of a workload"),
         (["plan", "--dry-run"], "--dry-run needs a model"),
-        (["plan", "--dry-run", "demo", "--users", "3"], "--users is of a plan from a trace"),
+        (["plan", "--dry-run", "demo", "--output", "x"], "--output is of a plan from a trace"),
         (["plan", "--dry-run", "demo", "--trace", "t"], "--trace is of a plan from a trace"),
         (["plan", "--dry-run", "demo", "--timeline", "t.json"], "--timeline is of a plan from a"),
         (["plan", "demo", "--trace", "t", "--memory", "4MiB"], "MODEL is of --dry-run"),

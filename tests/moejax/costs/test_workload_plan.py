@@ -1,4 +1,4 @@
-"""moejax plan: splits, memories and users from a trace and costs."""
+"""moejax plan: splits from a trace and costs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from tests.host_offload.sizing.test_split import pool
 from tests.host_offload.traces.traces_of import rewritten
 from tests.moejax.engine.budget_workload import (
     COSTS,
-    EXPERTS,
-    LAYERS,
     LIMITS,
     MEMORY,
     PER_SLOT,
@@ -75,35 +73,9 @@ def test_more_memory_is_never_predicted_to_miss_more(planner):
     assert lost == sorted(lost, reverse=True) and lost[0] > lost[-1]
 
 
-def test_users_and_memory_are_two_ways_of_the_same_question(planner):
-    capacity = planner.memory_for(4, 3e-3)
-    assert capacity.users == 4 and capacity.step_s <= 3e-3
-    assert capacity.kv_pages >= 4 * capacity.pages_per_user
-    back = planner.users_for(capacity.memory, 3e-3)
-    assert back.users >= 4
-    # A slot less per layer and that many users have a cell less each, or do not fit.
-    less = capacity.memory - LAYERS * SLOT
-    assert least_step_s(planner, 4, less) > 3e-3 >= least_step_s(planner, 4, capacity.memory)
-    assert planner.users_for(less, 3e-3).users < 4
-
-
-def least_step_s(planner: Planner, users: int, memory: int) -> float:
-    """Predicted time of a step of so many users, by hand: whole slots for their KV, the rest in
-    cells, as many in every layer."""
-    slots = memory // SLOT - -(-users * planner.workload.pages_per_user // PER_SLOT)
-    model = planner._decode_model(users)
-    return model.step_s(users, min(slots // LAYERS, EXPERTS))
-
-
 def test_refusals(planner, trace):
     with pytest.raises(UserError, match="leaves KV 96 tokens, fewer than its floor of 256"):
         planner.split(100 << 10)
-    with pytest.raises(UserError, match=r"4 users cannot get a token every 0\.001 ms"):
-        planner.memory_for(4, 1e-6)
-    with pytest.raises(UserError, match="users must be at least 1"):
-        planner.memory_for(0, 1.0)
-    with pytest.raises(UserError, match=r"steps of 99 sequences cannot be predicted: the trace"):
-        planner.memory_for(99, 1.0)
     decode = {n: dataclasses.replace(cost, fill=0.0) for n, cost in COSTS.decode.items()}
     free = dataclasses.replace(COSTS, decode=decode)
     with pytest.raises(UserError, match="a missing expert costs nothing"):
@@ -174,14 +146,6 @@ def test_a_plan_runs(trace, costs, capsys, tmp_path):
     assert plan["cells"] == arena["cells_per_layer"] and plan["kv_pages"] == arena["kv_pages"]
 
 
-def test_users_for_a_memory_and_back(trace, costs, capsys):
-    where = ("--trace", str(trace.directory), "--costs", costs)
-    found = json.loads(run(capsys, *where, "--users", "4", "--tpot", "3ms", "--json")[1])
-    status, out, _ = run(capsys, *where, "--memory", str(found["memory"]), "--tpot", "3ms")
-    assert status == 0 and int(re.search(r"users at once\W+(\d+)", out)[1]) >= 4
-    assert re.search(rf"KV of a user\W+{found['pages_per_user']} pages", out)
-
-
 def test_a_split_as_options(trace, costs, capsys):
     where = ("--trace", str(trace.directory), "--costs", costs, "--memory", "3MiB")
     status, out, _ = run(capsys, *where)
@@ -193,15 +157,11 @@ def test_a_split_as_options(trace, costs, capsys):
     ("arguments", "match"),
     [
         ((), "give --memory for a split"),
-        (("--users", "3", "--tpot", "1s", "--output", "x"), "--output is of a split"),
-        (("--users", "3", "--tpot", "1s", "--timeline", "x.json"), "--timeline is of a split"),
-        (("--users", "3", "--tpot", "1s", "--transfers", "queue,rate=1GB/s"), "is of a split"),
+        (("--memory", "3MiB", "--remember"), "or --remember alone"),
+        (("--remember", "--output", "x"), "or --remember alone"),
         (("--memory", "3MiB", "--transfers", "queue,latency=20us"), "give its rate too"),
         (("--memory", "3MiB", "--timeline", "x.svg"), "a timeline is FILE.json"),
         (("--memory", "3MiB", "--timeline", "no/x.json"), "its folder does not exist"),
-        (("--memory", "3MiB", "--tpot", "1s", "--cells", "uniform"), "--cells is of a split"),
-        (("--memory", "3MiB", "--tpot", "soon"), "is not a time"),
-        (("--memory", "3MiB", "--tpot", "0ms"), "write more than 0"),
     ],
 )
 def test_commands_that_mean_nothing(trace, capsys, arguments, match):
