@@ -1,4 +1,4 @@
-"""``moejax trace``: what a trace's routing is like and says of precision, and other programs'."""
+"""``moejax trace``: what a trace's routing is like; converted and generated traces."""
 
 from __future__ import annotations
 
@@ -27,16 +27,6 @@ examples:
   moejax trace info run1
   moejax trace info run1 --model demo --json
       refuses a trace of another model
-"""
-
-_SCORES_EPILOG = """\
-writes, for --precision:
-  DIR/map.npy       the experts that the trace selected most are high: map=DIR/map.npy
-  DIR/scores.npy    DynaExq's S at the trace's end, to begin with: dynaexq,scores=DIR/scores.npy
-
-examples:
-  moejax trace scores run1 hot --hi-share 0.25
-  moejax generate "The old house" --precision map=hot/map.npy
 """
 
 _CONVERT_EPILOG = """\
@@ -72,16 +62,6 @@ _OF_A_DUMP = {
 } | {"dense_layers": Description("first layers without experts", type=int, default=0)}
 """Keywords of convert_trace."""
 
-_OF_SCORES = {
-    "hi_share": Description(
-        "of the experts are high in maps (default: 0.25)", metavar="SHARE", type=float, default=0.25
-    ),
-    "alpha": Description(
-        "of S, as DynaExq has it (default: the trace's, else 0.5)", metavar="A", type=float
-    ),
-    "interval": Description("of S (default: the trace's, else '4096 tokens')", metavar="N UNIT"),
-}
-
 _OF_ROUTING = {
     name: Description(f"{text} (default: {default})", type=int, default=default)
     for name, default, text in (
@@ -115,14 +95,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     info.add_argument("directory", metavar="DIR", help="a trace")
     _add_model(info, "refuse the trace if it is not of this model")
     info.add_argument("--json", action="store_true", help="one JSON object; shares are 0 … 1")
-
-    text = "write who is used most, for --precision"
-    scores = add_command(actions, "scores", _scores, text, _SCORES_EPILOG)
-    scores.add_argument("trace", metavar="TRACE", help="a trace")
-    scores.add_argument("directory", metavar="DIR", help="of the files")
-    add_described(scores, _OF_SCORES)
-    scores.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
-    _add_model(scores, "refuse the trace if it is not of this model")
 
     text = "make a trace of routing that another program recorded"
     convert = add_command(actions, "convert", _convert, text, _CONVERT_EPILOG)
@@ -281,38 +253,6 @@ def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
             fields = ("divergence", "variation", "hot_shared")
             means = (sum(getattr(d, field) for d in rows) / len(rows) for field in fields)
             yield row(f"mean of {name}", *means)
-
-
-# ---- scores
-
-
-def _scores(args: argparse.Namespace) -> int:
-    from host_offload.traces.reader import TraceError
-    from moejax.evaluate.expert_scores import expert_scores, write_scores
-
-    with user_errors(TraceError):
-        trace = _opened(args.trace, args)
-        recorded = trace.header.spec.get("precision") or {}
-        alpha = recorded.get("alpha", 0.5) if args.alpha is None else args.alpha
-        interval = args.interval or recorded.get("interval", "4096 tokens")
-        found, tokens = expert_scores(trace, alpha, interval), trace.tokens
-        files = write_scores(args.directory, found, args.hi_share)
-    if args.json:
-        report = {
-            "trace": args.trace,
-            "tokens": tokens,
-            "alpha": alpha,
-            "interval": interval,
-            "intervals": found.intervals,
-            "hi_share": args.hi_share,
-            "files": [str(file) for file in files],
-        }
-        print(json.dumps(report, indent=2))
-        return 0
-    print(f"{tokens} tokens, intervals of {interval}: {found.intervals}, alpha {alpha:g}")
-    for file in files:
-        print(f"  {file}")
-    return 0
 
 
 # ---- convert and generate

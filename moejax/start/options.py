@@ -218,7 +218,7 @@ class PolicyOptions:
     )
     precision: str | Precision | None = changes_bits(
         "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
-        "bits), or dynaexq, map=FILE, random, which mix two; see docs/how-to/precision.md "
+        "bits), or dynaexq, map=FILE or TRACE, random, which mix two; see docs/how-to/precision.md "
         "(default: dense)",
         settings="quantizer=rtn or mse makes versions that the checkpoint lacks (default: rtn). Of "
         "two: hi=VERSION of the hot experts (dense), lo=VERSION of the others (int4), "

@@ -1,7 +1,7 @@
 """Fixed maps of versions: which experts are in the high version, decided before the run.
 
-A map is int8[L, E] of version numbers: 0, the high one, and 1, the low one. A file of one, or of
-scores, is an array as numpy.save writes it.
+A map is int8[L, E] of version numbers: 0, the high one, and 1, the low one. A file of a map, or of
+scores, is an array as numpy.save writes it. Both can also come from the routing of a trace.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from host_offload.control.interface import Spec
+from host_offload.control.interface import Spec, routed_counts
+from host_offload.control.rules import parse_interval
 from host_offload.memory.budget import cells_per_layer
+from host_offload.traces.reader import Trace
 
 HI, LO = 0, 1
 """Numbers of the two versions; their place in Spec.version_bytes."""
@@ -33,6 +35,23 @@ def top_map(values: np.ndarray, capacity: int) -> np.ndarray:
 def random_map(layers: int, experts: int, capacity: int, seed: int) -> np.ndarray:
     """The map int8[L, E] with as many high experts in each layer as top_map has, drawn evenly."""
     return top_map(np.random.default_rng(seed).random((layers, experts)), capacity)
+
+
+def count_selections(trace: Trace) -> np.ndarray:
+    """int64[L, E]: how many tokens of a trace were routed to each expert."""
+    return routed_counts(trace.array("token.ids"), trace.header.experts)
+
+
+def mean_selections(trace: Trace, interval: str) -> np.ndarray:
+    """float64[L, E]: the selections of an interval such as "4096 tokens", in the mean over a trace,
+    which DynaExq's scores come to if routing stays as it was. Raises ValueError for an interval of
+    seconds where the trace has no times."""
+    count, unit = parse_interval(interval, "dynaexq")
+    if unit == "seconds":
+        length = float(trace.array("step.read_s")[-1] - trace.array("step.start_s")[0])
+    else:
+        length = trace.tokens if unit == "tokens" else trace.steps
+    return count_selections(trace) * (count / length)
 
 
 def read_array(path: str | os.PathLike[str], what: str) -> np.ndarray:

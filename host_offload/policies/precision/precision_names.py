@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from host_offload.policies.precision.maps import (
     LO,
     check_map,
     check_shape,
+    count_selections,
+    mean_selections,
     random_map,
     read_array,
     top_map,
 )
+from host_offload.traces.reader import read_trace
 from pallas_kernels.option_text import (
     Reader,
     number,
@@ -102,9 +106,13 @@ class Precision:
 
 
 def precision_of(text: str | None, *, seed: int = 0) -> Precision:
-    """The precision called NAME[,KEY=VALUE…] or NAME=PATH[,…]; None: dense. dynaexq, map and random
-    mix the versions hi and lo (dense and int4). seed: of random, where the text has none. Raises
-    ValueError as parse_option, for what is out of range and for a file that is none."""
+    """The precision called NAME[,KEY=VALUE…] or NAME=PATH[,…]; None: dense.
+
+    dynaexq, map and random mix the versions hi and lo (dense and int4). A map, or dynaexq's scores,
+    is a .npy file, or the directory of a trace: then the experts that it selected most are high.
+    seed: of random, where the text has none. Raises ValueError as parse_option and read_trace, for
+    what is out of range and for a file that holds no such array.
+    """
     name, path, keys = parse_option("precision", text or "dense", _SETTINGS, paths=("map",))
     if name in VERSIONS:
         return Precision(name, (name,), **keys)
@@ -118,7 +126,12 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
     )
     if name == "map":
         if path is None:
-            raise ValueError("precision 'map' needs the map: map=FILE (docs/how-to/precision.md)")
+            raise ValueError(
+                "precision 'map' needs a map or the trace of a run: map=FILE, map=TRACE "
+                "(docs/how-to/precision.md)"
+            )
+        if os.path.isdir(path):
+            return dataclasses.replace(plan, hot=count_selections(read_trace(path)))
         if hi_share is not None and not paged:
             raise ValueError("hi_share means nothing to precision 'map': the map says who is high")
         return dataclasses.replace(plan, given=check_map(read_array(path, "map"), 2))
@@ -131,8 +144,12 @@ def precision_of(text: str | None, *, seed: int = 0) -> Precision:
         )
     if not paged:
         moves.setdefault("spares", 1)
-    if "scores" in keys:
-        keys["scores"] = read_array(keys["scores"], "scores")
+    if (path := keys.get("scores")) is not None:
+        keys["scores"] = (
+            mean_selections(read_trace(path), keys.get("interval", DynaExq.interval))
+            if os.path.isdir(path)
+            else read_array(path, "scores")
+        )
     return dataclasses.replace(plan, policy=DynaExq(**keys, paged=paged), **moves)
 
 

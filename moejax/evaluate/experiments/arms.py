@@ -251,10 +251,7 @@ def _read_policy(
         if settings:
             raise UserError(f"{where}: what {base} learned has its settings; leave out (…)")
         with user_errors(where=f"{where}: "):
-            # An oracle's is a directory, whose steps nobody edits.
-            return PREFETCH.parse(f"{base}={at}"), {
-                str(at): file_digest(at) if at.is_file() else ""
-            }
+            return PREFETCH.parse(f"{base}={at}"), {str(at): file_digest(at)}
     known: dict[str, Any] = {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})}
     if name not in known:
         with_files = ", ".join(f"{n}=PATH" for n in sorted(PREFETCH.from_path))
@@ -291,7 +288,9 @@ def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits. Raises UserError where it cannot be read."""
+    """SHA-256 of a file, as hexadecimal digits; of a trace's directory that of its trace.json,
+    which has the trace's id. Raises UserError where it cannot be read."""
+    path = path / "trace.json" if path.is_dir() else path
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:

@@ -20,6 +20,7 @@ from host_offload.policies.precision.maps import HI, LO, random_map, top_map
 from host_offload.policies.precision.precision_names import precision_of
 from tests.host_offload.control.policy_runs import EXPERTS, LAYERS, spec
 from tests.host_offload.memory.resident_device import resident, spec_for
+from tests.host_offload.traces.traces_of import random_routing, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
 
@@ -316,6 +317,26 @@ def test_names(tmp_path):
     assert precision_of("random", seed=5).seed == 5
 
 
+def test_traces_in_the_place_of_files(tmp_path):
+    """The experts that most tokens chose are high; scores are an interval's, in the mean."""
+    routed = random_routing(np.random.default_rng(1), 20, 4, 8, 2, rows=3)
+    trace = write_trace(tmp_path / "t", routed, 8)
+    counts = np.zeros((4, 8))
+    for ids in routed:
+        np.add.at(counts, (np.arange(4)[:, None], ids), 1)
+    fixed = precision_of(f"map={trace.directory},hi_share=0.25")
+    np.testing.assert_array_equal(fixed.start(4, 8, 8), top_map(counts, 8))
+    for interval, share in (("6 tokens", 0.1), ("5 steps", 0.25)):
+        warm = precision_of(f"dynaexq,interval={interval},scores={trace.directory}").policy
+        assert warm is not None and warm.scores is not None
+        np.testing.assert_allclose(warm.scores, counts * share)
+    timeless = write_trace(tmp_path / "u", routed, 8, absent=("step.start_s", "step.read_s"))
+    with pytest.raises(ValueError, match=r"has no step\.read_s: it was converted or generated"):
+        precision_of(f"dynaexq,interval=1 seconds,scores={timeless.directory}")
+    with pytest.raises(ValueError, match="is no trace"):
+        precision_of(f"map={tmp_path}")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -328,7 +349,7 @@ def test_names(tmp_path):
         ("dynaexq,hi=int4,lo=int8", "hi=int4 must have more bytes than lo=int8"),
         ("dynaexq,hi=fp8", "hi='fp8' is not one of dense, lossless12"),
         ("dynaexq,hi_share=1.5", "hi_share='1.5' is not a share from 0 to 1"),
-        ("map", "precision 'map' needs the map: map=FILE"),
+        ("map", "precision 'map' needs a map or the trace of a run: map=FILE"),
     ],
 )
 def test_what_means_nothing_is_refused(text, message):

@@ -110,8 +110,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["trace", "generate", "t", "--tokens", "0"], "tokens beyond the prompt"),
         (["trace", "generate", "t", "--sequences", "0"], "at least one sequence"),
         (["trace", "generate", "t", "--top-k", "200"], "top_k ≤ experts"),
-        (["trace", "scores", "/no/t", "out"], "/no/t is no trace"),
-        (["trace", "scores", "/no/t", "out", "--alpha", "x"], "invalid float value: 'x'"),
+        (["trace", "info", "/no/t"], "/no/t is no trace"),
     ],
     "calibrate": [
         (["calibrate", "/no/model"], "/no/model: no such directory"),

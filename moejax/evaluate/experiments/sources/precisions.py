@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
-
-from host_offload.control.interface import routed_counts
+from host_offload.policies.precision.maps import count_selections, mean_selections
 from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, user_errors
@@ -29,16 +27,15 @@ class Mix:
         """This precision with what `trace` teaches. Raises UserError for a trace of no use."""
         if self.learns is None:
             return self
-        counts = np.zeros((trace.header.layers, trace.header.experts))
-        for step in trace.step_traces():
-            counts += routed_counts(step.ids, trace.header.experts)
         found = self.precision
         with user_errors(where=f"precision {self.name!r}: "):
             if self.learns == "map":
-                found = dataclasses.replace(found, name="map", seed=None, hot=counts)
+                hot = count_selections(trace)
+                found = dataclasses.replace(found, name="map", seed=None, hot=hot)
             else:
                 assert found.policy is not None
-                policy = dataclasses.replace(found.policy, scores=counts)
+                scores = mean_selections(trace, found.policy.interval)
+                policy = dataclasses.replace(found.policy, scores=scores)
                 found = dataclasses.replace(found, policy=policy)
         return dataclasses.replace(self, precision=found, learns=None)
 
@@ -61,7 +58,7 @@ def read_mix(text: str, home: Path) -> Mix:
         if (key, value) == ("scores", TRAIN):
             learns = key
             continue
-        if key in ("map", "scores", "weights"):
+        if key in ("map", "scores"):
             files.append((home / str(value)).resolve())
             value = files[-1]
         pairs.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")

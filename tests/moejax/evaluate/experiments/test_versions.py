@@ -52,7 +52,7 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
 
 
 def test_a_policy_learns_scores_from_the_training_part(tmp_path):
-    found = read_mix(f'dynaexq({MIX}, scores="train")', tmp_path)
+    found = read_mix(f'dynaexq({MIX}, interval="6 tokens", scores="train")', tmp_path)
     taught = found.teach(counted(tmp_path, [2, 2, 2, 1, 1, 0]))
     assert taught.precision.policy.scores.tolist() == [[1, 2, 3, 0]]
 
