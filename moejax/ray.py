@@ -28,8 +28,9 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, given_fields
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
 from moejax.serve.batch.result_lines import failure, read_result, success
-from moejax.serve.cluster.fleet import Generator, Scale, worker_options
+from moejax.serve.cluster.fleet import Generator
 from moejax.serve.cluster.ray_cluster import open_connection, require_ray
+from moejax.serve.cluster.workers import Scale, worker_options
 from moejax.serve.llm import LLM
 from moejax.start.provenance import decided_by
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moejax.commands import EXIT_BAD_LINES, add_command, say
+from moejax.commands import EXIT_BAD_LINES, add_command
 from moejax.commands.model import CLUSTER, add_described, asked, notes_unlogged
 from moejax.errors import UserError
 
@@ -111,13 +111,13 @@ def _run(args: argparse.Namespace) -> int:
             records = ablate(config, directory, changes=changes, progress=not quiet)
         else:
             from moejax.evaluate.cluster.grids import cluster_ablate
-            from moejax.serve.cluster.fleet import Scale
             from moejax.serve.cluster.ray_cluster import connect
+            from moejax.serve.cluster.workers import Scale
 
             scale = Scale(args.ray, args.workers, args.cores_per_worker)
             with connect(scale.address, scale.cpus):
                 records = cluster_ablate(
-                    config, directory, scale, changes=changes, progress=not quiet, warn=say
+                    config, directory, scale, changes=changes, progress=not quiet
                 )
     if args.json:
         for line in records.summary():

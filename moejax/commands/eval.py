@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moejax.evaluate.evaluation import Likelihood, PerplexityResult
     from moejax.evaluate.results_file import ResultLines
     from moejax.evaluate.token_ids import TokenIds
-    from moejax.serve.cluster.fleet import Scale
+    from moejax.serve.cluster.workers import Scale
     from moejax.serve.llm import LLM
 
 _LM_EVAL = "lm-eval:"
@@ -297,8 +297,8 @@ def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> N
 @contextlib.contextmanager
 def _cluster(args: argparse.Namespace) -> Iterator[Scale]:
     """Ray's workers, connected."""
-    from moejax.serve.cluster.fleet import Scale
     from moejax.serve.cluster.ray_cluster import connect
+    from moejax.serve.cluster.workers import Scale
 
     scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with connect(scale.address, scale.cpus):

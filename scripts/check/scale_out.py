@@ -105,7 +105,7 @@ class TwoNodes:
         self._cluster.shutdown()
 
 
-_WORKERS = (b"ray::Generator", b"ray::GridWorker")
+_WORKERS = (b"ray::Generator", b"ray::run_part")
 
 
 def workers_of_ray() -> list[int]:

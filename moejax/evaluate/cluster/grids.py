@@ -1,128 +1,89 @@
-"""Grids on the workers of a cluster: runs are shared out, one process writes what they come to.
+"""Grids on a cluster: parts of a grid are tasks of Ray, one process writes what they come to.
 
-What is measured runs first, each engine's runs on a node that Ray gives to nobody else, and one at
-a time on a machine, whatever Ray takes for a node; what is counted runs then, many at once.
+What is measured runs first, each engine's runs on a node that Ray gives to nothing else, and one at
+a time on a machine, whatever Ray takes for a node; what is counted runs then, many parts at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import fcntl
 import os
+import queue
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import UserError
-from moejax.evaluate.experiments.definition import Experiment, Run, read_experiment
-from moejax.evaluate.experiments.grid import key_of, learn, left_of, open_results, run_groups
+from moejax.evaluate.experiments.definition import Experiment, read_experiment
+from moejax.evaluate.experiments.grid import Write, learn, left_of, open_results, run_groups
 from moejax.evaluate.experiments.records import KEYS, RECORDS, Records, read_results
 from moejax.progress import grid_progress
-from moejax.serve.cluster.fleet import Scale
-from moejax.serve.cluster.ray_cluster import nodes
-from moejax.serve.cluster.workers import (
-    Started,
-    Worker,
-    WorkerOptions,
-    Workers,
-    WorkersEnded,
-)
+from moejax.serve.cluster.ray_cluster import Node, explain_end, nodes, require_ray
+from moejax.serve.cluster.workers import Scale
 
-BEGUN = "begun"
-"""What is told of a run before it, in place of a file's name: who ended a worker is known."""
+SILENT_S = 7200.0
+"""How long no run of a grid may end, before the grid does."""
 
 
-@dataclasses.dataclass
-class _Share:
-    """Work: one of `count` equal parts of what a grid lacks. A worker that goes on where another
-    ended leaves out what has come since, which is in `done`."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of `count` equal parts of what a grid lacks. measured: of what is measured, engine by
+    engine; else of what is counted, run by run."""
 
     number: int
     count: int
     measured: bool
-    """Of what is measured, engine by engine; else of what is counted, run by run."""
-    done: set[tuple[Any, ...]]
-    begun: dict[str, Any] | None = None
-    """The run that it is at, as a record without columns."""
-    blamed: dict[str, Any] | None = None
-    """The run that it was at when workers ended for it last: once more, and the run is an error."""
 
 
-class GridWorker(Worker):
-    """A worker that runs shares of a grid. Needs the model, the texts and the policies' files at
-    the paths that the definition gives them, and nothing of the directory of results."""
+def run_part(
+    asked: Mapping[str, Any], home: str, part: Part, done: set[tuple[Any, ...]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a part, each with the name of its file. A task of Ray, which needs the model,
+    the texts and the policies' files at the paths that the definition gives, and nothing of the
+    directory of results.
 
-    async def start(self, asked: Mapping[str, Any], home: str) -> Started | str:
-        """Reads the definition: asked: what it says, and digests of its files. home: from where on
-        paths are meant. What is wrong with it here, as text."""
-        began = time.perf_counter()
-        try:
-            await asyncio.to_thread(self._read, dict(asked), home)
-        except (UserError, MemoryError, ValueError) as error:
-            return str(error) or type(error).__name__
-        return Started(1, time.perf_counter() - began)
-
-    def _read(self, asked: dict[str, Any], home: str) -> None:
-        files = asked.pop("files")
-        self._experiment = read_experiment(asked, home=Path(home))
-        here = self._experiment.asked["files"]
-        for name, digest in files.items():
-            if here.get(name) != digest:
-                raise UserError(f"{name} is another file here than where the grid was started")
-        self._scratch = tempfile.TemporaryDirectory(prefix="moejax-grid-")
-        self._learned: Experiment | None = None
-
-    async def run(self, items: Sequence[_Share]) -> AsyncIterator[list[tuple[int, Any, bool]]]:
-        """Its room is one share, whose lines come one by one."""
-        loop, (share,) = asyncio.get_running_loop(), items
-        news: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
-
-        def tell(name: str, line: dict[str, Any]) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, (name, line))
-
-        running = asyncio.create_task(asyncio.to_thread(self._run, share, tell))
-        running.add_done_callback(lambda _: loop.call_soon(news.put_nowait, None))
-        while (piece := await news.get()) is not None:
-            yield [(0, piece, False)]
-        try:
-            yield [(0, await running, True)]
-        except UserError as error:
-            yield [(0, UserError(str(error)), True)]
-
-    def _run(self, share: _Share, tell: Callable[[str, dict[str, Any]], None]) -> None:
-        traces = Path(self._scratch.name)
-        with _alone_here() if share.measured else contextlib.nullcontext():
-            if self._learned is None:
-                self._learned = learn(self._experiment, traces)
-            chosen: dict[Any, list[Run]] = {}
-            for place, (group, runs) in enumerate(self._learned.runs().items()):
-                measured = [run for run in runs if run[0].mode in ("measured", "quality", "priced")]
-                if share.measured:
-                    mine = measured if place % share.count == share.number else []
-                else:
-                    counted = [run for run in runs if run not in measured]
-                    mine = counted[share.number :: share.count]
-                chosen[group] = mine
-            left = left_of(chosen, share.done)
-            run_groups(self._learned, left, traces, tell, lambda run: tell(BEGUN, _line(run)))
-
-    async def close(self) -> None:
-        """Removes its traces."""
-        self._scratch.cleanup()
+    asked: what the definition says, with digests of its files. home: the directory that relative
+    paths begin at. done: keys of the runs that are left out. Raises UserError for a definition or a
+    file that is another one here.
+    """
+    lines: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(_run, asked, home, part, done, lambda *line: lines.put(line))
+        running.add_done_callback(lambda _: lines.put(None))
+        for line in iter(lines.get, None):  # noqa: UP028 (Ray sends into its generators)
+            yield line
+        running.result()
 
 
-def _line(run: Run) -> dict[str, Any]:
-    """A record without columns."""
-    return {**dict(zip(KEYS, key_of(run), strict=True)), "session": None}
+def _run(
+    asked: Mapping[str, Any], home: str, part: Part, done: set[tuple[Any, ...]], tell: Write
+) -> None:
+    definition = {name: value for name, value in asked.items() if name != "files"}
+    experiment = read_experiment(definition, home=Path(home))
+    for name, digest in asked["files"].items():
+        if experiment.asked["files"].get(name) != digest:
+            raise UserError(f"{name} is another file here than where the grid was started")
+    alone = _measure_alone() if part.measured else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory(prefix="moejax-grid-") as scratch, alone:
+        experiment, chosen = learn(experiment, Path(scratch)), {}
+        for place, (group, runs) in enumerate(experiment.runs().items()):
+            measured = [run for run in runs if run[0].mode in ("measured", "quality", "priced")]
+            if part.measured:
+                chosen[group] = measured if place % part.count == part.number else []
+            else:
+                counted = [run for run in runs if run not in measured]
+                chosen[group] = counted[part.number :: part.count]
+        run_groups(experiment, left_of(chosen, done), Path(scratch), tell)
 
 
 @contextlib.contextmanager
-def _alone_here() -> Iterator[None]:
-    """One of these at a time on a machine: several nodes of Ray, or two grids, may be on one."""
+def _measure_alone() -> Iterator[None]:
+    """One measurement at a time on a machine: several nodes of Ray, or two grids, may be on one."""
     path = Path(tempfile.gettempdir()) / f"moejax-{os.getuid()}-measuring.lock"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -139,62 +100,89 @@ def cluster_ablate(
     *,
     changes: Mapping[str, Any] | None = None,
     progress: bool = True,
-    warn: Callable[[str], None] = lambda text: None,
 ) -> Records:
-    """`ablate` on the workers of a connected cluster: the same records, but for their order, times
-    and sessions, into the same files, which either of both goes on with.
+    """`ablate` on a connected cluster: the same records, but for their order, times and sessions,
+    in the same files, so that either command goes on with what the other began.
 
-    scale: `workers` are those of what is counted. What is measured has a node for itself, and all
-    of an engine's runs one node, so that repeats are compared on one machine. A run that ends
-    workers, at last alone, is a record with an error. Raises UserError as ablate does, and where
-    no worker can run.
+    scale: `workers` are the parts of what is counted. What is measured has a node for itself, and
+    all of an engine's runs one node, so that repeats are compared on one machine. Raises UserError
+    as ablate does, where a part's tasks only end, and where no run ends for SILENT_S.
     """
     experiment, root = read_experiment(definition, changes), Path(directory)
-    # What learns within the grid may ask for more runs of the baseline than are known here.
+    asked, home = _with_whole_paths(experiment), str(experiment.home)
+    # Policies that learn within the grid may ask for more runs of the baseline than are known here.
     total = sum(map(len, experiment.runs().values()))
     with (
         open_results(experiment, root) as (done, write),
         grid_progress(total, len(done), progress) as advance,
     ):
         for measured in (True, False):
-            asked = _workers(experiment, scale, measured)
-            shares = [_Share(i, asked.count, measured, done) for i in range(asked.count)]
-            with Workers(asked, warn) as workers:
-                while shares:
-                    work, shares = shares, []
-                    for share, news in workers.run(work):
-                        if isinstance(news, WorkersEnded):
-                            shares.append(share)
-                            if share.begun is None or share.begun != share.blamed:
-                                share.blamed = share.begun
-                                continue
-                            news = RECORDS, {**share.begun, "error": str(news)[:1000]}
-                        if isinstance(news, UserError):
-                            raise news
-                        name, line = news or (None, {})
-                        if name == BEGUN:
-                            share.begun = line
-                        elif name == RECORDS:
-                            key = tuple(line[key] for key in KEYS)
-                            if key not in done:
-                                done.add(key)
-                                write(name, line)
-                                advance()
-                        elif name is not None:
-                            write(name, line)
+            places = len(useful_nodes(experiment))
+            count = max(places if measured else scale.workers or places, 1)
+            tasks = []
+            for part in (Part(i, count, measured) for i in range(count)):
+                task = require_ray().remote(**task_options(part, experiment, scale))(run_part)
+                tasks.append(task.remote(asked, home, part, done))
+            for name, line in _lines_of(tasks):
+                if name == RECORDS:
+                    key = tuple(line[key] for key in KEYS)
+                    if key in done:
+                        continue
+                    done.add(key)
+                    advance()
+                write(name, line)
     return read_results(root)
 
 
-def _workers(experiment: Experiment, scale: Scale, measured: bool) -> WorkerOptions:
-    """Those for what is measured or for what is counted."""
-    alive = nodes()
-    on_gpu = any(n.gpus >= 1 for n in alive) and experiment.options.get("device") != "cpu"
-    gpus = 1.0 if on_gpu and not experiment.drawn else 0.0
-    useful = [node for node in alive if node.cpus >= 1 and node.gpus >= gpus]
-    count = len(useful) if measured else scale.workers or len(useful)
-    given = _with_whole_paths(experiment), str(experiment.home)
-    cpus, on = (1, tuple(useful)) if measured else (scale.cores_per_worker or 1, ())
-    return WorkerOptions(GridWorker, given, max(count, 1), cpus, gpus, on)
+def _lines_of(tasks: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of tasks, Ray's generators, as they come."""
+    ray, heard = require_ray(), time.monotonic()
+    again = "the same command goes on from the records that are there"
+    while tasks:
+        ready, _ = ray.wait(tasks, num_returns=1, timeout=60.0)
+        if ready:
+            heard = time.monotonic()
+        elif time.monotonic() - heard > SILENT_S:
+            raise UserError(
+                f"no run of the grid ended within {SILENT_S:.0f} s: a task hangs, or Ray has no "
+                f"room for one (ray status); {again}"
+            )
+        for task in ready:
+            if (reference := next(task, None)) is None:
+                tasks.remove(task)
+                continue
+            try:
+                yield ray.get(reference)
+            except UserError as error:  # with the traceback of the task in its text
+                raise UserError(str(getattr(error, "cause", error))) from None
+            except ray.exceptions.RayError as error:
+                raise UserError(
+                    f"tasks of the grid ended: {explain_end(error)}; {again}"
+                ) from error
+
+
+def useful_nodes(experiment: Experiment) -> list[Node]:
+    """The nodes that runs can be on: those with GPUs where there are any and the grid wants one;
+    without GPUs where it wants none."""
+    alive = [node for node in nodes() if node.cpus >= 1]
+    wants_gpu = not experiment.drawn and experiment.options.get("device") != "cpu"
+    without = [dataclasses.replace(node, gpus=0.0) for node in alive]
+    return [node for node in alive if wants_gpu and node.gpus >= 1] or without
+
+
+def task_options(part: Part, experiment: Experiment, scale: Scale) -> dict[str, Any]:
+    """Ray's options of a part's task, which Ray starts again where its process ends: a whole node
+    for what is measured, some CPUs for what is counted."""
+    options: dict[str, Any] = {"max_retries": 3, "max_calls": 1, "scheduling_strategy": "SPREAD"}
+    useful = useful_nodes(experiment)
+    if part.measured and useful:
+        node = useful[part.number]
+        affinity = require_ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        # soft: another node where this one is gone.
+        options |= {"scheduling_strategy": affinity(node.id, soft=True)}
+        return {**options, "num_cpus": node.cpus, "num_gpus": node.gpus}
+    gpus = 1.0 if any(node.gpus for node in useful) else 0.0
+    return {**options, "num_cpus": scale.cores_per_worker or 1, "num_gpus": gpus}
 
 
 def _with_whole_paths(experiment: Experiment) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +25,7 @@ from moejax.evaluate.evaluation import (
 )
 from moejax.evaluate.token_ids import TokenIds
 from moejax.progress import token_progress
-from moejax.serve.cluster.fleet import ModelWorker, Scale, worker_options
-from moejax.serve.cluster.workers import Workers
+from moejax.serve.cluster.workers import Scale, Worker, Workers, worker_options
 from moejax.serve.llm import LLM
 
 
@@ -44,20 +42,17 @@ class _Prepared:
     run: dict[str, Any]
 
 
-class Scorer(ModelWorker):
-    """A worker whose work is a function of its LLM."""
+class Scorer(Worker):
+    """A worker whose pieces of work are functions of its LLM, one after the other."""
 
     def _begin(self, llm: LLM) -> int:
-        self._turn = threading.Lock()
-        return 2  # the next work is there when one ends
+        self._turn = asyncio.Lock()
+        return 2  # the next piece is there when one ends
 
-    async def _work(self, item: Callable[[LLM], Any]) -> Any:
-        return await asyncio.to_thread(self._do, item)
-
-    def _do(self, item: Callable[[LLM], Any]) -> Any:
+    async def _work(self, piece: Callable[[LLM], Any]) -> Any:
         assert self._llm is not None
-        with self._turn:
-            return item(self._llm)
+        async with self._turn:
+            return await asyncio.to_thread(piece, self._llm)
 
 
 def _prepare(

@@ -114,10 +114,9 @@ def run_groups(
     groups: Mapping[Group, Sequence[Run]],
     traces: Path,
     write: Write,
-    begin: Callable[[Run], None] = lambda run: None,
 ) -> None:
-    """Runs the runs of each group and writes their lines. experiment: as of `learn`. begin: told of
-    each run before it. Raises UserError for what is wrong with all runs of a group."""
+    """Runs the runs of each group and writes their lines. experiment: what `learn` returned. Raises
+    UserError for what is wrong with all runs of a group."""
     if not experiment.drawn and not experiment.conversations:
         prompts = Prompts(experiment)
         for cell in {cell for runs in groups.values() for cell, _ in runs}:
@@ -130,7 +129,6 @@ def run_groups(
                 session = secrets.token_hex(4)
                 write(SESSIONS, _session(session, group, started))
             for run in groups[group]:
-                begin(run)
                 cell, repeat = run
                 line = {**vars(cell), "repeat": repeat, "session": session}
                 try:

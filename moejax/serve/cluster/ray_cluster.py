@@ -130,3 +130,11 @@ def _require_answer(address: str) -> None:
 def own_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def explain_end(error: BaseException) -> str:
+    """Why an actor or a task of Ray ended: Ray's first lines, of a Python error the last one."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    of_python = "Traceback" in str(error) or hasattr(error, "cause")
+    told = lines[-1:] if of_python else lines[:6]
+    return f"{type(error).__name__}: {' '.join(told)[:500]}"

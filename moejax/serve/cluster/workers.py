@@ -1,8 +1,8 @@
-"""Workers on Ray: actors that are handed work and give results while they do it.
+"""Workers on Ray: actors with a model each, which are handed pieces of work.
 
-Ray places the actors, says when one has ended, and brings what they yield. Ours is what a job needs
-beyond that: an input that ends workers becomes an error of its own, nothing that was
-yielded is done again, and a worker that hangs is named and ended.
+Ray places the actors, says when one has ended, and brings their results. What a job needs beyond
+that is here: an input that ends workers becomes an error of its own, no result that has arrived is
+computed again, and a worker that hangs is named and ended.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import logging
 import os
 import platform
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from moejax.checkpoints.shared_memory import NoSharedMemory
+from moejax.device import select_device
 from moejax.errors import UserError
-from moejax.serve.cluster.ray_cluster import Node, nodes, require_ray
+from moejax.serve.cluster.ray_cluster import LOCAL, explain_end, nodes, own_cpus, require_ray
+from moejax.serve.llm import LLM
+from moejax.start.options import Config, refuse_cache_aware
+
+log = logging.getLogger("moejax")
 
 MOST_ENDS = 3
-"""Ends of workers that one piece of work may be there for: in company, then alone."""
-MOST_STARTS = 3
-"""Times that a worker may end while it starts, before it is left out."""
+"""Workers that may end while one piece of work runs: first in company, then alone."""
 MOST_IN_A_ROW = 6
-"""Ends of workers without a result in between, before all is given up."""
+"""Workers that may end without a result in between, before the job ends."""
 
 PLACE_S = 600.0
-"""How long Ray may take to find a worker a place."""
+"""How long Ray may take to find the first worker a place."""
 ANSWER_S = 60.0
 """How long a worker may take to say that it lives."""
 MOVE_S = 1800.0
@@ -37,14 +42,36 @@ MOVE_S = 1800.0
 BEAT_S = 2.0
 """How often a worker says that it lives."""
 GATHER_S = 0.1
-"""How long a worker gathers results: bringing them costs milliseconds at both ends."""
+"""How long results are gathered: asking Ray for each alone costs milliseconds."""
 CLOSE_S, INTERRUPTED_S = 10.0, 0.2
 """How long workers may take to free what they share, at the end and after an error or Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Scale:
+    """How a model is spread. address: of Ray. workers, cores_per_worker: None: as `worker_options`
+    chooses."""
+
+    address: str = LOCAL
+    workers: int | None = None
+    cores_per_worker: int | None = None
+
+    def __post_init__(self):
+        for name in ("workers", "cores_per_worker"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of a local Ray: what its workers ask for, so that more workers than cores are
+        possible."""
+        return max(own_cpus(), (self.workers or 1) * (self.cores_per_worker or 1))
+
+
+@dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a worker says every BEAT_S. moves: another number whenever work goes on."""
+    """What a worker says every BEAT_S. moves: another number whenever its work goes on."""
 
     host: str
     pid: int
@@ -61,63 +88,107 @@ class Started:
 
 
 class Worker(abc.ABC):
-    """An actor. Ray's dashboard shows it by its name."""
+    """An actor with one LLM. Ray's dashboard shows it by the name of its class."""
 
-    tokens = 0
-    """Generated or scored so far."""
+    def __init__(self) -> None:
+        self._llm: LLM | None = None
 
-    async def beat(self, seconds: float) -> Beat:
-        """What it says after so many seconds."""
-        await asyncio.sleep(seconds)
-        return Beat(platform.node(), os.getpid(), self._moves(), self.tokens)
-
-    def _moves(self) -> float:
-        return time.monotonic()
+    async def start(self, model: str, options: Mapping[str, Any]) -> Started | str:
+        """Loads the model; returns what is wrong where that fails."""
+        try:
+            self._llm = await asyncio.to_thread(load_on_worker, model, options)
+            seconds = self._llm.stats()["time"]["total_s"]
+            return Started(self._begin(self._llm), seconds)
+        except (UserError, MemoryError, ValueError) as error:
+            return str(error) or type(error).__name__
 
     @abc.abstractmethod
-    async def start(self, *arguments: Any) -> Started | str:
-        """Makes it ready for work, or says what is wrong with it here."""
+    def _begin(self, llm: LLM) -> int:
+        """Begins to serve with a model that was loaded; returns how much work it should have."""
 
-    async def run(self, items: Sequence[Any]) -> AsyncIterator[list[tuple[int, Any, bool]]]:
-        """Does pieces of work; yields (place, what came of it, whether that was all), as it comes.
-        A UserError is of the piece alone; whatever else is raised ends the worker."""
-        running = {asyncio.create_task(self._answer(item)): i for i, item in enumerate(items)}
-        while running:
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(GATHER_S)
-            done = [task for task in running if task.done()]
-            yield [(running.pop(task), task.result(), True) for task in done]
+    async def beat(self, seconds: float) -> Beat:
+        """The state of the worker after so many seconds."""
+        await asyncio.sleep(seconds)
+        tokens = 0 if self._llm is None else self._llm.generated_tokens
+        return Beat(platform.node(), os.getpid(), self._moves(), tokens)
 
-    async def _answer(self, item: Any) -> Any:
+    def _moves(self) -> float:
+        return 0 if self._llm is None else sum(self._llm.engine.statistics.steps.values())
+
+    async def run(self, piece: Any) -> Any:
+        """Does a piece of work. Returns a UserError that the work raises; another exception ends
+        the worker."""
         try:
-            return await self._work(item)
+            return await self._work(piece)
         except UserError as error:
             return UserError(str(error))
 
-    async def _work(self, item: Any) -> Any:
-        """What comes of one piece of work."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    async def _work(self, piece: Any) -> Any:
+        """The result of a piece of work."""
 
     async def stats(self) -> dict[str, Any]:
-        """What it says of itself."""
-        return {}
+        """`LLM.stats`."""
+        assert self._llm is not None
+        return await asyncio.to_thread(self._llm.stats)
 
     async def close(self) -> None:
-        """Gives up what would outlive the process, which is ended then."""
-        return
+        """Frees the model: the last worker of a machine removes shared experts."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.close)
+
+
+def load_on_worker(model: str, options: Mapping[str, Any]) -> LLM:
+    """The LLM. The workers of a machine share its experts, unless the options name a store or the
+    machine has no such memory, which the log warns of."""
+    given = {name: value for name, value in options.items() if value is not None}
+    dense = given.get("precision") in (None, "dense")
+    on_cpu = select_device(given.get("device"), given.get("threads")).platform == "cpu"
+    if dense and on_cpu and "store" not in given:
+        try:
+            return LLM(model, progress=False, store="shared", **given)
+        except NoSharedMemory as error:
+            log.warning("each worker holds the experts for itself: %s", error)
+    return LLM(model, progress=False, **given)
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOptions:
-    """What each worker is and gets. arguments: of `start`. on: nodes of which each is one worker's,
-    with all its CPUs, and all its GPUs if any are asked for; empty: wherever Ray likes."""
+    """What each worker is and gets. arguments: of `Worker.start`."""
 
     kind: type[Worker]
     arguments: tuple[Any, ...]
     count: int
     cpus: float
     gpus: float = 0.0
-    on: tuple[Node, ...] = ()
+
+
+def worker_options(
+    kind: type[Worker], model: str, options: Mapping[str, Any], scale: Scale
+) -> WorkerOptions:
+    """The workers of a connected cluster: one for each GPU, with its share of the node's CPUs, or,
+    where there are no GPUs or the device is "cpu", one for each node, with all its CPUs, which are
+    divided where more are asked for. Raises UserError where no node has room for one, and for
+    options that can never be."""
+    delta = Config.of(model, **options).policy.cache_aware_routing
+    refuse_cache_aware(delta, "workers that share a job out must give the results of one")
+    alive, given = nodes(), dict(options)
+    on_gpu = any(node.gpus >= 1 for node in alive) and given.get("device") != "cpu"
+    useful = [node for node in alive if node.gpus >= 1] if on_gpu else alive
+    default = sum(int(node.gpus) for node in useful) if on_gpu else len(useful)
+    count = scale.workers or max(default, 1)
+    a_node = -(-count // max(len(useful), 1))
+    free = min((node.cpus / (node.gpus if on_gpu else a_node) for node in useful), default=1)
+    cores = scale.cores_per_worker or max(int(free), 1)
+    if all(node.cpus < cores for node in useful):
+        most = max((int(node.cpus) for node in useful), default=0)
+        raise UserError(
+            f"a worker asks for {cores} cores, and no node of the cluster has more than {most}; "
+            "give fewer as --cores-per-worker"
+        )
+    if not on_gpu:
+        given.setdefault("threads", cores)
+    return WorkerOptions(kind, (model, given), count, cores, 1.0 if on_gpu else 0.0)
 
 
 class WorkersEnded(UserError):
@@ -137,19 +208,15 @@ class _Member:
     """An actor as the driver sees it."""
 
     number: int
-    node: Node | None
-    """The one that it has to itself."""
     handle: Any
     beating: Any
     """The reference to its next Beat."""
     starting: Any
-    """The reference to what `start` says; None: it has started."""
-    starts: int
-    """Which try of starting it this is."""
+    """The reference to the result of `start`; None: it has started."""
     beat: Beat | None = None
     room: int = 0
-    streams: dict[Any, list[_Item | None]] = dataclasses.field(default_factory=dict)
-    """Ray's generator of a batch of work → its pieces; None: those that are done."""
+    tasks: dict[Any, _Item] = dataclasses.field(default_factory=dict)
+    """The reference to a result → the piece of work."""
     heard: float = dataclasses.field(default_factory=time.monotonic)
     moved: float = dataclasses.field(default_factory=time.monotonic)
     start_s: float = 0.0
@@ -160,11 +227,6 @@ class _Member:
         place = "" if self.beat is None else f" (process {self.beat.pid} on {self.beat.host})"
         return f"worker {self.number}{place}"
 
-    @property
-    def items(self) -> list[_Item]:
-        """What it has to do."""
-        return [item for batch in self.streams.values() for item in batch if item is not None]
-
 
 class Workers:
     """Workers that do pieces of work; a context manager, which ends them. warn: told what goes
@@ -173,12 +235,10 @@ class Workers:
     def __init__(self, asked: WorkerOptions, warn: Callable[[str], None] = lambda text: None):
         self._asked, self._warn, self._ray = asked, warn, require_ray()
         self._members: list[_Member] = []
-        self._queue: collections.deque[_Item] = collections.deque()
         self._suspects: collections.deque[_Item] = collections.deque()
-        """What workers had that ended: at the end, each alone with a worker."""
-        self._left_out: list[str] = []
-        self._numbers = itertools.count(1)
-        self._in_a_row = self._tokens_before = 0
+        """Pieces whose workers ended: they run last, each alone with a worker."""
+        self._numbers, self._began = itertools.count(1), time.monotonic()
+        self._in_a_row = 0
         self.ended = 0
         """Workers that ended before their time."""
         # One a node first: by then what compiles is in the cache, and the shared experts are there.
@@ -200,33 +260,37 @@ class Workers:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all workers so far."""
-        return self._tokens_before + sum(
-            member.beat.tokens for member in self._members if member.beat is not None
-        )
+        """Tokens of the workers that live, so far."""
+        return sum(member.beat.tokens for member in self._members if member.beat is not None)
 
     def run(
         self, work: Iterable[Any], pack: Callable[[Any], Any] = lambda item: item
     ) -> Iterator[tuple[Any, Any]]:
-        """(piece of work, what came of it) as it comes, also in several parts, where a worker gives
-        such. A UserError in its place is what is wrong with it; WorkersEnded: it ended them.
+        """(piece of work, its result) as results come. A UserError as the result is what is wrong
+        with the piece; WorkersEnded: it ended workers.
 
         Work is taken only as there is room for it. pack: what of a piece is sent to a worker. What
         a worker had when it ended is done again when all other work is done, by a worker that has
         nothing else. Raises UserError where no worker can start, or workers only end.
         """
-        waiting, more = iter(work), True
+        waiting, more = map(_Item, work), True
+        queue: collections.deque[_Item] = collections.deque()
         while True:
-            room = max((member.room for member in self._members), default=0) or 64
-            while more and len(self._queue) < room * self._asked.count:
-                payload = next(waiting, None)
-                more = payload is not None
-                if more:
-                    self._queue.append(_Item(payload))
-            busy = any(member.streams for member in self._members)
-            if not (more or busy or self._queue or self._suspects):
+            ready = [member for member in self._members if member.room]
+            most = self._asked.count * max((member.room for member in ready), default=64)
+            if more:
+                queue.extend(itertools.islice(waiting, max(most - len(queue), 0)))
+                more = len(queue) >= most
+            left = len(queue) + sum(len(member.tasks) for member in ready)
+            if not (more or left or self._suspects):
                 return
-            self._hand_out(more, pack)
+            # The last pieces are for all, also for workers that are on their way.
+            share = most if more else -(-left // self._asked.count)
+            for member in sorted(ready, key=lambda member: len(member.tasks)):
+                while queue and len(member.tasks) < min(member.room, share):
+                    self._give(member, queue.popleft(), pack)
+                if self._suspects and not (more or queue or member.tasks):
+                    self._give(member, self._suspects.popleft(), pack)
             yield from self._hear()
             yield from self._end_hung()
 
@@ -250,157 +314,104 @@ class Workers:
 
     def _start(self, count: int) -> None:
         """Starts so many more workers."""
-        for _ in range(count):
-            place = len(self._members) + len(self._left_out)
-            self._members.append(
-                self._new_member(self._asked.on[place] if self._asked.on else None)
-            )
+        self._members += [self._new_member() for _ in range(count)]
 
-    def _new_member(self, node: Node | None, starts: int = 1) -> _Member:
-        """Starts a worker, on this node alone or wherever Ray likes."""
+    def _new_member(self) -> _Member:
         asked, number = self._asked, next(self._numbers)
-        options: dict[str, Any] = {
-            "num_cpus": asked.cpus if node is None else node.cpus,
-            "num_gpus": asked.gpus if node is None or not asked.gpus else node.gpus,
-            "name": f"moejax {asked.kind.__name__} {number} of {os.getpid()}-{id(self):x}",
-            "scheduling_strategy": "SPREAD",
-        }
-        if node is not None:
-            affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-            options["scheduling_strategy"] = affinity(node.id, soft=False)
-        handle = self._ray.remote(asked.kind).options(**options).remote()
+        handle = (
+            self._ray.remote(asked.kind)
+            .options(
+                num_cpus=asked.cpus,
+                num_gpus=asked.gpus,
+                name=f"moejax {asked.kind.__name__} {number} of {os.getpid()}-{id(self):x}",
+                scheduling_strategy="SPREAD",
+            )
+            .remote()
+        )
         starting = handle.start.remote(*asked.arguments)
-        return _Member(number, node, handle, handle.beat.remote(0.0), starting, starts)
+        return _Member(number, handle, handle.beat.remote(0.0), starting)
 
-    def _hand_out(self, more: bool, pack: Callable[[Any], Any]) -> None:
-        ready = [member for member in self._members if member.room]
-        left = len(self._queue) + sum(len(member.items) for member in ready)
-        # The last pieces are for all, also for workers that are on their way.
-        share = max(-(-left // self._asked.count), 1)
-        for member in sorted(ready, key=lambda member: len(member.items)):
-            has, room = len(member.items), member.room if more else min(member.room, share)
-            # Not one by one: a batch costs milliseconds.
-            if self._queue and (room - has >= room / 4):
-                count = min(room - has, len(self._queue))
-                self._give(member, [self._queue.popleft() for _ in range(count)], pack)
-            elif self._suspects and not (more or self._queue or member.streams):
-                self._give(member, [self._suspects.popleft()], pack)
-
-    def _give(self, member: _Member, items: list[_Item], pack: Callable[[Any], Any]) -> None:
-        if not member.streams:
+    def _give(self, member: _Member, item: _Item, pack: Callable[[Any], Any]) -> None:
+        if not member.tasks:
             member.moved = time.monotonic()
-        payloads = [pack(item.payload) for item in items]
-        member.streams[member.handle.run.remote(payloads)] = [*items]
+        member.tasks[member.handle.run.remote(pack(item.payload))] = item
 
     def _hear(self) -> Iterator[tuple[Any, Any]]:
-        """Waits for news of any worker, and yields what came of work."""
+        """Waits for news of any worker, and yields results."""
         of = {
             reference: member
             for member in self._members
-            for reference in (*member.streams, member.beating, member.starting)
+            for reference in (*member.tasks, member.beating, member.starting)
             if reference is not None
         }
-        ready, _ = self._ray.wait([*of], num_returns=len(of), timeout=0)
-        if not ready:
-            ready, _ = self._ray.wait([*of], num_returns=1, timeout=1.0)
+        self._ray.wait([*of], num_returns=1, timeout=1.0)
+        ready, _ = self._ray.wait([*of], num_returns=len(of), timeout=GATHER_S)
+        ended: dict[_Member, str] = {}
         for reference in ready:
             member = of[reference]
-            if reference not in (*member.streams, member.beating, member.starting):
-                continue  # it ended meanwhile
             try:
-                if reference in member.streams:
-                    yield from self._take(member, reference)
-                elif reference == member.starting:
-                    self._take_start(member, self._ray.get(reference))
-                else:
-                    self._take_beat(member, self._ray.get(reference))
+                found = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                yield from self._lose(member, _cause(error))
-
-    def _take(self, member: _Member, stream: Any) -> Iterator[tuple[Any, Any]]:
-        items = member.streams[stream]
-        reference = next(stream, None)
-        if reference is None:
-            del member.streams[stream]
-            return
-        news = self._ray.get(reference)
-        self._in_a_row, member.moved = 0, time.monotonic()
-        for place, value, last in news:
-            item = items[place]
-            assert item is not None
-            if last:
-                items[place] = None
+                ended.setdefault(member, explain_end(error))
+                continue
+            if reference in member.tasks:
+                self._in_a_row, member.moved = 0, time.monotonic()
                 member.results += 1
-            yield item.payload, value
+                yield member.tasks.pop(reference).payload, found
+            elif reference == member.starting:
+                self._take_start(member, found)
+            else:
+                self._take_beat(member, found)
+        for member, why in ended.items():  # with what its last results have left
+            yield from self._lose(member, why)
 
-    def _take_start(self, member: _Member, said: Started | str) -> None:
-        if isinstance(said, str):
-            self._leave_out(member, said)
-            return
+    def _take_start(self, member: _Member, found: Started | str) -> None:
+        if isinstance(found, str):
+            raise UserError(f"{member.name} could not start: {found}")
         member.starting = None
-        member.room, member.start_s = said.room, said.seconds
-        self._start(self._asked.count - len(self._members) - len(self._left_out))
+        member.room, member.start_s = found.room, found.seconds
+        self._start(self._asked.count - len(self._members))
 
     def _take_beat(self, member: _Member, beat: Beat) -> None:
         member.heard = time.monotonic()
-        if member.beat is None or beat.moves != member.beat.moves or not member.streams:
+        if member.beat is None or beat.moves != member.beat.moves or not member.tasks:
             member.moved = member.heard
         member.beat = beat
         member.beating = member.handle.beat.remote(BEAT_S)
 
     def _end_hung(self) -> Iterator[tuple[Any, Any]]:
         now = time.monotonic()
+        if now - self._began > PLACE_S and not any(member.beat for member in self._members):
+            asks = f"{self._asked.cpus:g} CPUs and {self._asked.gpus:g} GPUs"
+            raise UserError(
+                f"Ray found no room for a worker of {asks} within {PLACE_S:.0f} s (ray status)"
+            )
         for member in tuple(self._members):
             silent, still = now - member.heard, now - member.moved
-            if member.beat is None and member.starting is not None and silent > PLACE_S:
-                asks = f"{self._asked.cpus:g} CPUs and {self._asked.gpus:g} GPUs"
-                why = f"Ray found no room of {asks} for it within {PLACE_S:.0f} s (ray status)"
-                self._leave_out(member, why)
-            elif member.beat is not None and silent > ANSWER_S:
+            if member.beat is not None and silent > ANSWER_S:
                 yield from self._lose(member, f"it does not answer for {silent:.0f} s")
-            elif member.streams and still > MOVE_S:
+            elif member.tasks and still > MOVE_S:
                 why = f"it answers, but its work has not moved for {still:.0f} s"
                 yield from self._lose(member, why)
 
     def _lose(self, member: _Member, why: str) -> Iterator[tuple[Any, WorkersEnded]]:
-        """A worker ended, or has to: another one is started, and does again what it had."""
+        """Ends a worker that hangs or has ended, and starts another one; its work runs again."""
         self._ray.kill(member.handle, no_restart=True)
-        items, alone = member.items, len(member.items) == 1
+        items = [*member.tasks.values()]
         self.ended += 1
         self._in_a_row += 1
-        self._tokens_before += 0 if member.beat is None else member.beat.tokens
-        if member.starting is not None and member.starts >= MOST_STARTS:
-            self._leave_out(member, why)
-            return
         if self._in_a_row >= MOST_IN_A_ROW:
             raise UserError(
                 f"{self._in_a_row} workers ended one after the other without a result; the last "
                 f"was {member.name}: {why}"
             )
         self._warn(f"{member.name} ended: {why}; pieces of work that run again: {len(items)}")
-        starts = 1 if member.starting is None else member.starts + 1
-        self._members[self._members.index(member)] = self._new_member(member.node, starts)
+        self._members[self._members.index(member)] = self._new_member()
         for item in items:
             item.ends += 1
-            if alone and item.ends >= MOST_ENDS:
+            if len(items) == 1 and item.ends >= MOST_ENDS:
                 self._in_a_row = 0
                 text = f"{item.ends} workers ended while this ran, at last {member.name}: {why}"
                 yield item.payload, WorkersEnded(text)
             else:
                 self._suspects.append(item)
-
-    def _leave_out(self, member: _Member, why: str) -> None:
-        """Others go on. Raises UserError where there is none."""
-        self._ray.kill(member.handle, no_restart=True)
-        self._members.remove(member)
-        self._left_out.append(f"{member.name} could not start: {why}")
-        self._warn(self._left_out[-1])
-        if not self._members:
-            raise UserError("\n".join(self._left_out))
-
-
-def _cause(error: BaseException) -> str:
-    """Ray's own words, of which the first lines say it; of a Python error its last one."""
-    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    told = lines[-1:] if "Traceback" in str(error) or hasattr(error, "cause") else lines[:6]
-    return f"{type(error).__name__}: {' '.join(told)[:500]}"

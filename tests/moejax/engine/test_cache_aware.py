@@ -20,7 +20,8 @@ from moejax.checkpoints.random_model import shape
 from moejax.commands.main import main
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.results_file import read_lines
-from moejax.serve.cluster.fleet import Generator, Scale, worker_options
+from moejax.serve.cluster.fleet import Generator
+from moejax.serve.cluster.workers import Scale, worker_options
 from moejax.step.layer_programs import layer_program
 from moejax.step.programs import ProgramKey
 from tests.moejax.engine.scenes import GREEDY, at_rest, open_llm, same_bits

@@ -4,19 +4,20 @@ Killed at random on a real Ray: `python -m scripts.check scale_out --only grid`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from moejax import UserError
 from moejax.evaluate.cluster import grids
-from moejax.evaluate.cluster.grids import GridWorker
+from moejax.evaluate.cluster.grids import Part, run_part
 from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.grid import key_of
-from moejax.serve.cluster.fleet import Scale
 from moejax.serve.cluster.ray_cluster import Node
+from moejax.serve.cluster.workers import Scale
+from tests.moejax.serve.cluster.ray_here import RayError, RayHere, Stream
 
 pytestmark = pytest.mark.slow
 
@@ -32,21 +33,21 @@ GRID = {
 }
 
 
-def runs_of_share(experiment, number, count, measured, done=frozenset()):
-    """Groups with the runs that a worker does of a share."""
-    worker, found = GridWorker(), {}
-    worker._experiment = worker._learned = experiment
-    worker._scratch = SimpleNamespace(name="nowhere")
+def runs_of_part(asked, number, count, measured, done=()):
+    """Groups with the runs that a task does of a part."""
+    found, part = {}, Part(number, count, measured)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grids, "run_groups", lambda _, groups, *others: found.update(groups))
-        worker._run(grids._Share(number, count, measured, set(done)), print)
+        patch.setattr(grids, "_measure_alone", contextlib.nullcontext)
+        assert not list(run_part(asked, ".", part, set(done)))
     return found
 
 
-def test_shares_are_all_runs_once_and_an_engine_measures_its_own():
+def test_parts_are_all_runs_once_and_an_engine_measures_its_own():
     experiment = read_experiment({**GRID, "batch": [1, 2], "budgets": ["20%", "40%"]})
+    asked = experiment.asked
     every = [key_of(run) for runs in experiment.runs().values() for run in runs]
-    shares = [runs_of_share(experiment, i, 2, m) for m in (True, False) for i in range(2)]
+    shares = [runs_of_part(asked, i, 2, m) for m in (True, False) for i in range(2)]
     runs = [run for share in shares for runs in share.values() for run in runs]
     assert sorted(map(repr, map(key_of, runs))) == sorted(map(repr, every))
     assert [[cell.batch for cell, _ in runs] for s in shares[:2] for runs in s.values()] == [
@@ -56,20 +57,24 @@ def test_shares_are_all_runs_once_and_an_engine_measures_its_own():
     counted = [len(runs) for share in shares[2:] for runs in share.values()]
     assert counted == [3, 3, 3, 3]  # two policies and MIN at two budgets and batches
     # What has come is left out.
-    assert not runs_of_share(experiment, 0, 2, True, every)
+    assert not runs_of_part(asked, 0, 2, True, every)
 
 
 def test_what_is_measured_has_a_node_for_itself(monkeypatch):
-    experiment = read_experiment(GRID)
+    monkeypatch.setattr(grids, "require_ray", RayHere)
+    experiment, scale = read_experiment(GRID), Scale(workers=8, cores_per_worker=2)
+
+    def asked(nodes, number, measured):
+        monkeypatch.setattr(grids, "nodes", lambda: nodes)
+        found = grids.task_options(Part(number, 2, measured), experiment, scale)
+        return found["scheduling_strategy"], found["num_cpus"], found["num_gpus"]
+
     cpus = [Node("a", "1", 8, 0), Node("b", "2", 4, 0), Node("head", "3", 0, 0)]
-    monkeypatch.setattr(grids, "nodes", lambda: cpus)
-    asked = grids._workers(experiment, Scale(workers=8, cores_per_worker=2), True)
-    assert asked.on == tuple(cpus[:2]) and asked.count == 2 and asked.gpus == 0
-    asked = grids._workers(experiment, Scale(workers=8, cores_per_worker=2), False)
-    assert not asked.on and (asked.count, asked.cpus) == (8, 2)
-    monkeypatch.setattr(grids, "nodes", lambda: [Node("a", "1", 64, 8), Node("b", "2", 64, 0)])
-    asked = grids._workers(experiment, Scale(), True)
-    assert (asked.count, asked.gpus) == (1, 1)
+    assert [asked(cpus, i, True) for i in range(2)] == [("a", 8, 0), ("b", 4, 0)]
+    assert asked(cpus, 7, False) == ("SPREAD", 2, 0)
+    gpus = [Node("a", "1", 64, 8), Node("b", "2", 64, 0)]
+    assert asked(gpus, 0, True) == ("a", 64, 8) and asked(gpus, 5, False) == ("SPREAD", 2, 1)
+    assert [node.id for node in grids.useful_nodes(experiment)] == ["a"]
 
 
 def test_one_measurement_at_a_time_on_a_machine(tmp_path, monkeypatch):
@@ -77,11 +82,11 @@ def test_one_measurement_at_a_time_on_a_machine(tmp_path, monkeypatch):
     entered = threading.Event()
 
     def second():
-        with grids._alone_here():
+        with grids._measure_alone():
             entered.set()
 
     thread = threading.Thread(target=second)
-    with grids._alone_here():
+    with grids._measure_alone():
         thread.start()
         assert not entered.wait(0.2)
     assert entered.wait(10)
@@ -94,7 +99,25 @@ def test_another_file_on_a_machine(tmp_path, monkeypatch):
     asked = grids._with_whole_paths(read_experiment({**GRID, "texts": ["t.txt"]}))
     Path("t.txt").write_text("Another. " * 400)
     with pytest.raises(UserError, match="t is another file here than where"):
-        GridWorker()._read(dict(asked), str(tmp_path))
+        list(run_part(asked, str(tmp_path), Part(0, 1, False), set()))
     Path("t.txt").unlink()
     with pytest.raises(UserError, match=r"t\.txt"):
-        GridWorker()._read(dict(asked), str(tmp_path))
+        list(run_part(asked, str(tmp_path), Part(0, 1, False), set()))
+
+
+def test_a_grid_that_hangs_or_whose_tasks_end(monkeypatch):
+    class Ended(RayHere):
+        def get(self, reference, timeout=None):
+            raise RayError("the worker was killed")
+
+    def lines():
+        yield "records.jsonl", {}
+
+    monkeypatch.setattr(grids, "require_ray", lambda: ray)
+    ray = Ended()
+    with pytest.raises(UserError, match="ended: RayError: the worker was killed; the same command"):
+        list(grids._lines_of([Stream(ray, lines())]))
+    monkeypatch.setattr(grids, "SILENT_S", -1.0)
+    monkeypatch.setattr(ray, "wait", lambda *given, **options: ([], []))
+    with pytest.raises(UserError, match="a task hangs, or Ray has no room"):
+        list(grids._lines_of([Stream(ray, lines())]))

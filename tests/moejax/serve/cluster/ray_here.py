@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from moejax.errors import UserError
 from moejax.serve.cluster.ray_cluster import own_cpus
 from moejax.serve.cluster.workers import Worker
 
@@ -21,14 +21,14 @@ class RayError(Exception):
 
 
 class Stream:
-    """What a worker yields, as Ray's generators of references."""
+    """What a task yields, as Ray's generators of references."""
 
-    def __init__(self, ray: RayHere, found: AsyncIterator[Any]):
+    def __init__(self, ray: RayHere, found: Iterator[Any]):
         self._ray, self._found = ray, found
         self.future = ray.run(self._advance())
 
     async def _advance(self) -> Any:
-        return await anext(self._found, END)
+        return await asyncio.to_thread(next, self._found, END)
 
     def __next__(self) -> concurrent.futures.Future:
         here = self.future
@@ -49,10 +49,7 @@ class Handle:
         return SimpleNamespace(remote=lambda *given: self._call(name, given))
 
     def _call(self, name: str, given: Sequence[Any]) -> Any:
-        method = getattr(self.worker, name)
-        if inspect.isasyncgenfunction(method):
-            return Stream(self._ray, method(*given))
-        return self._ray.run(method(*given))
+        return self._ray.run(getattr(self.worker, name)(*given))
 
 
 class RayHere:
@@ -84,7 +81,13 @@ class RayHere:
         node = {"NodeManagerAddress": "127.0.0.1", "Resources": cpus, "Alive": True}
         return [{"NodeID": name, **node} for name in ("a", "b")]
 
-    def remote(self, kind: type[Worker]) -> Any:
+    def remote(self, kind: type[Worker] | None = None, **options_of_task: Any) -> Any:
+        """A kind of worker; or, with options, what makes a task of a generator function."""
+        if kind is None:
+            return lambda function: SimpleNamespace(
+                remote=lambda *arguments: Stream(self, function(*arguments))
+            )
+
         def options(**given: Any) -> Any:
             def make() -> Handle:
                 self.handles.append(Handle(self, kind(), given))
@@ -106,6 +109,8 @@ class RayHere:
     def get(self, reference: concurrent.futures.Future, timeout: float | None = None) -> Any:
         try:
             return reference.result(timeout)
+        except UserError:
+            raise
         except Exception as error:
             raise RayError(str(error)) from error
 

@@ -11,8 +11,9 @@ import pytest
 from moejax import LLM
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, open_job
-from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
+from moejax.serve.cluster.fleet import Fleet, format_fleet
 from moejax.serve.cluster.ray_cluster import LOCAL, connect
+from moejax.serve.cluster.workers import Scale
 from scripts.parts import file_jobs
 
 pytestmark = [
@@ -37,7 +38,7 @@ class Killing(Fleet):
     def generate_each(self, requests):
         for i, pair in enumerate(super().generate_each(requests)):
             if i == 20:
-                beat = next(m.beat for m in self._workers._members if m.streams and m.beat)
+                beat = next(m.beat for m in self._workers._members if m.tasks and m.beat)
                 os.kill(beat.pid, signal.SIGKILL)
             yield pair
 
