@@ -28,7 +28,6 @@ from moejax.commands import (
     generate,
     info,
     plan,
-    quantize,
     trace,
     train_predictor,
 )
@@ -37,7 +36,7 @@ from moejax.start.options import OPTIONS
 from pallas_kernels.option_text import nearest
 
 COMMANDS = (
-    *(generate, chat, eval, ablate, info, convert, quantize, trace, calibrate, plan),
+    *(generate, chat, eval, ablate, info, convert, trace, calibrate, plan),
     *(train_predictor, doctor, check_gpu),
 )
 """Modules with ``add_parser(commands)``, which adds commands whose default `run` takes the parsed

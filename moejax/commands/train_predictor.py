@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moejax.commands import add_command
 from moejax.errors import UserError, user_errors
-from moejax.progress import training_progress
+from moejax.progress import count_progress
 from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
 
 if TYPE_CHECKING:
@@ -74,8 +74,12 @@ def _run(args: argparse.Namespace) -> int:
             if args.model is None:
                 raise UserError(f"{name} learns from the model's routers: name it with --model")
             given["router"] = routers_of(args.model, trace.header.config_digest)
-        with training_progress("report" in takes and not args.quiet) as report:
-            policy = fits[name](trace, **given, **({"report": report} if "report" in takes else {}))
+        with count_progress("training", None, 0, "report" in takes and not args.quiet) as bar:
+            if "report" in takes:
+                given["report"] = lambda layer, layers, text: bar(
+                    layer, layers, f"layer {layer}, {text}"
+                )
+            policy = fits[name](trace, **given)
     try:
         policy.fitted.write(args.out)
     except OSError as error:

@@ -17,7 +17,7 @@ from moejax.errors import UserError
 from moejax.evaluate.comparison import Units
 from moejax.evaluate.token_ids import TokenIds
 from moejax.models.model_config import config_digest
-from moejax.progress import token_progress
+from moejax.progress import count_progress
 from moejax.serve.generation import run_scores
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def perplexity(
     # So many at once as fill two prefill steps, each of which reads an expert once for all of them.
     most, began = 2 * llm.engine.scheduler.prefill_chunks, time.perf_counter()
     with (
-        token_progress("scoring", total, 0, None, progress) as report,
+        count_progress("scoring", total, 0, progress) as report,
         contextlib.closing(run_scores(llm.engine, sequences, most)) as steps,
     ):
         compiled, compile_s, scored, start = llm.engine.runner.executables(), 0.0, 0, began

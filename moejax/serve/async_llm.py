@@ -7,10 +7,8 @@ import atexit
 import os
 import threading
 import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -55,12 +53,10 @@ class AsyncLLM:
             model = LLM.from_config(config)
         self._llm = model
         self._shutting, self._closing, self._shut = threading.Lock(), False, False
-        # One thread each, so that prompts reach the engine in order; what may take long (messages,
-        # long texts) keeps only its like waiting.
+        # One thread each, so that prompts reach the engine in order. What may take long (messages,
+        # long texts) does not keep short prompts waiting; turns of sessions keep their order.
         self._quick = ThreadPoolExecutor(1, "moejax-encode")
         self._slow = ThreadPoolExecutor(1, "moejax-encode-long")
-        self._slow_sessions: Counter[str] = Counter()
-        """Session id -> its turns that are being encoded, not quickly: those after them wait."""
         tokenizer = self._llm.get_tokenizer()
         self._engine = EngineThread(self._llm.engine, tokenizer)
         self._llm.lend(self._engine.thread)
@@ -108,10 +104,11 @@ class AsyncLLM:
             raise UserError(f"request_id {request_id!r} is in use by a request that has not ended")
         finished = False
         try:
-            with self._encoder_of(asked) as executor:
-                with engine.open():
-                    encoding = loop.run_in_executor(executor, self._encode, prompt)
-                encoded = await encoding
+            quick = session_id is None and self._llm.encoder.quick(prompt)
+            with engine.open():
+                executor = self._quick if quick else self._slow
+                encoding = loop.run_in_executor(executor, self._encode, prompt)
+            encoded = await encoding
             await engine.call(partial(engine.submit, stream, encoded, asked))
             while not finished:
                 output = await stream.next()
@@ -149,22 +146,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception) -> None:
         await self.close()
-
-    @contextmanager
-    def _encoder_of(self, asked: GenerationRequest) -> Iterator[ThreadPoolExecutor]:
-        """The thread for its prompt, until that is encoded."""
-        session = asked.session_id
-        if self._llm.encoder.quick(asked.prompt) and session not in self._slow_sessions:
-            yield self._quick
-            return
-        if session is not None:
-            self._slow_sessions[session] += 1
-        try:
-            yield self._slow
-        finally:
-            if session is not None:
-                self._slow_sessions[session] -= 1
-                self._slow_sessions += Counter()  # forgets those with none
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
         if self._closing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
@@ -35,7 +36,7 @@ from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig
 from moejax.models.hub import model_directory
-from moejax.progress import loading_progress, token_progress, versions_progress
+from moejax.progress import byte_progress, count_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import PromptEncoder
 from moejax.requests.request import GenerationRequest, Prompt
@@ -136,12 +137,12 @@ class LLM:
         """The checkpoint's weights, in the versions of the precision."""
         options = settings.options
         versions = stored_versions(settings, self.device.platform)
-        with loading_progress(self.model, options.runtime.progress) as report:
+        with byte_progress("loading", options.runtime.progress) as report:
             loaded = load_checkpoint(
                 directory,
                 options.model.dtype,
                 self.device,
-                report,
+                functools.partial(report, self.model),
                 options.model.step,
                 options.model.name_map,
                 versions,
@@ -151,12 +152,12 @@ class LLM:
                 new_builder=builder,
                 shared=options.memory.store.name == "shared",
             )
-        with versions_progress(options.runtime.progress) as making:
+        with byte_progress("making", options.runtime.progress) as report:
             return with_versions(
                 loaded,
                 versions,
                 quantizer=settings.precision.quantizer,
-                progress=making,
+                progress=report,
                 new_builder=builder,
             )
 
@@ -197,9 +198,8 @@ class LLM:
             asked = list_requests(prompts, sampling_params, session_id, priority)
             statistics, total = engine.statistics, sum(one.sampling_params.n for one in asked)
             bar = self.options.runtime.progress and use_tqdm
-            with token_progress(
-                "generating", total, 0, lambda: statistics.generated_tokens, bar
-            ) as report:
+            tokens = lambda: statistics.generated_tokens  # noqa: E731
+            with count_progress("generating", total, 0, bar, tokens) as report:
                 submissions = run_all(engine, self.encoder, asked, report, interrupted)
             return [submission.output(engine.tokenizer) for submission in submissions]
 

@@ -22,7 +22,7 @@ from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Experiment, read_experiment
 from moejax.evaluate.experiments.grid import Write, learn, left_of, open_results, run_groups
 from moejax.evaluate.experiments.records import KEYS, RECORDS, Records, read_results
-from moejax.progress import grid_progress
+from moejax.progress import count_progress
 from moejax.serve.cluster.ray_cluster import Node, explain_end, nodes, require_ray
 from moejax.serve.cluster.workers import Scale
 
@@ -114,7 +114,7 @@ def cluster_ablate(
     total = sum(map(len, experiment.runs().values()))
     with (
         open_results(experiment, root) as (done, write),
-        grid_progress(total, len(done), progress) as advance,
+        count_progress("runs", total, len(done), progress) as report,
     ):
         for measured in (True, False):
             places = len(useful_nodes(experiment))
@@ -129,7 +129,7 @@ def cluster_ablate(
                     if key in done:
                         continue
                     done.add(key)
-                    advance()
+                    report(len(done))
                 write(name, line)
     return read_results(root)
 

@@ -24,7 +24,7 @@ from moejax.evaluate.evaluation import (
     run_report,
 )
 from moejax.evaluate.token_ids import TokenIds
-from moejax.progress import token_progress
+from moejax.progress import count_progress
 from moejax.serve.cluster.workers import Scale, Worker, Workers, worker_options
 from moejax.serve.llm import LLM
 
@@ -100,7 +100,7 @@ def cluster_perplexity(
         total, scored = sum(w.end - w.first for _, w in windows), 0
         size = prepared.together
         parts = (windows[first : first + size] for first in range(0, len(windows), size))
-        with token_progress("scoring", total, 0, None, progress) as report:
+        with count_progress("scoring", total, 0, progress) as report:
             for part, scores in workers.run(parts, _pack):
                 if isinstance(scores, UserError):
                     raise scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import platform
 import secrets
@@ -40,7 +41,7 @@ from moejax.evaluate.experiments.records import (
     require_same,
 )
 from moejax.evaluate.experiments.sources.corpus import Prompts
-from moejax.progress import grid_progress
+from moejax.progress import count_progress
 from moejax.start.build import router_weights
 
 TRACES = "traces"
@@ -76,12 +77,13 @@ def ablate(
         left = left_of(groups, done)
         total = sum(map(len, groups.values()))
         begun = total - sum(map(len, left.values()))
-        with grid_progress(total, begun, progress) as advance:
+        with count_progress("runs", total, begun, progress) as report:
+            counted = itertools.count(begun + 1)
 
             def write_and_advance(name: str, line: dict[str, Any]) -> None:
                 write(name, line)
                 if name == RECORDS:
-                    advance()
+                    report(next(counted))
 
             run_groups(experiment, left, root / TRACES, write_and_advance)
     return read_results(root)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import IO, Any, Literal, Protocol
 
 from moejax.errors import UserError, as_user_error, shown
-from moejax.progress import token_progress
+from moejax.progress import count_progress
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.request import GenerationRequest
 from moejax.requests.sampling_params import SamplingParams
@@ -171,8 +171,8 @@ class OpenJob:
         whole result.
         """
         self.results.begin(overwrite=self.job.overwrite)
-        with token_progress(
-            "generating", self.total, self.done, lambda: llm.generated_tokens, progress
+        with count_progress(
+            "generating", self.total, self.done, progress, lambda: llm.generated_tokens
         ) as report:
             for request, output in llm.generate_each(self._requests(warn)):
                 line = request.tag

@@ -8,7 +8,7 @@ from host_offload.policies.precision.precision_names import Precision, precision
 from moejax import LLM, UserError
 from moejax.costs.store import cost_file, identity
 from moejax.costs.transition_bound import step_bound
-from moejax.progress import versions_progress
+from moejax.progress import byte_progress
 from moejax.start.precision import name_makers
 from tests.moejax.engine.budget_workload import planned
 
@@ -68,12 +68,11 @@ def test_a_maker_that_nobody_names_is_the_checkpoint():
 def test_the_bar_while_versions_are_made(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    with versions_progress(True) as report:
-        assert report is not None
+    with byte_progress("making", True) as report:
         report("int4", 5 * 10**6, 10**7)
         report("int8", 10**6, 10**7)
     err = capsys.readouterr().err
     assert "making int4" in err and "5.0/10.0 MB" in err and "making int8" in err
-    with versions_progress(False) as report:
-        assert report is None
+    with byte_progress("making", False) as report:
+        report("int4", 1, 2)
     assert capsys.readouterr().err == ""

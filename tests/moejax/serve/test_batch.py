@@ -19,7 +19,7 @@ import pytest
 import moejax
 from moejax import SamplingParams, UserError
 from moejax.commands import main as cli
-from moejax.progress import token_progress
+from moejax.progress import count_progress
 from moejax.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from moejax.requests.request import GenerationRequest
 from moejax.serve.batch import result_file
@@ -672,13 +672,13 @@ def test_the_progress_bar(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
     generated = [1000]
-    with token_progress("generating", 8, 3, lambda: generated[0], shown=True) as report:
+    with count_progress("generating", 8, 3, True, lambda: generated[0]) as report:
         assert "3/8" in capsys.readouterr().err
         generated[0] = 10**9
         report(5)
     err = capsys.readouterr().err
     assert "5/8" in err and re.search(r"[1-9]\d{6,} tokens/s", err)
-    with token_progress("generating", 8, 3, lambda: 0, shown=False) as report:
+    with count_progress("generating", 8, 3, False, lambda: 0) as report:
         report(5)
     assert capsys.readouterr().err == ""
 
