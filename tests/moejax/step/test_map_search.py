@@ -168,7 +168,7 @@ def check_entries(listed, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("search", [MapSearch(1000, 3)], ids=str)
 def test_step_of_kernels_that_searches(search):
     """48 layers of 128 experts, 64 rows: the pinned store is read in place, arena, tables and maps
-    are not copied, and a layer launches what docs/policies.md says."""
+    are not copied, and a layer launches the kernels below."""
     ops = resolve_ops("pallas", platform="gpu", dtype="bfloat16")
     limits = {"rows": 64, "max_model_len": 4096, "max_num_batched_tokens": 8192}
     programs = abstract_programs(
