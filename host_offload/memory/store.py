@@ -161,19 +161,27 @@ class StoreBuilder:
             allocate = jax.jit(empty, out_shardings=self._sharding)
             self._array = jax.block_until_ready(allocate())
 
-    def put(self, layer: int, first_expert: int, records: np.ndarray, first_row: int = 0) -> None:
+    def put(
+        self, layer: int, first_expert: int, records: np.ndarray | jax.Array, first_row: int = 0
+    ) -> None:
         """Writes a piece: rows first_row … first_row + r − 1 of n consecutive experts.
 
-        layer: counted over MoE layers. records: uint16[n, r, D], r = rows for whole records. Each
-        new shape of records may compile once. Raises ValueError for a piece that lies outside of
-        the store, overlaps rows already written, or comes after finish.
+        layer: counted over MoE layers. records: uint16[n, r, D], r = rows for whole records; a GPU
+        writes those that it has itself. Each new shape of records may compile once. Raises
+        ValueError for a piece that lies outside of the store, overlaps rows already written, or
+        comes after finish.
         """
         hidden = self._shape[3]
         if records.dtype != np.uint16 or records.ndim != 3 or records.shape[2] != hidden:
             raise ValueError(
                 f"records must be uint16[n, r, {hidden}], not {records.dtype}{list(records.shape)}"
             )
-        with self.piece(layer, first_expert, len(records), first_row, records.shape[1]) as rows:
+        n, r = records.shape[:2]
+        if self._memory is None and isinstance(records, jax.Array):
+            self._claim(layer, first_expert, n, first_row, r)
+            self._write(records, layer, first_expert, first_row)
+            return
+        with self.piece(layer, first_expert, n, first_row, r) as rows:
             rows[:] = records
 
     @contextlib.contextmanager
@@ -196,7 +204,9 @@ class StoreBuilder:
             self._written[region] = False
             raise
 
-    def _write(self, records: np.ndarray, layer: int, first_expert: int, first_row: int) -> None:
+    def _write(
+        self, records: np.ndarray | jax.Array, layer: int, first_expert: int, first_row: int
+    ) -> None:
         """Puts a piece where it belongs. records: as of put."""
         with self._lock:
             self._array = _updater(self._sharding)(

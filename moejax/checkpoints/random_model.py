@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from host_offload.memory.device_memory import shares_memory
 from host_offload.memory.store import StoreBuilder
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints import tensors
@@ -102,10 +103,17 @@ def random_model(
     bits = block.view(np.uint16)
     sizes = layout, sum(config.moe_layers), config.num_experts
     with new_store(*sizes, device, "random weights", new_builder) as builder:
-        for layer, expert in np.ndindex(sum(config.moe_layers), config.num_experts):
+        # A GPU cuts the records of a layer itself: the host would take a minute for 50 GiB.
+        make = None if shares_memory(device) else _device_records(bits, layout, device)
+        for layer in range(sum(config.moe_layers)):
             # A float32 is two uint16: an odd start would mix the halves of two values.
-            start = int(generator.integers(bits.size // 2)) * 2
-            builder.put(layer, expert, _piece(bits, start, (1, layout.rows, layout.hidden)))
+            starts = generator.integers(bits.size // 2, size=config.num_experts) * 2
+            if make is not None:
+                builder.put(layer, 0, make(starts.astype(np.int32)))
+                continue
+            for expert, start in enumerate(starts):
+                piece = _piece(bits, int(start), (1, layout.rows, layout.hidden))
+                builder.put(layer, expert, piece)
         store = builder.finish()
 
     def fill(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -122,6 +130,21 @@ def random_model(
 
 def _run_dtype(config: ModelConfig, dtype: str) -> str:
     return run_dtype(dtype, config.dtype or "bfloat16")
+
+
+def _device_records(
+    bits: np.ndarray, layout: RecordFormat, device: jax.Device
+) -> Callable[[np.ndarray], jax.Array]:
+    """Makes uint16[n, rows, D] on the device from int32[n]: records as _piece cuts them."""
+    size = layout.rows * layout.hidden
+    around = jax.device_put(np.tile(bits, 1 + -(-size // bits.size)), device)
+
+    @jax.jit
+    def records(starts: jax.Array) -> jax.Array:
+        cut = jax.vmap(lambda start: jax.lax.dynamic_slice(around, (start,), (size,)))(starts)
+        return cut.reshape(-1, layout.rows, layout.hidden)
+
+    return lambda starts: records(jax.device_put(starts, device))
 
 
 def _piece(block: np.ndarray, start: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -24,6 +25,8 @@ from pallas_kernels.verification import (
     require_verified,
 )
 
+log = logging.getLogger("moejax")
+
 
 def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> None:
     """Sees to it that every kernel these steps will run was found right on this device: from the
@@ -35,8 +38,13 @@ def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> Non
     """
     if device.platform != "gpu":
         return
+
+    def report(check: Check, error: float) -> None:
+        log.debug("the kernel for %s is right: %.1e", check.key, error)
+
     with user_errors():
-        require_verified(start_checks(steps, arena_bytes), device, cache_root() / "verified")
+        wanted = start_checks(steps, arena_bytes)
+        require_verified(wanted, device, cache_root() / "verified", report)
 
 
 def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:

@@ -91,6 +91,12 @@ class Compiler:
             self.start(key).result()
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
+    def drop(self) -> None:
+        """Leaves what has not begun to compile until it is called."""
+        for key, future in [*self._executables.items()]:
+            if key not in self._needed and future.cancel():
+                del self._executables[key]
+
     def submit(self, work: Callable, *args: Any) -> Future:
         """Does something else that compiles in the same threads."""
         # In this thread's context: whether kernels are interpreted is a context variable.

@@ -9,7 +9,9 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from moejax.costs.rates import Rates, measure_rates
 from moejax.device import select_device
 from moejax.engine.loop import Engine
 from moejax.errors import UserError
+from moejax.requests.request import Request
 from moejax.step.executor import Executor
+from moejax.step.walk import LOOK_EVERY
 from scripts.bench import kernel_profile
 from scripts.bench.kernel_profile import Profile
 from scripts.parts.bench_engine import (
@@ -28,6 +32,7 @@ from scripts.parts.bench_engine import (
     decode_engine,
     described,
     grant,
+    log_to,
     no_compilation,
     parse_cells,
     parse_numbers,
@@ -36,12 +41,13 @@ from scripts.parts.commands import new_parser, positive, refusing
 from scripts.parts.decode_timing import (
     ROUTINGS,
     Samples,
+    Sequences,
     decode,
     forced_routings,
     prefill,
     step_bytes,
 )
-from scripts.parts.text_table import aligned, show
+from scripts.parts.text_table import running
 
 DESCRIPTION = """\
 Decode steps through the engine's own executables, in the sizes of known models: random weights
@@ -50,6 +56,8 @@ batch size × cells per layer (experts that a layer keeps in the arena); cells c
 table contents only, and the bench fails if anything is compiled while it measures."""
 
 EPILOG = """\
+A row is printed when it is measured.
+
 columns, each figure beside its floor (the least or most that the measured rates allow):
   ms/step    median, and p99, of the time between the results of two steps, all steps of all repeats
   floor      max(memory, link): the bytes a step must read from memory (dense weights, KV, active
@@ -97,12 +105,14 @@ class Case:
 @refusing(MemoryError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
-    lines, profiles = run(args)
-    text = [*table(lines)]
-    for case, profile in profiles.items():
-        text.append(f"\nbatch {case.batch}, {case.cells} cells a layer")
-        text += kernel_profile.table(profile)
-    show(args.json, lines, text)
+    profiles: dict[Case, Profile] = {}
+    lines = run(args, profiles)
+    # Each row as it is measured: a run that is ended has shown what it has.
+    for text in map(json.dumps, lines) if args.json else table(lines):
+        print(text, flush=True)
+    for case, profile in profiles.items() if not args.json else ():
+        print(f"\nbatch {case.batch}, {case.cells} cells a layer")
+        print(*kernel_profile.table(profile), sep="\n", flush=True)
     return 0
 
 
@@ -122,12 +132,13 @@ def _parser() -> argparse.ArgumentParser:
         help="rounds over all cells that the steps are split into, so that a slow moment of the "
         "machine meets all of them (default: %(default)s)",
     )
+    add("--output", type=Path, metavar="FILE", help="also adds each row to the file, as JSON lines")
     add("--profile", action="store_true", help="also trace steps of each row: time per kernel")
     return parser
 
 
-def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[Case, Profile]]:
-    """A line for each case, and what was profiled of it."""
+def run(args: argparse.Namespace, profiles: dict[Case, Profile]) -> Iterator[dict[str, Any]]:
+    """A line for each case, as soon as it is measured. profiles: gets what was profiled."""
     config = shape(args.shape, args.layers)
     batches = parse_numbers(args.batch, "--batch", least=1)
     cells = parse_cells(args.cells, config.num_experts)
@@ -152,26 +163,22 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[Case, Prof
         kernel_profile.require_track(device)
     rows = max(batches)
     with decode_engine(args, config, device, cells, rows=rows, longest=longest) as engine:
-        cases = [Case(b, c) for b in batches for c in cells]
         rates = measure_rates(engine.runner)
-        samples = {case: Samples() for case in cases}
-        profiles: dict[Case, Profile] = {}
-        for _, group in itertools.groupby(cases, lambda case: case.batch):
-            _measure(args, engine, list(group), counts, samples, profiles)
-        lines = [
-            {"shape": args.shape, "routing": args.routing}
-            | measured_line(
-                engine.runner,
-                rates,
-                samples[case],
-                batch=case.batch,
-                cells=case.cells,
-                context=args.context,
-            )
-            | ({"profile": profiles[case].as_json()} if case in profiles else {})
-            for case in cases
-        ]
-    return lines, profiles
+        for batch in batches:
+            cases = [Case(batch, count) for count in cells]
+            for case, samples in _measure(args, engine, cases, counts, profiles):
+                line = {"shape": args.shape, "routing": args.routing} | measured_line(
+                    engine.runner,
+                    rates,
+                    samples,
+                    batch=case.batch,
+                    cells=case.cells,
+                    context=args.context,
+                )
+                if case in profiles:
+                    line["profile"] = profiles[case].as_json()
+                log_to(args.output, line)
+                yield line
 
 
 # ---- measuring
@@ -182,10 +189,10 @@ def _measure(
     engine: Engine,
     cases: list[Case],
     counts: list[int],
-    samples: dict[Case, Samples],
     profiles: dict[Case, Profile],
-) -> None:
-    """All cells of one batch size, in interleaved rounds of counts[i] steps each."""
+) -> Iterator[tuple[Case, Samples]]:
+    """All cells of one batch size, in interleaved rounds of counts[i] steps each. profiles: gets
+    those of the cases."""
     runner, random = engine.runner, np.random.default_rng(args.seed)
     warmup = max(args.warmup, 1)
     vocabulary = runner.config.vocab_size
@@ -194,28 +201,45 @@ def _measure(
     # round and its warm-up, which would otherwise load what the timed steps need.
     total = warmup * (len(counts) + 2) + sum(counts) + max(counts)
     routings = forced_routings(args.routing, runner, cases[0].batch, total, random)
-    requests, sequences = prefill(engine, prompts, warmup + max(counts))
+    requests: list[Request] = []
 
     def run(first: int, steps: int, samples: Samples) -> None:
         decode(runner, sequences, routings[first : first + steps], samples)
 
-    grant(engine, cases[0].cells)
-    run(0, warmup, Samples())  # compiles what has not been
-    first = warmup
+    def ready(case: Case, first: int) -> None:
+        """Gives layers the case's cells, and everything time to settle."""
+        nonlocal requests, sequences
+        grant(engine, case.cells)
+        whole = case.cells == runner.config.num_experts
+        if whole or not requests:
+            # A prompt's tokens ask for every expert, a few steps would not.
+            engine.abort(requests)
+            requests, sequences = prefill(engine, prompts, warmup + max(counts))
+        # The host looks now and then whether every expert is in its cell, and plans no more then.
+        for _ in range(1 + whole * (1 + LOOK_EVERY // warmup)):
+            run(first, warmup, Samples())
+
+    sequences: Sequences
+    names = None
+    while names != (names := runner.executables()):  # compiles what this batch calls
+        ready(max(cases, key=lambda case: case.cells), 0)
+        runner.wait_compiled(everything=True)
+    first, samples = warmup, {case: Samples() for case in cases}
     with no_compilation(runner):
-        for count in counts:
+        for i, count in enumerate(counts):
             for case in cases:
-                grant(engine, case.cells)
-                run(first, warmup, Samples())
+                ready(case, first)
                 run(first + warmup, count, samples[case])
+                if i == len(counts) - 1 and not args.profile:
+                    yield case, samples[case]
             first += warmup + count
         for case in cases if args.profile else ():
-            grant(engine, case.cells)
-            run(first, warmup, Samples())
+            ready(case, first)
             # decode waits for the last step, so the trace holds whole steps.
             steps = max(counts)
             traced = functools.partial(run, first + warmup, steps, Samples())
             profiles[case] = kernel_profile.record(traced, steps)
+            yield case, samples[case]
     engine.abort(requests)
 
 
@@ -289,10 +313,11 @@ COLUMNS = (
 """Heading → how a line is shown under it."""
 
 
-def table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of text for people. lines: of one run, measured_line's fields with shape and
-    routing."""
-    first = lines[0]
+def table(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Lines of text for people, each as soon as its row is there. lines: of one run,
+    measured_line's fields with shape and routing."""
+    lines = iter(lines)
+    first = next(lines)
     yield (
         "{shape}, {layers} layers of {experts} experts, {dtype}, on {device}, jax {jax}; "
         "{routing} routing, context {context}, {steps} steps".format(**first)
@@ -301,4 +326,4 @@ def table(lines: list[dict[str, Any]]) -> Iterator[str]:
         "measured: link {link_rate_gb_per_s:.2f} GB/s, memory {memory_rate_gb_per_s:.2f} GB/s; "
         "floor = max(memory, link)".format(**first)
     )
-    yield from aligned(COLUMNS, lines)
+    yield from running(COLUMNS, itertools.chain([first], lines))

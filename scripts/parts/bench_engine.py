@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,15 +213,24 @@ def weights_of(
 
 @contextmanager
 def compiled_engine(
-    args: argparse.Namespace, loaded: LoadedModel, device: jax.Device, limits: Config
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    device: jax.Device,
+    limits: Config,
+    *,
+    everything: bool = True,
 ) -> Iterator[Engine]:
-    """An engine that needs no more compilation; leaving the context frees its arena, not the
-    weights, so that the next engine, of other shapes, can have them."""
+    """An engine that needs no more compilation (everything False: that compiles what is called);
+    leaving the context frees its arena, not the weights, so that the next engine, of other shapes,
+    can have them."""
     given = {"eviction": args.eviction, "ops": args.ops, "seed": args.seed}
     engine, _ = start_engine(loaded, limits.replaced(**given), device)
     runner = engine.runner
     try:
-        runner.wait_compiled(everything=True)
+        if everything:
+            runner.wait_compiled(everything=True)
+        else:
+            runner.compiler.drop()
         yield engine
     finally:
         runner.delete(given=False)
@@ -235,7 +246,7 @@ def decode_engine(
     rows: int,
     longest: int,
 ) -> Iterator[Engine]:
-    """A compiled engine for decode steps of `rows` sequences of up to `longest` tokens, with any of
+    """An engine for decode steps of `rows` sequences of up to `longest` tokens, with any of
     these numbers of cells a layer. Raises UserError where that does not fit."""
     limits = Config.of(
         args.shape,
@@ -248,7 +259,7 @@ def decode_engine(
     check_fits(args, config, device, max(cells), tokens=rows * longest, prefill=PREFILL)
     with (
         weights_of(args, config, device) as loaded,
-        compiled_engine(args, loaded, device, limits) as engine,
+        compiled_engine(args, loaded, device, limits, everything=False) as engine,
     ):
         yield engine
 
@@ -288,6 +299,13 @@ def _compilations() -> list[str]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return log
+
+
+def log_to(path: Path | None, line: Mapping[str, Any]) -> None:
+    """Adds an object of JSON to the file at once: a run that is ended keeps what it measured."""
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def described(runner: Executor) -> dict[str, Any]:

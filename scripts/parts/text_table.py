@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,17 @@ def aligned(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def running(
+    columns: Sequence[tuple[str, str]], lines: Iterable[Mapping[str, Any]], width: int = 8
+) -> Iterator[str]:
+    """As aligned, each line as soon as there is one: columns of `width` or as wide as headings."""
+    dashes = _Dashes()
+    widths = [max(width, len(heading)) for heading, _ in columns]
+    rows = ([dashes.vformat(shown, (), line) for _, shown in columns] for line in lines)
+    for row in itertools.chain([[heading for heading, _ in columns]], rows):
+        yield "  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True))
 
 
 def show(as_json: bool, lines: Iterable[Mapping[str, Any]], text: Iterable[str]) -> None:

@@ -133,6 +133,15 @@ def test_what_has_no_place_is_refused(build, args, message):
     builder.close()
 
 
+def test_records_on_a_device(build):
+    builder = build()
+    for layer in range(2):
+        builder.put(layer, 0, jax.numpy.asarray(RECORDS[layer]))
+    with pytest.raises(ValueError, match="written twice"):
+        builder.put(0, 0, jax.numpy.asarray(RECORDS[0, :1]))
+    np.testing.assert_array_equal(content(builder.finish()), RECORDS)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_cannot_be_built_is_refused(shared, monkeypatch):
     monkeypatch.setattr(store_module, "shares_memory", lambda device: shared)

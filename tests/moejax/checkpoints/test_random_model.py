@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.memory import store as store_module
+from moejax.checkpoints import random_model as random_model_module
 from moejax.checkpoints.random_model import random_model, shape
 
 
@@ -25,4 +27,18 @@ def test_random_model_is_repeatable_and_its_experts_differ(dtype):
     assert (np.asarray(loaded.params["runs"][0]["q_norm"]) == 1).all()
     assert loaded.dtype == dtype
     for model in (loaded, again, other):
+        model.store.delete()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_device_cuts_the_records_that_the_host_would(monkeypatch, dtype):
+    config = shape("demo", layers=2)
+    ours = random_model(config, dtype)
+    for module in (random_model_module, store_module):
+        monkeypatch.setattr(module, "shares_memory", lambda device: False)
+    theirs = random_model(config, dtype)
+    for a, b in zip(*map(jax.tree.leaves, (ours.params, theirs.params)), strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+    assert np.array_equal(*(np.asarray(m.store.arrays["dense"]) for m in (ours, theirs)))
+    for model in (ours, theirs):
         model.store.delete()

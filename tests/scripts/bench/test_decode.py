@@ -1,5 +1,7 @@
 """The bench runs, reports every figure beside its floor, and refuses what cannot run."""
 
+import json
+
 import jax
 import pytest
 
@@ -35,6 +37,24 @@ def check(line: dict) -> None:
 
 FORCED = ("--layers", "2", "--batch", "3", "--cells", "0,16", "--routing")
 """One set of shapes for both tests: compiled once."""
+
+
+def test_what_ends_a_run_leaves_its_rows(capsys, monkeypatch, tmp_path):
+    def line(*args, cells, **kwargs):
+        if cells == 0:
+            raise KeyboardInterrupt
+        return measured(*args, cells=cells, **kwargs)
+
+    measured = bench_decode.measured_line
+    monkeypatch.setattr(bench_decode, "measured_line", line)
+    output = tmp_path / "rows.jsonl"
+    args = ("--layers", "1", "--batch", "1", "--cells", "all,0", "--output", str(output))
+    with pytest.raises(KeyboardInterrupt):
+        bench_decode.main([*QUICK, *args])
+    (row,) = map(json.loads, output.read_text().splitlines())
+    check(row)
+    assert row["misses_per_step"] == 0  # its prompt has filled every cell
+    assert f"{row['ms_per_step']:.2f}" in capsys.readouterr().out.splitlines()[-1].split()
 
 
 @pytest.mark.slow
