@@ -10,9 +10,8 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, Moment
-from host_offload.control.step_record import LayerRouting, StepRecord, StepRows
+from host_offload.control.step_record import LayerRouting, LinkUse, StepRecord, StepRows
 from host_offload.memory.tables import Entry, HandOver, Move, Residency
-from host_offload.queue.transfer import Progress
 
 
 class Device(Protocol):
@@ -55,9 +54,9 @@ class Device(Protocol):
         devices with a second processor."""
         ...
 
-    def progress(self) -> Progress:
-        """What is on its way beside compute, and what has settled since the last call; asked
-        between layers, of devices whose controller's policies need it."""
+    def link_use(self) -> LinkUse:
+        """The queue of transfers beside compute as it is now; asked between layers, of devices
+        whose controller's policies need it."""
         ...
 
 
@@ -184,7 +183,7 @@ class Control:
             routing=routing,
             tables=self.device.snapshot()() if unseen and controller.needs_residency else None,
             done=done,
-            progress=self.device.progress() if "progress" in controller.needs else None,
+            link=self.device.link_use() if controller.needs_link else None,
         )
         self._update_tables()
         self._hand_over_cells()

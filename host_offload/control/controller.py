@@ -40,11 +40,17 @@ from host_offload.control.rules import (
     wants_pool,
 )
 from host_offload.control.staging import Staging, last_used
-from host_offload.control.step_record import SEEN, USES, LayerRouting, StepRecord, StepRows
+from host_offload.control.step_record import (
+    SEEN,
+    USES,
+    LayerRouting,
+    LinkUse,
+    StepRecord,
+    StepRows,
+)
 from host_offload.control.transfers import COUNTS
 from host_offload.control.transitions import Transitions, check_resident
 from host_offload.memory.tables import Entry, Residency
-from host_offload.queue.transfer import Progress, Settled
 
 RESIDENCY = frozenset({"version", "state", "last_used", "clock", "frequency", "cells"})
 """Needs that are read from a copy of the device's tables."""
@@ -65,12 +71,12 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """An event: what policies were shown of the transfers beside compute, between two layers."""
+    """An event: what policies were shown of the queue beside compute, between two layers."""
 
     step: int
     moment: Moment
     layer: int
-    progress: Progress
+    link: LinkUse
 
 
 Event = Decided | StagedTransfer | Observed
@@ -100,7 +106,7 @@ class Shown(NamedTuple):
     routing: LayerRouting | None = None
     counts: np.ndarray | None = None
     kv_refs: np.ndarray | None = None
-    progress: Progress | None = None
+    link: LinkUse | None = None
 
 
 class Seat:
@@ -120,8 +126,6 @@ class Seat:
             error.add_note(f"in policy {self.name} at its init")
             raise
         self.news: dict[tuple[str, Moment], list[StagedTransfer]] = {}
-        self._settled: list[Settled] = []
-        """Transfers that the policy has not seen settled."""
         interval = getattr(policy, "interval", None)
         never = math.inf, "steps"
         self._every = never if interval is None else parse_interval(interval, self.name)
@@ -130,7 +134,8 @@ class Seat:
         self.intervals = 0
         self.counts: np.ndarray | None = None
 
-    def progress(self, rows: int, seconds: float, counts: np.ndarray | None) -> None:
+    def count_step(self, rows: int, seconds: float, counts: np.ndarray | None) -> None:
+        """A step of so many rows was read, so many seconds from the start."""
         self._passed["steps"] += 1
         self._passed["tokens"] += rows
         self._passed["seconds"] = seconds
@@ -142,15 +147,6 @@ class Seat:
         (count, unit), before = self._every, self.intervals
         self.intervals = int(self._passed[unit] // count)
         return self.intervals > before
-
-    def take_progress(self, progress: Progress) -> Progress:
-        """The progress as the policy sees it."""
-        settled, self._settled = self._settled, []
-        return dataclasses.replace(progress, settled=tuple(settled))
-
-    def hear(self, settled: Sequence[Settled]) -> None:
-        if "progress" in self.policy.needs:
-            self._settled += settled
 
     def tell(self, name: str, news: Sequence[StagedTransfer]) -> None:
         if name in self.policy.needs:
@@ -245,6 +241,11 @@ class Controller:
         wanted = self.stages_transfers or self.pool is not None or self.search is not None
         return wanted or not self.needs.isdisjoint(RESIDENCY)
 
+    @property
+    def needs_link(self) -> bool:
+        """Whether policies look at the queue beside compute."""
+        return not self.needs.isdisjoint(LinkUse._fields)
+
     def assigned(self, layer: int) -> Assigned | None:
         """What this step's policies decided of the layer so far; None: nothing."""
         assigned = self._assigned
@@ -309,7 +310,7 @@ class Controller:
         self._hand_over()
         self._use = record.use
         for seat in self._seats:
-            seat.progress(len(record.ids), seconds, counts)
+            seat.count_step(len(record.ids), seconds, counts)
         shown = Shown(Moment.STEP_END, step, seconds, age, rows=record, counts=counts)
         self._ask_all(shown)
         for seat in self._seats:
@@ -334,27 +335,27 @@ class Controller:
         routing: LayerRouting | None = None,
         tables: Residency | None = None,
         done: np.ndarray | None = None,
-        progress: Progress | None = None,
+        link: LinkUse | None = None,
     ) -> list[Entry]:
         """A moment inside a step that runs layer by layer; returns transfers to carry out right
         now, before anything else of the step.
 
         rows: of the step. routing: at ROUTED and EXPERTS_BEGIN. tables: as they are now, needed if
         needs_residency. done int32[S]: for the list returned last, 1 for each entry that was
-        carried out; None if that was settled or empty. progress: as it is now, where a policy
-        needs it.
+        carried out; None if that was settled or empty. link: as it is now, where a policy needs
+        it.
         """
         if tables is not None:
             self.see(tables)
-        if progress is not None:
-            progress = self._show_progress(step, moment, layer, progress)
+        if link is not None:
+            self._log(Observed(step, moment, layer, link))
         if done is not None and self.settle_between_layers(done):
-            self._ask_all(Shown(Moment.TRANSFER, step, seconds, layer=layer, progress=progress))
+            self._ask_all(Shown(Moment.TRANSFER, step, seconds, layer=layer, link=link))
         counts = None
         if "counts" in self.needs and routing is not None:
             counts = self._counts(routing.ids, layer)
         shown = Shown(moment, step, seconds, layer=layer, rows=rows, routing=routing, counts=counts)
-        self._ask_all(shown._replace(progress=progress))
+        self._ask_all(shown._replace(link=link))
         if (pool := self.pool) is not None:
             assert self.tables is not None, "a pool is looked at: give the controller the tables"
             active = None
@@ -365,15 +366,6 @@ class Controller:
         if self.tables is None or not any(seat.stages_between_layers for seat in self._seats):
             return []
         return self.staging.entries(step, self.tables, between_layers=True)
-
-    def _show_progress(self, step: int, moment: Moment, layer: int, progress: Progress) -> Progress:
-        """What is shown of the progress, logged and told to whom it concerns."""
-        settled = tuple(dataclasses.replace(each, message="") for each in progress.settled)
-        progress = dataclasses.replace(progress, settled=settled)
-        self._log(Observed(step, moment, layer, progress))
-        for seat in self._seats:
-            seat.hear(settled)
-        return progress
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
         """The list that between_layers returned last was carried out, done int32[S]. Returns
@@ -446,6 +438,8 @@ class Controller:
         if need in SEEN:
             routed = shown.routing is not None and SEEN[need] in LayerRouting._fields
             return getattr(shown.routing if routed else shown.rows, SEEN[need])
+        if shown.link is not None and need in LinkUse._fields:
+            return getattr(shown.link, need)
         if need in USES:
             return None if self._use is None else int(self._use[USES.index(need)])
         match need:
@@ -453,8 +447,6 @@ class Controller:
                 return getattr(shown, need)
             case "finished" | "retired":
                 return tuple(seat.news.pop((need, shown.moment), ()))
-            case "progress":
-                return None if shown.progress is None else seat.take_progress(shown.progress)
             case "in_flight":
                 return self.staging.in_flight
             case "costs":

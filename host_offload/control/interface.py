@@ -18,7 +18,6 @@ import numpy as np
 
 from host_offload.control.step_record import PageUse
 from host_offload.memory.placement import ResidentSpec
-from host_offload.queue.transfer import Progress
 
 
 class Moment(IntEnum):
@@ -275,10 +274,6 @@ class Observation(PageUse):
     """Transfers carried out or skipped since the policy last saw this moment."""
     retired: tuple[StagedTransfer, ...] | None = None
     """Those carried out that were, since then, first used or evicted without use."""
-    progress: Progress | None = None
-    """Between layers, what is on its way beside compute just now, of demands and ahead of need:
-    each with its bytes left and its cause; what has settled since the policy last saw it; seconds
-    with a chunk under way. Messages of failures are left out. Without a queue nothing ever is."""
     in_flight: tuple[StagedTransfer, ...] | None = None
     """Transfers whose step has not been read."""
 

@@ -55,8 +55,6 @@ def moments_with(field: str) -> frozenset[Moment]:
     """The moments at which an Observation can have the field."""
     if field in _IN_STEP:
         return STEP_READ | _IN_STEP[field]
-    if field == "progress":
-        return BETWEEN_LAYERS
     if field == "kv_refs":
         return frozenset({Moment.TURN_END})
     return STEP_READ if field in SEEN else frozenset(Moment)

@@ -9,11 +9,24 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 
 
+class LinkUse(NamedTuple):
+    """The queue of transfers beside compute; without one nothing is ever in flight."""
+
+    link_flying: int = 0
+    """Transfers that have not settled."""
+    link_bytes_left: int = 0
+    """Bytes of those that are not there."""
+    link_arrived: int = 0
+    """Transfers that arrived so far, of demands and ahead of need."""
+    link_failed: int = 0
+    link_busy_us: int = 0
+    """Microseconds so far with a chunk under way."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageUse:
-    """State of KV, queues and link after a step; what policies see is of the last step read, None
-    before there was one. link_*: of the queue of transfers beside compute; without one
-    nothing is ever in flight."""
+    """State of KV, queues and link (LinkUse) after a step. Policies see that of the last step read,
+    None before there was one; between layers the link as it is at that moment."""
 
     kv_used: int | None = None
     """KV pages in use."""
@@ -28,14 +41,10 @@ class PageUse:
     waiting_tokens: int | None = None
     """Prompt tokens of the waiting requests."""
     link_flying: int | None = None
-    """Transfers that have not settled."""
     link_bytes_left: int | None = None
-    """Bytes of those that are not there."""
     link_arrived: int | None = None
-    """Transfers that arrived so far, of demands and ahead of need."""
     link_failed: int | None = None
     link_busy_us: int | None = None
-    """Microseconds so far with a chunk under way."""
 
 
 USES = tuple(field.name for field in dataclasses.fields(PageUse))

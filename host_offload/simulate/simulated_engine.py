@@ -21,6 +21,7 @@ from host_offload.control.step_record import (
     SEEN,
     USES,
     LayerRouting,
+    LinkUse,
     StepRecord,
     StepRows,
 )
@@ -34,8 +35,7 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     Trajectory,
     empty_store,
 )
-from host_offload.queue.transfer import Progress
-from host_offload.traces.progress import RecordedProgress
+from host_offload.traces.link import RecordedLink
 from host_offload.traces.reader import Trace
 from host_offload.traces.schema import BudgetMove, TraceError, TraceHeader
 from host_offload.traces.step_sets import in_waves, step_set
@@ -133,7 +133,7 @@ class PagerDevice(Pager):
         self._assigned: tuple[int, np.ndarray] | None = None
         self.maps: MapStore | None = None
         """What decode steps search; None: nothing."""
-        self.progress: Callable[[], Progress] = lambda: Progress(0.0, (), ())
+        self.link_use: Callable[[], LinkUse] = LinkUse
         """As of Device."""
         self.step = self.begin_step(-1, None, 1)
 
@@ -339,7 +339,7 @@ class SimulatedEngine:
         self._control = Control(device, controller, self._resizer)
         self._making = -1
         self._clock = clock
-        self._progress = RecordedProgress(trace.progress(), f"the trace {trace.directory}")
+        self._link = RecordedLink(trace.link(), f"the trace {trace.directory}")
         self._between = controller.moments & BETWEEN_LAYERS
         self._reading: list[tuple[StepRecord, StepRecord]] = []
         """Steps that were dispatched and not read: in the trace, and as they came out."""
@@ -407,8 +407,7 @@ class SimulatedEngine:
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> None:
         # Not asked for where no policy sees it.
-        now = functools.partial(self._progress.at, self._making, moment, layer)
-        self._device.progress = now
+        self._device.link_use = functools.partial(self._link.find, self._making, moment, layer)
         if entries := self._control.between_layers(moment, layer, rows, routing):
             self._device.stage(entries, coming=max(layer, 0), routed=routing is not None)
 

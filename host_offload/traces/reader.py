@@ -4,7 +4,7 @@ docs/reference/trace_format.md describes them.
 
 A trace is a directory: `trace.json` says once what holds for all of it, each
 `chunk-*.safetensors` has whole steps as arrays, and files of JSON lines have what happened beside
-them: `decisions`, `transfers`, `progress` and `marks`. A chunk appears under its name when it is
+them: `decisions`, `transfers`, `link` and `marks`. A chunk appears under its name when it is
 complete, so a reader never sees half a chunk and a crash costs the newest only. This file reads
 them; nothing is read before it is asked for.
 """
@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from host_offload.control.step_record import USES, StepRecord
-from host_offload.traces.progress import ProgressTrace, parse_progress
+from host_offload.control.interface import Moment
+from host_offload.control.step_record import USES, LinkUse, StepRecord
+from host_offload.traces.link import LinkTrace
 from host_offload.traces.schema import (
     BITS,
     FORMAT,
@@ -168,10 +169,11 @@ class Trace:
         decisions."""
         return (TransferTrace(*line) for line in self._lines("transfers"))
 
-    def progress(self) -> Iterator[ProgressTrace]:
-        """All that policies were shown of transfers beside compute, in its order. Raises TraceError
-        as decisions."""
-        return map(parse_progress, self._lines("progress"))
+    def link(self) -> Iterator[LinkTrace]:
+        """All that policies were shown between layers of the queue of transfers beside compute, in
+        its order. Raises TraceError as decisions."""
+        for step, moment, layer, *use in self._lines("link"):
+            yield LinkTrace(step, Moment(moment), layer, LinkUse(*use))
 
     def marks(self) -> tuple[Mark, ...]:
         """All marks, in order. Raises TraceError as decisions."""

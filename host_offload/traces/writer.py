@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from host_offload.control.step_record import StepRecord
-from host_offload.traces.progress import ProgressTrace, progress_line
+from host_offload.traces.link import LinkTrace
 from host_offload.traces.schema import (
     BITS,
     FORMAT,
@@ -121,9 +121,9 @@ class TraceWriter:
         """Adds a transfer whose fate is known."""
         self._add_line("transfers", transfer)
 
-    def progress(self, seen: ProgressTrace) -> None:
-        """Adds what policies were shown of transfers beside compute."""
-        self._add_line("progress", progress_line(seen))
+    def link(self, seen: LinkTrace) -> None:
+        """Adds what policies were shown of the queue of transfers beside compute."""
+        self._add_line("link", [*seen[:3], *seen.use])
 
     def mark(self, mark: Mark) -> None:
         """Adds a named moment."""

@@ -24,6 +24,7 @@ from moejax.requests.request import Request
 from moejax.step.experts import Paging
 from moejax.step.processor import PlacementTotals
 from moejax.step.step_parts import SecondProcessor
+from moejax.step.transports.transport import link_use
 
 KEPT_TIMES = 100_000
 """Latest times kept for percentiles, so that memory stays flat however long the engine runs."""
@@ -173,11 +174,6 @@ def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
     """KV, queues and link as policies and traces see them. totals: of the transfers beside compute;
     None: there are none."""
     waiting = scheduler.waiting
-    link = (0,) * 5
-    if totals is not None:
-        came, busy = totals.demands + totals.ahead, round(totals.busy_seconds * 1e6)
-        link = totals.flying, totals.bytes_left, came, totals.failed, busy
-    flying, bytes_left, arrived, failed, busy_us = link
     return PageUse(
         kv_used=scheduler.arena.pages - scheduler.cache.available,
         kv_peak=scheduler.peak_pages,
@@ -186,11 +182,7 @@ def page_use(scheduler: Scheduler, totals: Totals | None) -> PageUse:
         running=len(scheduler.running),
         waiting=len(waiting),
         waiting_tokens=sum(len(r.prompt) for r in waiting),
-        link_flying=flying,
-        link_bytes_left=bytes_left,
-        link_arrived=arrived,
-        link_failed=failed,
-        link_busy_us=busy_us,
+        **link_use(totals)._asdict(),
     )
 
 

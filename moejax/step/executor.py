@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, MapSearch
+from host_offload.control.step_record import LinkUse
 from host_offload.control.window import WindowSpec
 from host_offload.memory.integrity import count_damaged, describe_faults
 from host_offload.memory.placement import Placement
@@ -29,7 +30,6 @@ from host_offload.memory.tables import (
     read_snapshot,
     with_contents,
 )
-from host_offload.queue.transfer import Progress
 from host_offload.versions.layer_versions import record_bytes, version_bytes
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
@@ -45,7 +45,7 @@ from moejax.step.programs import HAND_OVERS, MOVES, STAGES, Kind, ProgramKey, Pr
 from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
-from moejax.step.transports.transport import Transport
+from moejax.step.transports.transport import Transport, link_use
 from moejax.step.walk import CompiledWalk, DeviceMaps, StepRequest
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
@@ -223,7 +223,6 @@ class Executor:
     def prepare(self, controller: Controller) -> None:
         """Begins to compile what the controller's policies will ask for, and counts it among what
         every request needs."""
-        self.transport.keep_settled("progress" in controller.needs)
         staged = controller.stages_transfers
         kinds: list[Kind] = []
         if controller.needs_residency:
@@ -322,9 +321,9 @@ class Executor:
         """As of Transport."""
         return self.transport.failures(writes)
 
-    def progress(self) -> Progress:
-        """As of Transport."""
-        return self.transport.progress()
+    def link_use(self) -> LinkUse:
+        """As of Device."""
+        return link_use(self.transport.totals())
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
         """Gives experts of a layer to the second processor, as of

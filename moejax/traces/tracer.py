@@ -21,7 +21,7 @@ from host_offload.control.controller import Decided, Event, Observed
 from host_offload.control.interface import Spec
 from host_offload.control.paging import PagedSpec
 from host_offload.control.step_record import COLUMNS, StepRecord
-from host_offload.traces.progress import ProgressTrace
+from host_offload.traces.link import LinkTrace
 from host_offload.traces.schema import QUEUES, SAID, Mark, TraceError, TraceHeader, TransferTrace
 from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import user_errors
@@ -59,11 +59,10 @@ class Tracer:
     @user_errors(TraceError)
     def event(self, event: Event) -> None:
         """Adds an event of a Controller's log: a policy's decision, a line of decisions.jsonl; what
-        it was shown of transfers beside compute; or a transfer, once: when it was used, evicted or
+        it was shown of the queue beside compute; or a transfer, once: when it was used, evicted or
         skipped, or at the end."""
         if isinstance(event, Observed):
-            place = event.step, event.moment, event.layer
-            self.writer.progress(ProgressTrace(*place, event.progress))
+            self.writer.link(LinkTrace(event.step, event.moment, event.layer, event.link))
             return
         if not isinstance(event, Decided):
             fields = (getattr(event, name) for name in TransferTrace._fields)

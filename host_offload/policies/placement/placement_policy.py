@@ -91,7 +91,7 @@ class PlacementPolicy:
         if {*dict(self.stated), *(["load"] if self.load_of_link else [])} < {*COSTS}:
             found.add("costs")
         if self.looks_ahead:
-            found |= {"progress", "gate_input"}
+            found |= {"link_bytes_left", "gate_input"}
             found |= {"router"} if self.predict == "gates" else {"ids", "weights"}
         return frozenset(found)
 
@@ -124,7 +124,7 @@ class PlacementPolicy:
                 ahead.append(queue_of(other, rows.get(other, none), there[other]))
         alpha = 0.0
         if self.looks_ahead:
-            alpha = seen.progress.bytes_left / state.record_bytes * state.costs.load
+            alpha = seen.link_bytes_left / state.record_bytes * state.costs.load
         current = queue_of(layer, counts, there[layer])
         resident = queue_of(layer, counts, ~there[layer])
         given = LayerWork(current, ahead, state.costs, alpha, state.hit, resident)

@@ -19,7 +19,7 @@ from host_offload.queue.cached import CachedRecords
 from host_offload.queue.device import DeviceQueue, TransferLost
 from host_offload.queue.native import Totals
 from host_offload.queue.pinned import PinnedRecords
-from host_offload.queue.transfer import DEMAND, Progress, Settled, Transfer
+from host_offload.queue.transfer import DEMAND, Transfer
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.layer_programs import IDLE, READ_THROUGH
@@ -89,8 +89,6 @@ class CopyTransport(Transport):
         self._failed: list[tuple[int, TransferFailure]] = []
         """Experts that could not be computed, with the number of their step."""
         self._steps = 0
-        self._kept: list[Settled] | None = None
-        """What has settled since `progress` told of it; None: nobody asks."""
         self.unpacked = 0
         """Records of packed residents that a stream has decoded within the arena."""
         self.check_cell: Callable[[int, int, int, int], bool] = self.is_intact
@@ -294,9 +292,7 @@ class CopyTransport(Transport):
     def begin_output(self) -> tuple:
         """The number of the step in the place of an arena's writes."""
         number, self._steps = self._steps, self._steps + 1
-        settled = self.device_queue.observe().settled
-        if self._kept is not None:
-            self._kept += settled
+        self.device_queue.observe()  # what has settled is kept until then
         return (np.array([0, number], np.uint32),)
 
     def failures(self, writes: int) -> list[TransferFailure]:
@@ -309,16 +305,6 @@ class CopyTransport(Transport):
         size = sum(self.records.sizes)
         decoded = {"unpacked": self.unpacked, "unpacked_bytes": self.unpacked * size}
         return dataclasses.replace(self.device_queue.totals(), **decoded)
-
-    def keep_settled(self, keep: bool) -> None:
-        self._kept = [] if keep else None
-
-    def progress(self) -> Progress:
-        seen = self.device_queue.observe()
-        if self._kept is None:
-            return seen
-        kept, self._kept = self._kept, []
-        return dataclasses.replace(seen, settled=(*kept, *seen.settled))
 
     def drain(self) -> None:
         """What is on its way is moved into its cells by programs dispatched now."""

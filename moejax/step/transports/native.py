@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from host_offload.memory.record_source import locate_records
 from host_offload.queue.native import NativeQueue, Totals
-from host_offload.queue.transfer import Progress
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.programs import ProgramKey
@@ -61,12 +60,6 @@ class NativeTransport(Transport):
 
     def totals(self) -> Totals:
         return self.queue.totals()
-
-    def keep_settled(self, keep: bool) -> None:
-        self.queue.keep_settled(keep)
-
-    def progress(self) -> Progress:
-        return self.queue.observe()
 
     def close(self) -> None:
         self.queue.close()

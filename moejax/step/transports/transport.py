@@ -8,8 +8,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from host_offload.control.step_record import LinkUse
 from host_offload.queue.native import NativeQueue, Totals
-from host_offload.queue.transfer import Progress, QueueSpec
+from host_offload.queue.transfer import QueueSpec
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.experts import Elsewhere
@@ -143,16 +144,17 @@ class Transport:
         """What the queue did so far; None: there is none."""
         return None
 
-    def keep_settled(self, keep: bool) -> None:
-        """Whether transfers that settle from now on are kept until `progress` tells of them."""
-
-    def progress(self) -> Progress:
-        """What is on its way now, and what has settled since the last call, where that is kept."""
-        return Progress(0.0, (), ())
-
     def faults(self) -> list[str]:
         """Cells with other bytes than the store's, where the program `integrity` cannot see it."""
         return []
 
     def close(self) -> None:
         """Ends it, after the last step and before the store is freed."""
+
+
+def link_use(totals: Totals | None) -> LinkUse:
+    """A queue as policies and traces see it. totals: None: there is no queue."""
+    if totals is None:
+        return LinkUse()
+    came, busy = totals.demands + totals.ahead, round(totals.busy_seconds * 1e6)
+    return LinkUse(totals.flying, totals.bytes_left, came, totals.failed, busy)

@@ -19,7 +19,7 @@ class Erratic:
 
     moments: frozenset[Moment] = STEP_MOMENTS
     needs: frozenset[str] = NEEDS - {
-        *("probs", "gate_input", "embedding", "costs", "router", "progress"),
+        *("probs", "gate_input", "embedding", "costs", "router"),
     }
     writes: frozenset[str] = frozenset(
         {"victim_weights", "prior", "fill_version", "stages", "pause_stages"}

@@ -10,9 +10,8 @@ import numpy as np
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Decision, MapRows, Moment, Observation, Spec
-from host_offload.control.step_record import USES, PageUse, StepRecord
+from host_offload.control.step_record import USES, LinkUse, PageUse, StepRecord
 from host_offload.memory.tables import Entry, Move, Residency
-from host_offload.queue.transfer import Progress
 from pallas_kernels.stage import specs
 from tests.pallas_kernels.pager import tables_of
 from tests.pallas_kernels.staged_memory import Memory
@@ -113,8 +112,8 @@ class MemoryDevice:
 
     def prepare(self, controller: Controller) -> None: ...
 
-    def progress(self) -> Progress:
-        return Progress(0.0, (), ())
+    def link_use(self) -> LinkUse:
+        return LinkUse()
 
     def snapshot(self) -> Callable[[], Residency]:
         tables = self.tables

@@ -21,10 +21,9 @@ from host_offload.control.interface import (
 )
 from host_offload.control.rules import PolicyError
 from host_offload.control.staging import first_room, making_room
-from host_offload.control.step_record import StepRows
+from host_offload.control.step_record import LinkUse, StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.eviction_names import EVICTION
-from host_offload.queue.transfer import Flying, Progress, Settled, Transfer
 from pallas_kernels.plan import Tables, plan
 from tests.host_offload.control.policy_runs import (
     CELLS,
@@ -34,6 +33,7 @@ from tests.host_offload.control.policy_runs import (
     scripted,
     seen,
     spec,
+    use,
 )
 from tests.host_offload.memory.layered_device import LayeredDevice
 from tests.host_offload.traces.traces_of import random_routing, write_trace
@@ -355,34 +355,27 @@ def test_a_step_whose_results_were_lost_skipped_its_entries():
 # ---- between layers
 
 
-def test_single_transfers_are_seen_between_layers():
-    """Each policy sees once what has settled, whenever it is asked."""
-    often = scripted(moments={Moment.LAYER_BEGIN, Moment.ROUTED}, needs={"progress"})
-    seldom = scripted(moments={Moment.ROUTED}, needs={"progress"})
-    blind = scripted(moments={Moment.ROUTED})
+def test_the_queue_is_seen_between_layers_as_it_is_then():
+    """By who needs it; at other moments as the last step left it."""
+    needs = {"link_bytes_left", "link_flying"}
+    moments = {Moment.LAYER_BEGIN, Moment.ROUTED, Moment.STEP_END}
+    policies = [scripted(moments=moments, needs=needs), scripted(moments={Moment.ROUTED})]
     logged = []
-    policies = [often, seldom, blind]
     controller = Controller(spec(driver="host"), policies, listener=logged.append)
     rows = StepRows(*np.zeros((4, 1), np.int32))
-    flying = Flying(9, Transfer(1, 2, 0, 3, "prefetch"), 100, 40, True)
-    ended = [Settled(n, Transfer(0, n, 0, n), "failed", "why") for n in range(2)]
-    for n, moment in enumerate((Moment.LAYER_BEGIN, Moment.ROUTED)):
-        progress = Progress(n + 0.5, (flying,), (ended[n],))
-        controller.between_layers(moment, 3, 1, seconds=0.0, rows=rows, progress=progress)
-    quiet = [dataclasses.replace(each, message="") for each in ended]
-    found = [[o.progress for o in seen(controller, i)] for i in range(3)]
-    assert [p.settled for p in found[0]] == [(quiet[0],), (quiet[1],)]
-    assert [p.settled for p in found[1]] == [(*quiet,)] and found[2] == [None]
-    assert [p.busy_seconds for p in found[0]] == [0.5, 1.5]
-    assert all(p.flying == (flying,) for p in (*found[0], *found[1]))
-    looks = [event for event in logged if isinstance(event, Observed)]
-    assert [(e.step, e.moment, e.layer) for e in looks] == [
-        (3, Moment.LAYER_BEGIN, 1),
-        (3, Moment.ROUTED, 1),
+    looks = [LinkUse(1, 40, 3, 0, 5), LinkUse(2, 30, 3, 0, 6)]
+    for link, moment in zip(looks, (Moment.LAYER_BEGIN, Moment.ROUTED), strict=True):
+        controller.between_layers(moment, 3, 1, seconds=0.0, rows=rows, link=link)
+    controller.end_step(
+        record(3, (0, 1), use=use(link_flying=7, link_bytes_left=9)), age=0, seconds=0.0
+    )
+    found = [[(o.link_flying, o.link_bytes_left) for o in seen(controller, i)] for i in range(2)]
+    assert found == [[(1, 40), (2, 30), (7, 9)], [(None, None)]]
+    shown = [event for event in logged if isinstance(event, Observed)]
+    assert [(e.step, e.moment, e.layer, e.link) for e in shown] == [
+        (3, Moment.LAYER_BEGIN, 1, looks[0]),
+        (3, Moment.ROUTED, 1, looks[1]),
     ]
-    assert [e.progress.settled for e in looks] == [(quiet[0],), (quiet[1],)]
-    with pytest.raises(PolicyError, match=r"needs 'progress'.*driver='device' has none"):
-        Controller(spec(), [scripted(moments={Moment.STEP_END}, needs={"progress"})])
 
 
 # ---- under way

@@ -41,7 +41,6 @@ from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMa
 from host_offload.policies.prefetch.fate import Fate
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
-from host_offload.queue.transfer import Progress
 from host_offload.simulate.bounds import in_one_pool, min_transfers, read_references
 from host_offload.simulate.simulator import simulate, spec_of
 from host_offload.sizing.split import MissCosts
@@ -163,7 +162,7 @@ def observed(trace: Trace, policy: Policy) -> Iterator[Observation]:
             "cells": rng.integers(5, size=LAYERS).astype(np.int32),
             "capacity": int(rng.integers(3, 9)),
             **dict.fromkeys(("finished", "retired", "in_flight"), ()),
-            "progress": Progress(0.0, (), ()),
+            "link_bytes_left": 0,
             "kv_refs": np.stack([np.zeros(9, np.int64), np.arange(9)], axis=1),
             **dict(kv_used=20, kv_peak=30, kv_pages=60, kv_swapped=5, link_busy_us=7),
             **dict(running=2, waiting=3, waiting_tokens=90, bucket=8, compiled=False),

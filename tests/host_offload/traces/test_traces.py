@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from host_offload.control.interface import Moment
-from host_offload.control.step_record import USES, StepRecord
-from host_offload.queue.transfer import Flying, Progress, Settled, State, Transfer
+from host_offload.control.step_record import USES, LinkUse, StepRecord
 from host_offload.traces import writer as trace_writer
-from host_offload.traces.progress import ProgressTrace, RecordedProgress
+from host_offload.traces.link import LinkTrace, RecordedLink
 from host_offload.traces.reader import Mark, TraceError, TraceHeader, TransferTrace, read_trace
 from host_offload.traces.writer import TraceWriter, require_new
 
@@ -380,45 +379,28 @@ def test_an_empty_trace_can_be_read(tmp_path):
         trace.array("token.ids")
 
 
-# ---- what policies saw of transfers beside compute
-
-
-ENDINGS: tuple[State, ...] = ("done", "failed", "cancelled")
-
-
-def look(step: int, moment: Moment, layer: int, *ended: int) -> ProgressTrace:
-    settled = tuple(
-        Settled(n, Transfer(0, n, 1, n << 38, "prefetch"), ENDINGS[n % 3]) for n in ended
-    )
-    flying = (
-        Flying(70, Transfer(1, 2, 0, -5), 100, 40, True),
-        Flying(71, Transfer(1, 3, 0, 3, "other"), 90, 90, False),
-    )
-    return ProgressTrace(step, moment, layer, Progress(0.25 * step, flying, settled))
+# ---- what policies saw of the queue beside compute
 
 
 SEEN = [
-    look(0, Moment.EMBEDDED, -1, 1),
-    look(0, Moment.ROUTED, 0, 2, 3),
-    look(0, Moment.EXPERTS_BEGIN, 0),
-    look(2, Moment.ROUTED, 0, 4),
+    LinkTrace(0, Moment.EMBEDDED, -1, LinkUse(1, 2, 3, 4, 5)),
+    LinkTrace(0, Moment.ROUTED, 0, LinkUse(2, 1 << 40, 3, 4, 6)),
+    LinkTrace(0, Moment.EXPERTS_BEGIN, 0, LinkUse()),
+    LinkTrace(2, Moment.ROUTED, 0, LinkUse(0, 0, 6, 4, 9)),
 ]
 
 
-def test_a_trace_has_it_in_order(tmp_path):
+def test_a_trace_has_the_queue_in_order(tmp_path):
     with TraceWriter(tmp_path / "t", HEADER) as writer:
         for each in SEEN:
-            writer.progress(each)
-    assert [*read_trace(tmp_path / "t").progress()] == SEEN
+            writer.link(each)
+    assert [*read_trace(tmp_path / "t").link()] == SEEN
 
 
-def test_a_look_that_is_left_out_loses_nothing_that_settled(tmp_path):
-    recorded = RecordedProgress(SEEN, "it")
-    assert recorded.at(0, Moment.ROUTED, 0).settled == (
-        *SEEN[0].progress.settled,
-        *SEEN[1].progress.settled,
-    )
-    assert recorded.at(2, Moment.ROUTED, 0) == SEEN[3].progress
+def test_the_queue_is_found_by_step_moment_and_layer():
+    recorded = RecordedLink(SEEN, "it")
+    assert recorded.find(0, Moment.ROUTED, 0) == SEEN[1].use
+    assert recorded.find(2, Moment.ROUTED, 0) == SEEN[3].use
     for place in ((0, Moment.LAYER_BEGIN, 0), (1, Moment.ROUTED, 0), (2, Moment.ROUTED, 1)):
-        with pytest.raises(TraceError, match=r"'progress', which it does not have at .* of step"):
-            RecordedProgress(SEEN, "it").at(*place)
+        with pytest.raises(TraceError, match=r"link_\*.*, which it does not have at .* of step"):
+            RecordedLink(SEEN, "it").find(*place)

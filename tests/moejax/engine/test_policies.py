@@ -14,7 +14,7 @@ import pytest
 from examples.recent_prefetch import RecentPrefetch
 from host_offload.control.interface import Decision, Moment, Policy, Spec, Stage
 from host_offload.control.rules import PolicyError
-from host_offload.control.step_record import USES
+from host_offload.control.step_record import USES, LinkUse
 from host_offload.memory.arena import SlotClass
 from host_offload.memory.budget import format_bytes
 from host_offload.policies.eviction.fifo import FIFO
@@ -204,37 +204,24 @@ def test_budgets_that_wait_are_replayed(tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class ByWhatFlies:
-    """Stages between layers what is not on its way, the more the fewer bytes are left of what is
-    brought ahead, and says what it saw of each transfer in priors."""
+    """Stages between layers, the more the fewer bytes are left on the link, and says what it saw in
+    priors."""
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED, Moment.TRANSFER})
-    needs: frozenset[str] = frozenset({"progress"})
+    needs: frozenset[str] = frozenset(LinkUse._fields)
     writes: frozenset[str] = frozenset({"stages", "prior"})
 
-    def init(self, spec: Spec) -> tuple[int, np.ndarray]:
-        return 0, np.zeros((spec.layers, spec.experts), np.int32)
+    def init(self, spec: Spec) -> tuple[int, tuple[int, int]]:
+        return 0, (spec.layers, spec.experts)
 
     def decide(self, state, observation):
-        asked, prior = state
-        progress = observation.progress
-        assert progress is not None and progress.busy_seconds >= 0
-        layers, experts = prior.shape
-        prior = prior.copy()
-        for each in progress.settled:
-            t = each.transfer
-            prior[t.layer, t.expert] = 1 + each.ticket % 7 + 10 * (t.cause == "demand")
-            assert each.state in ("done", "cancelled") and each.message == ""
-        left = 0
-        for each in progress.flying:
-            t = each.transfer
-            assert 0 <= each.bytes_left <= each.bytes
-            prior[t.layer, t.expert] = 100 + each.bytes_left % 97
-            left += 0 if t.demand else each.bytes_left
-        flying = {(each.transfer.layer, each.transfer.expert) for each in progress.flying}
+        asked, (layers, experts) = state
+        link = [getattr(observation, name) for name in LinkUse._fields]
+        prior = np.full((layers, experts), sum(link) % 997, np.int32)
         target = (observation.layer + 1) % layers
-        some = [(target, (3 * asked + i) % experts) for i in range(1 + 4 * (left < 1 << 16))]
-        stages = tuple(Stage(*place) for place in some if place not in flying)
-        return (asked + 1, prior), Decision(stages=stages, prior=prior)
+        count = 1 + 4 * (observation.link_bytes_left < 1 << 16)
+        stages = tuple(Stage(target, (3 * asked + i) % experts) for i in range(count))
+        return (asked + 1, state[1]), Decision(stages=stages, prior=prior)
 
 
 OVER_A_LINK = {"transfers": "queue,rate=300MB/s,chunk_bytes=16KiB"}
@@ -242,31 +229,22 @@ OVER_A_LINK = {"transfers": "queue,rate=300MB/s,chunk_bytes=16KiB"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{**OVER_A_LINK, **HOST}, {"transfers": "queue", **HOST}])
-def test_decisions_by_single_transfers_are_made_again(options, tmp_path):
+def test_decisions_by_what_is_on_the_link_are_made_again(options, tmp_path):
     """With the native queue, and with one of copies by jax."""
     policies = [ByWhatFlies()]
     trace = traced(tmp_path / "t", policies, late=True, eviction="lru", **options)
-    seen = [each.progress for each in trace.progress()]
-    flying = [each for progress in seen for each in progress.flying]
-    ended = [each for progress in seen for each in progress.settled]
-    assert {each.transfer.cause for each in ended} == {"demand", "prefetch"}
-    assert {each.transfer.cause for each in flying} >= {"prefetch"}
-    assert (
-        any(0 < each.bytes_left < each.bytes for each in flying)
-        or "rate" not in options["transfers"]
-    )
-    tickets = [each.ticket for each in ended]
-    assert len({*tickets}) == len(tickets) > 100, "each settles once"
+    uses = np.array([each.use for each in trace.link()])
+    flying, left, arrived, failed, busy = uses.T
+    assert len(uses) > 100 and not failed.any() and np.all((left > 0) <= (flying > 0))
+    assert flying.max() > 0 and arrived[-1] > 0
+    assert all(np.all(np.diff(sums) >= 0) and sums[-1] > sums[0] for sums in (arrived, busy))
     busy = trace.array("step.use")[:, USES.index("link_busy_us")].tolist()
     assert busy == sorted(busy) and busy[-1] > busy[0]
     replay(trace, policies=policies)
-    # With other progress it decides otherwise: what it saw is what makes the replay equal.
-    path = tmp_path / "t" / "progress.jsonl"
+    # With another link it decides otherwise: what it saw is what makes the replay equal.
+    path = tmp_path / "t" / "link.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        for settled in line[-1]:
-            settled[0] += 1
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps([*line[:-1], line[-1] + 1]) + "\n" for line in lines))
     with pytest.raises(TraceError, match="decision: the trace has"):
         replay(read_trace(tmp_path / "t"), policies=policies)
 

@@ -21,7 +21,6 @@ from host_offload.policies.placement.placement_names import (
 from host_offload.policies.placement.placement_policy import COSTS, PlacementPolicy, costs_of
 from host_offload.policies.prefetch.llapor import Learned
 from host_offload.policies.prefetch.random_prefetch import RandomPrefetch
-from host_offload.queue.transfer import Flying, Progress, Transfer
 from tests.host_offload.control.policy_runs import scripted, spec
 from tests.host_offload.sizing.cost_models import MODEL
 
@@ -44,13 +43,7 @@ def seen(layer: int, counts, there=(), **fields):
     for key in there:
         version[key] = 0
     values = {"moment": Moment.EXPERTS_BEGIN, "layer": layer, "counts": every, "version": version}
-    return SimpleNamespace(
-        **{**values, "progress": Progress(0.0, (), ()), "cells": np.zeros(2, int), **fields}
-    )
-
-
-def flying(left: int) -> Progress:
-    return Progress(0.0, (Flying(1, Transfer(1, 7, 0, 3, "prefetch"), 100, left, True),), ())
+    return SimpleNamespace(**{**values, "link_bytes_left": 0, "cells": np.zeros(2, int), **fields})
 
 
 def test_light_misses_go_to_the_second_processor_and_heavy_ones_are_loaded_in_their_order():
@@ -84,7 +77,7 @@ def test_what_is_predicted_comes_ahead_and_what_the_link_still_has_to_bring_dela
     assert [stage[:2] for stage in decision.stages] == [(1, 0), (1, 2)]  # of most rows first
     assert {stage.cause for stage in decision.stages} == {"prescope"}
     _, decision = policy.decide(state, seen(0, [9, 8], **fields))
-    _, later = policy.decide(state, seen(0, [9, 8], **fields, progress=flying(1000)))
+    _, later = policy.decide(state, seen(0, [9, 8], **fields, link_bytes_left=1000))
     # The link is busy for ten loads: nobody waits for it, everybody is computed.
     assert decision.execute.tolist() == [0, 1] and later.execute.tolist() == [1, 1]
 
@@ -160,7 +153,7 @@ def test_networks_among_the_policies_are_what_it_predicts_by():
     other, found = with_placement("prescope", [learned, RandomPrefetch()])
     assert isinstance(other, RandomPrefetch) and isinstance(found, PlacementPolicy)
     assert found.fitted is fitted and found.writes >= {"stages"}
-    assert found.needs >= {"gate_input", "ids", "weights", "progress"}
+    assert found.needs >= {"gate_input", "ids", "weights", "link_bytes_left"}
     assert with_placement(None, [learned]) == [learned]
     with pytest.raises(ValueError, match="both predict"):
         with_placement("prescope,predict=gates", [learned])

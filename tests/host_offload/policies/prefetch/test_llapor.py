@@ -26,7 +26,6 @@ from host_offload.policies.prefetch.next_layers import gate_scores, of_layer
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
 from host_offload.policies.prefetch.training import layer_samples, leave_out, recall_of
 from host_offload.policies.recorded import repeat_run
-from host_offload.queue.transfer import Progress
 from host_offload.simulate.simulator import spec_of
 from host_offload.traces.reader import Trace, TraceError
 from tests.host_offload.traces.traces_of import rewritten, write_trace
@@ -129,7 +128,7 @@ def test_a_placement_predicts_the_next_layer_by_the_networks(trace, learned):
             counts=counts,
             version=np.full((LAYERS, EXPERTS), -1, np.int8),
             cells=np.zeros(LAYERS, np.int32),
-            progress=Progress(0.0, (), ()),
+            link_bytes_left=0,
         )
         state, decision = policy.decide(state, seen)
         staged |= {(layer, stage.layer) for stage in decision.stages or ()}

@@ -1,0 +1,46 @@
+"""What policies saw of the queue of transfers beside compute between layers, as a trace has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from host_offload.control.interface import Moment
+from host_offload.control.step_record import LinkUse
+from host_offload.traces.schema import TraceError
+
+
+class LinkTrace(NamedTuple):
+    """What policies were shown at a moment between two layers."""
+
+    step: int
+    moment: Moment
+    layer: int
+    use: LinkUse
+
+
+class RecordedLink:
+    """What a trace says of the queue, in its order. what: the trace, for messages."""
+
+    def __init__(self, seen: Iterable[LinkTrace], what: str):
+        self._seen, self._what = iter(seen), what
+
+    def find(self, step: int, moment: Moment, layer: int) -> LinkUse:
+        """What was seen there; moments are asked for in their order. Raises TraceError where
+        nothing was recorded."""
+        wanted = step, layer, _ORDER.index(moment)
+        for each in self._seen:
+            place = each.step, each.layer, _ORDER.index(each.moment)
+            if place == wanted:
+                return each.use
+            if place > wanted:
+                break
+        raise TraceError(
+            f"a policy needs the queue of transfers (link_*) between layers, which {self._what} "
+            f"does not have at {moment.name} of step {step}, layer {layer}: it is recorded where a "
+            "policy of the run needs it, and is that run's; replay the trace of such a run"
+        )
+
+
+_ORDER = (Moment.EMBEDDED, Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN)
+"""Within a layer."""
