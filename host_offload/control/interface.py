@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from host_offload.control.step_record import PageUse
+from host_offload.control.step_record import NOT_SHOWN, PageUse
 from host_offload.memory.placement import ResidentSpec
 
 
@@ -231,60 +231,60 @@ class Observation(PageUse):
     seconds: float
     """From the first step's dispatch to when the step was read, as the trace records it."""
 
-    request: np.ndarray | None = None
+    request: np.ndarray = NOT_SHOWN
     """int32[N]: number of the row's request."""
-    user: np.ndarray | None = None
+    user: np.ndarray = NOT_SHOWN
     """int32[N]: number of its session, −1 without one."""
-    position: np.ndarray | None = None
+    position: np.ndarray = NOT_SHOWN
     """int32[N]: place of the token in its sequence."""
-    phase: np.ndarray | None = None
+    phase: np.ndarray = NOT_SHOWN
     """uint8[N]: 0 prompt, 1 generated."""
-    ids: np.ndarray | None = None
+    ids: np.ndarray = NOT_SHOWN
     """int16[N, M, k]: routed experts, ascending."""
-    weights: np.ndarray | None = None
+    weights: np.ndarray = NOT_SHOWN
     """float32[N, M, k]"""
-    counts: np.ndarray | None = None
+    counts: np.ndarray = NOT_SHOWN
     """int32[L, E]: rows routed to each expert in the step; at INTERVAL since the last interval."""
-    missed: np.ndarray | None = None
+    missed: np.ndarray = NOT_SHOWN
     """bool[L, E]: experts that the step needed and did not find resident."""
-    probs: np.ndarray | None = None
+    probs: np.ndarray = NOT_SHOWN
     """float16[N, M, E]: the router's scores of all experts, from which it chooses."""
-    gate_input: np.ndarray | None = None
+    gate_input: np.ndarray = NOT_SHOWN
     """float16[N, M, S]: what the router saw, the normalised hidden state (S = D)."""
-    embedding: np.ndarray | None = None
+    embedding: np.ndarray = NOT_SHOWN
     """float16[N, D]: of the token fed in."""
 
-    version: np.ndarray | None = None
+    version: np.ndarray = NOT_SHOWN
     """int8[L, E]: version that is resident; −1: absent."""
-    state: np.ndarray | None = None
+    state: np.ndarray = NOT_SHOWN
     """int8[L, E], see State."""
-    last_used: np.ndarray | None = None
+    last_used: np.ndarray = NOT_SHOWN
     """int32[L, E]: the layer's clock when the resident expert was last used; −1: absent."""
-    clock: np.ndarray | None = None
+    clock: np.ndarray = NOT_SHOWN
     """int32[L]: references of each layer so far."""
-    frequency: np.ndarray | None = None
+    frequency: np.ndarray = NOT_SHOWN
     """int32[L, E]: references so far that needed the expert."""
-    cells: np.ndarray | None = None
+    cells: np.ndarray = NOT_SHOWN
     """int32[L]: cells that each layer has."""
-    capacity: int | None = None
+    capacity: int = NOT_SHOWN
     """Experts that there is room for in version 0, as Spec.capacity, where every expert is
     resident: it changes with the slots that experts have."""
 
-    finished: tuple[StagedTransfer, ...] | None = None
+    finished: tuple[StagedTransfer, ...] = NOT_SHOWN
     """Transfers carried out or skipped since the policy last saw this moment."""
-    retired: tuple[StagedTransfer, ...] | None = None
+    retired: tuple[StagedTransfer, ...] = NOT_SHOWN
     """Those carried out that were, since then, first used or evicted without use."""
-    in_flight: tuple[StagedTransfer, ...] | None = None
+    in_flight: tuple[StagedTransfer, ...] = NOT_SHOWN
     """Transfers whose step has not been read."""
 
-    kv_refs: np.ndarray | None = None
+    kv_refs: np.ndarray = NOT_SHOWN
     """int64[R, 2]: at TURN_END the KV pages that the turn had, each once: (session, or −1 −
     request without one; place in the sequence)."""
-    bucket: int | None = None
+    bucket: int = NOT_SHOWN
     """Token rows of the step's executable, padding included."""
-    compiled: bool | None = None
+    compiled: bool = NOT_SHOWN
     """The step was the first to run its executable, so its time says little."""
-    costs: Costs | None = None
+    costs: Costs = NOT_SHOWN
 
 
 ALWAYS = frozenset({"moment", "step", "age", "interval", "turn", "layer", "seconds"})
@@ -365,7 +365,7 @@ class Policy(Protocol):
         """The state before the first observation."""
         ...
 
-    def decide(self, state: Any, observation: Observation) -> tuple[Any, Decision]:
+    def decide(self, state: Any, observation: Observation, /) -> tuple[Any, Decision]:
         """The next state and the decision. Pure: neither argument is changed."""
         ...
 

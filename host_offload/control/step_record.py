@@ -8,6 +8,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
+NOT_SHOWN: Any = None
+"""In a field of what policies see: they did not ask for it, or it is not known at that moment."""
+
 
 class LinkUse(NamedTuple):
     """The queue of transfers beside compute; without one nothing is ever in flight."""
@@ -28,23 +31,23 @@ class PageUse:
     """State of KV, queues and link (LinkUse) after a step. Policies see that of the last step read,
     None before there was one; between layers the link as it is at that moment."""
 
-    kv_used: int | None = None
+    kv_used: int = NOT_SHOWN
     """KV pages in use."""
-    kv_peak: int | None = None
+    kv_peak: int = NOT_SHOWN
     """Most pages in use so far."""
-    kv_pages: int | None = None
+    kv_pages: int = NOT_SHOWN
     """Pages of the KV budget."""
-    kv_swapped: int | None = None
+    kv_swapped: int = NOT_SHOWN
     """Pages in host memory."""
-    running: int | None = None
-    waiting: int | None = None
-    waiting_tokens: int | None = None
+    running: int = NOT_SHOWN
+    waiting: int = NOT_SHOWN
+    waiting_tokens: int = NOT_SHOWN
     """Prompt tokens of the waiting requests."""
-    link_flying: int | None = None
-    link_bytes_left: int | None = None
-    link_arrived: int | None = None
-    link_failed: int | None = None
-    link_busy_us: int | None = None
+    link_flying: int = NOT_SHOWN
+    link_bytes_left: int = NOT_SHOWN
+    link_arrived: int = NOT_SHOWN
+    link_failed: int = NOT_SHOWN
+    link_busy_us: int = NOT_SHOWN
 
 
 USES = tuple(field.name for field in dataclasses.fields(PageUse))

@@ -56,16 +56,16 @@ class RecordedPolicy:
         """How many decisions were taken."""
         return 0
 
-    def decide(self, state: int, observation: Observation) -> tuple[int, Decision]:
+    def decide(self, state: int, seen: Observation) -> tuple[int, Decision]:
         """Raises TraceError for a step or moment that the trace has no decision of."""
-        here = observation.step, observation.moment
+        here = seen.step, seen.moment
         if state < len(self.decisions) and self.decisions[state][:2] == here:
             return state + 1, self.decisions[state][2]
-        if observation.moment == Moment.LAYER_BEGIN:  # where a placement says something at times
+        if seen.moment == Moment.LAYER_BEGIN:  # where a placement says something at times
             return state, Decision()
         raise TraceError(
             f"{self.trace} has no decision of {self.policy_name} at {here[1].name} of step "
-            f"{here[0]}, layer {observation.layer}: this run has other requests than the recorded "
+            f"{here[0]}, layer {seen.layer}: this run has other requests than the recorded "
             "one"
         )
 

@@ -37,7 +37,6 @@ from moejax.requests.request import Request, append_logprobs, append_prompt_logp
 from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending, require_tokenizer
 from moejax.step.executor import Executor
-from moejax.step.hooks import Hooks
 from moejax.step.programs import ProgramKey
 from moejax.step.results import Results
 from moejax.traces.tracer import Tracer
@@ -58,8 +57,8 @@ class Engine:
     engine's life. listener: called with each step after its dispatch (for tests, recorders and
     integrity checks); it may wait for the device, which only costs time. control: the policies'.
     resizer: the control's (default: one of the engine's own). tracer: gets a record of every step.
-    tokenizer: for stop strings; without one, requests with them are refused. hooks: called between
-    the parts of a layer. planner: moves experts between tiers. Not for several threads.
+    tokenizer: for stop strings; without one, requests with them are refused. planner: moves experts
+    between tiers. Not for several threads.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Engine:
         resizer: ArenaResizer | None = None,
         tracer: Tracer | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
-        hooks: Hooks | None = None,
         planner: ResidencyPlanner | None = None,
     ):
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
@@ -84,10 +82,7 @@ class Engine:
         self.seed, self.listener, self.control = seed, listener, control
         self.resizer = ArenaResizer(runner, scheduler) if resizer is None else resizer
         self.tracer, self.tokenizer = tracer, tokenizer
-        wanted = None if control is None else layer_hooks(control, runner)
-        if hooks is not None and wanted is not None:
-            raise UserError("hooks and policies that look between layers cannot both be given")
-        self.hooks: StepHooks | None = wanted if hooks is None else lambda _: hooks
+        self.hooks: StepHooks | None = None if control is None else layer_hooks(control, runner)
         self._sampler = TokenSampler(runner, self.eos_token_ids)
         self._pending: Step | None = None
         self._requests = itertools.count()

@@ -39,7 +39,6 @@ from moejax.start.settings import settings_of
 from moejax.start.tiers import measure_rates
 from moejax.step.executor import Executor
 from moejax.step.step_parts import StepSpec
-from moejax.step.walk import check_hooks
 from moejax.traces.tracer import Tracer, start_trace
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ def start_engine(
     (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
     Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
-    check_hooks(settings.options.transfer.driver.name, settings.options.runtime.hooks)
     loaded = with_packed(loaded, settings, device.platform)
     plan = probe_plan(loaded, settings, device)
     rope = plan.steps.config.rope
@@ -204,7 +202,6 @@ def _engine(
         resizer=resizer,
         tracer=tracer,
         tokenizer=tokenizer,
-        hooks=options.runtime.hooks,
         planner=_planner(plan, runner, scheduler),
     )
 

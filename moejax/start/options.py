@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # the command line answers before jax is imported
     from host_offload.control.interface import Policy
     from host_offload.policies.precision.precision_names import Precision
     from moejax.engine.loop import Listener
-    from moejax.step.hooks import Hooks
 
 
 def _model(value: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -324,11 +323,6 @@ class RuntimeOptions:
     )
     listener: Listener | None = same_bits(
         "called with each step after its dispatch, see Engine",
-        default=None,
-        in_file=False,
-    )
-    hooks: Hooks | None = same_bits(
-        "called between the parts of every layer (moejax.step.hooks), with driver=host",
         default=None,
         in_file=False,
     )

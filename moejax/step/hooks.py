@@ -11,22 +11,18 @@ from pallas_kernels.stage import Entries
 
 
 class Hooks(Protocol):
-    """What a policy may do between the parts of a MoE layer; layers count over MoE layers.
+    """How the engine asks policies between the parts of a MoE layer; layers count over MoE layers.
 
-    Entries that a hook returns (numpy int32[STAGES] each, of any layers) are carried out right
-    there, before what the driver dispatches next. Those that do not fit the tables are skipped:
+    Entries that a hook returns (int32[STAGES] each, of any layers) are carried out right there,
+    before what the walk dispatches next. Those that do not fit the tables are skipped:
     LayerWalk.transfers says which. A layer whose experts this step has yet to compute needs none
     of its cells before its plan, so there an entry may also replace an expert that the step before
-    used.
-
-    A hook may also replace the runner's tables by others of the same shapes on the same device.
-    Steps donate tables and arena: keep copies, never the arrays. An exception ends the step and
-    aborts its requests.
+    used. An exception ends the step and aborts its requests.
     """
 
     def after_embedding(self, embedding: jax.Array | None) -> Entries | None:
-        """The step's tokens were embedded, no layer was dispatched. embedding: float16[T, D] where
-        the engine gives it out (`trace_arrays`, a policy that needs it), else None."""
+        """The step's tokens were embedded, no layer was dispatched. embedding: float16[T, D], where
+        steps give it out."""
         ...
 
     def before_routing(self, layer: int) -> Entries | None:

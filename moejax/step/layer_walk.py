@@ -172,19 +172,9 @@ class LayerWalk:
         self._carry_out(hooks.before_experts(layer), layer)
 
     def _carry_out(self, entries: Entries | None, current: int) -> None:
-        """A hook's entries. current: the layer that is next to compute its experts.
-
-        Raises ValueError for what is no list of entries.
-        """
+        """A hook's entries. current: the layer that is next to compute its experts."""
         if entries is None:
             return
-        if not isinstance(entries, Entries) or any(
-            np.shape(field) != (STAGES,) or np.result_type(field) != np.int32 for field in entries
-        ):
-            raise ValueError(
-                f"a hook returns None or pallas_kernels.stage.Entries of int32[{STAGES}] each "
-                f"(layer −1: not used), not {entries!r}"
-            )
         layers = sorted(set(np.asarray(entries.layer).tolist()))
         given = jax.device_put(entries, self._buffers.sharding)
         done = self._none_done

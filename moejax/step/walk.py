@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.control.interface import MapRows, MapSearch
-from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.hooks import Hooks, LayerTransfers
@@ -151,8 +150,7 @@ class CompiledWalk:
 
     def run(self, request: StepRequest) -> StepOutput:
         """Dispatches a step."""
-        step, args, forced, stages, hooks, maps = request
-        check_hooks(self._steps.driver, hooks)
+        step, args, forced, stages, _, maps = request
         buffers = self._buffers
         (key,) = self.calls(step, staged=stages is not None, maps=maps)
         key = key._replace(forced=forced is not None)
@@ -184,12 +182,3 @@ class CompiledWalk:
 
     def delete(self) -> None:
         pass
-
-
-def check_hooks(driver: str, hooks: Hooks | None) -> None:
-    """Raises UserError for hooks that this driver cannot call."""
-    if hooks is not None and driver != "host":
-        raise UserError(
-            f"driver {driver!r} runs a step as one executable, which no hook can enter; use "
-            "driver='host'"
-        )

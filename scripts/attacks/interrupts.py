@@ -189,7 +189,7 @@ class CallbackError(Exception):
 
 @dataclasses.dataclass
 class Raising:
-    """Hooks and a listener, of which one call raises."""
+    """A listener, of which one call raises."""
 
     left: int = -1
     """Calls until then; negative: never."""
@@ -198,8 +198,6 @@ class Raising:
         self.left -= 1
         if self.left == 0:
             raise CallbackError("by the attack")
-
-    after_embedding = before_routing = after_routing = before_experts = __call__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +221,9 @@ def attack_callbacks(scene: Scene) -> None:
     """What a callback raises reaches the caller, and ends nothing else."""
     raising, known = Raising(), scene.known
     ways: tuple[dict[str, Any], ...] = (
-        {"driver": "host", "hooks": raising},
         {"listener": raising},
         {"policies": (RaisingPolicy(raising),)},
+        {"driver": "host", "policies": (RaisingPolicy(raising, frozenset({Moment.ROUTED})),)},
     )
     options = pick(scene.rng, ways)
     llm = scene.call(f"LLM with {'/'.join(options)}", lambda: start(options))

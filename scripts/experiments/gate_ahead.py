@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ class GateAhead:
         assert spec.router is not None
         return _Gates(spec.router, spec.top_k)
 
-    def decide(self, state: _Gates, observation: Observation) -> tuple[_Gates, Decision]:
-        seen: Any = observation
+    def decide(self, state: _Gates, seen: Observation) -> tuple[_Gates, Decision]:
         target = seen.layer + self.ahead
         if target >= len(state.router):
             return state, Decision(stages=())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -31,10 +30,7 @@ class StaticLayers:
             )
         return spec.experts, -1
 
-    def decide(
-        self, state: tuple[int, int], observation: Observation
-    ) -> tuple[tuple[int, int], Decision]:
-        seen: Any = observation
+    def decide(self, state: tuple[int, int], seen: Observation) -> tuple[tuple[int, int], Decision]:
         experts, before = state
         layers = len(seen.cells)
         whole = int(seen.cells.sum()) // experts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,8 +82,7 @@ class JointBudget:
             cold_curves(spec.layers, spec.experts),
         )
 
-    def decide(self, state: MemoryLoad, observation: Observation) -> tuple[MemoryLoad, Decision]:
-        seen: Any = observation
+    def decide(self, state: MemoryLoad, seen: Observation) -> tuple[MemoryLoad, Decision]:
         if seen.moment == Moment.STEP_END:
             if seen.phase.all():
                 state = state._replace(
@@ -105,7 +104,7 @@ class JointBudget:
         return (state, Decision()) if model is None else self._choose(state, model, seen)
 
     def _choose(
-        self, state: MemoryLoad, model: DecodeModel, seen: Any
+        self, state: MemoryLoad, model: DecodeModel, seen: Observation
     ) -> tuple[MemoryLoad, Decision]:
         demand = seen.running + seen.waiting
         state, pages = state._replace(demand=demand), pages_each(state, seen)
@@ -149,7 +148,7 @@ class JointBudget:
         return not held or found.tokens_per_s > (1 + self.gate) * rate
 
 
-def pages_each(state: MemoryLoad, seen: Any) -> float:
+def pages_each(state: MemoryLoad, seen: Observation) -> float:
     """Pages that a sequence needs, the mean of those that run and wait."""
     if not seen.waiting:
         return state.pages

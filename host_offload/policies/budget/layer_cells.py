@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,7 @@ class LayerCells:
         curves = cold_curves(spec.layers, spec.experts)
         return Layers(curves, spec.min_cells.astype(np.int64), min(spec.experts, spec.cell_bound))
 
-    def decide(self, state: Layers, observation: Observation) -> tuple[Layers, Decision]:
-        seen: Any = observation
+    def decide(self, state: Layers, seen: Observation) -> tuple[Layers, Decision]:
         if seen.moment == Moment.STEP_END:
             return state._replace(curves=state.curves.see(seen.ids)), Decision()
         state = state._replace(curves=state.curves.forget(self.decay))

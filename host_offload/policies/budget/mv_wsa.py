@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,10 +124,7 @@ class MvWsa:
         # What is beyond the largest pool is forgotten here.
         return state._replace(curves=curves, pages=known.pages[:-1], ended=ended)
 
-    def decide(
-        self, state: LearnedCurves, observation: Observation
-    ) -> tuple[LearnedCurves, Decision]:
-        seen: Any = observation
+    def decide(self, state: LearnedCurves, seen: Observation) -> tuple[LearnedCurves, Decision]:
         if seen.moment == Moment.STEP_END:
             (load, steps), *before = state.load
             rows = max(state.rows, seen.bucket) if seen.phase.all() else state.rows
@@ -148,7 +145,9 @@ class MvWsa:
         floor = min(floor, division.pages_at(division.least_cap))
         return dataclasses.replace(division, floor_pages=floor)
 
-    def _after_turn(self, state: LearnedCurves, seen: Any) -> tuple[LearnedCurves, Decision]:
+    def _after_turn(
+        self, state: LearnedCurves, seen: Observation
+    ) -> tuple[LearnedCurves, Decision]:
         held, distances = page_references(state.held, seen.kv_refs, len(state.pages))
         gathered = np.bincount(distances, minlength=len(state.pages))
         state = state._replace(
@@ -188,7 +187,7 @@ class MvWsa:
         return state, Decision(cells=cells, kv_pages=kv_pages)
 
 
-def again(state: LearnedCurves, seen: Any) -> Decision:
+def again(state: LearnedCurves, seen: Observation) -> Decision:
     """The last resize request once more where the pool is not what it says: it still waits, the
     device refused it, or KV was given slots because requests were stuck."""
     if state.pool in (None, seen.kv_pages):

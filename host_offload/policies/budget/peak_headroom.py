@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,8 +60,7 @@ class PeakHeadroom:
             least = min(spec.top_k, division_of(spec).largest_cap)
         return Peaks(division_of(spec, least), spec.layers)
 
-    def decide(self, state: Peaks, observation: Observation) -> tuple[Peaks, Decision]:
-        seen: Any = observation
+    def decide(self, state: Peaks, seen: Observation) -> tuple[Peaks, Decision]:
         division = state.division
         prompt = -(-seen.waiting_tokens // (max(seen.waiting, 1) * division.page_tokens))
         short = seen.waiting > 0 and seen.kv_used + prompt > seen.kv_pages
@@ -105,6 +104,6 @@ class ResidentHeadroom(PeakHeadroom):
         least = -(-spec.resident.least_slots() // spec.layers)
         return PeakHeadroom.init(dataclasses.replace(self, least_cap=least), spec)
 
-    def decide(self, state: Peaks, observation: Observation) -> tuple[Peaks, Decision]:
-        state, decision = super().decide(state, observation)
+    def decide(self, state: Peaks, seen: Observation) -> tuple[Peaks, Decision]:
+        state, decision = super().decide(state, seen)
         return state, dataclasses.replace(decision, cells=None)

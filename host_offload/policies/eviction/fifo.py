@@ -31,9 +31,8 @@ class FIFO:
         """int32[L, E]: rank of insertion, E: absent."""
         return np.full((spec.layers, spec.experts), spec.experts, np.int32)
 
-    def decide(self, state: np.ndarray, observation: Observation) -> tuple[np.ndarray, Decision]:
-        assert observation.state is not None
-        present = ~np.isin(observation.state, (State.ABSENT, State.ARRIVING))
+    def decide(self, state: np.ndarray, seen: Observation) -> tuple[np.ndarray, Decision]:
+        present = ~np.isin(seen.state, (State.ABSENT, State.ARRIVING))
         experts = state.shape[1]
         # Who was there keeps its order; newcomers still have rank E and go behind, by id.
         order = np.argsort(np.where(present, state, experts + 1), axis=1, kind="stable")

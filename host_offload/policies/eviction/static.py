@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,8 +70,7 @@ class Static:
             )
         return SeenExperts(counts)
 
-    def decide(self, state: SeenExperts, observation: Observation) -> tuple[SeenExperts, Decision]:
-        seen: Any = observation
+    def decide(self, state: SeenExperts, seen: Observation) -> tuple[SeenExperts, Decision]:
         rows = state.rows + len(seen.phase)
         if state.cells is None:
             warm = self.counts is not None
@@ -92,7 +91,7 @@ class Static:
             stages = tuple(Stage(int(layer[i]), int(expert[i]), cause="hot") for i in first)
         if state.again == 1:
             return state._replace(again=0), Decision(stages=stages)
-        state = state._replace(rows=rows, cells=seen.cells, again=observation.age + 2)
+        state = state._replace(rows=rows, cells=seen.cells, again=seen.age + 2)
         return state, Decision(
             victim_weights=np.array([1, 0, 1]),
             prior=np.where(hot, MAX_PRIOR, 0),
@@ -113,8 +112,8 @@ class HotTable(Static):
     least: int = 0
     """Cells that each layer keeps in any case."""
 
-    def decide(self, state: SeenExperts, observation: Observation) -> tuple[SeenExperts, Decision]:
-        state, decision = super().decide(state, observation)
+    def decide(self, state: SeenExperts, seen: Observation) -> tuple[SeenExperts, Decision]:
+        state, decision = super().decide(state, seen)
         if state.cells is None or state.shared == (total := int(state.cells.sum())):
             return state, decision
         cells = share_by_rank(state.counts, total, max(self.least, self.spare))

@@ -19,7 +19,7 @@ class _WeightsOnly:
     def init(self, spec: Spec) -> None:
         return None
 
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
+    def decide(self, state: None, seen: Observation) -> tuple[None, Decision]:
         return None, Decision()
 
 

@@ -5,7 +5,7 @@ experts the second processor computes, in which order the others are loaded, and
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,9 +108,8 @@ class PlacementPolicy:
         costs = costs_of(self, spec, record)
         return Placed(costs, record, spec.top_k, spec.router, self.hit, layers=spec.layers)
 
-    def decide(self, state: Placed, observation: Observation) -> tuple[Placed, Decision]:
-        seen: Any = observation
-        if observation.moment == Moment.LAYER_BEGIN:
+    def decide(self, state: Placed, seen: Observation) -> tuple[Placed, Decision]:
+        if seen.moment == Moment.LAYER_BEGIN:
             if state.later is None:
                 return state, Decision()
             return state._replace(later=None), Decision(stages=state.later)
@@ -157,7 +156,7 @@ class PlacementPolicy:
             return state._replace(later=wanted), dataclasses.replace(decision, stages=())
         return state, dataclasses.replace(decision, stages=wanted)
 
-    def _foresee(self, state: Placed, seen: Any) -> Placed:
+    def _foresee(self, state: Placed, seen: Observation) -> Placed:
         """The state with this layer's predictions."""
         inputs, layer = seen.gate_input[:, 0], seen.layer
         found = {of: rows for of, rows in state.ahead if layer < of} if layer else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,8 +91,7 @@ class DynaExq:
             return np.full((layers, experts), LO, np.int8)
         return top_map(self.scores, capacity)
 
-    def decide(self, state: Hotness, observation: Observation) -> tuple[Hotness, Decision]:
-        seen: Any = observation
+    def decide(self, state: Hotness, seen: Observation) -> tuple[Hotness, Decision]:
         score = state.score
         if seen.moment == Moment.INTERVAL:
             score = self.alpha * score + (1 - self.alpha) * seen.counts

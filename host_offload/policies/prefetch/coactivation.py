@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,8 +67,7 @@ class CoActivation:
             raise ValueError(f"reach {self.reach} is not that of the counts, {pairs.shape[1]}")
         return Counted(spec.top_k, tuple(pairs))
 
-    def decide(self, state: Counted, observation: Observation) -> tuple[Counted, Decision]:
-        seen: Any = observation
+    def decide(self, state: Counted, seen: Observation) -> tuple[Counted, Decision]:
         layer = seen.layer
         experts = state.pairs[0].shape[1]
         before = state.fired[-self.reach :] if layer else ()

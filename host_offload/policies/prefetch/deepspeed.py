@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,6 @@ class LayerStreaming:
     def init(self, spec: Spec) -> None:
         return None
 
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
-        seen: Any = observation
+    def decide(self, state: None, seen: Observation) -> tuple[None, Decision]:
         order = np.argsort(seen.state[seen.layer] != State.ABSENT, kind="stable").tolist()
         return None, Decision(stages=stages_of(seen.layer, order, "layer-streaming"))

@@ -101,8 +101,7 @@ class ExpertFlow:
         recent = np.zeros((spec.layers, spec.experts), bool)
         return Foreseeing(spec.router, spec.top_k, self.fitted.setting("reach"), recent)
 
-    def decide(self, state: Foreseeing, observation: Observation) -> tuple[Foreseeing, Decision]:
-        seen: Any = observation
+    def decide(self, state: Foreseeing, seen: Observation) -> tuple[Foreseeing, Decision]:
         layer, here, there = seen.layer, seen.ids[:, 0], seen.version >= 0
         used = np.zeros(there.shape[1], bool)
         used[here] = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,9 +70,8 @@ class Fate:
         prior = np.zeros((spec.layers, spec.experts), np.int32)
         return Cached(spec.router, spec.top_k, (Directory(),) * spec.layers, prior)
 
-    def decide(self, state: Cached, observation: Observation) -> tuple[Cached, Decision]:
-        seen: Any = observation
-        if observation.moment == Moment.STEP_BEGIN:
+    def decide(self, state: Cached, seen: Observation) -> tuple[Cached, Decision]:
+        if seen.moment == Moment.STEP_BEGIN:
             return self._grant(state, seen.cells)
         state = _reference(state, seen.layer, np.unique(seen.ids), seen.cells)
         prior, layer = state.prior, seen.layer + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -126,8 +126,7 @@ class LearnedOnline(Learned):
         """rounds: of learning whose networks came into use."""
         return {"rounds": state.tuner.rounds}
 
-    def decide(self, state: Learning, observation: Observation) -> tuple[Learning, Decision]:
-        seen: Any = observation
+    def decide(self, state: Learning, seen: Observation) -> tuple[Learning, Decision]:
         if seen.layer == 0:
             state.tuner.swap()
         rows = SeenRows(seen.gate_input[:, 0], seen.ids[:, 0], seen.weights[:, 0])

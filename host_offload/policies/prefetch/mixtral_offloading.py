@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,7 @@ class MixtralOffloading:
         assert spec.router is not None
         return Buffered(spec.router, np.zeros((spec.layers, spec.experts), bool))
 
-    def decide(self, state: Buffered, observation: Observation) -> tuple[Buffered, Decision]:
-        seen: Any = observation
+    def decide(self, state: Buffered, seen: Observation) -> tuple[Buffered, Decision]:
         absent = seen.state == State.ABSENT
         speculated = state.speculated & ~absent
         speculated[seen.layer, np.unique(seen.ids)] = False

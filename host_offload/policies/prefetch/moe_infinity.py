@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,11 +79,10 @@ class MoEInfinity:
         """Bytes of the collection when it is full."""
         return self.capacity * spec.layers * spec.experts * 4
 
-    def decide(self, state: Traced, observation: Observation) -> tuple[Traced, Decision]:
-        seen: Any = observation
-        if observation.moment == Moment.TURN_END:
-            return self._ended(state, observation.turn), Decision()
-        if observation.moment == Moment.EMBEDDED:
+    def decide(self, state: Traced, seen: Observation) -> tuple[Traced, Decision]:
+        if seen.moment == Moment.TURN_END:
+            return self._ended(state, seen.turn), Decision()
+        if seen.moment == Moment.EMBEDDED:
             popular = popular_experts(state.collection, self.first, state.top_k)
             return state, Decision(stages=self._queue(popular, -1))
         layers, experts = state.collection.shape[1:]

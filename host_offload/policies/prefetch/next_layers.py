@@ -81,8 +81,8 @@ class LayerPredictor(abc.ABC):
         self.fitted.check(spec)
         return Predicted(spec.top_k)
 
-    def decide(self, state: Any, observation: Observation) -> tuple[Any, Decision]:
-        return self.predict(state, observation, self.fitted.arrays)
+    def decide(self, state: Any, seen: Observation) -> tuple[Any, Decision]:
+        return self.predict(state, seen, self.fitted.arrays)
 
     def predict(
         self, state: Predicted, seen: Observation, arrays: Mapping[str, np.ndarray]
@@ -97,7 +97,7 @@ class LayerPredictor(abc.ABC):
         return state._replace(ahead=ahead), Decision(stages=tuple(stages))
 
     @abc.abstractmethod
-    def scores(self, own: Mapping[str, np.ndarray], seen: Any) -> np.ndarray:
+    def scores(self, own: Mapping[str, np.ndarray], seen: Observation) -> np.ndarray:
         """float32[N, E] of the later layer, by the layer's own arrays."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -42,8 +41,7 @@ class Oracle:
         if self.horizon < 1:
             raise ValueError(f"horizon must be at least 1, not {self.horizon}")
 
-    def decide(self, state: None, observation: Observation) -> tuple[None, Decision]:
-        seen: Any = observation
+    def decide(self, state: None, seen: Observation) -> tuple[None, Decision]:
         future = self.needed
         if seen.step >= len(future):
             raise ValueError(

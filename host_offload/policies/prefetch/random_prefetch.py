@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -28,8 +27,7 @@ class RandomPrefetch:
             raise ValueError(f"count must be at least 1, not {self.count}")
         return spec.seed
 
-    def decide(self, state: int, observation: Observation) -> tuple[int, Decision]:
-        seen: Any = observation
+    def decide(self, state: int, seen: Observation) -> tuple[int, Decision]:
         absent = np.argwhere(seen.state == State.ABSENT)
         rng = np.random.default_rng((state, seen.step))
         drawn = absent[rng.permutation(len(absent))[: self.count]].tolist()

@@ -31,7 +31,6 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
         return "driver stream computes experts in a window of two layers"
     asked = {
         **cells_wanted(options),
-        "hooks": options.runtime.hooks is not None,
         "transfers": options.transfer.transfers.name == "queue",
     }
     for name, wanted in asked.items():

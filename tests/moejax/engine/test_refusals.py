@@ -111,7 +111,6 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
             ({"expert_budget": "25%"}, "two layers of experts, 3 MiB (3145728 bytes), and expert"),
             ({"trace": "nowhere"}, "so trace says nothing"),
             ({"memory": "3MiB"}, "arena too small"),
-            ({"hooks": object()}, "which no hook can enter; use driver='host'"),
             ({"cache_aware_routing": 0.1}, "cache_aware_routing and driver=stream do not go"),
         ],
     ),

@@ -77,8 +77,8 @@ def test_what_tables_have_and_cells_have_not(ahead):
     """Hits, by the tables, whose copies begin when they are needed, are waited for; what was on its
     way into a cell that another expert got is not taken for that. The store is separate arrays in
     place of one, of which no program gets any."""
-    with open_llm(expert_budget=["60%", "25%"][ahead], hooks=Bringing(ahead), **QUEUE) as llm:
-        runner = llm.engine.runner
+    with open_llm(expert_budget=["60%", "25%"][ahead], **QUEUE) as llm:
+        runner, llm.engine.hooks = llm.engine.runner, lambda _: Bringing(ahead)
         (records,) = runner.store.arrays.values()
         assert isinstance(records, PinnedRecords)
         assert same_bits(run(llm, mixed_jobs()[:4], check=False), at_rest())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +12,7 @@ import pytest
 
 import moejax.models.layers
 import moejax.step.experts
-from host_offload.control.rules import BETWEEN_LAYERS
-from moejax import LLM, SamplingParams
-from moejax.engine.loop import Engine
-from moejax.errors import UserError
+from moejax import LLM
 from moejax.step import compiler, layer_walk
 from moejax.step.compiler import compiler_options
 from moejax.step.programs import STAGES
@@ -60,7 +56,7 @@ def solo(drivers):
 
 @pytest.fixture
 def hooked(host):
-    """Gives the engine's next steps hooks, as if it had been made with them, for one test."""
+    """Gives the engine's next steps hooks, as policies that look between layers do."""
 
     def use(hooks):
         host.engine.hooks = lambda _: hooks
@@ -272,52 +268,3 @@ def test_without_hooks_nothing_is_read_back_and_nothing_compiles_again(host, hoo
     # Only numpy reads an array back.
     monkeypatch.setattr(layer_walk, "np", SimpleNamespace())
     run(host, POOL[:2])
-
-
-# ---- refusals
-
-
-def test_hooks_are_given_at_the_start_of_a_driver_that_takes_them(drivers, monkeypatch):
-    device, host = drivers
-    assert (device.stats()["driver"], host.stats()["driver"]) == ("device", "host")
-    with monkeypatch.context() as patch:
-        patch.setattr(device.engine, "hooks", lambda _: Recorder())
-        with pytest.raises(UserError, match="use driver='host'"):
-            device.generate([5], SamplingParams(max_tokens=1))
-    with pytest.raises(UserError, match="use driver='host'"):
-        LLM("demo", hooks=Recorder(), progress=False)
-    recorder, other = Recorder(), host.engine
-
-    def engine(**given: Any) -> Engine:
-        parts = other.runner, other.scheduler, other.statistics
-        return Engine(*parts, eos_token_ids=(), hooks=recorder, **given)
-
-    made = engine()
-    made.add([5, 6], SamplingParams(max_tokens=1))
-    while not made.idle:
-        made.step()
-    assert [call[:2] for call in recorder.calls[1:4]] == [(what, 0) for what in ORDER]
-    controller = SimpleNamespace(moments=BETWEEN_LAYERS, needs_at=lambda moments: frozenset[str]())
-    with pytest.raises(UserError, match="hooks and policies that look between layers"):
-        engine(control=SimpleNamespace(controller=controller))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        [1, 2],
-        pytest.param(Entries._make(np.zeros((4, 3), np.int32)), marks=pytest.mark.slow),
-        pytest.param(Entries._make(np.zeros((4, STAGES))), marks=pytest.mark.slow),
-    ],
-    ids=["no entries", "too few", "floats"],
-)
-def test_wrong_answer_of_a_hook_is_refused_and_the_engine_goes_on(host, solo, hooked, wrong):
-    class Wrong(Recorder):
-        def before_experts(self, layer):
-            return wrong if layer == 2 else None
-
-    hooked(Wrong())
-    with pytest.raises(ValueError, match=rf"Entries of int32\[{STAGES}\] each"):
-        run(host, POOL[:2])
-    hooked(None)
-    assert run(host, POOL[:2])[1].same_bits(solo[1])

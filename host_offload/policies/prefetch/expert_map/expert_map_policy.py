@@ -102,26 +102,26 @@ class ExpertMap:
         late += matcher.left_out if isinstance(matcher, AsynchronousMatcher) else 0
         return {"searches": state.searches, "late": late, "learned_bytes": matcher.nbytes}
 
-    def decide(self, state: Matching, observation: Observation) -> tuple[Matching, Decision]:
-        matcher, in_step = state.matcher, observation.moment in IN_STEP
+    def decide(self, state: Matching, seen: Observation) -> tuple[Matching, Decision]:
+        matcher, in_step = state.matcher, seen.moment in IN_STEP
         if isinstance(matcher, AsynchronousMatcher):
             found = matcher.take_found() if in_step else []
-            matcher.publish(observation)
+            matcher.publish(seen)
         else:
-            matcher, prediction = matcher.see(observation)
+            matcher, prediction = matcher.see(seen)
             state = state._replace(matcher=matcher)
             found = [] if prediction is None else [prediction]
         if not in_step:
             return state, Decision()
-        state = state._replace(searches=state.searches + 1, step=observation.step)
-        if observation.moment == Moment.EMBEDDED:
+        state = state._replace(searches=state.searches + 1, step=seen.step)
+        if seen.moment == Moment.EMBEDDED:
             state = state._replace(wanted=np.zeros_like(state.wanted))
         prior = None
         for prediction in found:
-            state = _match(state, prediction, observation.layer)
+            state = _match(state, prediction, seen.layer)
             least = np.float32(2.0 ** -(MAX_PRIOR // LOG2_UNIT))
             prior = (np.log2(np.maximum(state.likely, least)) * LOG2_UNIT).astype(np.int32)
-        return state, Decision(prior=prior, stages=_queue(state.wanted, observation.layer))
+        return state, Decision(prior=prior, stages=_queue(state.wanted, seen.layer))
 
 
 def _match(state: Matching, found: MapPrediction, now: int) -> Matching:

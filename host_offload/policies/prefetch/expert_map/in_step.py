@@ -97,9 +97,8 @@ class ExpertMapInStep:
         """maps: in the store. learned_bytes: the host's part, as it is now."""
         return {"maps": state.store.size, "learned_bytes": sum(a.nbytes for a in state.store)}
 
-    def decide(self, state: Kept, observation: Observation) -> tuple[Kept, Decision]:
-        seen: Any = observation
-        if observation.moment == Moment.STEP_END:
+    def decide(self, state: Kept, seen: Observation) -> tuple[Kept, Decision]:
+        if seen.moment == Moment.STEP_END:
             sizes = {"capacity": self.capacity, "distance": self.distance}
             store, place = with_rows(state.store, seen.embedding, seen.probs, **sizes)
             unwritten = state.unwritten.copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,18 +44,17 @@ class MapMatcher:
     distance: int
     learns: bool
 
-    def see(self, observation: Observation) -> tuple[MapMatcher, MapPrediction | None]:
+    def see(self, seen: Observation) -> tuple[MapMatcher, MapPrediction | None]:
         """The matcher after a moment, and what it predicts there. After EMBEDDED and ROUTED the
         others may be left out: what is learned is learned at STEP_END."""
-        seen: Any = observation
         store = self.store
-        if observation.moment == Moment.STEP_END:
+        if seen.moment == Moment.STEP_END:
             if not self.learns:
                 return self, None
             sizes = {"capacity": self.capacity, "distance": self.distance}
             store, _ = with_rows(store, seen.embedding, seen.probs, **sizes)
             return dataclasses.replace(self, store=store), None
-        if observation.moment == Moment.EMBEDDED:
+        if seen.moment == Moment.EMBEDDED:
             after = dataclasses.replace(self, trajectory=store.trajectory(len(seen.embedding)))
             found = store.nearest_embedding(seen.embedding)
             return after, self._predict(seen.step, range(self.distance), found)
@@ -89,11 +88,11 @@ class AsynchronousMatcher:
         self.left_out = 0
         """Searches that were left out."""
 
-    def publish(self, observation: Observation) -> None:
+    def publish(self, seen: Observation) -> None:
         """Returns at once; arrays of the observation are kept, not copied."""
-        if observation.moment in IN_STEP:
-            self._newest = max(self._newest, observation.step)
-        self._pending.append(self._thread.submit(self._see, observation))
+        if seen.moment in IN_STEP:
+            self._newest = max(self._newest, seen.step)
+        self._pending.append(self._thread.submit(self._see, seen))
 
     def take_found(self) -> list[MapPrediction]:
         """What was predicted by searches that ended since the last call, in their order; waits for
@@ -113,9 +112,9 @@ class AsynchronousMatcher:
     def nbytes(self) -> int:
         return self._matcher.nbytes
 
-    def _see(self, observation: Observation) -> MapPrediction | None:
-        if observation.moment in IN_STEP and observation.step < self._newest:
+    def _see(self, seen: Observation) -> MapPrediction | None:
+        if seen.moment in IN_STEP and seen.step < self._newest:
             self.left_out += 1
             return None
-        self._matcher, prediction = self._matcher.see(observation)
+        self._matcher, prediction = self._matcher.see(seen)
         return prediction
