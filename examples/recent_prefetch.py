@@ -32,7 +32,6 @@ class RecentPrefetch:
     def decide(
         self, state: tuple[np.ndarray, ...], observation: Observation
     ) -> tuple[tuple[np.ndarray, ...], Decision]:
-        assert observation.counts is not None
         state = (*state, observation.counts)[-self.window :]
         total = np.sum(state, axis=0)
         layer, expert = np.nonzero(total)

@@ -111,12 +111,6 @@ class Control:
         self._known: int | None = None
         """The layer of the running step until whose experts the controller's tables are the
         device's, but for a list that was not settled; None: not known."""
-        # The controller counts what it handed out as done. Where the device failed, it is still to
-        # be done, before anything that the controller hands out later.
-        self._moves: list[Move] = []
-        self._hand_overs: list[HandOver] = []
-        self._contents: dict[str, np.ndarray] = {}
-        self._map_rows: list[MapRows] = []
         device.prepare(controller)
         self._update_tables()
 
@@ -198,7 +192,6 @@ class Control:
 
     def _stages(self, number: int) -> list[Entry]:
         entries = self.controller.stages(number)
-        self._moves = self.controller.staging.take_moves()
         self._move_cells()
         self._hand_over_cells()
         self._update_tables()
@@ -210,26 +203,23 @@ class Control:
 
     def _move_cells(self) -> None:
         """A cell that was moved before the device failed is where it should be, and stays."""
-        if self._moves:
-            self.device.move_cells(self._moves)
-            self._moves = []
+        if moves := self.controller.changes.moves:
+            self.device.move_cells(moves)
+            moves.clear()
 
     def _hand_over_cells(self) -> None:
-        if (pool := self.controller.pool) is not None:
-            self._hand_overs += pool.take_hand_overs()
-        if self._hand_overs:
-            self.device.hand_over(self._hand_overs)
-            self._hand_overs = []
+        if hand_overs := self.controller.changes.hand_overs:
+            self.device.hand_over(hand_overs)
+            hand_overs.clear()
 
     def _update_tables(self) -> None:
-        self._contents |= self.controller.take_update()
-        if self._contents:
-            self.device.set_tables(self._contents)
-            self._contents = {}
-        self._map_rows += self.controller.take_map_rows()
-        while self._map_rows:
-            self.device.write_maps(self._map_rows[0])
-            del self._map_rows[0]
+        changes = self.controller.changes
+        if changes.contents:
+            self.device.set_tables(changes.contents)
+            changes.contents.clear()
+        while changes.map_rows:
+            self.device.write_maps(changes.map_rows[0])
+            del changes.map_rows[0]
 
     def _resize(self) -> None:
         controller, resizer = self.controller, self.resizer

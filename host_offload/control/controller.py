@@ -14,7 +14,6 @@ import numpy as np
 from host_offload.control.interface import (
     ALWAYS,
     Decision,
-    MapRows,
     MapSearch,
     Moment,
     Observation,
@@ -157,9 +156,9 @@ class Seat:
 class Controller:
     """Feeds observations to policies and holds what they decided until a step takes it.
 
-    A Control calls, for each step, begin_step, stages and take_update before it is made, and
-    end_step once it was read; with driver="host" also between_layers. Several steps may be under
-    way: transfers are matched by step number.
+    A Control calls, for each step, begin_step and stages before it is made, and end_step once it
+    was read, and carries out the `changes`; with driver="host" also between_layers. Several steps
+    may be under way: transfers are matched by step number.
 
     listener: called with each event. Raises PolicyError for policies that cannot run; the methods
     that ask a policy raise it for a decision that cannot be carried out.
@@ -176,7 +175,6 @@ class Controller:
         check_search(policies, spec.driver, len(spec.version_bytes))
         self.search: MapSearch | None = search_of(policies)
         """How decode steps search expert maps; None: they do not."""
-        self._map_rows: list[MapRows] = []
         self.spec, self.listener = spec, listener
         self.moments: frozenset[Moment] = frozenset().union(*(p.moments for p in policies))
         """At which some policy is asked; where there are none, a step has nothing to call."""
@@ -195,7 +193,6 @@ class Controller:
         self.budget_deferred = 0
         """How often a budget had to wait, since KV in use was in the way."""
         self._contents: dict[str, np.ndarray] = {}
-        self._changed: dict[str, np.ndarray] = {}
         if spec.resident is not None:
             check_resident(policies, spec.resident)
         check_second_processor(policies, spec)
@@ -204,7 +201,11 @@ class Controller:
             check_pool(policies, spec)
             self.moments |= {Moment.EXPERTS_BEGIN}
         self.staging = (Transitions if spec.resident else kind)(spec, self._log)
-        """Transfers from being wanted on; a Control forgets steps there and takes moves from it."""
+        """Transfers from being wanted on; a Control forgets steps there."""
+        self.changes = self.staging.changes
+        """What policies decided that the device was not told yet: TABLE_FIELDS, where every expert
+        is resident also `cell_row` and `cell_version`, which the device never changes; cells that
+        move; rows of the store of expert maps."""
         self._kv_references = KVReferences(spec.page_tokens) if "kv_refs" in self.needs else None
         self._use: np.ndarray | None = None
         """int64[len(USES)] of the step that was read last."""
@@ -270,18 +271,6 @@ class Controller:
         if self.pool is not None:
             self.tables = self.tables.copy()
         return self.staging.entries(step, self.tables)
-
-    def take_update(self) -> dict[str, np.ndarray]:
-        """Contents of tables that changed since the last call: TABLE_FIELDS → int32 array; where
-        every expert is resident also `cell_row` and `cell_version`, which the device never
-        changes."""
-        changed, self._changed = self._changed, {}
-        return changed | self.staging.take_contents()
-
-    def take_map_rows(self) -> list[MapRows]:
-        """Rows of the store of expert maps since the last call, in order."""
-        rows, self._map_rows = self._map_rows, []
-        return rows
 
     def settle_budget(self, done: bool) -> None:
         """wanted_cells and wanted_kv_pages were carried out, or have to wait."""
@@ -488,7 +477,7 @@ class Controller:
             self.wanted_kv_pages = decision.kv_pages
         self.max_running = decision.max_running or self.max_running
         if decision.map_rows is not None:
-            self._map_rows.append(decision.map_rows)
+            self.changes.map_rows.append(decision.map_rows)
         if decision.pause_stages is not None:
             self.staging.paused = decision.pause_stages
         if decision.execute is not None or decision.load_order is not None:
@@ -522,7 +511,7 @@ class Controller:
         self._assigned = Assigned(shown.layer, beside, order)
 
     def _change(self, field: str, value: np.ndarray) -> None:
-        self._contents[field] = self._changed[field] = value
+        self._contents[field] = self.changes.contents[field] = value
         if self.tables is not None:
             self.tables = self.tables._replace(**{field: value})
 

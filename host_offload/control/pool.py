@@ -60,7 +60,6 @@ class PooledStaging(Staging):
         self._step, self._layer, self._active = -1, 0, np.zeros(spec.experts, bool)
         self._room = False
         """The layer's free cells are for what it misses."""
-        self._hand_overs: list[HandOver] = []
         self.handed = 0
         """Cells that another layer got."""
 
@@ -76,11 +75,6 @@ class PooledStaging(Staging):
         if room:
             self._make_room(tables)
             self._room = True
-
-    def take_hand_overs(self) -> list[HandOver]:
-        """Each is handed out once, to be carried out before the list."""
-        moves, self._hand_overs = self._hand_overs, []
-        return moves
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
         """See Transfers. The pool's least worth makes room: first of those that nobody wants, then
@@ -162,7 +156,7 @@ class PooledStaging(Staging):
         place = cell if giver == layer else int(np.argmax(tables.cell_row[layer] < 0))
         move = HandOver(giver, cell, int(tables.owner[found]), layer, place)
         Pager(tables).hand_over([move])
-        self._hand_overs.append(move)
+        self.changes.hand_overs.append(move)
         self.handed += giver != layer
         return place
 

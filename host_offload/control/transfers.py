@@ -11,8 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from host_offload.control.interface import Spec, Stage, StagedTransfer, State, Transition
-from host_offload.memory.tables import Entry, Move, Residency
+from host_offload.control.interface import (
+    MapRows,
+    Spec,
+    Stage,
+    StagedTransfer,
+    State,
+    Transition,
+)
+from host_offload.memory.tables import Entry, HandOver, Move, Residency
 
 Wanted = Stage | Transition
 
@@ -21,6 +28,20 @@ COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused"
 said. deferred: wanted and not put on a list, since that was full or there was no cell or no staging
 bytes: once for each list that was made meanwhile. cancelled: left the queue unissued. used,
 unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
+
+
+@dataclasses.dataclass
+class DeviceChanges:
+    """What the device has to be told, the fields one after the other. Who tells it takes away what
+    was carried out, so what the device failed at is told again."""
+
+    moves: list[Move] = dataclasses.field(default_factory=list)
+    """Cells to move within the arena before the next step, in order."""
+    hand_overs: list[HandOver] = dataclasses.field(default_factory=list)
+    """Cells that go from layer to layer before the next list is carried out."""
+    contents: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Table → its contents, int32."""
+    map_rows: list[MapRows] = dataclasses.field(default_factory=list)
 
 
 class Flight(NamedTuple):
@@ -53,6 +74,7 @@ class TransferLedger(abc.ABC):
         self.finished: list[StagedTransfer] = []
         """Settled since the caller last took them; the caller clears it. retired likewise."""
         self.retired: list[StagedTransfer] = []
+        self.changes = DeviceChanges()
         self.counts: dict[str, Counter[str]] = {}
         """Cause → COUNTS, see there."""
 
@@ -236,15 +258,6 @@ class TransferLedger(abc.ABC):
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
         """With several versions `precision`, plain integers. queued: who waits now. hi, lo and
         absent: experts. budget_bytes: the cells'."""
-
-    def take_moves(self) -> list[Move]:
-        """Cells to move within the arena before the next step, in order; each is handed out once.
-        They come before the contents and the list of that step."""
-        return []
-
-    def take_contents(self) -> dict[str, np.ndarray]:
-        """Contents of tables that changed since the last call."""
-        return {}
 
     def transition_counts(self) -> dict[str, int]:
         """Promotions and demotions carried out and their bytes, how often one had to wait (each for

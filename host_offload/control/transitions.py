@@ -76,7 +76,6 @@ class Transitions(TransferLedger):
         """Arena row → (layer, cell)."""
         self._peak = self.used_bytes
         """Most bytes since the slots changed: another budget's peak says nothing about this one."""
-        self._moves: list[Move] = []
         self._moved_bytes = 0
         """Before the step that is being made."""
         self.keep_free = 0
@@ -177,6 +176,10 @@ class Transitions(TransferLedger):
         entries = self._issue(step, tables, find_cell, step_bytes=self.resident.step_bytes)
         while self.pools.free_slots < self.keep_free and self._compact(None):
             pass
+        if self._changed:
+            cells = {"cell_row": self.cell_row.copy(), "cell_version": self.cell_version.copy()}
+            self.changes.contents |= cells
+            self._changed = False
         return entries
 
     def _reserve(self, version: int) -> int | None:
@@ -211,7 +214,7 @@ class Transitions(TransferLedger):
             for source, target in pairs:
                 layer, cell = self._holder[target] = self._holder.pop(source)
                 self.cell_row[layer, cell] = target
-                self._moves.append(Move(layer, cell, target))
+                self.changes.moves.append(Move(layer, cell, target))
             if pairs:
                 self._changed = True
                 self._moved_bytes += len(pairs) * size
@@ -248,16 +251,6 @@ class Transitions(TransferLedger):
         the next step that is read tell what of its list was carried out."""
 
     # ---- what there is
-
-    def take_moves(self) -> list[Move]:
-        moves, self._moves = self._moves, []
-        return moves
-
-    def take_contents(self) -> dict[str, np.ndarray]:
-        if not self._changed:
-            return {}
-        self._changed = False
-        return {"cell_row": self.cell_row.copy(), "cell_version": self.cell_version.copy()}
 
     def state(self, tables: Residency) -> np.ndarray:
         state = super().state(tables)

@@ -108,11 +108,12 @@ class Paging(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """What a second processor computes of a layer, and in which order the others are loaded."""
+    """What a second processor computes of a layer, and in which order the others are loaded; arrays
+    of the host, or in programs."""
 
-    beside: jax.Array
+    beside: Any
     """bool[E]: absent experts that get no cell and are not computed here."""
-    order: jax.Array
+    order: Any
     """int32[E]: place among the loads; of equal ones the lower id comes first."""
 
 

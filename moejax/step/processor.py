@@ -30,9 +30,10 @@ from host_offload.queue.pinned import view_record
 from moejax.errors import UserError
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler, compiler_options
+from moejax.step.experts import Elsewhere
 from moejax.step.layer_programs import PUT, beside_program
 from moejax.step.programs import ProgramKey, Programs
-from moejax.step.transports.transport import LayerInputs, LayerShare, Parts, Transport
+from moejax.step.transports.transport import LayerInputs, Parts, Transport
 
 FEWEST = 4
 """Rows of the smallest program of the second processor; each next one has four times as many."""
@@ -121,9 +122,7 @@ class Processor:
         """As of host_offload.control.control.Device."""
         self._assigned = layer, beside, order
 
-    def _share(
-        self, parts: Parts, layer: int, ids: np.ndarray
-    ) -> tuple[LayerShare, dict[int, int]]:
+    def _share(self, parts: Parts, layer: int, ids: np.ndarray) -> tuple[Elsewhere, dict[int, int]]:
         """What it gets of a layer, and expert → version number of those that it computes. Waits for
         the tables where a policy gave it any.
 
@@ -140,7 +139,7 @@ class Processor:
                 version = np.asarray(parts["absent", None](self._buffers.tables, number))
                 beside = wanted & np.isin(np.arange(experts), ids) & (version >= 0)
                 mine = {int(expert): int(version[expert]) for expert in np.flatnonzero(beside)}
-        return LayerShare(beside, order.astype(np.int32)), mine
+        return Elsewhere(beside, order.astype(np.int32)), mine
 
     # ---- a layer
 

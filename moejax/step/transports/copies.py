@@ -22,10 +22,11 @@ from host_offload.queue.pinned import PinnedRecords
 from host_offload.queue.transfer import DEMAND, Transfer
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
+from moejax.step.experts import Elsewhere
 from moejax.step.layer_programs import IDLE, READ_THROUGH
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import StepSpec
-from moejax.step.transports.transport import LayerInputs, LayerShare, Parts, Transport
+from moejax.step.transports.transport import LayerInputs, Parts, Transport
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 
@@ -106,7 +107,7 @@ class CopyTransport(Transport):
         return parts["combine", None](inputs.x, y, inputs.routing.weights), counts
 
     def compute_rows(
-        self, parts: Parts, inputs: LayerInputs, share: LayerShare | None
+        self, parts: Parts, inputs: LayerInputs, share: Elsewhere | None
     ) -> tuple[jax.Array, jax.Array]:
         """As Transport; share: None without a second processor."""
         buffers, ids = self._buffers, inputs.routing.ids
@@ -125,7 +126,7 @@ class CopyTransport(Transport):
         inputs: LayerInputs,
         y: jax.Array,
         planned: Sequence[Sequence[int]],
-        share: LayerShare | None,
+        share: Elsewhere | None,
     ) -> jax.Array:
         """y with the rows of the experts that are due. planned: what the plan says of each expert,
         as of layer_programs._planned."""

@@ -35,15 +35,6 @@ class LayerInputs(NamedTuple):
     routing: Routing
 
 
-class LayerShare(NamedTuple):
-    """What a second processor computes of a layer."""
-
-    beside: np.ndarray
-    """bool[E]: the experts that it computes."""
-    order: np.ndarray
-    """int32[E]: in which the others are brought, lowest first."""
-
-
 class Transport:
     """Brings experts of the store into cells of the arena. This one leaves it to the ops of steps,
     so that nothing is ever on its way; others replace what they do beside compute."""
@@ -80,7 +71,7 @@ class Transport:
         return x, counts
 
     def compute_rows(
-        self, parts: Parts, inputs: LayerInputs, share: LayerShare
+        self, parts: Parts, inputs: LayerInputs, share: Elsewhere
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (y float32[T·K, D] of a layer's experts, the layer's counts).
 
@@ -90,7 +81,7 @@ class Transport:
         memory = buffers.stores, buffers.arena, buffers.tables
         computed_on = inputs.normed, inputs.routing.ids, buffers.numbers[inputs.layer]
         y, buffers.arena, buffers.tables, counts = parts["accelerate", None](
-            *memory, *computed_on, Elsewhere._make(share)
+            *memory, *computed_on, share
         )
         return y, counts
 

@@ -178,13 +178,14 @@ def test_decisions_merge_and_are_handed_out_once():
     controller = Controller(spec(), policies, listener=events.append)
     assert controller.moments and not controller.needs_residency
     end(controller, 0)
-    update = controller.take_update()
+    update = dict(controller.changes.contents)
     assert set(update) == {"prior", "fill_version", "victim_weights"}
     assert all(values.dtype == np.int32 for values in update.values())
     np.testing.assert_array_equal(update["victim_weights"], [0, 1, 0])
-    assert controller.take_update() == {}
+    controller.changes.contents.clear()
     end(controller, 1)
-    np.testing.assert_array_equal(controller.take_update()["prior"], prior + 1)
+    assert [*controller.changes.contents] == ["prior"]
+    np.testing.assert_array_equal(controller.changes.contents["prior"], prior + 1)
     assert [(e.step, e.policy) for e in events if isinstance(e, Decided)] == [
         (0, "Scripted"),
         (0, "Scripted"),

@@ -202,7 +202,7 @@ def test_a_layer_has_no_more_cells_than_its_tables_have_numbers():
     """Layer 0 has all four numbers granted: it evicts its own, whoever else is worth less."""
     staging, tables = staging_of(used=1)
     staging.look(0, tables, 0, needed(1, 6), room=True)
-    (move,) = staging.take_hand_overs()
+    (move,) = staging.changes.hand_overs
     assert move == HandOver(0, 0, 0, 0, 0) and staging.handed == 0
     assert tables.owner[0].tolist() == [-1, 1, 2, 3] and tables.address[0, 0] == -1
 
@@ -214,7 +214,7 @@ def test_room_that_was_made_is_for_what_is_missing():
     staging.want("stages", [Stage(1, 7)], tables)
     staging.look(0, tables, 0, needed(0, 6), room=True)
     (entry,) = staging.entries(0, tables, between_layers=True)
-    assert staging.take_hand_overs() == [HandOver(1, 0, 0, 0, 3)]
+    assert staging.changes.hand_overs == [HandOver(1, 0, 0, 0, 3)]
     assert entry == (1, 7, 0, 1) and tables.owner[0, 3] == -1 and tables.cell_row[0, 3] == 40
 
 

@@ -137,8 +137,6 @@ class Host:
         self.readable: dict[int, set[int]] = {}
         """Step that was dispatched and not read → arena rows that it may read: those of its entries
         when it began, but for what was moved away since, which waits for the step."""
-        self.unmoved: list[Move] = []
-        """What the device refused."""
         self.kv: list[int] = []
         """Slots that KV has of those that were experts' at the start."""
 
@@ -159,13 +157,11 @@ class Host:
         """lost: its results will not be known. fails: it never reaches the device. refused: nor do
         half of the moves before it; as moejax.engine.control, the host asks for all of them again
         before anything else of the next step."""
-        self._move(self.unmoved)
-        self.unmoved = []
+        self._move_all()
         if refused:
             entries = self.transitions.entries(self.number, self.device.pager.tables)
-            if moves := self.transitions.take_moves():
+            if moves := self.transitions.changes.moves:
                 self._move(moves[: len(moves) // 2])
-                self.unmoved = moves
                 self.transitions.forget(self.number)
                 self.number += 1
                 return
@@ -202,9 +198,13 @@ class Host:
 
     def _entries(self) -> list[Entry]:
         entries = self.transitions.entries(self.number, self.device.pager.tables)
-        self._move(self.transitions.take_moves())
+        self._move_all()
         self._set(entries)
         return entries
+
+    def _move_all(self) -> None:
+        self._move(self.transitions.changes.moves)
+        self.transitions.changes.moves.clear()
 
     def _move(self, moves: list[Move]) -> None:
         tables = self.device.pager.tables
@@ -218,7 +218,7 @@ class Host:
         self.device.move(moves)
 
     def _set(self, entries: list[Entry]) -> None:
-        self.device.pager.set_tables(self.transitions.take_contents())
+        self.device.pager.set_tables(self.transitions.changes.contents)
         for layer, _, version, cell in entries:
             self._overwrite(self._rows(int(self.transitions.cell_row[layer, cell]), version))
         self.check()
