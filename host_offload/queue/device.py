@@ -27,7 +27,6 @@ from host_offload.queue.order import TransferQueue
 from host_offload.queue.pinned import Given, PinnedRecords
 from host_offload.queue.transfer import (
     DEMAND,
-    Load,
     Progress,
     QueueError,
     Settled,
@@ -94,7 +93,6 @@ class DeviceQueue:
         # Pieces are what is moved at once, so chunks are those.
         self._queue = TransferQueue(max(size for held in records for size in held.sizes))
         self._staged: dict[int, _Staged] = {}
-        self._busy, self._busy_since = 0.0, 0.0
         self._watcher = ThreadPoolExecutor(1, "moejax-waits")
         self._waited: float | None = None
         self.last_mark: jax.Array | None = None
@@ -105,12 +103,9 @@ class DeviceQueue:
 
     # ---- as NativeQueue
 
-    def submit(self, transfer: Transfer, load: Load | None = None) -> int:
-        """Begins nothing. A record that was taken into this cell before is waited for,
-        not refused. load: that of the record, where it is given."""
-        sizes = self.records[transfer.version].sizes
-        if load is not None and load.parts != sizes:
-            raise QueueError(f"records have pieces of {sizes} bytes, not {load.parts}")
+    def submit(self, transfer: Transfer) -> int:
+        """Begins nothing. A record that was taken into this cell before is waited for, not
+        refused."""
         return self.submit_all([transfer])[0]
 
     def submit_all(self, transfers: Sequence[Transfer]) -> list[int]:
@@ -175,7 +170,7 @@ class DeviceQueue:
     def observe(self) -> Progress:
         """As NativeQueue; busy seconds as far as looks at the queue saw it begin and end."""
         self._look()
-        return self._queue.observe(self._busy_seconds())
+        return self._queue.observe()
 
     def close(self) -> None:
         """Cancels what has not begun, waits for what has, and drops what is staged. Idempotent."""
@@ -201,7 +196,7 @@ class DeviceQueue:
             demand = self._staged[ticket].transfer.demand
             if not demand and not others:
                 break
-            while (demand or ahead < self._ahead) and (chunk := self._next_chunk(ticket)):
+            while (demand or ahead < self._ahead) and (chunk := self._queue.begin_chunk(ticket)):
                 ahead += not demand
                 due.setdefault(ticket, []).append(chunk)
         for ticket, chunks in due.items():
@@ -280,7 +275,7 @@ class DeviceQueue:
             flying=len(flying),
             bytes_left=sum(each.bytes_left for each in flying),
             wait_seconds=self._waited,
-            busy_seconds=self._busy_seconds(),
+            busy_seconds=self._queue.busy_seconds,
         )
 
     # ---- parts
@@ -290,10 +285,6 @@ class DeviceQueue:
         began = time.monotonic()
         _wait_for(after)
         self._waited = (self._waited or 0.0) + time.monotonic() - began
-
-    def _busy_seconds(self) -> float:
-        since = time.monotonic() - self._busy_since if self._queue.under_way else 0.0
-        return self._busy + since
 
     def _read(self, ticket: int) -> bool:
         """Whether a transfer's chunks can begin."""
@@ -314,13 +305,8 @@ class DeviceQueue:
         if len(staged.arrays) < pieces:
             self.wait(ticket)  # one failed, and others of it are under way
 
-    def _next_chunk(self, ticket: int) -> TransferChunk | None:
-        if not self._queue.under_way:
-            self._busy_since = time.monotonic()
-        return self._queue.begin_chunk(ticket)
-
     def _begin(self, ticket: int, chunks: Sequence[TransferChunk]) -> None:
-        """Begins chunks of one transfer, which _next_chunk gave."""
+        """Begins to copy chunks of one transfer, which the queue has begun."""
         staged = self._staged[ticket]
         try:
             pieces = staged.asked.pieces()
@@ -344,8 +330,6 @@ class DeviceQueue:
 
     def _end(self, chunk: TransferChunk, failure: str) -> None:
         settled = self._queue.end(chunk, failure)
-        if not self._queue.under_way:
-            self._busy += time.monotonic() - self._busy_since
         if settled is None:
             return
         staged = self._staged[chunk.ticket]

@@ -13,6 +13,7 @@ is free, when those under way beside it have ended.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -44,12 +45,14 @@ class _Open:
 
 
 class TransferQueue:
-    """chunk_bytes: the most of a chunk. Raises QueueError unless it is positive."""
+    """chunk_bytes: the most of a chunk. clock: seconds, by which it counts how long it is busy.
+    Raises QueueError unless chunks have bytes."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES):
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES, clock: Callable[[], float] = time.monotonic):
         if chunk_bytes < 1:
             raise QueueError(f"chunks of {chunk_bytes} bytes")
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._clock = chunk_bytes, clock
+        self._busy, self._busy_since = 0.0, 0.0
         self._open: dict[int, _Open] = {}
         self._cells: dict[int, int] = {}
         """Cell → ticket of the transfer that writes it."""
@@ -85,6 +88,8 @@ class TransferQueue:
         open_ = self._open[ticket]
         if not open_.waiting:
             return None
+        if not self.under_way:
+            self._busy_since = self._clock()
         open_.begun = True
         open_.under_way += 1
         self.under_way += 1
@@ -106,6 +111,8 @@ class TransferQueue:
         open_ = self._open[chunk.ticket]
         open_.under_way -= 1
         self.under_way -= 1
+        if not self.under_way:
+            self._busy += self._clock() - self._busy_since
         if failure:
             open_.failure = open_.failure or failure
             open_.waiting.clear()
@@ -169,11 +176,16 @@ class TransferQueue:
             for ticket, open_ in self._open.items()
         )
 
-    def observe(self, busy_seconds: float) -> Progress:
+    @property
+    def busy_seconds(self) -> float:
+        """With a chunk under way so far."""
+        return self._busy + (self._clock() - self._busy_since if self.under_way else 0.0)
+
+    def observe(self) -> Progress:
         """What is under way, and what settled since the last observation."""
         settled = tuple(self._settled.values())
         self._settled.clear()
-        return Progress(busy_seconds, self.open(), settled)
+        return Progress(self.busy_seconds, self.open(), settled)
 
     def _settle(self, settled: Settled) -> Settled:
         del self._open[settled.ticket]

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from host_offload.queue.order import TransferQueue
 from host_offload.queue.transfer import (
     CHUNK_BYTES,
-    Load,
-    Progress,
     QueueError,
     Settled,
     Transfer,
@@ -22,9 +20,10 @@ from host_offload.queue.transfer import (
 )
 
 
-class VirtualQueue:
-    """The calls of NativeQueue, where waiting moves the clock. What is submitted begins
-    when the clock moves, so what comes at one time is ordered, or cancelled, before any of it.
+class VirtualQueue(TransferQueue):
+    """A TransferQueue where waiting moves the clock, as NativeQueue's threads do. What is submitted
+    begins when the clock moves, so what comes at one time is ordered, or cancelled, before any of
+    it.
 
     rate: bytes per second. latency: seconds. fails: says of a chunk what goes wrong with it, ""
     for nothing. log: called with (chunk, begin, end) of the link when a chunk begins. Raises
@@ -42,48 +41,33 @@ class VirtualQueue:
     ):
         if not rate > 0 or not latency >= 0:
             raise QueueError(f"a link of {rate} bytes/s and {latency} s")
+        super().__init__(chunk_bytes, clock=lambda: self.now)
         self.now = 0.0
         """Seconds."""
-        self._queue = TransferQueue(chunk_bytes)
         self._rate, self._latency, self._fails, self._log = rate, latency, fails, log
         self._free = 0.0
         """When the link ends what it carries."""
         self._travelling: deque[tuple[float, TransferChunk]] = deque()
         """Chunks that have begun, with the time at which their bytes are there."""
-        self._busy, self._busy_since = 0.0, 0.0
         self._closed = False
 
     # ---- as NativeQueue
 
-    def submit(self, transfer: Transfer, load: Load) -> int:
+    def submit(self, transfer: Transfer, parts: tuple[int, ...]) -> int:
         if self._closed:
             raise QueueError("the queue is closed")
-        return self._queue.submit(transfer, load.parts)
-
-    def cancel(self, ticket: int) -> bool:
-        return self._queue.cancel(ticket)
-
-    def reorder(self, ticket: int, cause: str, priority: int) -> bool:
-        return self._queue.reorder(ticket, cause, priority)
+        return super().submit(transfer, parts)
 
     def wait(self, ticket: int, part: int | None = None) -> Settled | None:
-        while not self._queue.there(ticket, part):
+        while not self.there(ticket, part):
             self._next_event(math.inf)
-        return self._queue.settled(ticket)
-
-    def observe(self) -> Progress:
-        under_way = self.now - self._busy_since if self._queue.under_way else 0.0
-        return self._queue.observe(self._busy + under_way)
+        return self.settled(ticket)
 
     def close(self) -> None:
         self._closed = True
-        self._queue.cancel_all()
+        self.cancel_all()
         while self._next_event(math.inf):
             pass
-
-    def there(self, ticket: int, part: int | None = None) -> bool:
-        """As TransferQueue.there, at this time."""
-        return self._queue.there(ticket, part)
 
     # ---- the clock
 
@@ -100,20 +84,16 @@ class VirtualQueue:
         """Carries out what happens next, if that is not after `until`: a chunk is there, or the
         link is free and begins one."""
         arrives = self._travelling[0][0] if self._travelling else math.inf
-        begins = max(self._free, self.now) if self._queue.waiting else math.inf
+        begins = max(self._free, self.now) if self.waiting else math.inf
         when = min(arrives, begins)
         if when > until or math.isinf(when):
             return False
         self.now = when
         if arrives <= begins:
             _, chunk = self._travelling.popleft()
-            self._queue.end(chunk, self._fails(chunk) if self._fails else "")
-            if not self._queue.under_way:
-                self._busy += self.now - self._busy_since
+            self.end(chunk, self._fails(chunk) if self._fails else "")
             return True
-        if not self._queue.under_way:
-            self._busy_since = self.now
-        chunk = self._queue.next_chunk()
+        chunk = self.next_chunk()
         assert chunk is not None
         self._free = self.now + chunk.bytes / self._rate
         self._travelling.append((self._free + self._latency, chunk))

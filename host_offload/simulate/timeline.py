@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from host_offload.queue.transfer import DEMAND, Load, QueueError, Transfer, TransferChunk
+from host_offload.queue.transfer import DEMAND, QueueError, Transfer, TransferChunk
 from host_offload.queue.virtual import VirtualQueue
 
 DEVICE = "device"
@@ -90,7 +90,7 @@ class Timeline:
     def submit(self, transfer: Transfer, nbytes: int) -> int:
         """Queues a transfer now; its ticket. Raises QueueError as VirtualQueue.submit."""
         gate_up = nbytes // 3 * 2
-        ticket = self._queue.submit(transfer, Load((gate_up, nbytes - gate_up)))
+        ticket = self._queue.submit(transfer, (gate_up, nbytes - gate_up))
         self._transfers[ticket] = transfer
         return ticket
 

@@ -28,8 +28,8 @@ from moejax.engine.step_work import Step, step_record
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
 from moejax.step.executor import Executor
-from moejax.step.hooks import Hooks
 from moejax.step.step_parts import DECODE_TILE, Routing, StepOutput
+from moejax.step.walk import Hooks
 
 WARM = 1
 """Steps of a case before the timed ones."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import numpy as np
 
 from host_offload.control.control import Control, Resizer
@@ -16,14 +16,14 @@ from host_offload.control.step_record import SEEN, LayerRouting
 from host_offload.versions.layer_versions import version_bytes
 from moejax.engine.step_work import PlacedRows
 from moejax.step.executor import Executor
-from moejax.step.hooks import Hooks
 from moejax.step.programs import STAGES
 from moejax.step.step_parts import StepSpec
+from moejax.step.walk import Hooks
 from pallas_kernels.stage import Entries
 
 
 class LayerHooks:
-    """moejax.step.hooks.Hooks of one step, for the policies of a Control."""
+    """moejax.step.walk.Hooks of one step, for the policies of a Control."""
 
     def __init__(
         self, control: Control, runner: Executor, needs: frozenset[str], placed: PlacedRows
@@ -32,32 +32,25 @@ class LayerHooks:
         self._place, self._rows = placed
         self._routing: LayerRouting | None = None
 
-    def after_embedding(self, embedding: jax.Array | None) -> Entries | None:
-        """embedding: float16[T, D]"""
-        if embedding is not None and "embedding" in self._needs:
-            self._rows = self._rows._replace(embedding=np.asarray(embedding)[self._place])
-        return self._ask(Moment.EMBEDDED, -1, None)
+    def __call__(self, moment: Moment, layer: int, known: Any) -> Entries | None:
+        if moment == Moment.EMBEDDED and "embedding" in self._needs:
+            self._rows = self._rows._replace(embedding=np.asarray(known)[self._place])
+        if moment == Moment.ROUTED:
+            ids, weights = map(self._take_rows, known)
+            arrays = {
+                SEEN[name]: self._take_rows(array)
+                for name, array in self._runner.walk.layer_arrays._asdict().items()
+                if name in self._needs and array is not None
+            }
+            self._routing = LayerRouting(ids.astype(np.int16), weights, **arrays)
+        routing = self._routing if moment in (Moment.ROUTED, Moment.EXPERTS_BEGIN) else None
+        return self._runner.stage_list(
+            self._control.between_layers(moment, layer, self._rows, routing)
+        )
 
-    def before_routing(self, layer: int) -> Entries | None:
-        return self._ask(Moment.LAYER_BEGIN, layer, None)
-
-    def after_routing(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> Entries | None:
-        """ids int32[T, k], the number of experts for padding; weights float32[T, k]."""
-        arrays = {
-            SEEN[name]: np.asarray(array)[self._place, None]
-            for name, array in self._runner.walk.layer_arrays._asdict().items()
-            if name in self._needs and array is not None
-        }
-        ids, weights = ids[self._place, None].astype(np.int16), weights[self._place, None]
-        self._routing = LayerRouting(ids, weights, **arrays)
-        return self._ask(Moment.ROUTED, layer, self._routing)
-
-    def before_experts(self, layer: int) -> Entries | None:
-        return self._ask(Moment.EXPERTS_BEGIN, layer, self._routing)
-
-    def _ask(self, moment: Moment, layer: int, routing: LayerRouting | None) -> Entries | None:
-        entries = self._control.between_layers(moment, layer, self._rows, routing)
-        return self._runner.stage_list(entries)
+    def _take_rows(self, array: Any) -> np.ndarray:
+        """[N, 1, ·] of an array of all rows, padding included."""
+        return np.asarray(array)[self._place, None]
 
 
 StepHooks = Callable[[PlacedRows], Hooks]

@@ -13,9 +13,9 @@ from host_offload.control.step_record import SEEN, PageUse, StepRecord, StepRows
 from host_offload.memory.kv_cache import Block
 from moejax.requests.request import Request
 from moejax.step.experts import Paging
-from moejax.step.hooks import LayerTransfers
 from moejax.step.results import Results
 from moejax.step.step_parts import PrefillBatch, StepOutput, StepShapes, empty_prefill
+from moejax.step.walk import LayerTransfers
 from pallas_kernels.stage import Entries
 
 if TYPE_CHECKING:

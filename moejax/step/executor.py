@@ -36,7 +36,6 @@ from moejax.requests.request import PrefillKind
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
-from moejax.step.hooks import Hooks
 from moejax.step.layer_programs import layer_program
 from moejax.step.layer_walk import LayerWalk
 from moejax.step.owned_stream import OwnedStream
@@ -46,7 +45,7 @@ from moejax.step.step_parts import PrefillBatch, Routing, StepOutput, StepSpec
 from moejax.step.token_state import TokenState
 from moejax.step.transports.copies import CopyTransport
 from moejax.step.transports.transport import Transport, link_use
-from moejax.step.walk import CompiledWalk, DeviceMaps, StepRequest
+from moejax.step.walk import CompiledWalk, DeviceMaps, Hooks, StepRequest
 from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries

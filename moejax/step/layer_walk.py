@@ -14,15 +14,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from host_offload.control.interface import Moment
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
 from moejax.step.copied_stream import CopiedStream
-from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.processor import Processor
 from moejax.step.programs import STAGES, ProgramKey
 from moejax.step.step_parts import LayerTrace, Routing, StepOutput, StepSpec, TraceArrays
 from moejax.step.transports.transport import LayerInputs, Parts, Transport
-from moejax.step.walk import DeviceMaps, StepRequest
+from moejax.step.walk import DeviceMaps, Hooks, LayerTransfers, StepRequest
 from pallas_kernels.stage import Entries
 
 
@@ -132,14 +132,14 @@ class LayerWalk:
         if ("embedding", None) in parts:
             embedding = parts["embedding", None](x)
         if hooks is not None:
-            self._carry_out(hooks.after_embedding(embedding), 0)
+            self._carry_out(hooks(Moment.EMBEDDED, -1, embedding), 0)
         for run, index, layer in self._layers:
             x, buffers.arena = parts["attend", run](params, buffers.arena, x, batch, index)
             if layer < 0:
                 x = parts["feed_forward", run](params, x, batch, index)
                 continue
             if hooks is not None:
-                self._carry_out(hooks.before_routing(layer), layer)
+                self._carry_out(hooks(Moment.LAYER_BEGIN, layer, None), layer)
             residents = (buffers.tables.address,) if self._steps.favours_residents else ()
             x, normed, ids, weights = parts["route", run](
                 *(params, x, batch, index), *residents, *extra
@@ -167,9 +167,9 @@ class LayerWalk:
         routing.weights.copy_to_host_async()
         if self._processor is not None:
             normed.copy_to_host_async()  # what it will compute on, while policies decide
-        ids, weights = np.asarray(routing.ids), np.asarray(routing.weights)
-        self._carry_out(hooks.after_routing(layer, ids, weights), layer)
-        self._carry_out(hooks.before_experts(layer), layer)
+        known = np.asarray(routing.ids), np.asarray(routing.weights)
+        self._carry_out(hooks(Moment.ROUTED, layer, known), layer)
+        self._carry_out(hooks(Moment.EXPERTS_BEGIN, layer, None), layer)
 
     def _carry_out(self, entries: Entries | None, current: int) -> None:
         """A hook's entries. current: the layer that is next to compute its experts."""

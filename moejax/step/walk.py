@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.control.interface import MapRows, MapSearch
+from host_offload.control.interface import MapRows, MapSearch, Moment
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.hooks import Hooks, LayerTransfers
 from moejax.step.map_search import WRITTEN, MapArrays
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import Routing, StepOutput, StepSpec, TraceArrays
 from pallas_kernels.plan import Tables
 from pallas_kernels.stage import Entries
+
+Hooks = Callable[[Moment, int, Any], Entries | None]
+"""How the engine asks policies between the parts of a layer: (moment, layer, what is known now).
+
+Layers count over MoE layers, −1: none yet. Known is at EMBEDDED the step's embeddings
+float16[T, D], where steps give them out; at ROUTED ids int32[T, K], ascending, E for padding, and
+weights float32[T, K], for the rows of the decode bucket or the tokens of the largest prefill step.
+
+Entries that come back (int32[STAGES] each, of any layers) are carried out right there, before what
+the walk dispatches next; those that do not fit the tables are skipped, as `transfers` says. A layer
+whose experts this step has yet to compute needs none of its cells before its plan, so there an
+entry may also replace an expert that the step before used. An exception ends the step."""
+
+
+class LayerTransfers(NamedTuple):
+    """A list of transfers that a hook returned."""
+
+    entries: Entries
+    done: jax.Array
+    """int32[STAGES]: 1 for each entry that was carried out."""
+
 
 LOOK_EVERY = 64
 """Steps after which the host looks again: each costs a launch, and a step that needs no plan is a

@@ -141,25 +141,14 @@ def prefetches(f: float, most: int, hit: float) -> int:
     return count if count == 0 or benefit(f, count, hit) > 0 else count - 1
 
 
-def accelerator_seconds(
-    loads: int, costs: PlacementCosts, alpha: float, resident: int = 0, awaited: bool = False
-) -> float:
-    """T_G of a layer: seconds from its routing until the accelerator has computed its experts.
-
-    loads: experts that land one after the other once the link is free, in `alpha` seconds.
-    resident: experts that are there at the routing. awaited: whether the transfer that ends in
-    `alpha` seconds brings another expert of this layer. With t_g below t_io and without residents
-    it is the paper's α + loads·t_io + t_g (Premise 5); else experts that are there wait for the
-    accelerator.
-    """
-    seconds = resident * costs.accelerator
-    if awaited:
-        seconds = max(seconds, alpha) + costs.accelerator
-    if loads:
-        first, last = alpha + costs.load, alpha + loads * costs.load
-        waiting = max(seconds, first) + loads * costs.accelerator
-        seconds = max(waiting, last + costs.accelerator)
-    return seconds
+def accelerator_seconds(loads: int, costs: PlacementCosts, alpha: float) -> float:
+    """T_G of a layer: seconds from its routing until the accelerator has computed so many experts,
+    which land one after the other once the link is free, in `alpha` seconds. With t_g below t_io it
+    is the paper's α + loads·t_io + t_g (Premise 5); else experts wait for the accelerator."""
+    if not loads:
+        return 0.0
+    waiting = alpha + costs.load + loads * costs.accelerator
+    return max(waiting, alpha + loads * costs.load + costs.accelerator)
 
 
 def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
@@ -194,24 +183,6 @@ def presched(seen: LayerWork) -> LayerPlan:
             best = works[len(works) - count :][::-1]
             return LayerPlan(current[:first], current[first:], best, distance)
     return LayerPlan(current[:first], current[first:])
-
-
-def layer_seconds(
-    plan: LayerPlan,
-    costs: PlacementCosts,
-    alpha: float,
-    resident: int = 0,
-    awaited: bool = False,
-) -> tuple[float, float]:
-    """What the equations say of a layer, if prefetches are right: seconds from its routing to the
-    next layer's, and α there.
-
-    resident, awaited: see accelerator_seconds.
-    """
-    accelerator = accelerator_seconds(len(plan.load), costs, alpha, resident, awaited)
-    seconds = max(costs.on_cpu(plan.cpu), accelerator) + costs.attention
-    link = alpha + (len(plan.load) + len(plan.prefetch)) * costs.load
-    return seconds, max(link - seconds, 0.0)
 
 
 def follow_hit_rate(hit: float, found: bool, weight: float = 0.1) -> float:

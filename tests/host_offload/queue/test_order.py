@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host_offload.queue.order import TransferQueue
-from host_offload.queue.transfer import DEMAND, Load, QueueError, Transfer
+from host_offload.queue.transfer import DEMAND, QueueError, Transfer
 from host_offload.queue.virtual import VirtualQueue
 from tests.host_offload.queue.operations import operations, play
 
@@ -58,10 +58,10 @@ def test_every_transfer_settles_once_and_all_its_bytes_move(data):
             bytes_of[answer] = sum(operation[2])
         if operation[0] == "step" and answer:
             moved[answer.ticket] = moved.get(answer.ticket, 0) + answer.bytes
-        ends += queue.observe(0).settled
+        ends += queue.observe().settled
     while chunk := play(queue, ("step",)):
         moved[chunk.ticket] = moved.get(chunk.ticket, 0) + chunk.bytes
-    ends += queue.observe(0).settled
+    ends += queue.observe().settled
     assert sorted(end.ticket for end in ends) == sorted(bytes_of)
     for end in ends:
         assert moved.get(end.ticket, 0) == (bytes_of[end.ticket] if end.state == "done" else 0)
@@ -72,7 +72,7 @@ def test_every_transfer_settles_once_and_all_its_bytes_move(data):
 
 def test_bytes_take_their_time_and_the_latency_once():
     queue = VirtualQueue(rate=100, latency=0.5, chunk_bytes=50)
-    ticket = queue.submit(transfer(), Load((100, 100)))
+    ticket = queue.submit(transfer(), (100, 100))
     queue.advance(1.0)
     (flying,) = queue.observe().flying
     assert (flying.bytes_left, flying.begun, queue.observe().bytes_left) == (150, True, 150)
@@ -86,10 +86,10 @@ def test_bytes_take_their_time_and_the_latency_once():
 
 def test_a_failure_frees_the_cell_and_says_why():
     queue = VirtualQueue(rate=10, chunk_bytes=5, fails=lambda chunk: "gone" if chunk.first else "")
-    settled = queue.wait(queue.submit(transfer(), Load((5, 5, 5))))
+    settled = queue.wait(queue.submit(transfer(), (5, 5, 5)))
     assert settled and (settled.state, settled.message) == ("failed", "gone")
     assert queue.now == pytest.approx(1)
-    queue.submit(transfer(), Load((1,)))
+    queue.submit(transfer(), (1,))
 
 
 @pytest.mark.parametrize(("rate", "latency"), [(0, 0), (-1, 0), (1, -1), (float("nan"), 0)])
@@ -118,7 +118,7 @@ def test_the_clock_keeps_its_bounds(asked, chunk_bytes, latency):
     came, demands = {}, {}
     for cell, (size, pause, demand) in enumerate(asked):
         cause = DEMAND if demand else "prefetch"
-        ticket = queue.submit(transfer(cell, cause), Load((size,)))
+        ticket = queue.submit(transfer(cell, cause), (size,))
         came[ticket], demands[ticket] = queue.now, size if demand else 0
         queue.advance(queue.now + pause)
     for ticket in came:

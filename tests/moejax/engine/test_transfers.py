@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from host_offload.control.interface import Moment
 from host_offload.queue.pinned import PinnedRecords
 from moejax import SamplingParams
 from moejax.step.programs import STAGES
@@ -55,20 +56,14 @@ class Bringing:
     def __init__(self, ahead: int):
         self.ahead = ahead
 
-    def after_embedding(self, embedding):
-        return None
-
-    def before_routing(self, layer):
-        return None
-
-    def after_routing(self, layer, ids, weights):
+    def __call__(self, moment, layer, known):
+        if moment != Moment.ROUTED:
+            return None
+        ids, _ = known
         lists = np.full((len(Entries._fields), STAGES), -1, np.int32)
         for i, expert in enumerate(np.unique(ids[ids < EXPERTS])[:STAGES]):
             lists[:, i] = layer + self.ahead, expert, 0, i
         return Entries._make(lists)
-
-    def before_experts(self, layer):
-        return None
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 
 import moejax.models.layers
 import moejax.step.experts
+from host_offload.control.interface import Moment
 from moejax import LLM
 from moejax.step import compiler, layer_walk
 from moejax.step.compiler import compiler_options
@@ -204,25 +205,13 @@ class Recorder:
         self.calls: list[tuple] = []
         self.raises = raises
 
-    def _called(self, *call) -> None:
+    def __call__(self, *call) -> None:
         self.calls.append(call)
         if self.raises and len(self.calls) == self.raises[0]:
             raise self.raises[1]
 
-    def after_embedding(self, embedding):
-        self._called("after_embedding", embedding)
 
-    def before_routing(self, layer):
-        self._called("before_routing", layer)
-
-    def after_routing(self, layer, ids, weights):
-        self._called("after_routing", layer, ids, weights)
-
-    def before_experts(self, layer):
-        self._called("before_experts", layer)
-
-
-ORDER = ("before_routing", "after_routing", "before_experts")
+ORDER = (Moment.LAYER_BEGIN, Moment.ROUTED, Moment.EXPERTS_BEGIN)
 
 
 def test_hooks_come_in_order_and_see_the_routing(host, hooked, monkeypatch):
@@ -231,9 +220,9 @@ def test_hooks_come_in_order_and_see_the_routing(host, hooked, monkeypatch):
     hooked(recorder)
     outputs = outputs_of(host, POOL[3:5], monkeypatch)
     step = [(what, layer) for layer in range(LAYERS) for what in ORDER]
-    expected = [("after_embedding", None), *step] * len(outputs)
+    expected = [(Moment.EMBEDDED, -1), *step] * len(outputs)
     assert [call[:2] for call in recorder.calls] == expected
-    seen = [call[2:] for call in recorder.calls if len(call) > 2]
+    seen = [known for _, _, known in recorder.calls if known is not None]
     wanted = [(o.routing.ids[n], o.routing.weights[n]) for o in outputs for n in range(LAYERS)]
     for (ids, weights), (step_ids, step_weights) in zip(seen, wanted, strict=True):
         assert ids.dtype == np.int32 and weights.dtype == np.float32

@@ -13,7 +13,6 @@ from host_offload.policies.placement.presched import (
     accelerator_queue,
     accelerator_seconds,
     count_overlapped,
-    layer_seconds,
     merge_queues,
     on_demand,
     prefetches,
@@ -148,28 +147,13 @@ def test_where_the_next_layer_wants_nobody_the_one_after_it_is_asked():
     assert near.distance == 1 and [w.tokens for w in near.prefetch] == [20]
 
 
-def test_what_the_equations_say_of_a_layer():
-    costs = PlacementCosts(1.0, 0.0, 2.0, 1.0, 3.0)
-    cpu, load, ahead = queue(0, [4, 5]), queue(0, [9]), queue(1, [8, 7, 6])
-    # CPU 9 s, link 1 + 2 s: 9 + 3 s; three prefetches end at 9 s.
-    assert layer_seconds(LayerPlan(cpu, load, ahead), costs, 1.0) == (12.0, 0.0)
-    # Nobody computes but the accelerator: 1 + 2 + 1 + 3 s; prefetches end at 9 s, 2 s late.
-    assert layer_seconds(LayerPlan((), load, ahead), costs, 1.0) == (7.0, 2.0)
-    assert layer_seconds(LayerPlan((), ()), costs, 0.0, resident=4) == (7.0, 0.0)
-    # The transfer that ends after 5 s brings one of them: 5 + 1 + 3 s.
-    assert layer_seconds(LayerPlan((), ()), costs, 5.0, resident=3, awaited=True) == (9.0, 0.0)
-    assert layer_seconds(LayerPlan((), ()), costs, 5.0, resident=3) == (6.0, 0.0)
-
-
-@given(st.integers(0, 6), st.integers(0, 6), st.booleans(), all_costs, alphas)
-def test_the_accelerator_computes_experts_as_they_land(loads, resident, awaited, costs, alpha):
+@given(st.integers(0, 6), all_costs, alphas)
+def test_the_accelerator_computes_experts_as_they_land(loads, costs, alpha):
     """One after the other, also where computing takes longer than landing."""
-    there = [0.0] * resident + [alpha] * awaited
-    there += [alpha + n * costs.load for n in range(1, loads + 1)]
     seconds = 0.0
-    for landed in there:
-        seconds = max(seconds, landed) + costs.accelerator
-    assert accelerator_seconds(loads, costs, alpha, resident, awaited) == seconds
+    for n in range(1, loads + 1):
+        seconds = max(seconds, alpha + n * costs.load) + costs.accelerator
+    assert accelerator_seconds(loads, costs, alpha) == seconds
 
 
 # ---- rivals
@@ -180,8 +164,9 @@ def test_greedy_minimises_the_slower_processor(here, costs, alpha):
     current = queue(0, here)
 
     def slower(first: int) -> float:
-        plan = LayerPlan(current[:first], current[first:])
-        return layer_seconds(plan, costs, alpha)[0]
+        return max(
+            costs.on_cpu(current[:first]), accelerator_seconds(len(current) - first, costs, alpha)
+        )
 
     first = greedy_split(current, costs, alpha)
     best = min(slower(i) for i in range(len(current) + 1))
