@@ -32,7 +32,10 @@ def broken_links(page: Path) -> list[str]:
         target = page.parent / place if place else page
         if re.match(r"[a-z]+:", link):
             continue
-        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+        there = target.read_text() if target.suffix == ".md" and target.exists() else ""
+        # mkdocs build --strict looks up anchors of what is generated.
+        generated = "<!-- generate: " in there
+        if not target.exists() or (anchor and not generated and anchor not in anchors(there)):
             broken.append(link)
     return broken
 

@@ -40,14 +40,21 @@ class PageUse:
     kv_swapped: int = NOT_SHOWN
     """Pages in host memory."""
     running: int = NOT_SHOWN
+    """Requests that run."""
     waiting: int = NOT_SHOWN
+    """Requests that wait."""
     waiting_tokens: int = NOT_SHOWN
     """Prompt tokens of the waiting requests."""
     link_flying: int = NOT_SHOWN
+    """Transfers that have neither arrived nor failed."""
     link_bytes_left: int = NOT_SHOWN
+    """Bytes of those that have not arrived."""
     link_arrived: int = NOT_SHOWN
+    """Transfers that arrived so far, on demand and ahead of need."""
     link_failed: int = NOT_SHOWN
+    """Transfers that failed so far."""
     link_busy_us: int = NOT_SHOWN
+    """Microseconds so far with a chunk under way."""
 
 
 USES = tuple(field.name for field in dataclasses.fields(PageUse))
@@ -77,25 +84,30 @@ class StepRecord(NamedTuple):
     request: Annotated[np.ndarray, Column("token", np.int32, seen="request")]
     """int32[N]: number of the token's request."""
     user: Annotated[np.ndarray, Column("token", np.int32, seen="user")]
+    """int32[N]: number of the request's session, −1 without one."""
     position: Annotated[np.ndarray, Column("token", np.int32, seen="position")]
+    """int32[N]: place in the sequence."""
     phase: Annotated[np.ndarray, Column("token", np.uint8, seen="phase")]
+    """uint8[N]: 0 prompt, 1 generated."""
     ids: Annotated[np.ndarray, Column("token", np.int16, ("layers", "top_k"), seen="ids")]
     """int16[N, L, k]: routed experts, ascending."""
     weights: Annotated[np.ndarray, Column("token", np.float32, ("layers", "top_k"), seen="weights")]
-    """float32[N, L, k]"""
+    """float32[N, L, k]: weights of the routed experts."""
     number: Annotated[int, Column("step", np.int64)]
+    """Number of the step in the engine's life."""
     kind: Annotated[str, Column("step", np.uint8)]
-    """`prefill` or `decode`."""
+    """`prefill` or `decode`; 0 or 1 in a trace."""
     start_s: Annotated[float, Column("step", np.float64)]
-    """When it was dispatched: of time.perf_counter, in a trace in seconds since that began."""
+    """When the step was dispatched: time.perf_counter, in a trace seconds since its beginning."""
     read_s: Annotated[float, Column("step", np.float64)]
-    """When its results were on the host, likewise."""
+    """When the step's results were on the host, likewise."""
     seconds: Annotated[float, Column("step", np.float64)]
-    """What it cost: steps overlap, so from its dispatch or the read before it to its read. Known
-    in a trace only."""
+    """Duration, from the later of its dispatch and the previous read to its read, because steps
+    overlap. Known in a trace only."""
     rows: Annotated[int, Column("step", np.int32, seen="bucket")]
     """Token rows of its executable, padding included."""
     compiled: Annotated[bool, Column("step", np.bool_, seen="compiled")]
+    """The first step of its executable; leave it out of timings."""
     hits: Annotated[np.ndarray, Column("step", np.int32, ("layers",))]
     """int32[L]: active experts that were resident."""
     fills: Annotated[np.ndarray, Column("step", np.int32, ("layers",))]
@@ -116,17 +128,18 @@ class StepRecord(NamedTuple):
         np.ndarray | None,
         Column("token", np.float16, ("layers", "experts"), seen="probs", optional=True),
     ] = None
-    """float16[N, L, E], where the step gave it out, as the next two: the router's scores."""
+    """float16[N, L, E], where the step returned it, as the next two: the router's scores of all
+    experts, before corrections, groups and normalization."""
     gate_input: Annotated[
         np.ndarray | None,
         Column("token", np.float16, ("layers", "gate_input"), seen="gate_input", optional=True),
     ] = None
-    """float16[N, L, S]: what the router saw."""
+    """float16[N, L, D]: the router's input, the normalized hidden state."""
     embedding: Annotated[
         np.ndarray | None,
         Column("token", np.float16, ("embedding",), seen="embedding", optional=True),
     ] = None
-    """float16[N, D]: of the tokens fed in."""
+    """float16[N, D]: embedding of the input token."""
     placed: Annotated[
         np.ndarray | None, Column("step", np.uint8, ("layers", "experts/8"), optional=True)
     ] = None

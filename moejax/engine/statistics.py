@@ -106,12 +106,15 @@ class Statistics:
 
 
 class StartTimes:
-    """Seconds by phase, for phases that follow one another.
+    """Seconds by phase of a start, `stats()["time"]["start"]`.
 
-    seconds: "backend" (options, jax's backend), "headers" (config and headers of the weights),
-    "allocate" (memory for them), "read" (from the files to their places, conversion and copies to
-    the device included), "load" (what else loading took), "engine" (arena and executables),
-    "tokenizer" (waiting for it; it is read meanwhile).
+    - `backend`: options and jax's backend.
+    - `headers`: config and headers of the weights.
+    - `allocate`: memory for the weights.
+    - `read`: from the files to their places, with conversion and copies to the device.
+    - `load`: what else loading took.
+    - `engine`: arena and executables.
+    - `tokenizer`: waiting for the tokenizer, which is read at the same time.
     """
 
     def __init__(self):

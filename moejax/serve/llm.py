@@ -310,8 +310,36 @@ class LLM:
         return [found[place] for place in range(len(given))]
 
     def stats(self) -> dict[str, Any]:
-        """What ran and what it cost, as plain data; the command line's --json prints it. Not while
-        another thread runs requests: steps take the tables that it reads."""
+        """What ran and what it cost, as plain data. Call it while no other thread runs requests.
+
+        - `model`, `dtype`, `device`, `jax`: what was started, on which device and jax version.
+        - `ops`: the implementation of each op: `cpu` (native), `pallas` or `xla`.
+        - `driver`, `eviction`, `cache_aware_routing`: as chosen.
+        - `precision`: versions of the experts, their quantizers, promotions and demotions.
+        - `budget`: the split between experts and KV, and what `resize` moved.
+        - `control`: decisions of the policies; null without policies.
+        - `requests`, `prompt_tokens`, `generated_tokens`: totals.
+        - `ttft_s`: seconds to the first token, waiting included: mean and max.
+        - `tpot_s`: seconds per output token: mean, p50, p99.
+        - `tokens_per_s`: generated tokens per second of steps.
+        - `steps`: number of prefill and decode steps.
+        - `experts`: `activations` (layer-experts that steps needed) = `hits` (resident) + `fills`
+          (moved into a cell) + `read_through` (computed from the store); `hit_rate`.
+        - `bytes`: moved over the link, by cause.
+        - `arena`: bytes, slots by use, cells of each layer, KV pages and their peak.
+        - `arena_owner`: `native ops` or `XLA`.
+        - `kv`: prompt tokens found in earlier KV, preemptions, pages by state, swapped bytes,
+          sessions.
+        - `store`, `store_bytes`: where the experts are, and their bytes in memory and in files.
+        - `transfers`: the queue beside compute; null without one.
+        - `placement`: what a second processor computed; null without one.
+        - `stream`, `planner`: window and planner of `driver=stream`; null otherwise.
+        - `experts_in_place`: experts that are read from the store and need no cell.
+        - `pages`: whether host memory has huge pages.
+        - `time`: seconds of the start by phase, of compilation, prefill and decode.
+        - `trace_arrays`: optional arrays that steps return for a trace.
+        - `notes`: every rounding and every cut of a budget.
+        """
         with self._hold() as engine, engine.undisturbed():
             settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
             control = None if engine.control is None else engine.control.controller.stats()

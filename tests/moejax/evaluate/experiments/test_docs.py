@@ -1,4 +1,4 @@
-"""docs/how-to/compare_policies.md has every key; its commands are run by .ci/run."""
+"""docs/reference/grids.md has every key."""
 
 import re
 
@@ -9,10 +9,10 @@ from moejax.evaluate.experiments.definition import KEYS
 
 @pytest.fixture(scope="module")
 def page(repository):
-    return (repository / "docs/how-to/compare_policies.md").read_text()
+    return (repository / "docs/reference/grids.md").read_text()
 
 
 def test_the_page_has_every_key(page):
-    section = page[page.index("## What a grid says") : page.index("## How it runs")]
+    section = page[page.index("## Keys") : page.index("## Two versions")]
     first = "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(\w+)`", first)) == set(KEYS)

@@ -1,0 +1,108 @@
+"""Every block of code on tutorials and how-to pages runs, in order, as a reader would run it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+
+FOLDERS = ("docs/tutorials", "docs/how-to")
+PAGES = sorted(page for folder in FOLDERS for page in (REPOSITORY / folder).glob("*.md"))
+BLOCK = re.compile(
+    r"(?:^<!-- not run(?: here)?: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+RUNS = ("bash", "python")
+
+
+class Block(NamedTuple):
+    reason: str | None
+    """Why it is not run; None: it is."""
+    language: str
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(reason or None, *rest) for reason, *rest in BLOCK.findall(text)]
+
+
+def check(block: Block) -> None:
+    """Raises an exception for code that cannot be parsed."""
+    match block.language:
+        case "bash":
+            subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+        case "python":
+            ast.parse(block.code)
+        case "yaml":
+            yaml.safe_load(block.code)
+        case "json":
+            json.loads(block.code)
+        case language:
+            assert language == "text", f"a block of {language or 'no language'}: {block.code}"
+
+
+def run_blocks(text: str, folder: Path) -> int:
+    """Runs a page's blocks in a new folder, each in a process; returns how many. Raises
+    AssertionError for one that fails."""
+    programs, work = folder / "bin", folder / "work"
+    programs.mkdir()
+    work.mkdir()
+    for name, command in {"moejax": "-m moejax", "python": ""}.items():
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
+        program.chmod(0o755)
+    path = os.pathsep.join([str(programs), os.environ.get("PATH", os.defpath)])
+    places = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")}
+    ran = 0
+    for block in blocks(text):
+        if block.reason is None and block.language in RUNS:
+            command = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+            done = subprocess.run(
+                [*command[block.language], block.code],
+                cwd=work,
+                env=os.environ | places,
+                capture_output=True,
+                text=True,
+                timeout=280,
+            )
+            assert done.returncode == 0, f"{block.code}\n{done.stdout}{done.stderr}"
+            ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_parse_and_say_why_they_are_not_run(page):
+    found = blocks(page.read_text())
+    assert len(found) == page.read_text().count("\n```") // 2
+    for block in found:
+        check(block)
+        assert block.reason is None or (block.language in RUNS and len(block.reason) > 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_run(page, tmp_path):
+    wanted = [b for b in blocks(page.read_text()) if b.language in RUNS and b.reason is None]
+    assert run_blocks(page.read_text(), tmp_path) == len(wanted)
+
+
+@pytest.mark.parametrize("code", ["```bash\nfalse\n```", "```python\nassert 1 == 2\n```"])
+def test_a_block_that_fails_is_found(code, tmp_path):
+    with pytest.raises(AssertionError):
+        run_blocks(f"# A page\n\n{code}\n", tmp_path)
+
+
+@pytest.mark.parametrize("code", ["```bash\nfor\n```", "```python\na b\n```", "```\na\n```"])
+def test_a_block_that_cannot_be_parsed_is_found(code):
+    (block,) = blocks(code)
+    with pytest.raises((AssertionError, SyntaxError, subprocess.CalledProcessError)):
+        check(block)

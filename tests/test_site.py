@@ -1,0 +1,54 @@
+"""The site's generated reference has everything that the code has."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from moejax import LLM, SamplingParams
+from moejax.commands.main import COMMANDS
+from moejax.start.options import OPTIONS
+from scripts.site.hooks import GENERATED, MARK, flat, link_pages
+from tests.conftest import REPOSITORY
+
+
+def test_every_command_and_every_option_is_there():
+    commands = argparse.ArgumentParser(prog="moejax").add_subparsers()
+    for command in COMMANDS:
+        command.add_parser(commands)
+    page = GENERATED["command_line"]()
+    for parser in flat(commands):
+        assert f"## {parser.prog.partition('] ')[2] or parser.prog}\n" in page
+    assert "moejax generate" in page and "moejax trace convert" in page
+    page = GENERATED["options"]()
+    assert set(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["trace_arrays", "trace_uses"])
+def test_every_array_of_a_trace_is_described(name):
+    rows = GENERATED[name]().splitlines()[2:]
+    assert len(rows) > 10
+    assert not [row for row in rows if re.search(r"\|\s*\|$", row)]
+
+
+def test_pages_ask_for_what_is_generated():
+    pages = (REPOSITORY / "docs").rglob("*.md")
+    asked = [name for page in pages for name in MARK.findall(page.read_text())]
+    assert sorted(asked) == sorted(GENERATED)
+
+
+def test_pages_that_help_names_become_links(tmp_path):
+    assert (
+        link_pages("see docs/a/b_c.md.", tmp_path.relative_to(tmp_path)) == "see [b c](a/b_c.md)."
+    )
+
+
+@pytest.mark.slow
+def test_every_statistic_is_described():
+    with LLM("demo", expert_budget="25%", max_model_len=64, progress=False) as llm:
+        llm.generate([[5, 17]], SamplingParams(max_tokens=2))
+        found = llm.stats()
+    said = re.findall(r"^ +- ((?:`\w+`(?:, )?)+):", LLM.stats.__doc__ or "", re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", "".join(said))) == set(found)
