@@ -66,3 +66,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     with console.capture() as capture:
         console.print(table)
     print(capture.get(), end="")
+
+
+def align_rows(cells: Sequence[Sequence[str]]) -> str:
+    """Rows of text under each other: the first column to the left, the others to the right."""
+    first, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], rest)]) for row in cells
+    )

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moejax.commands import EXIT_BAD_LINES, add_command
+from moejax.commands import EXIT_BAD_LINES, add_command, align_rows
 from moejax.commands.model import CLUSTER, add_described, asked, notes_unlogged
 from moejax.errors import UserError
 
@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from moejax.evaluate.experiments.definition import read_changes
     from moejax.evaluate.experiments.grid import ablate
-    from moejax.evaluate.experiments.report.page import text_tables
+    from moejax.evaluate.experiments.report.tables import tables_of
 
     with notes_unlogged():  # budgets of a grid are its own business, engine by engine
         changes = read_changes(args.set)
@@ -123,7 +123,8 @@ def _run(args: argparse.Namespace) -> int:
         for line in records.summary():
             print(json.dumps(line))
     else:
-        print(text_tables(records))
+        for table in tables_of(records):
+            print(table.title, align_rows([table.headings, *table.rows]), "", sep="\n")
         for note in records.notes():
             print(f"note: {note}")
         print(f"{len(records.rows)} records in {directory}; moejax report {directory}")

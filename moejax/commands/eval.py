@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import add_command, say
+from moejax.commands import add_command, align_rows, say
 from moejax.commands.model import (
     CLUSTER,
     MODEL_HELP,
@@ -386,14 +386,6 @@ def _read_text(name: str) -> str:
 
 
 # ---- tables
-
-
-def align_rows(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of text under each other: the first column to the left, the others to the right."""
-    first, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], rest)]) for row in cells
-    )
 
 
 def format_perplexity(result: PerplexityResult) -> str:

@@ -12,7 +12,7 @@ from moejax.commands import main as cli
 from moejax.errors import UserError
 from moejax.evaluate.experiments.records import Records, median_interval, read_results
 from moejax.evaluate.experiments.report.figures import draw, plots_of
-from moejax.evaluate.experiments.report.page import definition, page, text_tables, write_report
+from moejax.evaluate.experiments.report.page import definition, page, write_report
 from moejax.evaluate.experiments.report.tables import (
     Pair,
     errors,
@@ -134,7 +134,7 @@ def test_failures_are_in_the_table(records):
     bad = "dir/mine.py:Mine"
     rows = [r | {"error": "ValueError: <no>"} if r["policy"] == bad else r for r in records.rows]
     found = dataclasses.replace(records, rows=rows)
-    assert "failed: ValueError: <no>" in text_tables(found)
+    assert "failed: ValueError: <no>" in page(found, {}, "md")
     assert "failed: ValueError: &lt;no&gt;" in page(found, {})
     assert "12 of 26 runs failed" in "\n".join(found.notes())
 
@@ -175,7 +175,7 @@ def test_the_table_has_marks_intervals_and_bounds(records):
     assert (said["misses/step"], said["MIN"]) == ("2.00", "1.00")
     assert (said["hits"], said["TPOT p50 ms"]) == ("75.0%", "5.25 [1.50–9.00]")
     assert said["× baseline"] == "1.500 [1.500–1.500]"
-    assert "5.25 [1.50–9.00]" in text_tables(records)
+    assert "5.25 [1.50–9.00]" in page(records, {}, "md")
     # A column in which nothing has a value is left out.
     assert not {"recall", "high/low", "+ ahead", "unserved"} & {*table.headings}
     assert beside.rows[1][:4] == ("dir/mine.py:Mine", "1.00–1.00", "0", "0")
