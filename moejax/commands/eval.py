@@ -183,13 +183,16 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if not args.every_step:
         _refuse_given(args, _STEPS, "of --every-step; add that")
+    from moejax.start.provenance import DEFAULTS, by_content, weights_of
+
     options = engine_options(args)
     job = _perplexity(args, options) if args.task == "perplexity" else _tasks(args)
     # A run may go on with another budget, which changes no figure; but where routers favour
     # residents.
     free = options.get("cache_aware_routing") is None
-    kept = {n: str(v) for n, v in options.items() if not free or OPTIONS[n].changes_bits}
-    job = dataclasses.replace(job, asked={**job.asked, "options": kept})
+    kept = {n: v for n, v in options.items() if not free or OPTIONS[n].changes_bits}
+    found = {"options": by_content(kept), "defaults": DEFAULTS}
+    job = dataclasses.replace(job, asked={**job.asked, **found})
     if args.every_step:
         return _every_step(args, options, job)
     shown = not (args.quiet or args.json)
@@ -198,7 +201,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             found = job.run(where, shown)
         found.report["run"]["options"] = options
         if lines is not None:
-            lines.append(_line(None, job, found))
+            lines.append(_line(None, job, found, weights_of(str(args.model), options.get("step"))))
     if args.json:
         print(json.dumps(found.report, indent=2))
         return 0
@@ -306,17 +309,24 @@ def _cluster(args: argparse.Namespace) -> Iterator[Scale]:
 
 
 def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:
+    from moejax.checkpoints.fingerprint import fingerprint
     from moejax.checkpoints.orbax.steps import finished_steps
     from moejax.evaluate.every_step import new_steps
+    from moejax.evaluate.results_file import require_same_weights
 
     if "step" in options:
         raise UserError("--every-step is all steps; leave out --step")
     with _lines(args, job) as lines:
         done = set() if lines is None else lines.steps
+        present = finished_steps(Path(args.model)) if done else ()
+        for line in lines.lines if lines is not None else ():
+            if line["step"] in present:
+                require_same_weights(args.output, line, fingerprint(args.model, line["step"]))
         if done and not (args.quiet or args.json):
             print(f"{args.output} has {len(done)} steps already", file=sys.stderr)
         for step in new_steps(args.model, done, **asked(args, _STEPS)):
             try:
+                weights = fingerprint(args.model, step)
                 with started(args, {**options, "step": step}) as llm:
                     found = job.run(llm, not (args.quiet or args.json))
             except UserError:
@@ -326,7 +336,7 @@ def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
                 continue
             found.report["run"]["options"] = options
             if lines is not None:
-                lines.append(_line(step, job, found))
+                lines.append(_line(step, job, found, weights))
             if args.json:
                 print(json.dumps({"step": step, **found.report}), flush=True)
             else:
@@ -346,9 +356,10 @@ def _lines(
     return open_lines(args.output, job.asked, resume=args.every_step)
 
 
-def _line(step: int | None, job: _Job, found: _Outcome) -> dict[str, Any]:
+def _line(step: int | None, job: _Job, found: _Outcome, weights: str | None) -> dict[str, Any]:
     units = [dataclasses.asdict(one) for one in found.units]
-    return {"step": step, "asked": job.asked, **found.report, "units": units}
+    made = {"step": step, "asked": job.asked, "weights": weights}
+    return {**made, **found.report, "units": units}
 
 
 def _compare(args: argparse.Namespace) -> int:

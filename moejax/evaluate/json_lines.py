@@ -12,7 +12,7 @@ from typing import Any
 
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
-from moejax.output_lock import lock_output
+from moejax.output_lock import lock_output, require_in_place
 
 
 @dataclasses.dataclass
@@ -23,15 +23,24 @@ class LineFile:
     descriptor: int
     lines: list[dict[str, Any]]
 
+    def __post_init__(self) -> None:
+        self._size = os.fstat(self.descriptor).st_size
+
     def append(self, line: Mapping[str, Any]) -> None:
         """Puts a line on the disk whole, or, where the process is killed, a piece of it, which the
-        next `open_line_file` cuts off. Raises UserError where it cannot be written."""
+        next `open_line_file` cuts off. Raises UserError where it cannot be written, and where
+        another program has removed, moved or changed the file meanwhile."""
         rest = memoryview(f"{json.dumps(line)}\n".encode())
+        self._size += len(rest)
         try:
             with deferred_interrupt():
                 while rest:
                     rest = rest[os.write(self.descriptor, rest) :]
                 os.fsync(self.descriptor)
+            count, name = len(self.lines) + 1, os.fspath(self.name)
+            require_in_place(
+                self.descriptor, name, self._size, f"its {count} lines", "choose another --output"
+            )
         except OSError as error:
             raise UserError(f"cannot write to {self.name}: {error.strerror}") from error
         self.lines.append(dict(line))

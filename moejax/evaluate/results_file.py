@@ -51,6 +51,15 @@ def read_lines(name: str) -> list[dict[str, Any]]:
     return lines
 
 
+def require_same_weights(name: str, line: Mapping[str, Any], now: str) -> None:
+    """Raises UserError for the line of a step that has other weights now, by a fingerprint."""
+    if line.get("weights", now) != now:
+        raise UserError(
+            f"{name} has results of step {line['step']} with other weights than it has now; give "
+            "the same checkpoints, or choose another --output"
+        )
+
+
 def _parse(name: str, data: bytes) -> list[dict[str, Any]]:
     keys, advice = frozenset({"step", "asked", "units"}), "choose another --output"
     lines = parsed_lines(name, data, "no result of moejax eval", advice, keys)

@@ -22,11 +22,11 @@ from moejax.evaluate.experiments.sources.conversations import (
 from moejax.evaluate.experiments.sources.generated import GeneratedRouting, read_routing
 from moejax.evaluate.experiments.sources.precisions import Mix, read_mix
 from moejax.evaluate.experiments.terms import Terms
-from moejax.models.hub import model_directory
 from moejax.models.json_values import is_integer, is_number, parse_yaml, read_yaml_mapping
 from moejax.sizes import parse_expert_budget, parse_rate, parse_size
 from moejax.start.option_values import read_transfers
 from moejax.start.options import Config, refuse_cache_aware
+from moejax.start.provenance import files_of, weights_of
 from moejax.start.report.dry_run import dry_run
 from pallas_kernels.option_text import unknown
 from pallas_kernels.records.format import VERSIONS
@@ -269,9 +269,9 @@ class Experiment(Definition):
         for mix in self.mixes.values():
             files |= {path.name: file_digest(path) for path in mix.files}
         if not self.drawn:
-            config = Path(model_directory(self.model)) / "config.json"
-            if config.is_file():
-                files["config.json"] = file_digest(config)
+            files |= files_of(self.options)
+            weights = weights_of(self.model, self.options.get("step"))
+            files |= {} if weights is None else {"weights": weights}
         return {**found, "files": dict(sorted(files.items()))}
 
     def arm_of(self, cell: Cell) -> Arm:

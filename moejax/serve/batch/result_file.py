@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 from moejax.errors import UserError
 from moejax.interrupt import deferred_interrupt
-from moejax.output_lock import lock_output
+from moejax.output_lock import lock_output, require_in_place
 from moejax.serve.batch.result_lines import read_result
 
 SYNC_S = 10.0
@@ -88,36 +87,15 @@ class ResultFile:
         self._synced_s = time.monotonic()
 
     def _check_place(self) -> None:
-        """Raises UserError unless the file has its name and its size. Results that nobody could
-        find any more are copied beside it."""
         self._checked = False  # once it is said
-        held = os.fstat(self._file.fileno())
-        if held.st_size != self.size:
-            raise UserError(
-                f"{self.name} has {held.st_size} bytes and not the {self.size} that were written: "
-                "another program changed it while this job ran, so it cannot be trusted; choose "
-                "another --output, or start anew with --overwrite"
-            )
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.name), held):
-                self._checked = True
-                return
-        with suppress(OSError):  # Linux says where the file is now; elsewhere it is copied
-            moved = os.readlink(f"/proc/self/fd/{self._file.fileno()}")
-            if held.st_nlink and os.path.samestat(os.stat(moved), held):
-                raise UserError(
-                    f"{self.name} was moved to {moved} while this job wrote it; its "
-                    f"{self.count} results are there: move it back, and the same command goes on"
-                )
-        kept = f"{self.name}.recovered-{os.getpid()}"
-        with open(self._file.fileno(), "rb", closefd=False) as reader, open(kept, "xb") as copy:
-            reader.seek(0)
-            shutil.copyfileobj(reader, copy)
-            os.fsync(copy.fileno())
-        raise UserError(
-            f"the output was removed or replaced while this job wrote it; its {self.count} results "
-            f"are in {kept}: move that to the output's place, and the same command goes on"
+        require_in_place(
+            self._file.fileno(),
+            self.name,
+            self.size,
+            f"its {self.count} results",
+            "choose another --output, or start anew with --overwrite",
         )
+        self._checked = True
 
     def _unwritable(self, error: OSError) -> UserError:
         kept = (

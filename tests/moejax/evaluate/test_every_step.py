@@ -149,6 +149,10 @@ def test_a_training_run_without_a_tokenizer_is_evaluated_killed_and_resumed(tmp_
     assert [one["total"] for one in twin] == [lines[0]["total"]]
     assert main([*asked, "--timeout", "0", "--window", "32"]) == 2
     assert "has results of another window: None, and this run has 32" in capsys.readouterr().err
+    shutil.rmtree(root / "2")
+    shutil.copytree(root / "4", root / "2")
+    assert main([*asked, "--timeout", "0"]) == 2
+    assert "has results of step 2 with other weights than it has now" in capsys.readouterr().err
     assert main(["eval", "--compare", str(output), str(tmp_path / "b.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["step_a"], one["pairs"], one["difference"]) for one in found] == [(2, 4, 0.0)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from moejax.errors import UserError
-from moejax.evaluate.results_file import open_lines, read_lines
+from moejax.evaluate.results_file import open_lines, read_lines, require_same_weights
 
 ASKED = {"task": "perplexity", "window": 64, "data": ["ab"], "options": {}}
 
@@ -116,3 +119,47 @@ def test_a_full_disk_is_said(path, monkeypatch):
         monkeypatch.setattr("moejax.evaluate.json_lines.os.write", full)
         with pytest.raises(UserError, match=r"cannot write to .*: No space left on device"):
             lines.append(line(9))
+
+
+def removed(path):
+    path.unlink()
+
+
+def replaced(path):
+    path.unlink()
+    path.write_text("others'\n")
+
+
+def moved(path):
+    path.rename(path.with_name("old"))
+
+
+def shortened(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("interfere", "message"),
+    [
+        (removed, r"removed or replaced while .* its 3 lines are in (\S+): move that"),
+        (replaced, r"removed or replaced while .* its 3 lines are in (\S+): move that"),
+        (moved, r"was moved to (\S+) while it was written; its 3 lines are there"),
+        (shortened, r"has \d+ bytes and not the \d+ that were written: another program"),
+    ],
+)
+def test_a_file_that_others_take_away_is_no_success(path, interfere, message):
+    whole = path.read_bytes()
+    with open_lines(str(path), ASKED, resume=True) as lines:
+        interfere(path)
+        with pytest.raises(UserError, match=message) as error:
+            lines.append(line(9))
+    if interfere is not shortened:
+        found = re.search(message, str(error.value))
+        assert [one["step"] for one in read_lines(found[1])] == [3, 7, 9]
+        assert Path(found[1]).read_bytes().startswith(whole)
+
+
+def test_a_step_that_was_written_anew_is_noticed():
+    require_same_weights("r", {"step": 3, "weights": "a"}, "a")
+    with pytest.raises(UserError, match="results of step 3 with other weights than it has now"):
+        require_same_weights("r", {"step": 3, "weights": "a"}, "b")

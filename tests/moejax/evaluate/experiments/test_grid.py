@@ -2,13 +2,15 @@
 a grid that was stopped anywhere ends as an undisturbed one."""
 
 import json
+import shutil
 
 import jax
 import pytest
 
 import moejax
 from moejax.errors import UserError
-from moejax.evaluate.experiments.records import RECORDS, UNEQUAL, open_records
+from moejax.evaluate.experiments.definition import read_experiment
+from moejax.evaluate.experiments.records import RECORDS, UNEQUAL, open_records, require_same
 
 pytestmark = pytest.mark.slow  # counts of engine and simulator, in processes of their own
 
@@ -149,6 +151,17 @@ def test_another_definition_is_refused_by_name(undisturbed, home):
         moejax.ablate(other, undisturbed.directory, progress=False)
     assert "budgets was ['20%', '50%', '0'] and is ['30%']" in str(error.value)
     assert "output_tokens was 12 and is 13" in str(error.value)
+
+
+def test_a_grid_goes_on_with_the_same_weights_only(tmp_path, demo_dir):
+    model = shutil.copytree(demo_dir, tmp_path / "model")
+    given = {"model": str(model), "policies": ["lru"], "budgets": ["50%"], "prompt_tokens": 8}
+    require_same(tmp_path / "out", read_experiment(given).asked)
+    require_same(tmp_path / "out", read_experiment(given).asked)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"xy")
+    with pytest.raises(UserError, match=r"files was .*weights.* and is"):
+        require_same(tmp_path / "out", read_experiment(given).asked)
 
 
 def test_a_text_without_room_for_a_prompt_is_a_mistake(home, tmp_path):

@@ -1,0 +1,30 @@
+"""What binds results to what made them cannot be forgotten."""
+
+import dataclasses
+import hashlib
+
+from moejax.requests.sampling_params import SamplingParams
+from moejax.start.decide import start_plan
+from moejax.start.options import OPTIONS, Keywords
+from moejax.start.provenance import DEFAULTS, decided_by
+
+KNOWN = {1: "4f6773e6caf6a2c3"}
+"""provenance.DEFAULTS -> a digest of the defaults that decide bits."""
+
+
+def test_another_default_is_another_number():
+    """Whoever changes one raises provenance.DEFAULTS, and adds the digest that is said here."""
+    defaults = {f.name: f.default for f in dataclasses.fields(Keywords) if f.name != "model"}
+    options = [(n, defaults[n]) for n in sorted(defaults) if OPTIONS[n].changes_bits]
+    decided = repr((options, sorted(vars(SamplingParams()).items()), start_plan._LIMITS))
+    assert hashlib.sha256(decided.encode()).hexdigest()[:16] == KNOWN[DEFAULTS]
+
+
+def test_options_that_are_files_count_by_content(tmp_path, demo_dir):
+    (tmp_path / "a").write_text("one")
+    before = decided_by(demo_dir, {"name_map": tmp_path / "a", "expert_budget": "1GiB"})
+    assert set(before) == {"defaults", "name_map", "weights"}
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert decided_by(demo_dir, {"name_map": str(tmp_path / "b")}) == before
+    (tmp_path / "b").write_text("two")
+    assert decided_by(demo_dir, {"name_map": tmp_path / "b"}) != before
