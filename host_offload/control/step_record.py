@@ -16,12 +16,13 @@ class LinkUse(NamedTuple):
     """The queue of transfers beside compute; without one nothing is ever in flight."""
 
     link_flying: int = 0
-    """Transfers that have not settled."""
+    """Transfers that have neither arrived nor failed."""
     link_bytes_left: int = 0
-    """Bytes of those that are not there."""
+    """Bytes of those that have not arrived."""
     link_arrived: int = 0
-    """Transfers that arrived so far, of demands and ahead of need."""
+    """Transfers that arrived so far, on demand and ahead of need."""
     link_failed: int = 0
+    """Transfers that failed so far."""
     link_busy_us: int = 0
     """Microseconds so far with a chunk under way."""
 
@@ -46,15 +47,10 @@ class PageUse:
     waiting_tokens: int = NOT_SHOWN
     """Prompt tokens of the waiting requests."""
     link_flying: int = NOT_SHOWN
-    """Transfers that have neither arrived nor failed."""
     link_bytes_left: int = NOT_SHOWN
-    """Bytes of those that have not arrived."""
     link_arrived: int = NOT_SHOWN
-    """Transfers that arrived so far, on demand and ahead of need."""
     link_failed: int = NOT_SHOWN
-    """Transfers that failed so far."""
     link_busy_us: int = NOT_SHOWN
-    """Microseconds so far with a chunk under way."""
 
 
 USES = tuple(field.name for field in dataclasses.fields(PageUse))

@@ -23,9 +23,14 @@ from moejax.requests.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from moejax import LLM
 
+MOST = 1024
+"""Most tokens of an answer, unless the command says a number."""
+
 _SAMPLING = SAMPLING | {
     "max_tokens": dataclasses.replace(
-        SAMPLING["max_tokens"], default=1024, help="most tokens of an answer (default: 1024)"
+        SAMPLING["max_tokens"],
+        default=None,
+        help=f"most tokens of an answer (default: {MOST}, less where the context ends before)",
     )
 }
 
@@ -61,19 +66,22 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    params = SamplingParams(**asked(args, _SAMPLING))
+    given = {name: value for name, value in asked(args, _SAMPLING).items() if value is not None}
+    params = SamplingParams(**{"max_tokens": MOST, **given})
     with started(args, engine_options(args)) as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise UserError(
                 f"{args.model} has no chat template; `moejax generate` goes on with a text"
             )
-        _talk(llm, params, args.system, prompts=not args.quiet and sys.stdin.isatty())
+        prompts = not args.quiet and sys.stdin.isatty()
+        _talk(llm, params, args.system, prompts, fits="max_tokens" not in given)
     return 0
 
 
-def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool) -> None:
-    """Until the end of standard input, /exit, or Ctrl-C at the prompt."""
+def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool, fits: bool) -> None:
+    """Until the end of standard input, /exit, or Ctrl-C at the prompt. fits: an answer may be
+    shorter than max_tokens where the context ends before."""
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     if prompts:
@@ -90,7 +98,7 @@ def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool) -
         elif text:
             messages.append({"role": "user", "content": text})
             try:
-                answer = _answer(llm, messages, params)
+                answer = _answer(llm, messages, _fit(llm, messages, params) if fits else params)
             except UserError as error:  # such as a conversation longer than max_model_len
                 messages.pop()
                 say(f"{error}; /clear begins anew")
@@ -113,6 +121,13 @@ def _read_message(prompts: bool) -> str | None:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return None
+
+
+def _fit(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> SamplingParams:
+    """params with as many tokens as the context has room for."""
+    _, prompt = llm.encoder({"messages": list(messages)})
+    room = llm.engine.scheduler.max_model_len - len(prompt)
+    return dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, room)))
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:

@@ -39,8 +39,7 @@ ASSUMED = Rates(16e9, 8.0e12)
 rather too small than too large."""
 
 LINK_REACHED = 0.75
-"""What fills inside a step reach of a stated link: 48 of 64 GB/s on an H200
-(../shared/DESIGN.md, section 6)."""
+"""What fills inside a step reach of a stated link: 48 of 64 GB/s on an H200."""
 
 SOURCES = {
     "given": "as given",

@@ -1,6 +1,6 @@
 """What papers measured of real models' routing, to put small models' figures beside.
 
-Numbers are those of ../shared/papers.md; a paper without a number for something is not filled in.
+Numbers are those of the papers; a paper without a number for something is not filled in.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from host_offload.control import step_record
-from host_offload.control.step_record import COLUMNS, USES, PageUse, StepRecord
+from host_offload.control.step_record import COLUMNS, USES, LinkUse, PageUse, StepRecord
 from moejax.commands.main import COMMANDS
 from moejax.start.fields import Option, options_of
 from moejax.start.options import GROUPS, OPTIONS
@@ -154,7 +154,7 @@ def trace_arrays() -> str:
 
 def trace_uses() -> str:
     """The columns of step.use."""
-    said = field_docs(PageUse)
+    said = field_docs(PageUse) | field_docs(LinkUse)
     return table(("column of `step.use`", "meaning"), [(f"`{n}`", said[n]) for n in USES])
 
 

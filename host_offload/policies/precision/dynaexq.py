@@ -25,7 +25,7 @@ class Hotness(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DynaExq:
-    """High and low versions by long-horizon hotness (DynaExq; ../shared/papers.md 2.3).
+    """High and low versions by long-horizon hotness (DynaExq).
 
     At each interval's end S ← α·S + (1 − α)·c, c the interval's counts of selections. A layer's
     high set H becomes the n experts of largest S with hysteresis: free places go to whoever was

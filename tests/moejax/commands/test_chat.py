@@ -53,6 +53,14 @@ def test_a_conversation_that_is_too_long_goes_on_after_clear(talk):
     assert "/clear begins anew" in err and out == talk(text, *options)[1]
 
 
+def test_an_answer_ends_with_the_context_unless_a_number_was_given(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 3 times 14?\n"))
+    options = ("--model", MODEL, "--temperature", "0", "--device", "cpu", "--max-model-len", "64")
+    assert main(["chat", "--quiet", *options]) == 0
+    out, err = capsys.readouterr()
+    assert "42" in out and err == ""
+
+
 def test_ctrl_c_stops_an_answer_and_keeps_what_came(capsys):
     class Interrupted:
         def stream(self, prompt, params, session_id):
