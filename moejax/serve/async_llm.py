@@ -32,13 +32,13 @@ class AsyncLLM:
             async for output in llm.generate("The old house", SamplingParams(max_tokens=64)):
                 print(output.outputs[0].text)
 
-    model: as of LLM, with its options as keywords, or a Config; then starting blocks like LLM's
-    own start, and closing frees the model. Or an LLM that was started: until `close` it belongs to
-    the AsyncLLM and refuses everybody else.
+    - `model`: as in LLM, with its options as keywords, or a Config; starting blocks, and closing
+      frees the model. Or an LLM that was started; it belongs to the AsyncLLM until `close` and
+      refuses other callers.
 
-    One thread of its own runs the engine and sleeps while there is nothing to do; any number of
-    tasks may call, of any event loop. Raises UserError as LLM does, for options given with an LLM,
-    and for an LLM that is closed, runs requests or belongs to another AsyncLLM.
+    A thread of its own runs the engine and sleeps when idle. Any number of tasks may call, from any
+    event loop. Raises UserError as LLM does, for options given with an LLM, and for an LLM that is
+    closed, runs requests or belongs to another AsyncLLM.
     """
 
     def __init__(self, model: str | os.PathLike[str] | Config | LLM, **options: Any):
@@ -80,19 +80,19 @@ class AsyncLLM:
         priority: int = 0,
         last_only: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generates for one prompt: yields all there is so far as tokens come, the last time with
-        finished=True; with last_only this once, and no time goes into the others.
+        """Generates for one prompt; yields all text so far as tokens come, the last time with
+        finished=True.
 
-        request_id: echoed in the outputs, and for `abort`; default: one of its own. prompt,
-        sampling_params, session_id, priority: as of `LLM.generate`.
+        - `prompt`, `sampling_params`, `session_id`, `priority`: as in `LLM.generate`.
+        - `request_id`: repeated in the outputs, and used by `abort`. Default: a new one.
+        - `last_only`: yield once, at the end; no time goes into the other outputs.
 
-        A reader that is slower than the engine gets the newest output and misses those before it.
+        A reader that is slower than the engine gets the newest output and misses the ones before.
         Cancelling the task, closing the generator, or leaving an `async for` over it cancels the
-        request; so does whoever calls `abort`, then the last output has finish_reason "abort".
+        request. `abort` cancels it too; then the last output has finish_reason "abort".
 
-        Raises UserError for a request that could never run, one with the id of another that has
-        not ended, and when the AsyncLLM is or gets closed; EngineDeadError when a step fails. The
-        first of these concerns no other request.
+        Raises UserError for a request that could never run, for the id of another running request,
+        and when the AsyncLLM is closed or gets closed. Raises EngineDeadError when a step fails.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         asked = GenerationRequest(prompt, params, session_id, priority)
@@ -120,9 +120,13 @@ class AsyncLLM:
                 engine.tell(partial(engine.drop, stream))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Cancels the request of that id, or of each of several. Row and pages are free when this
-        returns, and the reader gets a last output with finish_reason "abort". An id that no request
-        has, such as of one that has just ended, is not an error."""
+        """Cancels a request, or several.
+
+        - `request_id`: one id or several. Ids without a request are ignored.
+
+        Row and pages are free when this returns, and the reader gets a last output with
+        finish_reason "abort".
+        """
         for each in [request_id] if isinstance(request_id, str) else request_id:
             if (stream := self._engine.streams.get(each)) is not None:
                 await self._engine.call(partial(self._engine.cancel, stream))

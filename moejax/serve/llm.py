@@ -69,14 +69,13 @@ T = TypeVar("T")
 class LLM:
     """A Mixture-of-Experts model that runs from a fixed arena of expert slots and KV pages.
 
-    The keywords are the fields of moejax.start.options, where each is described. model: a
-    checkpoint directory, or "demo" for the model in the package. Sizes are bytes or text ("6GiB",
-    of experts also "25%"); any two of memory, expert_budget and kv_budget fix the third. No bit of
-    the output depends on budgets, policies or driver; on lossy versions (precision), ops and dtype
-    it does.
+    - `model`: a checkpoint directory, a Hugging Face id, or "demo" for the model in the package.
+    - The other keywords are the options of moejax.start.options. Sizes are bytes or text ("6GiB",
+      for experts also "25%").
 
-    A context manager: leaving it frees arena, store and parameters. Raises UserError, BudgetError
-    or ArenaTooSmall for what the caller can mend.
+    Budgets, policies and the driver change no bit of the output. Use it as a context manager:
+    leaving it frees arena, store and parameters. Raises UserError, BudgetError or ArenaTooSmall for
+    what the caller can mend.
     """
 
     @with_keywords_of(Keywords, Config.of)
@@ -182,15 +181,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for all prompts; returns their outputs in the order of the prompts.
 
-        prompts: a string, a list of token ids, {"prompt": …}, {"prompt_token_ids": …} or
-        {"messages": …}, or a sequence of these. sampling_params: one for all or one each. use_tqdm
-        (vLLM's name): show a progress bar, unless the LLM was made with progress=False.
-
-        session_id: one for all or one each. Requests of one session are turns of a conversation and
-        run one after the other; a turn's prompt is all of the conversation so far, and what it has
-        in common with the turn before is not computed again. Its KV stays until `end_session`, on
-        the device or, when room is needed, in host memory. priority: one for all or one each; lower
-        runs first (as in vLLM).
+        - `prompts`: a string, a list of token ids, `{"prompt": …}`, `{"prompt_token_ids": …}` or
+          `{"messages": …}`, or a sequence of these.
+        - `sampling_params`: one for all, or one for each prompt.
+        - `use_tqdm`: show a progress bar, unless the LLM was made with progress=False.
+        - `session_id`: one for all, or one for each. Requests of one session are turns of a
+          conversation: they run one after the other, and a turn's prompt is the whole conversation
+          so far, of which only the new part is computed. The KV stays until `end_session`, on the
+          device or, if room is needed, in host memory.
+        - `priority`: one for all, or one for each; lower runs first, as in vLLM.
 
         Raises UserError, before anything runs, if one of the requests could never run.
         """
@@ -206,16 +205,16 @@ class LLM:
     def generate_each(
         self, requests: Iterable[GenerationRequest], *, max_in_flight: int | None = None
     ) -> Iterator[tuple[GenerationRequest, RequestOutput | UserError]]:
-        """Generates for a stream of requests of any length, yielding each with its output in order
+        """Generates for a stream of requests of any length; yields each with its output in order
         of completion. Nothing of a finished request is kept.
 
-        requests: pulled from only when the engine has room, so an iterable that waits makes the
-        engine wait. max_in_flight: most requests in the engine at once (default: twice the decode
-        rows and one prefill step of short prompts). A request that could never run is yielded with
-        the UserError that `generate` would raise, and the others go on; what the iterable itself
-        raises is raised. Closing the iterator early cancels what is left.
+        - `requests`: read only when the engine has room, so an iterable that waits makes the engine
+          wait. A request that could never run is yielded with the UserError that `generate` would
+          raise; what the iterable itself raises is raised.
+        - `max_in_flight`: most requests in the engine at once. Default: twice the decode rows and
+          one prefill step of short prompts.
 
-        Raises UserError for a max_in_flight below 1.
+        Closing the iterator early cancels the rest. Raises UserError for a max_in_flight below 1.
         """
         shapes = self._open().runner.shapes
         if max_in_flight is None:
@@ -233,8 +232,8 @@ class LLM:
         return self.engine.statistics.generated_tokens
 
     def end_session(self, session_id: str) -> None:
-        """Forgets a session and frees its KV. Raises UserError for a session that does not exist or
-        has a turn that has not ended."""
+        """Ends a session and frees its KV. Raises UserError if the session does not exist or one of
+        its turns is still running."""
         with self._hold() as engine:
             engine.end_session(session_id)
 
@@ -246,10 +245,10 @@ class LLM:
         session_id: str | None = None,
         priority: int = 0,
     ) -> Iterator[str]:
-        """Generates for one prompt, yielding its text piece by piece. Needs a tokenizer.
+        """Generates for one prompt and yields its text piece by piece. Needs a tokenizer.
 
-        session_id, priority: as of generate. Closing the iterator early cancels the request. Raises
-        UserError as generate does, and for n > 1.
+        `session_id` and `priority` are those of `generate`. Closing the iterator early cancels the
+        request. Raises UserError as `generate` does, and for n > 1.
         """
         if self.engine.tokenizer is None:
             raise UserError(f"{self.model} has no tokenizer; use generate() with token ids")
@@ -271,10 +270,13 @@ class LLM:
         session_id: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the answer to a conversation, or to each of several, written out by the
-        tokenizer's chat template. The rest as in generate.
+        """Generates the answer to a conversation, or to each of several.
 
-        Raises UserError when the model has no tokenizer or its tokenizer no chat template.
+        - `messages`: a list of `{"role": …, "content": …}`, or a list of such lists. The
+          tokenizer's chat template turns them into a prompt.
+
+        The other arguments are those of `generate`. Raises UserError if the model has no tokenizer
+        or its tokenizer no chat template.
         """
         known = isinstance(messages, Sequence) and not isinstance(messages, str)
         # The first says what all are: there may be very many.
@@ -290,14 +292,16 @@ class LLM:
         )
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """log p(token_ids[i + 1] | token_ids[: i + 1]) for every i, float64[n − 1], by prefill.
+        """Log-probability of each token given the tokens before it, by prefill: float64[n − 1].
 
-        Raises UserError for fewer than two tokens and as generate does.
+        - `token_ids`: n tokens, at least two.
+
+        Raises UserError for fewer than two tokens, and as `generate` does.
         """
         return self.score_batch([token_ids])[0]
 
     def score_batch(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """score of each sequence, batched by prefill steps."""
+        """`score` of each sequence; sequences share prefill steps."""
         try:
             most = self.engine.scheduler.max_model_len + 2  # tokens that need no look
             given = [[*map(operator.index, islice(ids, most))] for ids in sequences]

@@ -144,7 +144,7 @@ def trace_arrays() -> str:
         (
             f"`{column.per}.{name}`",
             f"{dtype_name(column.dtype)}[{', '.join([column.per + 's', *column.row])}]",
-            ("Optional. " if column.optional else "") + said[name],
+            ("Optional. " if column.optional else "") + re.sub(r"^\w+\[[^]]*\]:? ?", "", said[name]),
         )
         for name, column in COLUMNS.items()
     ]

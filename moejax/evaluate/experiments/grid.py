@@ -60,14 +60,15 @@ def ablate(
     changes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Records:
-    """Runs the grid of a definition and returns its records (docs/how-to/compare_policies.md).
+    """Runs the grid of a definition and returns its records.
 
-    definition: a YAML file, or a mapping of the same keys. directory: of the results; one that
-    is there is gone on with, and only what it lacks is run. changes: other values of keys.
-    progress: a bar on stderr, with an estimate of what is left.
+    - `definition`: a YAML file, or a mapping of the same keys (docs/reference/grids.md).
+    - `directory`: of the results. If it exists, only the runs that it lacks are run.
+    - `changes`: other values of keys.
+    - `progress`: show a bar on stderr, with an estimate of the remaining time.
 
-    Raises UserError for a definition that says what cannot be, and for a directory of another one.
-    What goes wrong in a cell is its record's `error`, and the others go on.
+    Raises UserError for an impossible definition, and for a directory of another one. An error in a
+    run is its record's `error`, and the other runs go on.
     """
     experiment = read_experiment(definition, changes)
     root = Path(directory)
