@@ -115,7 +115,7 @@ def memory_share(total: int, free: int) -> float:
 
 def nvidia_smi(*fields: str, hidden: bool = False) -> list[list[str]]:
     """The fields of each GPU, as `nvidia-smi --help-query-gpu` names them; empty where there is no
-    nvidia-smi or it does not answer so. hidden: also of those that CUDA_VISIBLE_DEVICES hides."""
+    nvidia-smi or it does not answer so. hidden: also GPUs that CUDA_VISIBLE_DEVICES hides."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible and not hidden:

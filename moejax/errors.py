@@ -25,8 +25,8 @@ class UserError(ValueError):
 
 
 class OutOfKV(UserError):
-    """Requests wait for KV pages that nobody can give. The engine is whole; those in it cannot go
-    on as things are."""
+    """Requests wait for KV pages, and nothing that runs will free any. The engine is whole; the
+    waiting requests cannot go on."""
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
-from moejax.serve.batch.job import Job, given_fields
+from moejax.serve.batch.job import Job, list_given_fields
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
 from moejax.serve.batch.result_lines import failure, read_result, success
 from moejax.serve.cluster.fleet import Generator
@@ -58,7 +58,7 @@ def generate(
     dataset: of rows with the fields of a file job's lines (docs/reference/file_jobs.md): `prompt`,
     `prompt_token_ids` or `messages`, and if wanted fields of SamplingParams and an `id`. Other
     columns are kept as they are. Or a list of prompts, or of such rows. sampling_params: of rows
-    that do not say otherwise. workers, cores_per_worker: as of `moejax generate`. address: of Ray,
+    without fields of it. workers, cores_per_worker: as in `moejax generate`. address: of Ray,
     where this process is not connected to one. batch_size: rows that a worker is given at once.
     seed: a row without `seed` gets one that comes from it and from the row's `id`, or, without one,
     from all its fields: so rows that are equal in all fields get equal answers. options: of LLM.
@@ -87,7 +87,7 @@ def generate(
         model=model,
         dtype=str(given.get("dtype", "auto")),
         decided_by=decided_by(model, given),
-        sampling=given_fields(params),
+        sampling=list_given_fields(params),
         seed=params.seed or seed,
     )
     return data.map_batches(

@@ -6,9 +6,16 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from moejax.commands import EXIT_BAD_LINES, add_command, align_rows
-from moejax.commands.model import CLUSTER, add_described, asked, notes_unlogged
+from moejax.commands.model import (
+    CLUSTER,
+    add_described,
+    connect_cluster,
+    silence_notes,
+    wants_cluster,
+)
 from moejax.errors import UserError
 
 _EPILOG = """\
@@ -97,28 +104,22 @@ def _run(args: argparse.Namespace) -> int:
     if directory == config:
         raise UserError(f"{config} has no suffix; name a directory of results with --output DIR")
 
-    if args.ray is None and any(asked(args, CLUSTER).values()):
-        args.parser.error("--workers and --cores-per-worker need --ray")
+    on_cluster = wants_cluster(args)
 
     from moejax.evaluate.experiments.definition import read_changes
     from moejax.evaluate.experiments.grid import ablate
     from moejax.evaluate.experiments.report.tables import tables_of
 
-    with notes_unlogged():  # budgets of a grid are its own business, engine by engine
-        changes = read_changes(args.set)
-        quiet = args.quiet or args.json
-        if args.ray is None:
-            records = ablate(config, directory, changes=changes, progress=not quiet)
+    with silence_notes():  # budgets of a grid are its own business, engine by engine
+        given: dict[str, Any] = {"changes": read_changes(args.set)}
+        given["progress"] = not (args.quiet or args.json)
+        if not on_cluster:
+            records = ablate(config, directory, **given)
         else:
             from moejax.evaluate.cluster.grids import cluster_ablate
-            from moejax.serve.cluster.ray_cluster import connect
-            from moejax.serve.cluster.workers import Scale
 
-            scale = Scale(args.ray, args.workers, args.cores_per_worker)
-            with connect(scale.address, scale.cpus):
-                records = cluster_ablate(
-                    config, directory, scale, changes=changes, progress=not quiet
-                )
+            with connect_cluster(args) as scale:
+                records = cluster_ablate(config, directory, scale, **given)
     if args.json:
         for line in records.summary():
             print(json.dumps(line))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
-from moejax.commands.model import add_model, add_model_options, engine_options, started
+from moejax.commands.model import add_model, add_model_options, engine_options, start_llm
 from moejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
         if not (args.quiet or args.json):
             print(f"moejax: {what}", file=sys.stderr)
 
-    with started(args, options) as llm:
+    with start_llm(args, options) as llm:
         path = cost_file(identity(llm.plan.steps))
         measured = args.force or not os.path.exists(path)
         model = cost_model_for(llm, force=args.force, report=report)

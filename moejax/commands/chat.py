@@ -13,9 +13,9 @@ from moejax.commands.model import (
     add_described,
     add_model_option,
     add_model_options,
-    asked,
     engine_options,
-    started,
+    pick_arguments,
+    start_llm,
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
@@ -66,9 +66,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = {name: value for name, value in asked(args, _SAMPLING).items() if value is not None}
+    given = {
+        name: value for name, value in pick_arguments(args, _SAMPLING).items() if value is not None
+    }
     params = SamplingParams(**{"max_tokens": MOST, **given})
-    with started(args, engine_options(args)) as llm:
+    with start_llm(args, engine_options(args)) as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise UserError(

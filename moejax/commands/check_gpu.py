@@ -1,4 +1,4 @@
-"""``moejax check-gpu``: whether the kernels compute what they should on this GPU."""
+"""``moejax check-gpu``: compares kernels with their references on this GPU."""
 
 from __future__ import annotations
 

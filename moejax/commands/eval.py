@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,11 @@ from moejax.commands.model import (
     MODEL_HELP,
     add_described,
     add_model_options,
-    asked,
+    connect_cluster,
     engine_options,
-    started,
+    pick_arguments,
+    start_llm,
+    wants_cluster,
 )
 from moejax.errors import UserError
 from moejax.start.fields import Description
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from moejax.evaluate.evaluation import Likelihood, PerplexityResult
     from moejax.evaluate.results_file import ResultLines
     from moejax.evaluate.token_ids import TokenIds
-    from moejax.serve.cluster.workers import Scale
     from moejax.serve.llm import LLM
 
 _LM_EVAL = "lm-eval:"
@@ -173,11 +174,10 @@ def _run(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     if args.model is None or args.task is None:
         args.parser.error("the following arguments are required: MODEL, --task (or --compare A B)")
-    if args.ray is None and any(asked(args, CLUSTER).values()):
-        args.parser.error("--workers and --cores-per-worker need --ray")
-    if args.ray is not None and (args.every_step or args.trace is not None):
+    on_cluster = wants_cluster(args)
+    if on_cluster and (args.every_step or args.trace is not None):
         raise UserError("--ray shares out one run; leave out --every-step and --trace")
-    if args.ray is not None and args.task != "perplexity":
+    if on_cluster and args.task != "perplexity":
         raise UserError(
             "--ray is for --task perplexity: lm-eval drives one model; give each machine some tasks"
         )
@@ -197,7 +197,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         return _every_step(args, options, job)
     shown = not (args.quiet or args.json)
     with _lines(args, job) as lines:
-        with started(args, options) if args.ray is None else _cluster(args) as where:
+        with connect_cluster(args) if on_cluster else start_llm(args, options) as where:
             found = job.run(where, shown)
         found.report["run"]["options"] = options
         if lines is not None:
@@ -212,7 +212,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _perplexity(args: argparse.Namespace, options: dict[str, Any]) -> _Job:
-    windows = asked(args, _WINDOWS)
+    windows = pick_arguments(args, _WINDOWS)
     _refuse_given(args, _TASKS, "of lm-eval's tasks, not of perplexity")
     if not (args.data or args.token_ids):
         args.parser.error("--task perplexity needs --data FILE..., or --token-ids FILE...")
@@ -273,7 +273,7 @@ def _tasks(args: argparse.Namespace) -> _Job:
             "tasks of lm-eval need lm-evaluation-harness: pip install 'moejax[lm-eval]'"
         ) from None
     names = args.task.removeprefix(_LM_EVAL).split(",")
-    options = TaskOptions(limit=args.limit, **asked(args, _TASKS))
+    options = TaskOptions(limit=args.limit, **pick_arguments(args, _TASKS))
     manager = task_manager(names, options.include_path)
 
     def run(llm: LLM, progress: bool) -> _Outcome:
@@ -287,25 +287,14 @@ def _tasks(args: argparse.Namespace) -> _Job:
         }
         return _Outcome(report, document_units(found), format_tasks(report), figures)
 
-    return _Job({"task": args.task, "limit": args.limit, **asked(args, _TASKS)}, run)
+    return _Job({"task": args.task, "limit": args.limit, **pick_arguments(args, _TASKS)}, run)
 
 
 def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Raises UserError for an option that says something where it means nothing."""
-    for name, value in asked(args, names).items():
+    for name, value in pick_arguments(args, names).items():
         if value is not None and value is not False and value != []:
             raise UserError(f"--{name.replace('_', '-')} is {why}")
-
-
-@contextlib.contextmanager
-def _cluster(args: argparse.Namespace) -> Iterator[Scale]:
-    """Ray's workers, connected."""
-    from moejax.serve.cluster.ray_cluster import connect
-    from moejax.serve.cluster.workers import Scale
-
-    scale = Scale(args.ray, args.workers, args.cores_per_worker)
-    with connect(scale.address, scale.cpus):
-        yield scale
 
 
 def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) -> int:
@@ -324,10 +313,10 @@ def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
                 require_same_weights(args.output, line, fingerprint(args.model, line["step"]))
         if done and not (args.quiet or args.json):
             print(f"{args.output} has {len(done)} steps already", file=sys.stderr)
-        for step in new_steps(args.model, done, **asked(args, _STEPS)):
+        for step in new_steps(args.model, done, **pick_arguments(args, _STEPS)):
             try:
                 weights = fingerprint(args.model, step)
-                with started(args, {**options, "step": step}) as llm:
+                with start_llm(args, {**options, "step": step}) as llm:
                     found = job.run(llm, not (args.quiet or args.json))
             except UserError:
                 if step in finished_steps(Path(args.model)):

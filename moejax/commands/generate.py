@@ -17,9 +17,11 @@ from moejax.commands.model import (
     add_described,
     add_model_option,
     add_model_options,
-    asked,
+    connect_cluster,
     engine_options,
-    started,
+    pick_arguments,
+    start_llm,
+    wants_cluster,
 )
 from moejax.errors import UserError
 from moejax.requests.sampling_params import SamplingParams
@@ -147,7 +149,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    text, files, here = args.prompt is not None, args.input is not None, args.ray is None
+    text, files = args.prompt is not None, args.input is not None
     jobs = args.output or args.on_error or args.overwrite
     wrong = {
         "the following arguments are required: PROMPT (or --input FILE)": not text and not files,
@@ -156,13 +158,12 @@ def _run(args: argparse.Namespace) -> int:
         and args.output is None,
         "--output, --on-error and --overwrite need --input": jobs and not files,
         "--timeline is of a PROMPT, not of --input": args.timeline is not None and files,
-        "--workers and --cores-per-worker need --ray": here and any(asked(args, CLUSTER).values()),
-        "--ray needs --input FILE": not here and not files,
+        "--ray needs --input FILE": wants_cluster(args) and not files,
     }
     for message, applies in wrong.items():
         if applies:
             args.parser.error(message)
-    params, options = SamplingParams(**asked(args, SAMPLING)), engine_options(args)
+    params, options = SamplingParams(**pick_arguments(args, SAMPLING)), engine_options(args)
     return (_generate_file if files else _generate_text)(args, params, options)
 
 
@@ -171,7 +172,7 @@ def _generate_text(args: argparse.Namespace, params: SamplingParams, options: di
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale that cannot show a character must not end the run.
         sys.stdout.reconfigure(errors="replace")
-    with started(args, options) as llm:
+    with start_llm(args, options) as llm:
         if llm.get_tokenizer() is None:
             raise UserError(
                 f"{args.model} has no tokenizer, which the command line needs; add its "
@@ -211,7 +212,7 @@ def _timeline(path: str | None, llm: Any) -> Iterator[None]:
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
     """The job of --input. params: of lines that do not say otherwise; its seed is the job's."""
-    from moejax.serve.batch.job import Job, given_fields, open_job
+    from moejax.serve.batch.job import Job, list_given_fields, open_job
     from moejax.start.provenance import decided_by
 
     if args.kv_overflow == "recompute":
@@ -226,7 +227,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
         model=args.model,
         dtype=args.dtype or "auto",
         decided_by=decided_by(args.model, options),
-        sampling=given_fields(params),
+        sampling=list_given_fields(params),
         seed=params.seed or 0,
         on_error=args.on_error or "fail",
         overwrite=args.overwrite,
@@ -267,7 +268,7 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     """Runs the job here; returns what it took, for stderr."""
     # A bar among result lines on one terminal would be no good to anybody.
     bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
-    with started(args, options) as llm:
+    with start_llm(args, options) as llm:
         work.run(llm, progress=bar, warn=say)
         stats = llm.stats()
     return json.dumps(stats) if args.json else format_summary(stats)
@@ -275,12 +276,10 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
 
 def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
     """The same on Ray's workers."""
-    from moejax.serve.cluster.fleet import Fleet, Scale, format_fleet
-    from moejax.serve.cluster.ray_cluster import connect
+    from moejax.serve.cluster.fleet import Fleet, format_fleet
 
-    scale = Scale(args.ray, args.workers, args.cores_per_worker)
     with (
-        connect(scale.address, scale.cpus),
+        connect_cluster(args) as scale,
         Fleet(args.model, options, scale, work.turns, say) as fleet,
     ):
         work.run(fleet, progress=not (args.quiet or args.json), warn=say)

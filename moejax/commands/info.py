@@ -1,4 +1,4 @@
-"""``moejax info``: what a checkpoint needs and what fits, without loading it."""
+"""``moejax info``: sizes of a checkpoint and what fits into a device, without loading it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import SECTION, add_command, print_table
-from moejax.commands.model import CHECKPOINT, add_described, asked
+from moejax.commands.model import CHECKPOINT, add_described, pick_arguments
 from moejax.sizes import parse_rate, parse_size
 from moejax.start.fields import Description
 
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     config, weights = read_headers(args.path, args.step, args.name_map)
     info = model_info(config, args.dtype)
     known = _gpu_memory() if memory is None else memory
-    run, memories = asked(args, ("batch", "context")), SIZES if known is None else (known,)
+    run, memories = pick_arguments(args, ("batch", "context")), SIZES if known is None else (known,)
     fits = [fit(config, size, dtype=args.dtype, link=link, **run) for size in memories]
     if args.json:
         given = {"path": args.path, "link": link, **run}
@@ -128,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _gpu_memory() -> int | None:
-    """Bytes that jax may use of the first GPU and that nobody uses yet; None without a GPU."""
+    """Free bytes of the first GPU that jax may use; None without a GPU."""
     import jax
 
     device = jax.devices()[0]

@@ -40,7 +40,7 @@ COMMANDS = (
     *(train_predictor, doctor, check_gpu),
 )
 """Modules with ``add_parser(commands)``, which adds commands whose default `run` takes the parsed
-arguments and returns the exit status. They import what is heavy when they run."""
+arguments and returns the exit status. They import jax and other large modules when they run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ class _Version(argparse.Action):
 
 
 def _name_unknown(unknown: Sequence[str], args: argparse.Namespace) -> str:
-    """What to say of arguments that the command has not, with the options that they may mean."""
+    """The message for unknown arguments, with the options that they may mean."""
     known = [name for action in args.parser._actions for name in action.option_strings]
     flags = (word.partition("=")[0] for word in unknown if word.startswith("--"))
     near = "".join(nearest(flag, known) for flag in flags)

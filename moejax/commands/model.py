@@ -17,6 +17,7 @@ from moejax.start.fields import Description, options_of
 from moejax.start.options import GROUPS, OPTIONS, Config, unknown_option
 
 if TYPE_CHECKING:
+    from moejax.serve.cluster.workers import Scale
     from moejax.serve.llm import LLM
 
 
@@ -36,7 +37,7 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """--config, and the options of a command that runs a model in their groups; --help shows those
-    that people use, --help-all all of them. without: those that this command has not."""
+    that people use, --help-all all of them. without: options that this command lacks."""
     every = parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="show this help with every option, and exit"
     )
@@ -92,6 +93,24 @@ CLUSTER = {
 """Options of commands that run on several machines."""
 
 
+def wants_cluster(args: argparse.Namespace) -> bool:
+    """Whether --ray is given. Ends the command where options of it are given without."""
+    if args.ray is None and any(pick_arguments(args, CLUSTER).values()):
+        args.parser.error("--workers and --cores-per-worker need --ray")
+    return args.ray is not None
+
+
+@contextmanager
+def connect_cluster(args: argparse.Namespace) -> Iterator[Scale]:
+    """The cluster of --ray, connected."""
+    from moejax.serve.cluster.ray_cluster import connect
+    from moejax.serve.cluster.workers import Scale
+
+    scale = Scale(args.ray, args.workers, args.cores_per_worker)
+    with connect(scale.address, scale.cpus):
+        yield scale
+
+
 def add_described(
     group: argparse._ActionsContainer, described: Mapping[str, Description]
 ) -> list[argparse.Action]:
@@ -117,14 +136,14 @@ def add_described(
     return actions
 
 
-def asked(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def pick_arguments(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Arguments by name."""
     return {name: getattr(args, name) for name in names}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of LLM: those that were given here, or in the file. Raises UserError for
-    values that can never be."""
+    """Keyword arguments of LLM, from the command line and --config. Raises UserError for values
+    that can never be."""
     given: dict[str, Any] = {}
     if args.config is not None:
         given = read_options(args.config)
@@ -166,18 +185,18 @@ def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> N
 
 
 @contextmanager
-def started(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
+def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
     """The model with its progress as --quiet and --json say. Notes are not logged: what a command
     prints has every note, and a warning would only say it twice."""
     from moejax import LLM
 
     quiet = args.quiet or args.json
-    with notes_unlogged(), LLM(args.model, progress=not quiet, **options) as llm:
+    with silence_notes(), LLM(args.model, progress=not quiet, **options) as llm:
         yield llm
 
 
 @contextmanager
-def notes_unlogged() -> Iterator[None]:
+def silence_notes() -> Iterator[None]:
     """A block in which the log has errors alone."""
     log = logging.getLogger("moejax")
     before = log.level

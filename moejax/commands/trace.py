@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moejax.commands import add_command, print_table
-from moejax.commands.model import CHECKPOINT, add_described, asked
+from moejax.commands.model import CHECKPOINT, add_described, pick_arguments
 from moejax.errors import UserError, user_errors
 from moejax.start.fields import Description
 
@@ -129,7 +129,7 @@ def _model_config(args: argparse.Namespace) -> ModelConfig | None:
     return read_headers(args.model, args.step, args.name_map)[0]
 
 
-def _opened(path: str, args: argparse.Namespace) -> Trace:
+def _open_trace(path: str, args: argparse.Namespace) -> Trace:
     """The trace. Raises TraceError, and UserError where it is of another model than --model."""
     from host_offload.traces.reader import read_trace
     from moejax.models.model_config import config_digest
@@ -162,7 +162,7 @@ def _info(args: argparse.Namespace) -> int:
     from moejax.traces import published
 
     with user_errors(TraceError):
-        trace = _opened(args.directory, args)
+        trace = _open_trace(args.directory, args)
         statistics = trace_statistics(trace)
     header = trace.header
     if args.json:
@@ -176,7 +176,7 @@ def _info(args: argparse.Namespace) -> int:
     _print_head(args.directory, trace, statistics)
     models = (f"[{i + 1}]" for i in range(len(published.MODELS)))
     columns = "active of a layer, at batch", "steps", "tokens", "uniform", *models
-    print_table(columns, _activated(statistics))
+    print_table(columns, _activation_rows(statistics))
     print(published.ACTIVATED_NOTES)
     print_table(
         ("decode", "trace", "by chance", "published"), _measures(statistics, header.experts)
@@ -223,7 +223,7 @@ def _percent(share: float) -> str:
     return "–" if share != share else f"{share:.1%}"
 
 
-def _activated(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
+def _activation_rows(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
     from moejax.traces.published import MODELS
 
     for batch, share in s.activated.items():
@@ -261,7 +261,7 @@ def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
 def _convert(args: argparse.Namespace) -> int:
     from moejax.traces.conversion import convert_trace
 
-    config, given = _model_config(args), asked(args, _OF_A_DUMP)
+    config, given = _model_config(args), pick_arguments(args, _OF_A_DUMP)
     done = convert_trace(args.source, args.destination, config=config, **given)
     header = done.header
     kind = "recorded" if header.spec["steps"] == "recorded" else "put together"
@@ -276,6 +276,6 @@ def _convert(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from moejax.traces.generated_traces import write_generated_trace
 
-    write_generated_trace(args.destination, args.kind, **asked(args, _OF_ROUTING))
+    write_generated_trace(args.destination, args.kind, **pick_arguments(args, _OF_ROUTING))
     print(f"{args.destination}: {args.sequences} sequences of {args.tokens} tokens, {args.kind}")
     return 0

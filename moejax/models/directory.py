@@ -51,8 +51,8 @@ def open_regular(
     """A file of at most so many bytes, opened for reading, without a buffer. what: it is for
     messages.
 
-    Raises OSError, and UserError for what is larger or no regular file, at once: whoever opens a
-    pipe waits for somebody to write into it.
+    Raises OSError, and at once UserError for a larger file or one that is not regular: opening a
+    pipe would wait for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -64,7 +64,7 @@ def open_regular(
 
 
 def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:
-    """The bytes of a file. Arguments and errors as of open_regular."""
+    """The bytes of a file. Arguments and errors as in open_regular."""
     with io.BufferedReader(open_regular(path, most, what)) as file:
         # No more than is there: a reader takes memory for all that it is asked for.
         return file.read(min(most, os.fstat(file.fileno()).st_size))
@@ -104,7 +104,7 @@ def require_own_file(
 def check_size(
     path: pathlib.Path, status: os.stat_result, most: int | None, what: str = "a checkpoint"
 ) -> None:
-    """Raises UserError for what is no regular file, or larger. Arguments as of open_regular."""
+    """Raises UserError for a file that is not regular, or larger. Arguments as in open_regular."""
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         found = "a directory" if kind == stat.S_IFDIR else "a pipe, socket or device"

@@ -142,7 +142,7 @@ class Fields:
             )
         return None if width == head_dim else width
 
-    def routed(
+    def routing(
         self, experts: int, default_top_k: int | None, older: str = "num_experts_per_tok"
     ) -> dict[str, int]:
         """num_experts and num_experts_per_tok, which fit together. older: another name of the

@@ -135,7 +135,7 @@ class LayerStack(nnx.Module):
 
     def _scale_added(self, y):
         """What a layer adds to its input; of routed experts the weights have the factor."""
-        return scaled(y, self.config.residual_multiplier)
+        return scale(y, self.config.residual_multiplier)
 
     def attend(
         self,
@@ -149,7 +149,7 @@ class LayerStack(nnx.Module):
         with_squares: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
         """x [T, D] plus its attention; keys and values of the tokens go to their pages. squares:
-        tile_squares of x, where the stack takes them. counters: as of write_and_attend.
+        tile_squares of x, where the stack takes them. counters: as for write_and_attend.
         with_squares: whether to give those of the sum, see gives_squares.
 
         Returns (x, arena, squares of that x, or None without them, counters).
@@ -203,8 +203,8 @@ class LayerStack(nnx.Module):
         versions: int,
         squares: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Tables, jax.Array, Plan]:
-        """(x, normed, ids, weights) as of route, then the tables, records and plan of those
-        experts, as of the op: what kernels do in one launch where the rows are few."""
+        """(x, normed, ids, weights) as `route` returns them, then the tables, records and plan that
+        the op returns: kernels do all of it in one launch where the rows are few."""
         with jax.named_scope("route"):
             x, normed, logits = lax.optimization_barrier(self._score(i, x, tokens, squares))
             routed = route_and_plan(
@@ -225,8 +225,8 @@ class LayerStack(nnx.Module):
         squares: jax.Array | None = None,
         counters: jax.Array | None = None,
     ) -> tuple[Any, ...]:
-        """(x, normed, ids, weights) as of route, then the records, the list of experts, how many of
-        it count and the counters, as of the op."""
+        """(x, normed, ids, weights) as `route` returns them, then the records, the list of experts,
+        its length and the counters, as the op returns them."""
         with jax.named_scope("route"):
             operands = RouteOperands(tokens.valid, self._correction(), i)
             kept = operands, records, self.first_moe_layer + i, counters
@@ -297,7 +297,7 @@ class LayerStack(nnx.Module):
         return (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
 
 
-def scaled(x: jax.Array, factor: float) -> jax.Array:
+def scale(x: jax.Array, factor: float) -> jax.Array:
     """x times a factor that x's dtype may not hold, rounded once."""
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
@@ -348,7 +348,7 @@ class Decoder(nnx.Module):
         """tokens int32[...] -> [..., D]."""
         x, factor = self.embedding[...][tokens], self.config.embedding_multiplier
         # A border between parts: no layer's sum may take in the product.
-        return x if factor == 1 else lax.optimization_barrier(scaled(x, factor))
+        return x if factor == 1 else lax.optimization_barrier(scale(x, factor))
 
     def logits(self, x: jax.Array, row_tile: int, tiles: jax.Array | None = None) -> jax.Array:
         """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile, tiles: as

@@ -69,7 +69,8 @@ class BoundedProcess:
         return self._ask("encode", {"tokenizer": backend}, [text, special_tokens])
 
     def interrupt(self) -> None:
-        """Ends what it works on, with a UserError for who waits; the next use starts it anew."""
+        """Ends the work in progress, whose caller gets a UserError; the next use starts the process
+        anew."""
         if (process := self._process) is not None:
             process.kill()
 

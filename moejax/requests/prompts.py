@@ -22,7 +22,7 @@ EncodedPrompt = tuple[str | None, list[int]]
 
 
 QUICK_TEXT = 1 << 15
-"""Characters of a text that a plain tokenizer encodes in some milliseconds, whatever they are."""
+"""Characters of a text that a plain tokenizer encodes in some milliseconds, whatever the text."""
 
 
 class PromptEncoder:
@@ -61,7 +61,7 @@ class PromptEncoder:
         return prompt, self._encode(prompt, True)
 
     def quick(self, prompt: Prompt) -> bool:
-        """Whether it is encoded in some milliseconds: what is not may keep others waiting."""
+        """Whether a prompt is encoded in some milliseconds, so that others need not wait."""
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is None and prompt.get("messages") is not None:
                 return False
@@ -69,17 +69,17 @@ class PromptEncoder:
         return not isinstance(prompt, str) or (self._plain and len(prompt) <= QUICK_TEXT)
 
     def start(self) -> None:
-        """Starts the process for what may take long, which its first prompt would wait for."""
+        """Starts the bounded process, so that the first long prompt does not wait for it."""
         if self._bounded is not None:
             self._bounded.start()
 
     def interrupt(self) -> None:
-        """Ends what takes long, with a UserError for who waits for it."""
+        """Ends an encoding that takes long; its caller gets a UserError."""
         if self._bounded is not None:
             self._bounded.interrupt()
 
     def close(self) -> None:
-        """Ends its process; another prompt would start it anew."""
+        """Ends the bounded process; another prompt would start it anew."""
         if self._bounded is not None:
             self._bounded.close()
 

@@ -32,7 +32,7 @@ class GenerationRequest:
     priority: int = 0
     """A smaller number runs earlier, as in vLLM."""
     tag: object = None
-    """The caller's own; nothing looks at it."""
+    """A value of the caller's, handed back with the result."""
 
     def __post_init__(self):
         """Raises UserError for a value of another type, and for several sequences in a session."""
@@ -100,7 +100,7 @@ class Request:
     computed: int = 0
     """Leading tokens whose KV is there or dispatched."""
     pure: int = 0
-    """How many of those came through the prefill path, counted from the start."""
+    """Leading tokens of `computed` that came through the prefill path."""
     prefill_to: int = 0
     """Tokens that go through the prefill path: the prompt, after recomputation also what was
     generated."""
@@ -133,7 +133,7 @@ class Request:
     recomputed: bool = False
     """Generated tokens went through the prefill path once more, which changes bits."""
     block_keys: list[bytes] | None = None
-    """Names of the prompt's whole blocks, once they were needed."""
+    """Names of the prompt's whole blocks, computed when they are first needed."""
 
     @functools.cached_property
     def to_generate(self) -> int:

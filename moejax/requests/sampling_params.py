@@ -102,7 +102,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         for name, allowed in _RANGES.items():
-            put(name, allowed.checked(name, getattr(self, name)))
+            put(name, allowed.check(name, getattr(self, name)))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(given := getattr(self, name), bool):
                 raise UserError(f"{name} must be True or False, got {shown(given)}")
@@ -167,7 +167,7 @@ class _Range:
     optional: bool = False
     hint: str = ""
 
-    def checked(self, name: str, given: object) -> float | None:
+    def check(self, name: str, given: object) -> float | None:
         """The number as Python's own. Raises UserError for what is none or outside."""
         if given is None and self.optional:
             return None

@@ -30,7 +30,7 @@ class Sessions:
 
     @property
     def pages(self) -> int:
-        """Pages that they hold, wherever they are."""
+        """Pages of all sessions, on the device and in host memory."""
         return sum(len(session.blocks) for session in self._sessions.values())
 
     def __getitem__(self, session_id: str) -> Session:

@@ -1,4 +1,4 @@
-"""What a model's steps cost, for who has an LLM or only a model's name (docs/cost_model.md)."""
+"""Costs of the steps of an LLM, or of a model by name (docs/cost_model.md)."""
 
 from __future__ import annotations
 

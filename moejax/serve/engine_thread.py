@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("moejax")
 
 Command = tuple[Future | None, Callable[[], Any]]
-"""A function for the engine's thread, and who waits for its result; None: nobody."""
+"""A function for the engine's thread, and the future of its result; None: nothing waits for it."""
 
 News = RequestOutput | Exception
-"""What a reader gets."""
+"""An output, or the error that ends a stream."""
 
 
 class EngineDeadError(RuntimeError):
@@ -42,8 +42,8 @@ class EngineDeadError(RuntimeError):
 class TokenStream:
     """One request between the engine's thread and the event loop that waits for it.
 
-    The engine makes an output only for who waits for one, so a slow reader holds at most the newest
-    one, and none is made for nobody.
+    The engine makes an output only while the reader waits for one, so a slow reader holds at most
+    the newest one.
     """
 
     request_id: str
@@ -86,7 +86,7 @@ class EngineThread:
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerFast | None):
         self.thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
         self.streams: dict[str, TokenStream] = {}
-        """Those that have a reader, by request id; kept by the readers."""
+        """Request id → its stream, while the stream has a reader. The readers keep this."""
         self._engine, self._tokenizer, self._process = engine, tokenizer, os.getpid()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -121,7 +121,8 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     def tell(self, function: Callable[[], Any]) -> None:
-        """The same for who does not wait, so an error ends the engine; nothing if it has ended."""
+        """Has the thread call a function whose result nobody waits for: an error of it ends the
+        engine. Does nothing after the end."""
         with self._gate:
             if not self._ended:
                 self._commands.put((None, function))
@@ -141,7 +142,7 @@ class EngineThread:
         return self._closed or self._failure is not None
 
     def _end(self) -> Exception:
-        """Why nothing runs any more; a new exception for each who hears of it."""
+        """Why nothing runs any more, as a new exception for each reader."""
         if self._failure is None:
             return UserError("this AsyncLLM is closed; make another one")
         error = EngineDeadError(
@@ -168,7 +169,7 @@ class EngineThread:
             self._post_output(stream)
 
     def drop(self, stream: TokenStream) -> None:
-        """Nobody waits for it any more, or it has ended."""
+        """Forgets a stream that has ended or lost its reader."""
         if stream.submission is not None and stream in self._live:
             self._engine.abort(stream.submission.requests)
             del self._live[stream]
@@ -252,7 +253,7 @@ class EngineThread:
         self._stopping = True
 
     def _end_all(self) -> None:
-        """Nobody is left waiting, and what ran is out of the engine."""
+        """Ends all waiting commands and streams, and takes all requests out of the engine."""
         while True:
             try:
                 future, _ = self._commands.get_nowait()

@@ -187,8 +187,8 @@ def run_stream(
 def run_scores(
     engine: Engine, sequences: Iterable[Sequence[int]], most: int
 ) -> Generator[list[tuple[int, np.ndarray]], None, None]:
-    """After each step whose scores ended by it (LLM.score): the sequence's place, and they. No more
-    than `most` sequences are in the engine at once."""
+    """Yields after each step the (place, scores) of the sequences that ended by it (LLM.score). At
+    most `most` sequences are in the engine at once."""
     waiting, places = enumerate(sequences), {}
     with in_engine(engine) as running:
         while True:

@@ -119,7 +119,7 @@ class LLM:
             self._start.end("engine")
         self.dtype, self._made, self._shared = loaded.dtype, loaded.quantizers, loaded.shared
         self._start.end("tokenizer")
-        self._tracer = self.engine.tracer  # whoever takes it away from the engine for a while
+        self._tracer = self.engine.tracer  # also while the engine runs without it
         longest = self.engine.scheduler.max_model_len
         self.encoder = PromptEncoder(self.engine.tokenizer, self.model, longest)
         self._closed = False

@@ -31,10 +31,10 @@ from moejax.models.layers import Decoder
 from moejax.start.choices import Settings
 from moejax.start.decide.facts import device_facts, facts_of
 from moejax.start.decide.start_plan import StartPlan, decide, divide, step_spec
-from moejax.start.decide.transfers import automatic, with_packed
+from moejax.start.decide.transfers import add_packed_layout, automatic
 from moejax.start.kernels import native_note, verify_kernels
 from moejax.start.options import Config
-from moejax.start.probe import kept_activation_bytes, step_costs
+from moejax.start.probe import find_activation_bytes, step_costs
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measure_rates
 from moejax.step.executor import Executor
@@ -58,7 +58,7 @@ def start_engine(
     (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
     Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
-    loaded = with_packed(loaded, settings, device.platform)
+    loaded = add_packed_layout(loaded, settings, device.platform)
     plan = probe_plan(loaded, settings, device)
     rope = plan.steps.config.rope
     if rope.long:
@@ -106,7 +106,7 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
         verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
     if memory is not None and of_memory and (budget is None or budget.cut):
         # What steps need is left, and no more than that.
-        memory = dataclasses.replace(memory, activations=kept_activation_bytes(steps, smallest))
+        memory = dataclasses.replace(memory, activations=find_activation_bytes(steps, smallest))
         budget = divide(settings, model, facts, steps, memory).budget
         verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
     assert budget is not None
@@ -183,11 +183,11 @@ def _engine(
     )
     tracer: Tracer | None = None
 
-    def traced(event: Event) -> None:
+    def record_event(event: Event) -> None:
         if tracer is not None:
             tracer.event(event)
 
-    control, resizer = _control(plan, loaded, runner, scheduler, traced)
+    control, resizer = _control(plan, loaded, runner, scheduler, record_event)
     runner.wait_compiled()
     # Last, so that a start that fails leaves no trace directory, which the next one must not find.
     tracer = _tracer(plan, runner)
@@ -230,7 +230,7 @@ def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> None:
 
 
 def _planner(plan: StartPlan, runner: Executor, scheduler: Scheduler) -> ResidencyPlanner | None:
-    """Who moves experts between tiers while requests run; None: nobody."""
+    """The planner that moves experts between tiers while requests run; None: there is none."""
     tiers, storage = plan.settings.tiers, plan.storage
     if tiers is None or storage is None or tiers.planner == "none":
         return None
@@ -245,7 +245,7 @@ def _control(
     scheduler: Scheduler,
     listener: Callable[[Event], None],
 ) -> tuple[Control | None, ArenaResizer]:
-    """The policies' control, None where they are never asked, and what carries out its budgets."""
+    """The policies' control (None where no policy is asked), and the resizer for its budgets."""
     spec, policies = plan.spec, plan.settings.policies
     if any("router" in policy.needs for policy in policies):
         spec = dataclasses.replace(spec, router=router_weights(loaded))

@@ -22,9 +22,9 @@ class Settings:
     options: Config
     precision: Precision
     eviction: str
-    """The name of what decides eviction."""
+    """The name of the eviction policy."""
     policies: tuple[Policy, ...]
-    """All of them: eviction's, prefetch's, those given, precision's and those that move slots."""
+    """The policies of eviction, prefetch, precision and resizes, and those given by the user."""
     ops: Mapping[str, str]
     trace_arrays: frozenset[str]
     """What the trace has beside the rest."""
@@ -39,18 +39,18 @@ class Settings:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Those that the store needs."""
+        """The versions that the store needs."""
         packed = () if self.tiers is None else (PACKED_AS,)
         return *self.precision.versions, *packed
 
     @property
     def needs_costs(self) -> bool:
-        """Costs decide something, so they are measured where none are kept."""
+        """Whether a decision depends on costs, which are measured where none are kept."""
         asked = any("costs" in policy.needs for policy in self.policies)
         return asked or self.options.policy.cells.split is not None
 
     def budget_stats(self) -> dict[str, Any]:
-        """Who decides the line between experts and KV, as plain data."""
+        """The rules that divide memory between experts and KV, as plain data."""
         policy = self.options.policy
         budget = "fixed" if policy.cells.split is None else "mv_wsa"
         return {"budget": budget, "resize": policy.resize, "cells": policy.cells.rule}

@@ -36,8 +36,8 @@ def refuse_conflicts(start: Situation) -> None:
             raise UserError(f"{named}{both}: {why}")
 
 
-def cells_wanted(options: Config) -> dict[str, bool]:
-    """Option → whether it was given, of those that say which experts have cells or how many."""
+def find_cell_options(options: Config) -> dict[str, bool]:
+    """Option about cells (which experts have one, or how many) → whether it was given."""
     policy = options.policy
     return {
         "eviction": policy.eviction is not None,
@@ -63,7 +63,7 @@ def parts_of(start: Situation) -> dict[str, str]:
     several = len(precision.versions) > 1 or precision.in_transit
     placed = gives_away(settings.policies)
     sizes = [n for n in ("expert_budget", "kv_budget") if getattr(memory, n) is not None]
-    given = {name: name for name, wanted in cells_wanted(options).items() if wanted}
+    given = {name: name for name, wanted in find_cell_options(options).items() if wanted}
     there: dict[str, str | bool] = {
         "driver=device": driver.name == "device",
         "driver=stream": driver.name == "stream",

@@ -92,8 +92,8 @@ def same_bits(
 
 
 def changes_bits(help: str, **said: Any) -> Any:
-    """The same of an option with another value of which outputs may have other bits. said: as of
-    same_bits."""
+    """A field with its Option; with another value outputs may have other bits. said: more of
+    Option."""
     return same_bits(help, changes_bits=True, **said)
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a model will run, and whether they were found right on this device."""
+"""The kernels that a model will run, verified on this device."""
 
 from __future__ import annotations
 

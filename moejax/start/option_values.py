@@ -103,8 +103,8 @@ def read_transfers(given: str | Transfers | None) -> Transfers:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """Who walks through the layers of a step: `device`, one executable; `host`, Python with hooks
-    in between; `stream`, one executable through which all experts of each layer stream."""
+    """What runs the layers of a step: `device`, one executable; `host`, Python with hooks in
+    between; `stream`, one executable through which all experts of each layer stream."""
 
     name: str
     waves: int | None = setting(
@@ -128,8 +128,8 @@ class Driver:
         default="experts",
     )
     planner: str | None = setting(
-        "who moves experts while requests run: FluxMoE's planner, one expert of every layer at a "
-        "time (live) or as many of one layer (one-layer), or nobody (none) (default: live)",
+        "what moves experts while requests run: FluxMoE's planner, one expert of every layer at a "
+        "time (live) or as many of one layer (one-layer), or nothing (none) (default: live)",
         one_of("live", "one-layer", "none"),
     )
     interval: int = setting(

@@ -85,7 +85,7 @@ class ModelOptions:
         kw_only=False,
     )
     step: int | str | None = changes_bits(
-        "of an Orbax checkpoint with steps: latest, best, best:METRIC:min or a number (default: "
+        "of an Orbax checkpoint with steps: latest, best:METRIC:min (or max) or a number (default: "
         "latest)",
         default=None,
         type=_step,
@@ -170,7 +170,7 @@ class MemoryOptions:
 
 @group
 class PolicyOptions:
-    """Who decides which experts are resident, in which version, and who computes them."""
+    """Which experts are resident, in which version, and which processor computes the others."""
 
     eviction: str | None = same_bits(
         "which expert makes room: the least recently used (lru), the least frequently used (lfu), "
@@ -190,7 +190,7 @@ class PolicyOptions:
         metavar="NAME[=PATH]",
     )
     placement: str | None = changes_bits(  # where the second processor has another implementation
-        "who computes missed experts, with --driver host: prescope, greedy, "
+        "which processor computes missed experts, with --driver host: prescope, greedy, "
         "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction, "
         "or recorded=TRACE, as in that run; a second processor, from the store in place, beside "
         "the steps' own (on a GPU add --transfers queue); costs are measured, or stated as "
@@ -246,10 +246,10 @@ class PolicyOptions:
 
 @group
 class TransferOptions:
-    """Who walks through the layers, and how experts get to the device meanwhile."""
+    """How a step runs through the layers, and how experts get to the device meanwhile."""
 
     driver: Driver = same_bits(
-        "who walks through the layers: device runs a step as one executable, host calls them from "
+        "what runs the layers: device runs a step as one executable, host calls them from "
         "Python, slower, for policies that look in between, stream brings all experts of each "
         "layer before it runs, in the memory of two layers, for wide batches with long contexts "
         "(docs/stream.md); no bit depends on it (default: device)",
@@ -259,7 +259,7 @@ class TransferOptions:
         common=True,
     )
     transfers: Transfers = same_bits(
-        "who brings experts: ops, the step's own, in their place, or queue, beside compute; on a "
+        "what moves experts: ops of the step itself, or queue, beside compute; on a "
         "GPU and with XLA ops that takes driver host (docs/transfers.md; default: queue with store "
         "file and driver stream, else ops)",
         settings=settings_help(Transfers),
@@ -270,7 +270,7 @@ class TransferOptions:
 
 @group
 class RuntimeOptions:
-    """Where and by what it runs, what at once, and what is recorded."""
+    """The device and its ops, how many requests run at once, and what is recorded."""
 
     device: str | jax.Device | None = changes_bits(
         "where to run: cpu, gpu (default: a GPU if there is one)",
@@ -365,7 +365,7 @@ class Config:
         given["model"] = model
         return cls(**{place: kind(**_of(kind, given)) for place, kind in GROUPS.items()})
 
-    def replaced(self, **given: Any) -> Config:
+    def replace_options(self, **given: Any) -> Config:
         """The same but for these options."""
         return Config(
             **{
@@ -381,14 +381,15 @@ def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
-    """What to say of an option that there is not. known: those that there are."""
+    """The message for an unknown option. known: the options that exist."""
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
 
 
 def refuse_cache_aware(delta: float | None, why: str) -> None:
-    """Raises UserError where outputs must not depend on who is resident. why: what follows "and"
-    in the message."""
+    """Raises UserError for cache-aware routing where outputs must not depend on which experts are
+    resident. why: what follows "and" in the message."""
     if delta is not None:
         raise UserError(
-            f"cache_aware_routing makes outputs depend on who is resident, and {why}; leave it out"
+            "cache_aware_routing makes outputs depend on which experts are resident, and "
+            f"{why}; leave it out"
         )

@@ -50,8 +50,8 @@ def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]
 def formats_of(
     precision: Precision, layout: SlotLayout, store: ExpertStore, packed: tuple[str, ...] = ()
 ) -> Formats | None:
-    """How each version lies in cells and in its store; None for dense alone. packed: one version
-    more, that of packed residents."""
+    """How each version lies in cells and in its store; None for dense alone. packed: the
+    version of packed residents."""
     if precision.versions == ("dense",) and not packed:
         return None
     versions = (*stored_versions(precision, store), *packed)

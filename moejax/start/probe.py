@@ -45,7 +45,7 @@ def step_costs(steps: StepSpec, make_runner: Callable[[], Executor]) -> Costs:
         runner.delete(given=False)
 
 
-def kept_activation_bytes(steps: StepSpec, make_runner: Callable[[], Executor]) -> int:
+def find_activation_bytes(steps: StepSpec, make_runner: Callable[[], Executor]) -> int:
     """activation_bytes of these steps, as kept, or measured on a runner that is made for it: that
     compiles every step once more than a start needs.
 

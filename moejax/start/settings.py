@@ -1,4 +1,4 @@
-"""From options to what they stand for: policies, precision, ops."""
+"""Options as objects: policies, precision, ops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parse_precision(options: Config) -> Precision:
 
 
 def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]:
-    """The policies of the precision, and those that move slots while requests run."""
+    """The policies of the precision, and the policies that move slots while requests run."""
     cells, resize = options.policy.cells, options.policy.resize
     if precision.policy is not None and resize == "peak_headroom":
         return dataclasses.replace(precision.policy, resized=True), ResidentHeadroom()

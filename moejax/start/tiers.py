@@ -59,12 +59,12 @@ def measure_rates(steps: StepSpec, device: jax.Device) -> TierRates:
         expert, none = jnp.arange(count), jnp.zeros(count, jnp.int32)
         row = expert * dense.rows
 
-        def brought(arena):
+        def bring(arena):
             said = {"formats": formats, "ahead": True, "implementation": "cpu"}
             fills = Fills(expert, row, none, jnp.int32(count))
             return drain(fill(arena, stores, 0, fills, **said), row)
 
-        def decoded(arena):
+        def decode_all(arena):
             source = none + count * dense.rows
             return drain(
                 unpack(arena, 0, expert, source, row, jnp.int32(count), packed=packed), row
@@ -72,7 +72,7 @@ def measure_rates(steps: StepSpec, device: jax.Device) -> TierRates:
 
         arena, best = memory.on(device), []
         with jax.enable_x64(False):
-            for program in map(jax.jit, (brought, decoded)):
+            for program in map(jax.jit, (bring, decode_all)):
 
                 def act(program=program) -> None:
                     nonlocal arena

@@ -224,7 +224,7 @@ def compiled_engine(
     leaving the context frees its arena, not the weights, so that the next engine, of other shapes,
     can have them."""
     given = {"eviction": args.eviction, "ops": args.ops, "seed": args.seed}
-    engine, _ = start_engine(loaded, limits.replaced(**given), device)
+    engine, _ = start_engine(loaded, limits.replace_options(**given), device)
     runner = engine.runner
     try:
         if everything:

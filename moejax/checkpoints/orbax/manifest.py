@@ -49,7 +49,7 @@ class Manifest:
     quantizers: version → how it was made from the dense one. errors: version → layer → ‖W − Ŵ‖/‖W‖
     of each expert. dense_layers: version → the MoE layers that it lacks, since it cannot hold one
     of their experts without loss. crcs: version → layer → CRC-32C of each expert, 8 hex digits, for
-    who reads experts while a model runs; conversions without the native library write none. A
+    reads while a model runs; conversions without the native library write none. A
     conversion adds to its own as it goes on.
     """
 
@@ -137,8 +137,8 @@ def read_file(path: pathlib.Path, into: memoryview) -> str | None:
 
 
 def write_manifest(path: pathlib.Path, manifest: Manifest) -> None:
-    """Writes it as JSON with a checksum of its own, in one step: whoever reads the file finds the
-    old one or the new one."""
+    """Writes the manifest as JSON with a checksum of its own, in one step: a reader finds the old
+    file or the new one."""
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "checksum": CHECKSUM}
     content = json.loads(json.dumps({**content, **dataclasses.asdict(manifest)}))
     text = json.dumps({**content, "self": _own_checksum(content)}, indent=1) + "\n"

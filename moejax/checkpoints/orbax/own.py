@@ -53,9 +53,9 @@ class StoredCheckpoint(Checkpoint):
         return self.directory / self.manifest.tree
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        """Those that the checkpoint has, dense first where it is wanted or needed. Lossless records
-        are only those of a run in their own dtype; a version that lacks layers is taken where it is
-        the only one wanted, and those layers dense."""
+        """The versions that the checkpoint has, dense first where it is wanted or needed. Lossless
+        records serve only a run in their own dtype. A version that lacks layers is taken where it
+        is the only one wanted, with dense records for those layers."""
         manifest, every = self.manifest, range(sum(self.config.moe_layers))
         exact = dtype == manifest.dtype
         if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
@@ -125,8 +125,8 @@ class StoredCheckpoint(Checkpoint):
         verify: bool,
         as_stored: bool,
     ) -> dict[str, RecordFiles]:
-        """The experts where they are, by version. held: of `hold`. Raises UserError where a run in
-        this dtype cannot compute with them as the files hold them."""
+        """Version → the files of its experts. held: the result of `hold`. Raises UserError where a
+        run in this dtype cannot compute with experts as the files hold them."""
         where = f"{self.directory}: store='file' reads experts as they are"
         if dtype != self.dtype:
             raise UserError(
@@ -258,8 +258,8 @@ def _damage_error(
 
 
 def read_chunk(stored: StoredCheckpoint, leaf: Leaf, chunk: int, into: np.ndarray) -> None:
-    """Fills a contiguous array with a chunk's bytes; UserError if they are not those that were
-    written."""
+    """Fills a contiguous array with a chunk's bytes. Raises UserError for bytes whose checksum
+    differs from the manifest's."""
     try:
         found = read_file(leaf.file(stored.tree, chunk), as_bytes(into))
     except OSError as error:
@@ -271,7 +271,7 @@ def read_chunk(stored: StoredCheckpoint, leaf: Leaf, chunk: int, into: np.ndarra
 @contextlib.contextmanager
 def _in_dtype(out: np.ndarray, dtype: np.dtype, named: str) -> Iterator[np.ndarray]:
     """A contiguous array to be filled with weights of `dtype`, which `out` has in its own after the
-    `with`. named: where they are from, for messages."""
+    `with`. named: the file of the weights, for messages."""
     if dtype == out.dtype:
         yield out
         return

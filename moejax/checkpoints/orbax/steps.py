@@ -22,14 +22,12 @@ from moejax.models.directory import read_json
 from moejax.models.json_values import is_number
 
 Step = int | str | None
-"""Which step of a root: its number, "latest" (None is that too), "best", "best:METRIC",
-"best:METRIC:min" or "best:METRIC:max"."""
+"""Which step of a root: its number, "latest" (None is that too), "best:METRIC:min" or
+"best:METRIC:max"."""
 
 TREE, CHECKPOINT = "_METADATA", "_CHECKPOINT_METADATA"
 _STEP = re.compile(r"(?:.+_)?(\d{1,18})")
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_LOWER = ("loss", "perplexity", "error", "nll")
-_HIGHER = ("accuracy", "score", "reward", "f1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +97,11 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
 def _check_step(step: Step) -> None:
     if step is None or (type(step) is int and step >= 0) or step == "latest":
         return
-    if isinstance(step, str) and re.fullmatch(r"best(:[^:]+(:(min|max))?)?", step):
+    if isinstance(step, str) and re.fullmatch(r"best:[^:]+:(min|max)", step):
         return
     raise UserError(
-        f"step {step!r} is unknown; give a number, latest, best, best:METRIC, best:METRIC:min or "
-        "best:METRIC:max"
+        f"step {step!r} is unknown; give a number, latest, best:METRIC:min or best:METRIC:max, "
+        "such as best:loss:min"
     )
 
 
@@ -167,38 +165,16 @@ def _choose_step(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: 
 
 
 def _best(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: str) -> int:
-    """The step with the best recorded metric, the last of equal ones.
-
-    Orbax records the metrics of a step but not which one a run selects by, nor its direction.
-    """
-    _, name, direction = (*step.split(":"), None, None)[:3]
+    """The step with the least or the largest of a recorded metric, the last of equal ones."""
+    _, name, direction = step.split(":")
     recorded = {number: _metrics(path) for number, path in steps.items()}
-    names = sorted({key for metrics in recorded.values() for key in metrics})
-    if not names:
+    values = {number: found[name] for number, found in recorded.items() if name in found}
+    if not values:
+        names = sorted({key for found in recorded.values() for key in found})
         raise UserError(
-            f"{directory}: step={step!r} needs metrics, but no step has any: "
-            "CheckpointManager records those of save(…, metrics={'loss': …}) if its options have "
-            f"a best_fn; give a step's number ({', '.join(map(str, steps))}) or latest"
+            f"{directory}: no step records {name!r}; recorded: {', '.join(names) or 'nothing'} "
+            "(CheckpointManager records save(…, metrics={'loss': …}) if its options have a best_fn)"
         )
-    if name is None:
-        if len(names) > 1:
-            raise UserError(
-                f"{directory}: several metrics are recorded ({', '.join(names)}); say which one: "
-                f"best:{names[0]}"
-            )
-        name = names[0]
-    if name not in names:
-        raise UserError(f"{directory}: no step records {name!r}; recorded: {', '.join(names)}")
-    if direction is None:
-        words = re.split(r"[^a-z0-9]+", name.lower())
-        lower, higher = any(w in _LOWER for w in words), any(w in _HIGHER for w in words)
-        if lower == higher:
-            raise UserError(
-                f"{directory}: is a low or a high {name} better? Orbax does not record it; give "
-                f"best:{name}:min or best:{name}:max"
-            )
-        direction = "min" if lower else "max"
-    values = {number: m[name] for number, m in recorded.items() if name in m}
     sign = 1 if direction == "max" else -1
     return max(values, key=lambda number: (sign * values[number], number))
 

@@ -104,7 +104,7 @@ def read_tree(directory: pathlib.Path) -> Tree:
 
 def _check_files(directory: pathlib.Path) -> None:
     """UserError for links that leave the directory, and for files that tensorstore would wait or
-    run out of memory for: those that are no files, and descriptions without end."""
+    run out of memory for: pipes and devices, and descriptions without end."""
     inside = directory.resolve()
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):

@@ -1,4 +1,4 @@
-"""Grids on a cluster: parts of a grid are tasks of Ray, one process writes what they come to.
+"""Grids on a cluster: parts of a grid are tasks of Ray, and one process writes their records.
 
 What is measured runs first, each engine's runs on a node that Ray gives to nothing else, and one at
 a time on a machine, whatever Ray takes for a node; what is counted runs then, many parts at once.

@@ -353,7 +353,7 @@ class Experiment(Definition):
         if self.conversations:
             # Any policy that moves the line; each run brings its own.
             moves = {"expert_budget": None, "memory": self.memory, "resize": "peak_headroom"}
-            return self._options(group, 0).replaced(**moves)
+            return self._options(group, 0).replace_options(**moves)
         plain = "dense" if group.budget else group.precision
         plan, _ = dry_run(self._options(dataclasses.replace(group, precision=plain), 0))
         terms = Terms.of_plan(plan)

@@ -12,7 +12,7 @@ from pallas_kernels.kv_write import KVPage, KVPlaces, ProjectedHeads, WriteOptio
 
 
 def reorders_heads(config: AttentionNumbers) -> bool:
-    """Whether the values of q and k are put in another order before they are rotated."""
+    """Whether the values of q and k are reordered before rotation."""
     return config.rope_interleave or config.rotary_width is not None
 
 

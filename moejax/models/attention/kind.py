@@ -38,7 +38,7 @@ OPS = ("kv_write", "latent_write", "head_linear")
 
 
 class AttentionNumbers(Protocol):
-    """What a kind reads of a model's numbers; `ModelConfig` says what they mean."""
+    """The fields of `ModelConfig` that a kind of attention reads."""
 
     @property
     def num_attention_heads(self) -> int: ...

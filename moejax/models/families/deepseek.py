@@ -115,7 +115,7 @@ def _layers(
         moe_layers=fields.dense_first(count, dense),
         intermediate_size=fields.integer("intermediate_size", 18432 if dense else 11008),
         moe_intermediate_size=fields.integer("moe_intermediate_size", width),
-        **fields.routed(routed, top_k),
+        **fields.routing(routed, top_k),
         sliding_window=None,
     )
 

@@ -35,7 +35,7 @@ def parse(fields: Fields) -> ModelConfig:
         rope_interleave=True,
         intermediate_size=fields.integer("intermediate_size", 12288),
         moe_intermediate_size=width,
-        **fields.routed(experts, 6, older="moe_k"),
+        **fields.routing(experts, 6, older="moe_k"),
         norm_topk_prob=True,
         moe_layers=_moe_layers(fields, layers),
         shared_width=width * fields.integer("moe_num_shared_experts", 2, least=0),

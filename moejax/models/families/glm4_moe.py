@@ -34,7 +34,7 @@ def parse(fields: Fields) -> ModelConfig:
         qk_norm=fields.flag("use_qk_norm", False),
         intermediate_size=fields.integer("intermediate_size", 10944),
         moe_intermediate_size=width,
-        **fields.routed(fields.experts("n_routed_experts", "num_local_experts", 128), 8),
+        **fields.routing(fields.experts("n_routed_experts", "num_local_experts", 128), 8),
         moe_layers=fields.dense_first(layers, 1),
         shared_width=width * fields.integer("n_shared_experts", 1),
         norm_topk_prob=fields.flag("norm_topk_prob", True),

@@ -19,7 +19,7 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.heads(32, None, hidden=4096),
         intermediate_size=width,
         moe_intermediate_size=width,
-        **fields.routed(fields.integer("num_local_experts", 8, least=0), 2),
+        **fields.routing(fields.integer("num_local_experts", 8, least=0), 2),
         norm_topk_prob=True,  # transformers' softmax over the chosen logits is that
         moe_layers=(True,) * layers,
         attention_bias=fields.flag("attention_bias", False),

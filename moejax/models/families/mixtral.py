@@ -17,7 +17,7 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.heads(32, 8, hidden=4096),
         intermediate_size=width,
         moe_intermediate_size=width,
-        **fields.routed(fields.experts("num_local_experts", "num_experts", 8), 2),
+        **fields.routing(fields.experts("num_local_experts", "num_experts", 8), 2),
         norm_topk_prob=True,
         moe_layers=(True,) * layers,
         attention_bias=False,

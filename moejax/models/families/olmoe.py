@@ -27,7 +27,7 @@ def parse(fields: Fields) -> ModelConfig:
         **heads,
         intermediate_size=width,
         moe_intermediate_size=width,
-        **fields.routed(fields.experts("num_experts", "num_local_experts", 64), 8),
+        **fields.routing(fields.experts("num_experts", "num_local_experts", 64), 8),
         norm_topk_prob=fields.flag("norm_topk_prob", False),
         moe_layers=(True,) * layers,
         attention_bias=fields.flag("attention_bias", False),

@@ -28,7 +28,7 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.heads(32, 8, hidden=4096),
         intermediate_size=width,
         moe_intermediate_size=width,
-        **fields.routed(experts, 2),
+        **fields.routing(experts, 2),
         norm_topk_prob=False,
         moe_layers=(True,) * layers,
         attention_bias=fields.flag("attention_bias", False),

@@ -36,7 +36,7 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.heads(16, 16, hidden=2048),
         intermediate_size=fields.integer("intermediate_size", 5632),
         moe_intermediate_size=fields.integer("moe_intermediate_size", 1408),
-        **fields.routed(experts, 4),
+        **fields.routing(experts, 4),
         norm_topk_prob=fields.flag("norm_topk_prob", False),
         moe_layers=moe_layers,
         attention_bias=fields.flag("qkv_bias", True),

@@ -27,7 +27,7 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.heads(32, 4, hidden=2048),
         intermediate_size=fields.integer("intermediate_size", 6144),
         moe_intermediate_size=fields.integer("moe_intermediate_size", 768),
-        **fields.routed(experts, 8),
+        **fields.routing(experts, 8),
         norm_topk_prob=fields.flag("norm_topk_prob", False),
         moe_layers=moe_layers,
         attention_bias=fields.flag("attention_bias", False),

@@ -35,9 +35,9 @@ class Job:
     model: str = "demo"
     dtype: str = "auto"
     decided_by: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else decides bits, by name: options, and fingerprints of weights and tokenizer."""
+    """Option that decides bits, or file (weights, tokenizer) → its value or fingerprint."""
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """SamplingParams fields of lines that do not say otherwise."""
+    """SamplingParams fields of lines that do not have these fields."""
     seed: int = 0
     """From it and from their ids come the seeds of lines that have none."""
     on_error: Literal["fail", "skip"] = "fail"
@@ -60,7 +60,7 @@ class Job:
         return *named, self.dtype, json.dumps(self.decided_by, sort_keys=True, default=str)
 
 
-def given_fields(params: SamplingParams) -> dict[str, Any]:
+def list_given_fields(params: SamplingParams) -> dict[str, Any]:
     """Fields other than the seed that do not only repeat a default, so that a new field of a later
     release does not make the results of this one foreign."""
     usual = vars(SamplingParams())
@@ -110,7 +110,7 @@ def open_input(name: str) -> Iterator[JobInput]:
 
 
 class Model(Protocol):
-    """What a job uses of an LLM, or of many."""
+    """The part of an LLM, or of a Fleet, that a job uses."""
 
     @property
     def generated_tokens(self) -> int: ...
@@ -199,7 +199,7 @@ class OpenJob:
     def _requests(self, warn: Callable[[str], None]) -> Iterator[GenerationRequest]:
         for line in self.lines():
             asked = line.request
-            # A turn goes on from the KV of those before it, which no file has.
+            # A turn goes on from the KV of earlier turns, which no file has.
             again = asked is not None and asked.session_id in self.open_sessions
             if line.key in self.results.keys and not again:
                 continue

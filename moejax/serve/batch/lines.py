@@ -26,7 +26,7 @@ EXAMPLE = '{"prompt": "The old house", "max_tokens": 16}'
 IGNORED_FIELDS = frozenset(
     ("metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
-"""They change nothing in a result. OpenAI results echo `model`."""
+"""Fields that change nothing in a result. OpenAI results echo `model`."""
 
 _SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -48,7 +48,7 @@ class Line:
     url: str | None = None
     """OpenAI lines: the endpoint."""
     openai: bool = False
-    """The form of the result. A line too broken to have a form takes that of the line before."""
+    """The result has OpenAI's form. A line too broken to have a form takes the one before it."""
     model: str | None = None
     request: GenerationRequest | None = None
     error: str | None = None
@@ -93,7 +93,7 @@ def read_lines(
             openai = line.openai
             session = None if line.request is None else line.request.session_id
             if session is not None:
-                # A turn goes on from the KV of those before it, so its result is theirs as well.
+                # A turn goes on from the KV of earlier turns, so its result depends on them too.
                 sessions[session] = _digest(sessions.get(session, b"") + job + raw.strip(), 16)
                 request_id = f"req_{sessions[session].hex()}"
                 line = dataclasses.replace(line, request_id=request_id)

@@ -29,7 +29,7 @@ class ResultFile:
     def __init__(self, name: str, file: IO[bytes], regular: bool):
         self.name, self.regular = name, regular
         self.keys: set[bytes] = set()
-        """Of `read_result`, of what was there when it was opened."""
+        """Keys (`read_result`) of the results that were there when the file was opened."""
         self.errors = 0
         """Errors among those."""
         self.count = 0
@@ -196,8 +196,8 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
 
 
 def _open_output(output: str, flags: int) -> int:
-    """A descriptor. Opening a pipe that nobody reads would wait without end, so its reader is
-    waited for here. Raises UserError."""
+    """A descriptor of the output. Opening a pipe without a reader would wait without end, so this
+    waits READER_S for the reader. Raises UserError."""
     deadline = time.monotonic() + READER_S
     while True:
         try:

@@ -162,7 +162,7 @@ def _sequence(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
-    """With the prompt's ids, without which nobody can tell which token is whose."""
+    """prompt_logprobs, with the prompt's ids, which say which entry belongs to which token."""
     found = output.prompt_logprobs
     if found is None:
         return {}

@@ -66,8 +66,8 @@ class Fleet:
     - `turns`: session id → its requests that will come. They are run together, by one worker.
     - `warn`: see Workers.
 
-    A request's output has the bits that one LLM with these options gives it, whoever its worker is,
-    and however many there are: contract 1.
+    A request's output has the bits that one LLM with these options gives it, whatever worker it
+    runs on, and however many there are: contract 1.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ REACHED_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, or what Ray takes for one."""
+    """A node of Ray's: usually a machine of the cluster."""
 
     id: str
     address: str
@@ -47,7 +47,7 @@ def require_ray() -> Any:
 
 @contextlib.contextmanager
 def connect(address: str, cpus: int | None = None) -> Iterator[None]:
-    """`open_connection` for a block. One that the process has already is left as it is."""
+    """`open_connection` for a block. Leaves a connection that the process has already as it is."""
     ray = require_ray()
     if ray.is_initialized():
         yield
@@ -93,7 +93,7 @@ def open_connection(address: str, cpus: int | None = None) -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes that live."""
+    """The nodes that are alive."""
     return [
         Node(
             node["NodeID"],
@@ -107,7 +107,7 @@ def nodes() -> list[Node]:
 
 
 def _require_answer(address: str) -> None:
-    """Raises UserError for an address that cannot be one, or that nobody listens at: Ray itself
+    """Raises UserError for an address that cannot be one, or where nothing listens: Ray itself
     tries for a minute, and ends the process in some versions."""
     if address == "auto":
         return

@@ -31,7 +31,7 @@ class ModelFacts:
     file_bytes: int = 0
     """Bytes of experts that stay in files."""
     verified: bool = False
-    """What is read of those is compared with checksums."""
+    """Reads of experts in files are compared with checksums."""
 
 
 def facts_of(loaded: LoadedModel) -> ModelFacts:

@@ -30,7 +30,7 @@ LEAST_CONTEXT = 1024
 save nothing (docs/kernels.md)."""
 
 LEAST_PREFILL = 8
-"""Chunks of the smallest prefill step, of those that are compiled for fewer than all."""
+"""Chunks of the smallest prefill step that is compiled for fewer than all chunks."""
 
 APART = 4
 """How many times longer each context is, or larger each prefill step, that is compiled for."""

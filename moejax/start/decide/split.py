@@ -34,7 +34,7 @@ class Split(NamedTuple):
     """Cells of each layer."""
     kv_slots: int
     note: str
-    """Who decided it and what it is, for people."""
+    """The rule that decided the split, and its numbers, for people."""
 
 
 def start_split(
@@ -91,9 +91,9 @@ def check_split(spec: Spec, steps: StepSpec, cells: Sequence[int], kv_slots: int
 
 
 def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
-    """Who decides where not everything fits and nobody was asked: the configurator, by the workload
-    that is remembered for the model and by costs that were measured before; without either,
-    resolve_budget's rule, by which the split is `had`."""
+    """The split where not everything fits and no option names one: the configurator's, by the
+    workload that is remembered for the model and by costs that were measured before. Without
+    either it is `had`, the split of resolve_budget's rule."""
     rule = f"split: KV keeps at least 1/{KV_SHARE} or one sequence, experts the rest"
     try:
         directory = find_workload(config_digest(steps.config))

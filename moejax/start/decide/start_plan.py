@@ -255,7 +255,7 @@ def divide(
         max_num_seqs=seqs,
         max_model_len=length,
         available_bytes=sys.maxsize if memory is None else max(memory.available - maps, 0),
-        memory=None if whole is None else _left_beside(whole, maps, staged),
+        memory=None if whole is None else _subtract_staging(whole, maps, staged),
         expert_budget=expert_budget_of(wanted, precision, layout, moe_layers * experts),
         kv_budget=options.memory.kv_budget,
         # Beyond one for each expert, transitions can use the spares of both versions.
@@ -288,7 +288,7 @@ def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | 
     return held - model.param_bytes
 
 
-def _left_beside(whole: int, maps: int, staged: int) -> int:
+def _subtract_staging(whole: int, maps: int, staged: int) -> int:
     """What is left of a memory for the arena, beside expert maps and staging. Raises UserError
     where that is nothing."""
     if maps + staged < whole:

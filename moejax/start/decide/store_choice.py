@@ -1,5 +1,5 @@
-"""Where weights and arena lie on a CPU: whether experts that are all resident need cells, as it can
-read them where they lie in the store, and whose memory the arena is."""
+"""Where weights and arena lie on a CPU: whether resident experts need cells, as a CPU can read them
+in the store, and whether the arena is memory of the native library."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from host_offload.memory.store import StoreBuilder
 from moejax.start.choices import Settings
-from moejax.start.conflicts import Situation, cells_wanted, refuse_conflicts
+from moejax.start.conflicts import Situation, find_cell_options, refuse_conflicts
 from moejax.start.decide.transfers import new_builder
 from moejax.step.step_parts import StepSpec, arena_ops
 
 
 def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
-    """Why experts that are all resident have cells beside the store, for people; None: they need
-    none, as the device reads the store like its own memory and nothing that was asked for moves or
-    watches cells."""
+    """Why experts have cells beside the store although all are resident, for people. None: they
+    need none, as the device reads the store like its own memory and no option moves or watches
+    cells."""
     if platform != "cpu":
         return "the store is not in the device's memory"
     if steps.ops.expert_ffn != "cpu":
@@ -30,7 +30,7 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
     if steps.window:
         return "driver stream computes experts in a window of two layers"
     asked = {
-        **cells_wanted(options),
+        **find_cell_options(options),
         "transfers": options.transfer.transfers.name == "queue",
     }
     for name, wanted in asked.items():

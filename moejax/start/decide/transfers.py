@@ -1,4 +1,4 @@
-"""Where experts without a cell lie, and who brings them."""
+"""Where experts without a cell lie, and how they are moved."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
 
 
 def stored_versions(settings: Settings, platform: str) -> tuple[str, ...]:
-    """Those that the store is loaded with: where jax's own copies bring experts, packed residents
-    are made of dense ones when they get their cells."""
+    """The versions that the store is loaded with. Where jax's own copies move experts, packed
+    residents are made from dense ones when they get their cells."""
     if settings.tiers is not None and jax_copies(settings, platform):
         return settings.precision.versions
     return settings.versions
 
 
-def with_packed(loaded: LoadedModel, settings: Settings, platform: str) -> LoadedModel:
+def add_packed_layout(loaded: LoadedModel, settings: Settings, platform: str) -> LoadedModel:
     """The model with the layout of packed records, none of which are in its store. Raises UserError
     for weights that have no such version."""
     if settings.tiers is None or stored_versions(settings, platform) == settings.versions:

@@ -75,7 +75,7 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
     owner = "memory of the native ops, never moved" if runner.steps.owned else ""
     parts = [line("KV", kv * size, f"{kv} slots")]
     if not budget.in_place:
-        how = f"{experts} slots: {_shared(engine)}"
+        how = f"{experts} slots: {_describe_sharing(engine)}"
         parts.insert(0, line("experts", experts * size, how))
     blocks.append(_block(line("arena", total, owner), *parts, rest=("free", "given to neither")))
     tokens = f"{pages} pages of {page.block_size} tokens, {pages * page.block_size} in all"
@@ -109,7 +109,7 @@ def _block(total: ExplanationLine, *parts: ExplanationLine, rest: tuple[str, str
     return (*parts, left, total)
 
 
-def _shared(engine: Engine) -> str:
+def _describe_sharing(engine: Engine) -> str:
     """How the layers share the slots of experts."""
     arena, runner = engine.scheduler.arena, engine.runner
     cells = cells_of(arena)

@@ -36,7 +36,7 @@ PARTS = (
     *("embedding", "attention", "norms", "router", "feed-forward", "shared experts"),
     *("output head", EXPERTS),
 )
-"""Order of the parts; those that a model lacks are left out."""
+"""Order of the parts. A model may lack some."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class ModelInfo:
     """Without the experts that a token is not routed to; everything else counts, the embedding
     table too, as in the figures that models are published with."""
     versions: dict[str, dict[str, int]]
-    """Those that the model can have in this dtype → `record_bytes` of one expert and `store_bytes`
-    of all, in host memory."""
+    """Version that the model can have in this dtype → `record_bytes` of one expert and
+    `store_bytes` of all experts, in host memory."""
     slot_bytes: int
     page_bytes: int
     page_tokens: int

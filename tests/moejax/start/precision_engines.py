@@ -49,7 +49,7 @@ def start_planned(
     loaded = with_versions(random_model(config, "bfloat16"), precision.versions)
     layout = config.slot_layout(2, precision.versions)
     use_compilation_cache()
-    options = options.replaced(
+    options = options.replace_options(
         expert_budget=slots * layout.slot_bytes, precision=precision, driver=driver
     )
     return start_engine(loaded, options, jax.devices()[0])

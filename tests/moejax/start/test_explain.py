@@ -9,7 +9,7 @@ import pytest
 
 from host_offload.memory import device_memory
 from moejax import LLM, UserError
-from moejax.start.probe import activation_bytes, kept_activation_bytes
+from moejax.start.probe import activation_bytes, find_activation_bytes
 from moejax.start.report.explain import Explanation
 from tests.moejax.engine.budget_workload import LIMITS, MEMORY
 
@@ -60,7 +60,7 @@ def test_without_numbers_the_arena_takes_what_the_steps_leave(monkeypatch, tmp_p
         named: Any = types.SimpleNamespace(
             executables=llm.engine.runner.executables, delete=lambda given: None
         )
-        again = kept_activation_bytes(llm.plan.steps, lambda: named)
+        again = find_activation_bytes(llm.plan.steps, lambda: named)
         assert again == -sums["activations"]
     assert sums["free device memory"] == 7 * MiB and arena == sums["arena"]
     assert sums["largest arena"] - arena < 98304, "a slot more would not fit"

@@ -49,7 +49,7 @@ def test_whoever_starts_a_model_passes_every_option_on(began):
     given = {"max_num_seqs": 3, "expert_budget": "25%", "memory": "4MiB", "driver": "host"}
     options = Config.of("demo", **given)
     assert (options.memory.memory, options.memory.expert_budget) == (4 << 20, Share(0.25))
-    assert options == Config.of("demo").replaced(**given)
+    assert options == Config.of("demo").replace_options(**given)
     for start in (
         lambda: LLM("demo", **given),
         lambda: LLM.from_config(options),
