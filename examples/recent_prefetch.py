@@ -2,7 +2,7 @@
 
     python examples/recent_prefetch.py
 
-docs/write_a_policy.md goes through it.
+docs/extending/write_a_policy.md goes through it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_what_the_pages_link_and_name_is_there():
     pages = [page for pattern in PAGES for page in REPOSITORY.glob(pattern)]
     assert len(pages) > 20
     # Results name files as they were when something was measured.
-    now = [page for page in pages if page.parent.name != "results"]
+    now = [page for page in pages if page.parent.name != "research"]
     found = {page: (broken_links(page), set()) for page in pages}
     found |= {page: (broken_links(page), missing_files(page.read_text())) for page in now}
     assert not {str(page): wrong for page, wrong in found.items() if any(wrong)}
@@ -159,7 +159,7 @@ def shown() -> dict[str, str]:
         "add_a_record_format.md",
         "add_a_transport.md",
     )
-    pages = [(REPOSITORY / "docs" / name).read_text() for name in names]
+    pages = [(REPOSITORY / "docs/extending" / name).read_text() for name in names]
     pattern = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     blocks = [block for page in pages for block in pattern.findall(page)]
     return {file: block for block in blocks for file, n in changes(block).items() if n[1] < 0}

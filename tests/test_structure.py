@@ -62,8 +62,9 @@ def graph() -> Graph:
 
 
 def drawn_order() -> dict[str, list[str]]:
-    """Package → its folders and top-level files, in the order that docs/architecture.md draws."""
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    """Package → its folders and top-level files, in the order that
+    docs/explanation/architecture.md draws."""
+    page = (REPOSITORY / "docs/explanation/architecture.md").read_text()
     (block,) = re.findall(r"^```text\n(pallas_kernels/.*?)^```$", page, re.DOTALL | re.MULTILINE)
     tree: dict[str, list[str]] = {}
     for line in block.splitlines():

@@ -98,8 +98,8 @@ def folders_of(walk: Walk) -> list[str]:
 
 
 def folders_in_docs() -> dict[str, list[str]]:
-    """Value → folders, of the table in docs/architecture.md."""
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    """Value → folders, of the table in docs/explanation/architecture.md."""
+    page = (REPOSITORY / "docs/explanation/architecture.md").read_text()
     rows = re.findall(r"^\| (.+?) \| ((?:`[\w/.]+`(?: → )?)+) \|$", page, re.MULTILINE)
     return {name: re.findall(r"`([\w/.]+)`", folders) for name, folders in rows}
 

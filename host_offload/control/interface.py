@@ -2,7 +2,8 @@
 
 A policy is a frozen dataclass of plain numbers. It gets numpy arrays and returns numpy arrays; it
 holds no device array and reads no clock, so the same object runs in the engine and over a recorded
-trace, and equal observations give equal decisions. docs/write_a_policy.md is the tutorial.
+trace, and equal observations give equal decisions. docs/extending/write_a_policy.md is the
+tutorial.
 
 Shapes: L MoE layers, E experts a layer, V versions, N real token rows of a step (no padding),
 k experts a token.

@@ -77,7 +77,8 @@ class Registry(Mapping[str, Any]):
         if name not in self.plain:
             what = "the trace of the very run" if name == "oracle" else "a file that its fit wrote"
             raise ValueError(
-                f"{self.option.split()[0]} {name!r} needs {what}: {name}=PATH (docs/policies.md)"
+                f"{self.option.split()[0]} {name!r} needs {what}: {name}=PATH "
+                "(docs/explanation/policies.md)"
             )
         return self[name]()
 

@@ -12,7 +12,7 @@ DEMAND = "demand"
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are moved at once, and so what a demand waits for at most. Smaller chunks slow the
-compute beside them by 15 to 25% (docs/transfers.md)."""
+compute beside them by 15 to 25% (docs/explanation/transfers.md)."""
 
 
 @dataclasses.dataclass(frozen=True)

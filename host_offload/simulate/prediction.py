@@ -2,7 +2,7 @@
 whose costs were measured.
 
 `simulate` says what each step moves, the cost model what computing and moving take, and a timeline
-(step_timeline) when which of it happens. docs/simulator.md.
+(step_timeline) when which of it happens. docs/explanation/simulator.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The simulator: what the routing of a trace costs under any policy, without a model or a device.
 
 `simulate` is for other policies and budgets than those of the run; host_offload.simulate.replay
-runs the trace again as it was and compares everything. docs/simulator.md.
+runs the trace again as it was and compares everything. docs/explanation/simulator.md.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Without a link the experts of a layer move within its step, as an engine without a queue does it:
 the device does nothing else meanwhile. With a link they are queued as an engine with a queue does
 it: what a layer misses are demands from its router on, what was staged are prefetches, and the
-device waits for just the part of an expert that it is about to compute with (docs/transfers.md).
-A second processor computes what a placement gives it from the router on, one expert after the
-other, and the layer ends when both are done (docs/prescope.md).
+device waits for just the part of an expert that it is about to compute with
+(docs/explanation/transfers.md). A second processor computes what a placement gives it from the
+router on, one expert after the other, and the layer ends when both are done
+(docs/explanation/prescope.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Slots per layer: how many cells each layer gets of a number of slots, by its miss curve (ours;
-WiSP gives every layer as many). docs/miss_curves.md explains."""
+WiSP gives every layer as many). docs/explanation/miss_curves.md explains."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A step's seconds are those of its work with every expert resident and those of t
 moves, sums of counts times measured seconds.
 CostModel has the figures of experts in one version, RunCosts adds up those of a run's versions, and
 host_offload.simulate.prediction.predict says what a workload takes under a split and policies.
-moejax.costs.measure measures; docs/cost_model.md says how, and how well the model predicts.
+moejax.costs.measure measures; docs/explanation/cost_model.md says how, and how well the model
+predicts.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class CostModel:
 @dataclasses.dataclass(frozen=True)
 class RunCosts:
     """What the steps of a run cost: the cost model of each version of its experts, by version
-    number. docs/cost_model.md says how they add up and what is left out."""
+    number. docs/explanation/cost_model.md says how they add up and what is left out."""
 
     models: tuple[CostModel, ...]
 

@@ -1,5 +1,5 @@
 """Batch width, KV pages and expert cells chosen together, for the most tokens a second (ours), as
-predicted from miss curves by width and measured costs. docs/miss_curves.md explains."""
+predicted from miss curves by width and measured costs. docs/explanation/miss_curves.md explains."""
 
 from __future__ import annotations
 

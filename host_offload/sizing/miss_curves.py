@@ -3,7 +3,7 @@ and the reuse of KV pages, the second stream of a budget that experts and KV sha
 
 WiSP, equation (3): a reference hits with c cells iff its distance (traces.recency) is below c. Each
 wave of a prefill step is a reference of its own. A reference of KV is one (session, page), once per
-turn (WiSP's burst). docs/miss_curves.md explains.
+turn (WiSP's burst). docs/explanation/miss_curves.md explains.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def expected_returns(recency: PageRecency, largest: int, decay: float, turns: in
     decay^(turns − 1); deeper pages than `largest` are left out. turns: that have ended, ≥ 1.
 
     What to add to a histogram with that decay that began empty, since what came back during the
-    first turns says nothing of what KV is worth. Ours; docs/miss_curves.md.
+    first turns says nothing of what KV is worth. Ours; docs/explanation/miss_curves.md.
     """
     depths = recency.deepest[recency.deepest < largest]
     return decay ** (turns - 1) * np.bincount(depths, minlength=largest)

@@ -1,4 +1,5 @@
-"""One byte budget for experts and KV: the arithmetic of WiSP's split (docs/miss_curves.md).
+"""One byte budget for experts and KV: the arithmetic of WiSP's split
+(docs/explanation/miss_curves.md).
 
 The paper's units: `cap` C is the cells that every layer has, one unit of it costs b_e bytes; a KV
 page costs b_k. Two streams share B = C·b_e + N·b_k bytes.
@@ -192,7 +193,8 @@ class SplitRule:
 
     decay: float = 0.95
     """γ, of both histograms, once a turn. Turns beyond the last 1 / (1 − γ) are as good as
-    forgotten, so it must reach over all sessions that take turns (docs/miss_curves.md)."""
+    forgotten, so it must reach over all sessions that take turns
+    (docs/explanation/miss_curves.md)."""
     points: int = 41
     """Points of the grid of splits in [0, 1] where costs are compared, across gaps of distances."""
     gate: float = 0.02

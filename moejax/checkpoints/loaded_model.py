@@ -39,12 +39,13 @@ class LoadedModel:
     params: jax arrays on the device in the run's dtype (a family's wide_params in float32),
     matrices as [out, in]: "embed" [V, D], "final_norm" [D], "lm_head" [V, D] (absent if tied),
     biases where the family has them, and "runs", one dict for each of config.runs with leading axis
-    n, its layers. Their names and shapes are the family's layer_params (docs/add_a_model.md), of
-    Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm"
-    [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router" [n, E, D]. store: all experts, dense
-    unless other versions were asked for. layout: of a dense record. seconds: how long the phases of
-    loading took, as in moejax.engine.statistics.StartTimes. quantizers: how the store's versions
-    besides the dense one were made.
+    n, its layers. Their names and shapes are the family's layer_params
+    (docs/extending/add_a_model.md), of Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D]
+    (rows of q, k, v), "q_norm", "k_norm" [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router"
+    [n, E, D]. store: all experts, dense unless other versions were asked for. layout: of a dense
+    record. seconds: how long the phases of loading took, as in
+    moejax.engine.statistics.StartTimes. quantizers: how the store's versions besides the dense one
+    were made.
     """
 
     config: ModelConfig

@@ -29,7 +29,7 @@ what costs are of:
   this machine and device, jax's version, the ops, the driver, the model, and the start-up shapes
   (--max-num-seqs, --max-model-len, --max-num-batched-tokens). Budgets and policies may be others.
   A small budget leaves fewer experts to measure with, so give as much memory as there is.
-  docs/cost_model.md says what is measured.
+  docs/explanation/cost_model.md says what is measured.
 """
 
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 NAME is a prefetch that learns: learned (PreScope's LLaPor, the default), promoe, expertflow,
-coactivation, moe-infinity, expert_map. Its settings are those of its fit (docs/policies.md):
-learned has stride, width, epochs, patience, edge, seed; promoe stride, hidden, rate, dropout,
-batch, epochs, seed; expertflow, which needs --model and pip install 'moejax[train]', reach, trees,
-leaves, seed. learned, promoe and expertflow learn from the routers' inputs: record the trace with
---trace DIR,arrays=gate_input.
+coactivation, moe-infinity, expert_map. Its settings are those of its fit
+(docs/explanation/policies.md): learned has stride, width, epochs, patience, edge, seed; promoe
+stride, hidden, rate, dropout, batch, epochs, seed; expertflow, which needs --model and pip install
+'moejax[train]', reach, trees, leaves, seed. learned, promoe and expertflow learn from the routers'
+inputs: record the trace with --trace DIR,arrays=gate_input.
 
 examples:
   moejax generate --input prompts.jsonl --output out.jsonl --trace run1,arrays=gate_input

@@ -1,6 +1,6 @@
 """What steps cost, by what they are steps of: figures that were measured once and are kept.
 
-moejax.costs.measure measures them. docs/cost_model.md.
+moejax.costs.measure measures them. docs/explanation/cost_model.md.
 """
 
 from __future__ import annotations

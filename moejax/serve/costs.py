@@ -1,4 +1,4 @@
-"""Costs of the steps of an LLM, or of a model by name (docs/cost_model.md)."""
+"""Costs of the steps of an LLM, or of a model by name (docs/explanation/cost_model.md)."""
 
 from __future__ import annotations
 

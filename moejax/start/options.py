@@ -184,7 +184,8 @@ class PolicyOptions:
         "expert_map_in_step[=FILE], chosen inside the compiled step, with --driver device; "
         "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
         "learned_online=FILE, expertflow=FILE, coactivation, layer-streaming with --driver host; "
-        "=FILE is what a policy's fit learned from a trace, see docs/policies.md (default: none)",
+        "=FILE is what a policy's fit learned from a trace, see docs/explanation/policies.md "
+        "(default: none)",
         default=None,
         common=True,
         metavar="NAME[=PATH]",
@@ -195,23 +196,23 @@ class PolicyOptions:
         "or recorded=TRACE, as in that run; a second processor, from the store in place, beside "
         "the steps' own (on a GPU add --transfers queue); costs are measured, or stated as "
         "per_token, startup, load, accelerator, attention=TIME; predict=gates, or by "
-        "--prefetch learned=FILE, brings experts ahead (docs/prescope.md; default: all are "
-        "computed by the steps)",
+        "--prefetch learned=FILE, brings experts ahead (docs/explanation/prescope.md; default: all "
+        "are computed by the steps)",
         default=None,
     )
     cache_aware_routing: float | None = changes_bits(
         "routers favour experts that are resident: a missing one loses DELTA of its score (0 to 1 "
         "where scores are a softmax or sigmoid) when a layer chooses, not in the weights; fewer "
         "misses, and OTHER OUTPUTS, which depend on budget, policies and what else runs "
-        "(docs/prescope.md; default: outputs are those of full residency)",
+        "(docs/explanation/prescope.md; default: outputs are those of full residency)",
         default=None,
         converter=optional(_favour),
         type=float,
         metavar="DELTA",
     )
     policies: Sequence[Policy] = changes_bits(
-        "more policies, of your own (docs/write_a_policy.md); one that writes victim_weights takes "
-        "the place of eviction",
+        "more policies, of your own (docs/extending/write_a_policy.md); one that writes "
+        "victim_weights takes the place of eviction",
         default=(),
         in_file=False,
     )
@@ -252,7 +253,7 @@ class TransferOptions:
         "what runs the layers: device runs a step as one executable, host calls them from "
         "Python, slower, for policies that look in between, stream brings all experts of each "
         "layer before it runs, in the memory of two layers, for wide batches with long contexts "
-        "(docs/stream.md); no bit depends on it (default: device)",
+        "(docs/explanation/stream.md); no bit depends on it (default: device)",
         settings=settings_help(Driver),
         default="device",
         converter=read_driver,
@@ -260,8 +261,8 @@ class TransferOptions:
     )
     transfers: Transfers = same_bits(
         "what moves experts: ops of the step itself, or queue, beside compute; on a "
-        "GPU and with XLA ops that takes driver host (docs/transfers.md; default: queue with store "
-        "file and driver stream, else ops)",
+        "GPU and with XLA ops that takes driver host (docs/explanation/transfers.md; default: "
+        "queue with store file and driver stream, else ops)",
         settings=settings_help(Transfers),
         default=None,
         converter=read_transfers,

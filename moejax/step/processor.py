@@ -1,5 +1,5 @@
 """A second processor: a CPU that computes missed experts where the store has them, beside the
-device that has the arena (docs/prescope.md).
+device that has the arena (docs/explanation/prescope.md).
 
 Only rows of x and y cross. A layer, in the order of what the host does:
 

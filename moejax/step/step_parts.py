@@ -101,7 +101,7 @@ class StepShapes:
 @dataclasses.dataclass(frozen=True)
 class SecondProcessor:
     """A processor that computes missed experts where their weights are, beside the one that has the
-    arena (docs/prescope.md)."""
+    arena (docs/explanation/prescope.md)."""
 
     implementation: str
     """That of expert_ffn on it."""

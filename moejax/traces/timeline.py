@@ -1,6 +1,6 @@
 """Timelines as files for Perfetto: of a run that native ops recorded, or predicted.
 
-docs/transfers.md says how to read them.
+docs/explanation/transfers.md says how to read them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ def why_not_pallas(versions: Iterable[tuple[str, str]]) -> str | None:
     """Why the kernels cannot run with these versions, (in a cell, in its store), None if they can.
 
     Such a kernel writes and reads the arena by one view of it, in the dtype of the weights or in
-    uint16: a second view of what it changes would be a copy of the arena (docs/kernels.md).
+    uint16: a second view of what it changes would be a copy of the arena
+    (docs/explanation/kernels.md).
     """
     versions = tuple(versions)
     if any(cell != held for cell, held in versions):

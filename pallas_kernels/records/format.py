@@ -47,7 +47,7 @@ _PLACES = {
     "int4": "encoding:INT4",
     "int2": "encoding:INT2",
 }
-"""A new one is a file of its own and a line here (docs/add_a_record_format.md)."""
+"""A new one is a file of its own and a line here (docs/extending/add_a_record_format.md)."""
 
 VERSIONS: dict[str, Encoding] = {
     version: pkgutil.resolve_name(f"pallas_kernels.records.{place}")

@@ -12,9 +12,10 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 @dataclasses.dataclass(frozen=True)
 class StaticLayers:
     """As many whole layers in device memory as there are cells for, the others never cached: what
-    vLLM does with `--cpu-offload-gb` (WiSP, section 5.2, "static offload"; docs/policies.md). vLLM
-    offloads from the first layer on, so the last ones are resident. What is left over of a layer's
-    cells stays unused. It writes `cells`, which KV may defer.
+    vLLM does with `--cpu-offload-gb` (WiSP, section 5.2, "static offload";
+    docs/explanation/policies.md). vLLM offloads from the first layer on, so the last ones are
+    resident. What is left over of a layer's cells stays unused. It writes `cells`, which KV may
+    defer.
     """
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_BEGIN})

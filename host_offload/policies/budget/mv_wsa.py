@@ -59,8 +59,8 @@ class LearnedCurves(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class MvWsa:
     """Moves the line between experts and KV to where a byte more is worth as much on either side
-    (WiSP, MV-WSA, Algorithm 2), at the end of every turn. docs/miss_curves.md has what is ours,
-    why, and how much the values matter.
+    (WiSP, MV-WSA, Algorithm 2), at the end of every turn. docs/explanation/miss_curves.md has what
+    is ours, why, and how much the values matter.
 
     A step is one reference of every layer, a prefill step's waves taken together.
 

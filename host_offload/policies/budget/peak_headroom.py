@@ -32,8 +32,8 @@ class PeakHeadroom:
 
     The peak is that of the last `window` turns. Pages that were swapped out count as in use, and
     where a prompt had to wait for pages the pool grows at least by the dead zone, since a full pool
-    hides how much is wanted (docs/miss_curves.md). The values are ours, the paper's are lost. Every
-    layer has as many cells.
+    hides how much is wanted (docs/explanation/miss_curves.md). The values are ours, the paper's
+    are lost. Every layer has as many cells.
     """
 
     headroom: float = 0.1

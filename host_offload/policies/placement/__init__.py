@@ -1,1 +1,1 @@
-"""Which processor computes a missed expert (docs/prescope.md)."""
+"""Which processor computes a missed expert (docs/explanation/prescope.md)."""

@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PlacementPolicy:
     """Which processor computes a missed expert (PreScope, section 4.3; the other arms are
-    docs/prescope.md's). Resident experts stay on the accelerator. Needs driver="host".
+    docs/explanation/prescope.md's). Resident experts stay on the accelerator. Needs driver="host".
 
     The work of a layer is known at its routing; that of the layers to come is predicted by the
     networks of `fitted` (LLaPor) or by the routers on this layer's input (`predict` "gates"), or

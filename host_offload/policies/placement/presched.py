@@ -2,7 +2,7 @@
 
 The prefetch-aware cross-layer scheduler of PreScope (section 4.3), as pure functions of lists of
 work, costs, the delay α and the hit rate of critical prefetches. Nothing here knows a device. Where
-the paper leaves a choice, docs/prescope.md says which was taken.
+the paper leaves a choice, docs/explanation/prescope.md says which was taken.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who else decides where misses are computed: the arms that PreScope is compared with.
 
-Each is a Scheduler (presched.py). Sources: docs/prescope.md.
+Each is a Scheduler (presched.py). Sources: docs/explanation/prescope.md.
 """
 
 from __future__ import annotations

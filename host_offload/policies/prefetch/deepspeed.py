@@ -27,7 +27,7 @@ class LayerStreaming:
     own code fetches modules: deepspeed/runtime/zero/partitioned_param_coordinator.py of
     deepspeedai/DeepSpeed, commit 00a31c9. Who is absent comes first, so a layer that does not fit
     streams through its cells in each step. Needs driver="host". What differs from the code:
-    docs/policies.md.
+    docs/explanation/policies.md.
     """
 
     moments: frozenset[Moment] = frozenset({Moment.LAYER_BEGIN})

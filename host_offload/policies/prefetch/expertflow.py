@@ -81,7 +81,7 @@ class ExpertFlow:
     their layer's last rows used and those that a layer within S is predicted to need. The least
     recently used of the low one goes, and of the high one only where the low one is empty. Needs
     driver="host". No output bit depends on it: routers that favour residents are an option of
-    their own, --cache-aware-routing. What is ours: docs/prescope.md.
+    their own, --cache-aware-routing. What is ours: docs/explanation/prescope.md.
     """
 
     fitted: Fitted

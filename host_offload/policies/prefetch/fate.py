@@ -37,7 +37,7 @@ class Fate:
     Its cache, as its abstract describes it (no code was found): ARC evicts within a layer, and
     shallow layers, whose predictions are worst, are favoured with cells. An expert that was brought
     ahead and not used yet goes before those that were. Needs driver="host". What is left out of the
-    paper: docs/policies.md.
+    paper: docs/explanation/policies.md.
     """
 
     shallow: int = 0

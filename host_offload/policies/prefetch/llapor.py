@@ -1,5 +1,5 @@
-"""LLaPor, PreScope's learned predictor (section 4.2, docs/prescope.md): what a layer's router saw
-and chose says whom a later layer will choose.
+"""LLaPor, PreScope's learned predictor (section 4.2, docs/explanation/prescope.md): what a layer's
+router saw and chose says whom a later layer will choose.
 
 One network for each layer, of one of two shapes: layers near the input and the output have a
 shallow one, those between a residual block that the gate input gates. Shapes: N rows, D hidden
@@ -28,7 +28,7 @@ NOT_TRAINED = ("mean", "basis", "balance")
 class Learned(LayerPredictor):
     """The Learnable Layer-aware Predictor of PreScope (section 4.2): what the router of a layer saw
     and chose predicts the experts of the layer `stride` on. Needs driver="host". What is ours:
-    docs/prescope.md."""
+    docs/explanation/prescope.md."""
 
     needs: frozenset[str] = frozenset({"gate_input", "ids", "weights"})
 

@@ -35,7 +35,7 @@ class MixtralOffloading:
     of the cache before it was used, and then it is that of the least recently used one. Here a
     layer's buffers are `count` of its cells: who was speculated and not used goes first, and a
     layer of C cells keeps the C − count experts it used last. The first layer has no prediction.
-    Needs driver="host". What is left out of the paper: docs/policies.md.
+    Needs driver="host". What is left out of the paper: docs/explanation/policies.md.
     """
 
     count: int = 2

@@ -39,7 +39,8 @@ class MoEInfinity:
     the first `first` layers take the experts that were most popular in the whole collection.
     Evicted is the least frequently used. A sequence that ended goes into the collection, in place
     of the least used one when that is full, but never of those of `fitted`, which are collected
-    beforehand. Needs driver="host". docs/policies.md says what differs from the paper and its code.
+    beforehand. Needs driver="host". docs/explanation/policies.md says what differs from the paper
+    and its code.
     """
 
     fitted: Fitted | None = None

@@ -1,4 +1,5 @@
-"""Prefetch by name: policies that say which experts come ahead of need (docs/policies.md)."""
+"""Prefetch by name: policies that say which experts come ahead of need
+(docs/explanation/policies.md)."""
 
 from __future__ import annotations
 

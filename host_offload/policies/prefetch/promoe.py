@@ -21,8 +21,8 @@ class ProMoE(LayerPredictor):
     in fMoE, sections 6.1 and 7): what the router of layer l saw predicts the experts of layer
     l + stride, so that transfers have several layers' time. A predictor is a network of its layer,
     trained as a copy of ProMoE's training script does (see `fit`). Chunks, and demands that go
-    before what was begun, are those of the queue of transfers (docs/transfers.md). Needs
-    driver="host". What is left out of the paper: docs/policies.md.
+    before what was begun, are those of the queue of transfers (docs/explanation/transfers.md).
+    Needs driver="host". What is left out of the paper: docs/explanation/policies.md.
     """
 
     def scores(self, own: Any, seen: Any) -> np.ndarray:

@@ -258,7 +258,8 @@ def _read_policy(
         raise UserError(
             f"unknown policy {base!r}; write one of {', '.join(known)}, {with_files}, "
             f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or "
-            "FILE.py:CLASS of your own (docs/write_a_policy.md); several together as A + B"
+            "FILE.py:CLASS of your own (docs/extending/write_a_policy.md); several together as "
+            "A + B"
         )
     with refused:
         return known[name](**settings), {}

@@ -335,7 +335,7 @@ def teach_by_drawn(experiment: Experiment, cell: Cell, root: Path) -> Mapping[st
     if routing.directory is not None:
         raise UserError(
             f"routing {routing.name!r} is one trace, which policies are compared on; let them "
-            "learn from another one (docs/policies.md) and write NAME=FILE"
+            "learn from another one (docs/explanation/policies.md) and write NAME=FILE"
         )
     train = routing.trace(root, most, 0, cell.prompt_tokens, cell.seed)
     return {name: arm.teach(train) for name, arm in experiment.read_arms.items()}

@@ -18,7 +18,7 @@ modes: [measured, simulated]
 """
 
 POLICY = '''\
-"""A policy of my own: docs/write_a_policy.md says what it may see and do."""
+"""A policy of my own: docs/extending/write_a_policy.md says what it may see and do."""
 
 import dataclasses
 

@@ -27,7 +27,7 @@ all do."""
 
 LEAST_CONTEXT = 1024
 """Tokens of context below which a decode step of its own, with fewer programs of attention, would
-save nothing (docs/kernels.md)."""
+save nothing (docs/explanation/kernels.md)."""
 
 LEAST_PREFILL = 8
 """Chunks of the smallest prefill step that is compiled for fewer than all chunks."""
@@ -62,7 +62,7 @@ def step_shapes(
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
     if bucketed:
         # Attention has fewer programs without work, and what routes fewer rows to go through
-        # (docs/kernels.md). Products have the tiles of 16 rows.
+        # (docs/explanation/kernels.md). Products have the tiles of 16 rows.
         buckets = [*FEW_ROWS, *buckets]
     contexts, prefills = [spans], [max(chunks, 1)]
     for sizes, unit, least in ((contexts, SPAN, LEAST_CONTEXT), (prefills, 1, LEAST_PREFILL)):

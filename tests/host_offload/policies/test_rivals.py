@@ -1,5 +1,5 @@
-"""fMoE's rivals: each does what its own paper or public code says (docs/policies.md), and mistakes
-that were once made here are seen."""
+"""fMoE's rivals: each does what its own paper or public code says (docs/explanation/policies.md),
+and mistakes that were once made here are seen."""
 
 from __future__ import annotations
 

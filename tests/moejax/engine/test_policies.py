@@ -427,7 +427,7 @@ def test_policies_that_are_weights_cost_nothing():
 
 
 def test_the_tutorial_shows_the_file_that_runs(repository):
-    page = (repository / "docs" / "write_a_policy.md").read_text()
+    page = (repository / "docs/extending/write_a_policy.md").read_text()
     source = (repository / "examples" / "recent_prefetch.py").read_text()
     (shown,) = re.findall(r"```python\n(import dataclasses.*?)```", page, re.DOTALL)
     body = source[source.index("import dataclasses") : source.index('if __name__ == "__main__"')]

@@ -55,7 +55,7 @@ class ExpertMap:
     alike, the more probability is prefetched (map_store.select_experts), likely and near experts
     first; the least likely and least often needed are evicted, without recency. Rows of a step are
     united, each probability the largest of theirs. Needs driver="host", which gives `probs` and
-    `embedding` to the host. docs/policies.md says what differs from the paper.
+    `embedding` to the host. docs/explanation/policies.md says what differs from the paper.
     """
 
     fitted: Fitted | None = None

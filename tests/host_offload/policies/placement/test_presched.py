@@ -1,4 +1,5 @@
-"""PreSched's rules against brute force, the equations' edges (docs/prescope.md), and its rivals."""
+"""PreSched's rules against brute force, the equations' edges (docs/explanation/prescope.md), and
+its rivals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""ExpertFlow: its forests, its step size and its two levels of residents (docs/prescope.md)."""
+"""ExpertFlow: its forests, its step size and its two levels of residents
+(docs/explanation/prescope.md)."""
 
 import dataclasses
 import sys

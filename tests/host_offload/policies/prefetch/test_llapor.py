@@ -1,4 +1,4 @@
-"""LLaPor: its networks, losses, metrics, and what it learns (docs/prescope.md)."""
+"""LLaPor: its networks, losses, metrics, and what it learns (docs/explanation/prescope.md)."""
 
 import dataclasses
 import itertools
