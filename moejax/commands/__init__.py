@@ -43,33 +43,15 @@ def say(text: str) -> None:
     print(f"moejax: {text}", file=sys.stderr)
 
 
-SECTION: tuple[str, ...] = ()
-"""A row that draws a line."""
-
-
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """To stdout through `print`, so that a reader who goes away ends the command as usual. The
-    first column is words, the others are numbers."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    for row in rows:
-        if row == SECTION:
-            table.add_section()
-        else:
-            table.add_row(*row)
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    print(capture.get(), end="")
+    """To stdout through `print`, so that a reader who goes away ends the command as usual."""
+    header, *lines = align_rows([columns, *rows]).split("\n")
+    print("", header, "─" * len(header), *lines, sep="\n")
 
 
 def align_rows(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of text under each other: the first column to the left, the others to the right."""
+    """Rows of text under each other: the first column, which is words, to the left, the others,
+    which are numbers, to the right."""
     first, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], rest)]) for row in cells

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
 from moejax.commands.model import add_model, add_model_options, engine_options, start_llm
 from moejax.errors import UserError
-
-if TYPE_CHECKING:
-    from host_offload.sizing.cost_model import CostModel
 
 _EPILOG = """\
 examples:
@@ -31,20 +27,6 @@ what costs are of:
   A small budget leaves fewer experts to measure with, so give as much memory as there is.
   docs/explanation/cost_model.md says what is measured.
 """
-
-
-PARTS = {
-    "step": "a step",
-    "part": "a row or chunk",
-    "span": "64 tokens of its context",
-    "expert": "an active expert",
-    "tile": "a further row tile of one",
-    "filling": "a layer that fills cells",
-    "fill": "an expert filled",
-    "reading": "a layer that reads through",
-    "read": "an expert read through",
-}
-"""Field of StepCost → what people read."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -90,35 +72,22 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{model.about['device']}, jax {model.about['jax']}, driver {model.about['driver']}")
     costs = {f"decode of {rows}": cost for rows, cost in sorted(model.decode.items())}
     costs["prefill"] = model.prefill
-    steps = [
-        (name, *(f"{getattr(cost, field) * 1e6:,.1f}" for cost in costs.values()))
-        for field, name in PARTS.items()
-    ]
-    print_table(("what a step takes, µs", *costs), steps)
-    print_table(("other figures", "value", "unit"), _figures(model))
+    parts = [field.name for field in dataclasses.fields(model.prefill)]
+    print_table(
+        ("µs (docs/cost_model.md)", *costs),
+        [
+            (name, *(f"{getattr(cost, name) * 1e6:,.1f}" for cost in costs.values()))
+            for name in parts
+        ],
+    )
+    figures = {
+        "one expert": format_bytes(model.expert_bytes),
+        "one more prompt token": f"{model.costs().prefill_s_per_token * 1e6:,.1f} µs",
+        "link": f"{1e-9 / model.link_per_byte:,.1f} GB/s",
+        "KV swapped": f"{1e-9 / model.kv_swap_per_byte:,.1f} GB/s",
+    }
+    print_table(("other figures (--json has all)", ""), figures.items())
     if not os.path.exists(path):
         raise UserError(f"these were measured, but cannot be kept: {path} cannot be written")
     print(f"{'measured, kept in' if measured else 'measured before, in'} {path}")
     return 0
-
-
-def _figures(model: CostModel) -> Iterator[tuple[str, str, str]]:
-    yield "one expert", "", format_bytes(model.expert_bytes)
-    per_prompt_token = model.costs().prefill_s_per_token
-    rows = [
-        ("policies that look at a step", model.control * 1e6, "µs a step"),
-        ("policies that look between layers", model.look * 1e6, "µs a layer"),
-        ("one more prompt token", per_prompt_token * 1e6, "µs"),
-        ("a prompt computed again", model.recompute_per_token * 1e6, "µs a token"),
-        ("link", 1e-9 / model.link_per_byte, "GB/s"),
-        ("computing beside a GB that moves", model.beside_per_byte * 1e12, "ms longer"),
-        ("KV swapped", 1e-9 / model.kv_swap_per_byte, "GB/s"),
-    ]
-    if model.cpu_expert is not None:
-        per_expert, per_token = (seconds * 1e6 for seconds in model.cpu_expert)
-        rows += [
-            ("expert on the CPU", per_expert, "µs"),
-            ("expert on the CPU, a token", per_token, "µs"),
-        ]
-    for name, value, unit in rows:
-        yield name, f"{value:,.1f}" if value else "", unit

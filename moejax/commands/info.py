@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from host_offload.memory.budget import format_bytes
-from moejax.commands import SECTION, add_command, print_table
+from moejax.commands import add_command, print_table
 from moejax.commands.model import CHECKPOINT, add_described, pick_arguments
 from moejax.sizes import parse_rate, parse_size
 from moejax.start.fields import Description
@@ -143,7 +143,6 @@ def _parts(info: ModelInfo) -> Iterator[tuple[str, ...]]:
     for part, count in info.parameters.items():
         tier = "host" if part == EXPERTS else "device"
         yield part, f"{count:,}", format_bytes(info.bytes[part]), tier
-    yield SECTION
     yield "all", f"{info.total_parameters:,}", format_bytes(sum(info.bytes.values())), ""
     yield "for a token", f"{info.active_parameters:,}", "", ""
 
