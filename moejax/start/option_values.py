@@ -46,14 +46,14 @@ class Store:
 
     name: str
     host_memory: int | None = setting(
-        "of file, what parameters and arena take together, in place of memory; on a GPU, or with "
-        "ops that are not native, with driver host or stream and transfers queue, the size of a "
-        "cache of experts in pinned host memory",
+        "with file: bytes for parameters and arena together, in place of memory. On a GPU or with "
+        "XLA ops, where driver host or stream and transfers queue are needed, bytes of a cache of "
+        "experts in pinned host memory",
         size,
     )
     verify: bool = setting(
-        "of file, each expert's checksum is verified as it is read; without, only that its file is "
-        "the same: device, inode, size, time (default: true)",
+        "with file: verify each expert's checksum when it is read; false only verifies that the "
+        "file is the same one (default: true)",
         yes,
         default=True,
     )
@@ -69,22 +69,22 @@ class Transfers:
     name: str | None = None
     """None: `queue` where experts are in files or stream, else `ops`."""
     chunk_bytes: int | None = setting(
-        "of queue, what is moved at once: a transfer that is needed now waits for so much "
-        "(default: 1MiB; a matrix of an expert on a GPU and with XLA ops)",
+        "with queue: bytes of a piece; an urgent transfer waits for one piece (default: 1MiB; a "
+        "matrix of an expert on a GPU and with XLA ops)",
         size,
     )
     threads: int | None = setting(
-        "of queue; on a GPU and with XLA ops how many pieces ahead of need are on their way at "
-        "once (default: 2, or 4 that read files)",
+        "with queue: number of threads; on a GPU and with XLA ops, pieces that are prefetched at "
+        "the same time (default: 2, or 4 that read files)",
         whole(1),
     )
     rate: float | None = setting(
-        "of queue, on a CPU with native ops: most bytes a second of the link, such as 2GB/s, for "
-        "experiments with the ratio of compute to transfers",
+        "with queue, on a CPU with native ops: simulate a link of that many bytes a second, such "
+        "as 2GB/s",
         rate,
     )
     latency: float | None = setting(
-        "what a chunk takes beside that, such as 20us (default: 0)", seconds
+        "with rate: seconds that each piece takes in addition, such as 20us (default: 0)", seconds
     )
 
     @property
@@ -108,32 +108,37 @@ class Driver:
 
     name: str
     waves: int | None = setting(
-        "of device and host, passes over a layer's experts in a prefill step (default: 1 with XLA "
-        "ops, 8 with kernels)",
+        "with device and host: passes over a layer's experts in a prefill step (default: 1 with "
+        "XLA ops, 8 with kernels)",
         whole(1),
     )
     tiers: str | None = setting(
-        "of stream: flux, some residents of each layer are packed as lossless12 and decoded into "
-        "the window; flux-direct, computed as they are packed (default: none are packed)",
+        "with stream: keep some experts of each layer resident as lossless12, and either decode "
+        "them into the window (flux) or compute with the packed form (flux-direct) (default: none "
+        "are packed)",
         one_of("flux", "flux-direct"),
     )
-    dense: float = setting("of tiers, share of each layer that is dense there", share, default=0.0)
+    dense: float = setting(
+        "with tiers: share of each layer's experts that is resident and dense", share, default=0.0
+    )
     packed: float | None = setting(
-        "and packed (default: so that link and decoding end together)", share
+        "with tiers: share that is resident and packed (default: so that link and decoding end "
+        "together)",
+        share,
     )
     by: str = setting(
-        "layers: shares are of the layers, the first of which are in a tier whole (default: "
-        "experts)",
+        "with tiers: shares of each layer's experts (experts), or of the layers, whole layers from "
+        "the first on (layers) (default: experts)",
         one_of("experts", "layers"),
         default="experts",
     )
     planner: str | None = setting(
-        "what moves experts while requests run: FluxMoE's planner, one expert of every layer at a "
-        "time (live) or as many of one layer (one-layer), or nothing (none) (default: live)",
+        "with tiers: how FluxMoE's planner moves experts while requests run: one of every layer at "
+        "a time (live), as many of one layer (one-layer), or not at all (none) (default: live)",
         one_of("live", "one-layer", "none"),
     )
     interval: int = setting(
-        "steps between two of its moves (default: 300, as in the paper's Exp#3)",
+        "with tiers: steps between two moves (default: 300, as in the paper's Exp#3)",
         whole(1),
         default=300,
     )
@@ -168,8 +173,8 @@ class Recording:
 
     directory: str | os.PathLike[str]
     arrays: tuple[str, ...] = setting(
-        "NAME+NAME of probs, gate_input, embedding: the router's scores of all experts, what it "
-        "saw, the token's embedding; of every token, so they are large",
+        "large arrays for every token, NAME+NAME of probs, gate_input and embedding: the router's "
+        "scores of all experts, its input, the token's embedding",
         words,
         default=(),
     )

@@ -85,24 +85,25 @@ class ModelOptions:
         kw_only=False,
     )
     step: int | str | None = changes_bits(
-        "of an Orbax checkpoint with steps: latest, best:METRIC:min (or max) or a number (default: "
+        "step of an Orbax checkpoint: latest, a number, or best:METRIC:min or :max (default: "
         "latest)",
         default=None,
         type=_step,
     )
     name_map: str | os.PathLike[str] | None = changes_bits(
-        "which leaf of an Orbax checkpoint is which tensor: a .yaml or .json file, or the name of "
-        "a shipped map (docs/how-to/checkpoints.md)",
+        "for an Orbax checkpoint of another program, which leaf is which tensor: a .yaml or .json "
+        "file, or the name of a map that comes with moejax (docs/how-to/checkpoints.md)",
         default=None,
         metavar="MAP",
     )
     dtype: str = changes_bits(
-        "bfloat16 or half, float16, float32 or float, auto: the checkpoint's (default: auto)",
+        "data type of the weights: bfloat16, float16 (half), float32 (float), or auto, the "
+        "checkpoint's (default: auto)",
         default="auto",
         common=True,
     )
     tokenizer: str | os.PathLike[str] | None = changes_bits(
-        "a directory with tokenizer.json, in place of the model's own",
+        "directory of another tokenizer.json than the model's",
         default=None,
         common=True,
         metavar="DIR",
@@ -119,51 +120,51 @@ class MemoryOptions:
     """What is held where, and how much of it."""
 
     memory: int | None = same_bits(
-        "bytes of the arena, such as 16GiB; any two of it and its parts fix the third; without "
-        "numbers everything is held, cut to what fits",
+        "bytes of the arena, which holds experts and KV, such as 16GiB; any two of memory, "
+        "expert_budget and kv_budget fix the third (default: everything, cut to what fits)",
         default=None,
         converter=optional(parse_size),
         common=True,
         metavar="SIZE",
     )
     expert_budget: int | Share | None = same_bits(
-        "what experts get: bytes such as 6GiB, or a share of them such as 25%; 0 is legal; it "
-        "decides speed only, the output has the same bits",
+        "memory for experts: bytes such as 6GiB, or a share of all experts such as 25%; 0 is "
+        "legal; it changes speed, never the output",
         default=None,
         converter=optional(parse_expert_budget),
         common=True,
         metavar="SIZE|SHARE",
     )
     kv_budget: int | None = same_bits(
-        "bytes that KV gets, such as 2GiB",
+        "memory for KV, such as 2GiB",
         default=None,
         converter=optional(parse_size),
         common=True,
         metavar="SIZE",
     )
     store: Store = same_bits(
-        "where experts are beside the arena: memory, all of them; shared, the same in memory that "
-        "other processes of this machine share (CPU only); or file, in the checkpoint's own files, "
-        "safetensors or what `moejax convert` wrote, read as they are computed (default: memory)",
+        "where all experts are kept: memory; shared, memory that processes of this machine share "
+        "(CPU only); or file, the checkpoint's own files, read when an expert is needed "
+        "(default: memory)",
         settings=settings_help(Store),
         default="memory",
         converter=read_store,
         common=True,
     )
     swap_space: int = same_bits(
-        "host memory for KV that makes room (default: 4GiB)",
+        "host memory for KV that had to leave the device (default: 4GiB)",
         default="4GiB",
         converter=parse_size,
         metavar="SIZE",
     )
     kv_overflow: str = changes_bits(
-        "KV that makes room is swapped to host memory, or dropped and computed again, which "
-        "changes bits: swap, recompute (default: swap)",
+        "what happens to KV that has to leave the device: swap to host memory, or recompute "
+        "later, which changes bits (default: swap)",
         default="swap",
         converter=_word("kv_overflow", "swap", "recompute"),
     )
     enable_prefix_caching: bool = same_bits(
-        "prompts with equal beginnings share KV (default: they do)",
+        "prompts with the same beginning share KV (default: they do)",
         default=True,
     )
 
@@ -173,73 +174,70 @@ class PolicyOptions:
     """Which experts are resident, in which version, and which processor computes the others."""
 
     eviction: str | None = same_bits(
-        "which expert makes room: the least recently used (lru), the least frequently used (lfu), "
-        "the smallest frequency over age (lfru), the same ranked over all layers (global-lru, "
-        "global-lfu, global-lfru), the one that came first (fifo), none of a hot set (static; "
-        "hot-table over all layers) (default: lru)",
+        "which expert is evicted: the least recently used (lru), the least frequently used (lfu), "
+        "the one with the smallest frequency over age (lfru), the oldest (fifo); global-lru, "
+        "global-lfu and global-lfru rank the experts of all layers together; static and hot-table "
+        "keep a hot set, per layer or over all layers (default: lru)",
         default=None,
     )
     prefetch: str | None = same_bits(
-        "which experts come ahead of need: random with either driver (deepspeed: none, on demand); "
-        "expert_map_in_step[=FILE], chosen inside the compiled step, with --driver device; "
-        "expert_map, moe-infinity, fate, mixtral-offloading, promoe=FILE, learned=FILE, "
-        "learned_online=FILE, expertflow=FILE, coactivation, layer-streaming with --driver host; "
-        "=FILE is what a policy's fit learned from a trace, see docs/explanation/policies.md "
-        "(default: none)",
+        "which experts are fetched before they are needed. With either driver: random, or "
+        "deepspeed (none); with --driver device: expert_map_in_step[=FILE]; with --driver host: "
+        "expert_map, moe-infinity, fate, mixtral-offloading, coactivation, layer-streaming, "
+        "promoe=FILE, learned=FILE, learned_online=FILE, expertflow=FILE. FILE is what `moejax "
+        "train-predictor` wrote (docs/explanation/policies.md; default: none)",
         default=None,
         common=True,
         metavar="NAME[=PATH]",
     )
     placement: str | None = changes_bits(  # where the second processor has another implementation
-        "which processor computes missed experts, with --driver host: prescope, greedy, "
-        "hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, klotski, no-prediction, "
-        "or recorded=TRACE, as in that run; a second processor, from the store in place, beside "
-        "the steps' own (on a GPU add --transfers queue); costs are measured, or stated as "
-        "per_token, startup, load, accelerator, attention=TIME; predict=gates, or by "
-        "--prefetch learned=FILE, brings experts ahead (docs/explanation/prescope.md; default: all "
-        "are computed by the steps)",
+        "with --driver host, the rule by which a CPU computes missed experts from host memory: "
+        "prescope, greedy, hybrimoe, hybrimoe-code, fiddler, fiddler-code, llama.cpp, fate, "
+        "klotski, no-prediction, or recorded=TRACE, as in that run; on a GPU add --transfers "
+        "queue. Costs are measured, or stated as per_token, startup, load, accelerator, "
+        "attention=TIME; predict=gates or --prefetch learned=FILE also prefetches "
+        "(docs/explanation/prescope.md; default: none, the device computes all)",
         default=None,
     )
     cache_aware_routing: float | None = changes_bits(
-        "routers favour experts that are resident: a missing one loses DELTA of its score (0 to 1 "
-        "where scores are a softmax or sigmoid) when a layer chooses, not in the weights; fewer "
-        "misses, and OTHER OUTPUTS, which depend on budget, policies and what else runs "
-        "(docs/explanation/prescope.md; default: outputs are those of full residency)",
+        "routers prefer resident experts: a missing expert's score is lowered by DELTA (0 to 1) "
+        "when a layer chooses. Fewer misses, but OTHER OUTPUTS, which depend on budget, policies "
+        "and other requests (docs/explanation/prescope.md; default: off)",
         default=None,
         converter=optional(_favour),
         type=float,
         metavar="DELTA",
     )
     policies: Sequence[Policy] = changes_bits(
-        "more policies, of your own (docs/extending/write_a_policy.md); one that writes "
-        "victim_weights takes the place of eviction",
+        "policies of your own (docs/extending/write_a_policy.md); one that writes victim_weights "
+        "replaces eviction",
         default=(),
         in_file=False,
     )
     precision: str | Precision | None = changes_bits(
-        "the version that experts are in: dense, lossless12 (same bits), int8, int4, int2 (other "
-        "bits), or dynaexq, map=FILE or TRACE, random, which mix two; see docs/how-to/precision.md "
-        "(default: dense)",
-        settings="quantizer=rtn or mse makes versions that the checkpoint lacks (default: rtn). Of "
-        "two: hi=VERSION of the hot experts (dense), lo=VERSION of the others (int4), "
-        "hi_share=SHARE that are high (as many as fit); dynaexq decides every interval=N UNIT of "
-        "tokens, steps or seconds (4096 tokens)",
+        "the version of the experts: dense, lossless12 (same bits), int8, int4, int2 (other bits), "
+        "or a mixture of two: dynaexq, map=FILE or TRACE, random (docs/how-to/precision.md; "
+        "default: dense)",
+        settings="quantizer: rtn or mse, which makes versions that the checkpoint lacks (default: "
+        "rtn); hi: in a mixture, the version of hot experts (default: dense); lo: the version of "
+        "the others (default: int4); hi_share: share of hot experts (default: as many as fit); "
+        "interval: how often dynaexq decides, N tokens, steps or seconds (default: 4096 tokens)",
         default=None,
         common=True,
     )
     cells: Cells = same_bits(
-        "what each layer gets of the experts' share: uniform, or marginal by the miss "
-        "curves of a trace or, without one, live; split=TRACE puts the line between experts and KV "
-        "where it costs least on that trace's requests; or a number a layer such as 9,8,8,7; see "
-        "docs/how-to/memory.md (default: uniform)",
+        "how the experts' memory is shared over layers: uniform; marginal, where a cell saves most "
+        "misses, by a trace or live; or a number for each layer such as 9,8,8,7. split=TRACE also "
+        "splits memory between experts and KV by that trace (docs/how-to/memory.md; default: "
+        "uniform)",
         default="uniform",
         converter=read_cells,
         metavar="NAME[=TRACE][,split=TRACE]",
     )
     resize: str = same_bits(
-        "whether the line moves while requests run: none, peak_headroom (KV gets its peak and some "
-        "headroom), mv_wsa (equal value of a byte on either side), joint (and how many run at "
-        "once, for the most tokens a second) (default: none)",
+        "whether memory moves between experts and KV while requests run: none; peak_headroom, KV "
+        "gets its recent peak and 10%; mv_wsa, a byte is worth the same to both; joint, also "
+        "chooses how many sequences run, for the most tokens a second (default: none)",
         default="none",
         converter=_word("resize", "none", "peak_headroom", "mv_wsa", "joint"),
     )
@@ -250,19 +248,19 @@ class TransferOptions:
     """How a step runs through the layers, and how experts get to the device meanwhile."""
 
     driver: Driver = same_bits(
-        "what runs the layers: device runs a step as one executable, host calls them from "
-        "Python, slower, for policies that look in between, stream brings all experts of each "
-        "layer before it runs, in the memory of two layers, for wide batches with long contexts "
-        "(docs/explanation/stream.md); no bit depends on it (default: device)",
+        "what runs the layers: device, one executable for a step; host, a Python loop, slower, for "
+        "policies that act between layers; stream, which brings all experts of a layer before it "
+        "runs, in the memory of two layers, for wide batches with long contexts "
+        "(docs/explanation/stream.md; default: device)",
         settings=settings_help(Driver),
         default="device",
         converter=read_driver,
         common=True,
     )
     transfers: Transfers = same_bits(
-        "what moves experts: ops of the step itself, or queue, beside compute; on a "
-        "GPU and with XLA ops that takes driver host (docs/explanation/transfers.md; default: "
-        "queue with store file and driver stream, else ops)",
+        "what moves experts: ops, the step itself; or queue, threads beside compute, which on a "
+        "GPU and with XLA ops needs driver host (docs/explanation/transfers.md; default: queue "
+        "with store file and driver stream, else ops)",
         settings=settings_help(Transfers),
         default=None,
         converter=read_transfers,
@@ -286,7 +284,7 @@ class RuntimeOptions:
     )
     ops: str | Mapping[str, str] = changes_bits(
         "implementation of the ops: auto (Pallas kernels on a GPU, native ops on a CPU that has "
-        "them, else XLA), xla, pallas, cpu, or pairs such as plan=xla,route=pallas (default: auto)",
+        "them, else XLA), xla, pallas, cpu, or some by name: plan=xla,route=pallas (default: auto)",
         default="auto",
     )
     max_num_seqs: int | None = changes_bits(  # a shape that XLA compiles for
@@ -295,22 +293,22 @@ class RuntimeOptions:
         common=True,
     )
     max_num_batched_tokens: int | None = changes_bits(  # as max_num_seqs
-        "most prompt tokens in one prefill step over the model (default: 2048 on CPU, 8192 on GPU)",
+        "most prompt tokens in one prefill step (default: 2048 on CPU, 8192 on GPU)",
         default=None,
         common=True,
     )
     long_prefill_token_threshold: int | None = same_bits(
-        "most tokens of one prompt in a prefill step that others wait for (default: a quarter of "
-        "it)",
+        "most tokens of one prompt in a prefill step while other prompts wait (default: a quarter "
+        "of max_num_batched_tokens)",
         default=None,
     )
     seed: int = changes_bits(
-        "of requests that bring none",
+        "seed of requests that have none",
         default=0,
         flag=False,  # the sampling option of `moejax generate`
     )
     trace: Recording | None = same_bits(
-        "write what each step routed, missed and moved into this new directory, for "
+        "record what each step routed, missed and moved in this new directory, for "
         "moejax.traces.read_trace (docs/reference/trace_format.md)",
         settings=settings_help(Recording),
         default=None,
@@ -318,12 +316,12 @@ class RuntimeOptions:
         metavar="DIR[,arrays=NAME+NAME]",
     )
     progress: bool = same_bits(
-        "bars on stderr while loading and generating",
+        "show progress bars on stderr while loading and generating",
         default=True,
         in_file=False,
     )
     listener: Listener | None = same_bits(
-        "called with each step after its dispatch, see Engine",
+        "a function that is called with each step after its dispatch (moejax.engine.loop)",
         default=None,
         in_file=False,
     )
