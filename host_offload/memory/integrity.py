@@ -1,7 +1,10 @@
-"""The invariants of arena, tables and store, checked inside jit: a live host view of the arena
-would defeat its donation, and would have to wait for the step."""
+"""The invariants of arena, tables and store. The arena is read record by record: a live host view
+of all of it would defeat its donation, and would have to wait for the step."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +12,9 @@ import numpy as np
 from jax import lax
 
 from host_offload.memory.record_source import RecordSource
-from pallas_kernels.cpu.arena import OwnedArena, read_rows
-from pallas_kernels.plan import Tables
+from host_offload.memory.tables import Residency
 from pallas_kernels.records import decode
-from pallas_kernels.records.absent import AbsentRecords
-from pallas_kernels.records.versions import Formats
+from pallas_kernels.records.versions import VersionFormats
 
 FAULTS = (
     "an expert's address is not the cell it owns, in the same version",
@@ -25,91 +26,58 @@ FAULTS = (
 
 
 def count_faults(
-    arena: jax.Array | OwnedArena,
-    tables: Tables,
-    stores: tuple[jax.Array, ...],
-    formats: Formats | None = None,
-) -> jax.Array:
-    """int32[len(FAULTS)]: how often each invariant is broken. Jit-able, changes nothing.
-
-    arena uint16[rows, D]; stores: per version uint16[L, E, record rows, D]; formats: how each
-    version lies in a cell and in its store, None: alike in both. The bytes of records that are not
-    given, in files or in separate arrays, are not compared here: see count_damaged.
-    """
-    layers, cells = tables.owner.shape
-    experts = jnp.arange(tables.address.shape[1])
+    tables: Residency,
+    record_rows: Sequence[int],
+    is_intact: Callable[[int, int, int, int], bool],
+) -> list[int]:
+    """How often each of FAULTS is there. record_rows: arena rows of a cell, by version number.
+    is_intact: says of (layer, expert, version, arena row) whether the record there is the
+    expert's."""
+    experts = np.arange(tables.address.shape[1])
     owns = tables.owner[:, :, None] == experts  # [L, C, E]
-    right = (
-        owns
-        & (tables.cell_row[:, :, None] == tables.address[:, None, :])
-        & (tables.cell_version[:, :, None] == tables.version[:, None, :])
-    )
-    unowned = (tables.address >= 0) & (jnp.sum(right, axis=1) != 1)
     # An expert may also own a cell of another version, but its current version is one place.
     current = owns & (tables.cell_version[:, :, None] == tables.version[:, None, :])
-    lost = jnp.any(current, axis=1) & (tables.address < 0)
+    right = current & (tables.cell_row[:, :, None] == tables.address[:, None, :])
+    unowned = (tables.address >= 0) & (np.sum(right, axis=1) != 1)
+    lost = np.any(current, axis=1) & (tables.address < 0)
     same = (tables.owner[:, :, None] == tables.owner[:, None, :]) & (
         tables.cell_version[:, :, None] == tables.cell_version[:, None, :]
     )
-    earlier = jnp.tri(cells, k=-1, dtype=bool)
-    twice = same & earlier & (tables.owner[:, :, None] >= 0)
+    twice = np.tril(same, k=-1) & (tables.owner[:, :, None] >= 0)
     ungranted = (tables.owner >= 0) & (tables.cell_row < 0)
-    record_rows = [
-        store.shape[2] if formats is None else formats[v].cell.rows
-        for v, store in enumerate(stores)
-    ]
-    rows = tables.cell_row.reshape(-1)
-    ends = rows + jnp.array(record_rows)[tables.cell_version.reshape(-1)]
-    both = (rows[:, None] >= 0) & (rows >= 0) & jnp.tri(rows.size, k=-1, dtype=bool)
-    shared = both & (rows[:, None] < ends) & (rows < ends[:, None])
-
-    def compare(i, wrong):
-        layer, cell = i // cells, i % cells
-        owner, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
-        for v, store in enumerate(stores):
-            if isinstance(store, AbsentRecords):
-                continue
-            live = (owner >= 0) & (row >= 0) & (tables.cell_version[layer, cell] == v)
-            place = layer if formats is None else formats[v].place(layer)
-            live = live & (place >= 0)
-            start = (jnp.maximum(place, 0), jnp.maximum(owner, 0), 0, 0)
-            want = lax.dynamic_slice(store, start, (1, 1, *store.shape[2:]))[0, 0]
-            want = jax.device_put(want, jax.memory.Space.Device)
-            if formats is not None and formats[v].in_transit:
-                decoded = decode(want, formats[v].store)
-                want = lax.bitcast_convert_type(decoded, jnp.uint16)
-            have = _rows(arena, jnp.maximum(row, 0), want.shape)
-            wrong = wrong + (live & jnp.any(want != have))
-        return wrong
-
-    wrong = lax.fori_loop(0, layers * cells, compare, jnp.int32(0))
-    counts = [jnp.sum(f, dtype=jnp.int32) for f in (unowned | lost, twice, ungranted, shared)]
-    return jnp.stack([*counts, wrong])
+    granted = tables.cell_row >= 0
+    first, sizes = tables.cell_row[granted], np.array(record_rows)[tables.cell_version[granted]]
+    order = np.argsort(first)
+    shared = first[order][1:] < (first + sizes)[order][:-1]
+    held = np.nonzero((tables.owner >= 0) & granted)
+    what = tables.owner[held], tables.cell_version[held], tables.cell_row[held]
+    places = zip(held[0].tolist(), *(each.tolist() for each in what), strict=True)
+    wrong = sum(not is_intact(*place) for place in places)
+    return [*(int(np.sum(found)) for found in (unowned | lost, twice, ungranted, shared)), wrong]
 
 
-def count_damaged(arena: np.ndarray, tables: Tables, version: int, source: RecordSource) -> int:
-    """How many residents of one version have other bytes than its source says.
-
-    arena: uint16[rows, D], that nobody writes. tables: on the host.
-    """
-    owner, row = tables.owner, tables.cell_row
-    held = (owner >= 0) & (row >= 0) & (tables.cell_version == version)
-    wrong = 0
-    for layer, cell in np.argwhere(held):
-        first = row[layer, cell]
-        record = arena[first : first + source.format.rows]
-        wrong += not source.holds(layer, int(owner[layer, cell]), record)
-    return wrong
-
-
-def _rows(arena: jax.Array | OwnedArena, row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint16 of that shape from an arena row on, or the last ones that there are."""
-    if isinstance(arena, OwnedArena):
-        first = jnp.minimum(row, arena.rows - shape[0]).reshape(1)
-        return read_rows(arena, first, shape[0], width=shape[1])[0].reshape(shape)
-    return lax.dynamic_slice(arena, (row, 0), shape)
-
-
-def describe_faults(counts: np.ndarray) -> list[str]:
+def describe_faults(counts: Sequence[int]) -> list[str]:
     """The broken invariants in words; empty when all hold."""
     return [f"{text} ({n}×)" for text, n in zip(FAULTS, counts, strict=True) if n]
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def read_rows(arena: jax.Array, row: jax.Array | int, rows: int) -> jax.Array:
+    """A copy of so many arena rows from one on, or of the last ones that there are."""
+    return lax.dynamic_slice(arena, (row, 0), (rows, arena.shape[1]))
+
+
+def has_record(
+    record: np.ndarray, source: RecordSource, layer: int, expert: int, lies: VersionFormats | None
+) -> bool:
+    """Whether a record of a cell, uint16[rows, D], is what the source has of an expert, where it
+    has the layer. lies: how the version lies in a cell and in the source; None: alike in both."""
+    place = layer if lies is None else int(lies.place(layer))
+    if place < 0:
+        return True
+    if lies is None or not lies.in_transit:
+        return source.holds(place, expert, record)
+    stored = np.empty((lies.store.rows, lies.store.hidden), np.uint16)
+    source.read(place, expert, stored)
+    decoded = lax.bitcast_convert_type(decode(jnp.asarray(stored), lies.store), jnp.uint16)
+    return np.array_equal(np.asarray(decoded), record)

@@ -86,7 +86,6 @@ class CopiedStream:
         self._holder = self._layers - 1
         """The layer that has the ring's cells."""
         self._ring: list[_OfLayer] = []
-        transport.check_cell = self._is_intact
         compiler.need(ProgramKey("seat"), ProgramKey("land_many"))
         if steps.tiers:
             compiler.need(ProgramKey("land_packed"))
@@ -108,7 +107,7 @@ class CopiedStream:
         rows, versions = window.residents()
         packed = (rows >= 0) & (versions == PACKED_VERSION)
         for layer, expert in np.argwhere(packed).tolist():
-            self._land_packed(int(rows[layer, expert]), self._pack(layer, expert))
+            self._land_packed(int(rows[layer, expert]), self.pack(layer, expert))
         self._transport.populate(np.where(packed, -1, rows), versions)
         self._begin_window(window)
 
@@ -125,7 +124,7 @@ class CopiedStream:
         # First what may fail, beside the arena, in the staging of what was on its way.
         self._drop_coming()
         packed = [
-            (int(rows[layer, expert]), self._pack(layer, expert))
+            (int(rows[layer, expert]), self.pack(layer, expert))
             for layer, expert in np.argwhere(comes & is_packed).tolist()
         ]
         tickets = self._bring(rows, comes & ~is_packed)
@@ -181,7 +180,7 @@ class CopiedStream:
             ProgramKey("land_packed"), self._buffers.arena, np.int32(row), (record,)
         )
 
-    def _pack(self, layer: int, expert: int) -> np.ndarray:
+    def pack(self, layer: int, expert: int) -> np.ndarray:
         """uint16[rows, D]: an expert's packed record, made of its dense one."""
         assert self._steps.formats is not None
         dense, packed = (version.cell for version in self._steps.formats)
@@ -289,15 +288,6 @@ class CopiedStream:
         except TransferLost:
             return False
         return True
-
-    def _is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
-        """As of CopyTransport; of a packed resident against its record made anew."""
-        assert self.window is not None
-        if version != PACKED_VERSION:
-            return self._transport.is_intact(layer, expert, version, row)
-        record = self._pack(layer, expert)
-        held = jax.lax.dynamic_slice(self._buffers.arena, (row, 0), record.shape)
-        return np.array_equal(np.asarray(held), record)
 
 
 def _of_layer(window: WindowSpec, layer: int, own: np.ndarray) -> _OfLayer:

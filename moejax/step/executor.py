@@ -14,8 +14,13 @@ from jax.sharding import SingleDeviceSharding
 from host_offload.control.controller import Controller
 from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.step_record import LinkUse
-from host_offload.control.window import WindowSpec
-from host_offload.memory.integrity import count_damaged, describe_faults
+from host_offload.control.window import PACKED_VERSION, WindowSpec
+from host_offload.memory.integrity import (
+    count_faults,
+    describe_faults,
+    has_record,
+    read_rows,
+)
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
 from host_offload.memory.swap import SWAP_PAGES
@@ -432,15 +437,24 @@ class Executor:
     def faults(self) -> list[str]:
         """Broken invariants of arena, tables and store, in words. Waits for the device."""
         self.transport.drain()
-        memory = self.buffers.memory
-        found = self.compiler.call(ProgramKey("integrity"), self.arena, self.tables, self.stores)
-        counts = np.asarray(found)
-        if memory is not None and self.store.files:
-            tables, arena = jax.tree.map(np.asarray, self.tables), memory.view()
-            counts = counts.copy()
-            for number, source in enumerate(self.store.files.values()):
-                counts[-1] += count_damaged(arena, tables, number, source)
-        return describe_faults(counts) + self.transport.faults()
+        copy = np.asarray(self.compiler.call(ProgramKey("snapshot"), self.tables))
+        jax.block_until_ready(self.arena)
+        sizes = [cell.rows for cell in self.steps.cells]
+        counts = count_faults(read_snapshot(copy, self.tables), sizes, self._is_intact)
+        return describe_faults(counts)
+
+    def _is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
+        """As of count_faults."""
+        buffers, rows = self.buffers, self.steps.cells[version].rows
+        if buffers.memory is not None:
+            record = buffers.memory.view()[row : row + rows]
+        else:
+            record = np.asarray(read_rows(self.arena, row, rows))
+        if isinstance(self.stream, CopiedStream) and version == PACKED_VERSION:
+            return np.array_equal(record, self.stream.pack(layer, expert))
+        lies = None if self.steps.formats is None else self.steps.formats[version]
+        source = self.store.versions[buffers.stored[version]].source
+        return has_record(record, source, layer, expert, lies)
 
     def delete(self, *, given: bool = True) -> None:
         """Frees the arena now, and store and parameters, which it was given."""

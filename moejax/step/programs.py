@@ -18,7 +18,6 @@ from flax import nnx
 
 from host_offload.control.interface import MapSearch
 from host_offload.control.window import PACKED_VERSION
-from host_offload.memory.integrity import count_faults
 from host_offload.memory.swap import SWAP_PAGES, move_pages, read_pages, write_pages
 from host_offload.memory.tables import (
     HandOvers,
@@ -89,7 +88,7 @@ Kind = (
     Literal["decode", "greedy", "sample", "sample_all", "add_bias", "adjust", "tally", "recount"]
     | PrefillKind
     | Literal["place", "swap_out", "swap_in", "move_pages", "regrant", "populate"]
-    | Literal["stage", "move", "hand_over", "snapshot", "integrity", "drain", "load"]
+    | Literal["stage", "move", "hand_over", "snapshot", "drain", "load"]
     | Literal["admit", "land", "land_many", "land_packed", "unpack", "shift", "forget"]
     | Literal["seat", "write_maps", "least_address", "logprobs"]
 )
@@ -427,10 +426,7 @@ class Programs:
         """What moves and checks pages, cells and tables between steps."""
         arena, tables, stores, array = self.arena, self.tables, self.stores, self.array
         pages, places = array(SWAP_PAGES), array(*tables.address.shape[1:])
-        if self.steps.formats is None:
-            record_rows = tuple(store.shape[2] for store in stores)
-        else:
-            record_rows = tuple(version.cell.rows for version in self.steps.formats)
+        record_rows = tuple(cell.rows for cell in self.steps.cells)
         hand_overs = HandOvers._make([array(HAND_OVERS)] * len(HandOvers._fields))
         moves = Moves._make([array(MOVES)] * len(Moves._fields))
         bind = functools.partial
@@ -443,7 +439,6 @@ class Programs:
         swapped = (jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=pinned),) * SWAP_PAGES
         populate = bind(_populate, ops=self.steps.ops, formats=self.steps.formats)
         moved = bind(move, record_rows=record_rows, implementation=self.steps.ops.move)
-        faults = bind(count_faults, formats=self.steps.formats)
 
         def load(arena, tables, stores):
             """The first layer, seated in its half of the ring."""
@@ -459,7 +454,6 @@ class Programs:
             "move": Program(moved, (arena, tables, moves), (0, 1)),
             "snapshot": Program(snapshot, (tables,), ()),
             "least_address": Program(lambda tables: jnp.min(tables.address), (tables,), ()),
-            "integrity": Program(faults, (arena, tables, stores), ()),
             "drain": Program(_drain, (arena, tables), (0, 1)),
             "load": Program(load, (arena, tables, stores), (0,)),
         }

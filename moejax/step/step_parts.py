@@ -162,6 +162,13 @@ class StepSpec:
         )
 
     @property
+    def cells(self) -> tuple[RecordFormat, ...]:
+        """How records lie in cells, by version number."""
+        if self.formats is None:
+            return self.layout.records
+        return tuple(version.cell for version in self.formats)
+
+    @property
     def packed(self) -> RecordFormat | None:
         """As of ExpertContext."""
         if self.tiers != "flux" or self.formats is None:

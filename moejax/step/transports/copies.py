@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -92,9 +92,6 @@ class CopyTransport(Transport):
         self._steps = 0
         self.unpacked = 0
         """Records of packed residents that a stream has decoded within the arena."""
-        self.check_cell: Callable[[int, int, int, int], bool] = self.is_intact
-        """Compares a cell with the store, given layer, expert, version and arena row; a stream
-        replaces it, which has packed residents."""
         lands = (ProgramKey("land", run=version) for version in range(len(records)))
         compiler.need(*lands, ProgramKey("forget"))
 
@@ -315,22 +312,6 @@ class CopyTransport(Transport):
                 self.land(row, ticket)
             except TransferLost:
                 self._forget(row)
-
-    def faults(self) -> list[str]:
-        found, tables = [], jax.tree.map(np.asarray, self._buffers.tables)
-        for layer, cell in np.argwhere((tables.owner >= 0) & (tables.cell_row >= 0)).tolist():
-            expert, row = tables.owner[layer, cell], tables.cell_row[layer, cell]
-            if not self.check_cell(layer, expert, tables.cell_version[layer, cell], row):
-                found.append(f"layer {layer}, expert {expert}: other bytes than the store's")
-        return found
-
-    def is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
-        """Whether the arena has an expert's record from a row on."""
-        records, arena = self.device_queue.records[version], self._buffers.arena
-        rows = np.asarray(jax.lax.dynamic_slice(arena, (row, 0), records.shape[2:]))
-        if isinstance(records, CachedRecords):
-            return records.source.holds(layer, expert, rows)
-        return np.array_equal(rows, records.read(layer, expert, 1)[0])
 
     def close(self) -> None:
         self.device_queue.close()

@@ -135,10 +135,6 @@ class Transport:
         """What the queue did so far; None: there is none."""
         return None
 
-    def faults(self) -> list[str]:
-        """Cells with other bytes than the store's, where the program `integrity` cannot see it."""
-        return []
-
     def close(self) -> None:
         """Ends it, after the last step and before the store is freed."""
 

@@ -293,7 +293,7 @@ def test_resizes_between_all_steps_of_the_engine_change_no_bit(driver):
         assert stats["resizes"] > 10 and stats["pages_moved"] > 0 and stats["failed"] == 0, stats
         new = {*map(str, {*engine.runner.executables()} - before)}
         chosen = {"sample", "greedy", "adjust", "add_bias", "tally", "recount"}
-        assert new <= {*chosen, "integrity", "swap_in"}
+        assert new <= {*chosen, "snapshot", "swap_in"}
         engine.control = None
         for session in [s.session_id for s in engine.scheduler.sessions.all]:
             llm.end_session(session)

@@ -214,7 +214,7 @@ def test_a_trace_of_transitions_is_replayed(engine, tmp_path):
     assert found.control is not None and found.control["precision"]["moves"] > 0
 
 
-@pytest.mark.parametrize("name", ["move", "populate", "snapshot", "integrity"])
+@pytest.mark.parametrize("name", ["move", "populate", "snapshot"])
 def test_nothing_of_the_arena_is_copied(engine, name):
     """What runs between steps works in place (contract 3)."""
     runner = engine.runner

@@ -43,7 +43,7 @@ MiB, GiB = 1 << 20, 1 << 30
 DEMO_TEMP = {"decode": 2 * MiB, "prefill": 12 * MiB, "score": 12 * MiB}
 """Most bytes a program may need beside its arguments and results. A prefill step's are the experts'
 outputs, float32[2048 tokens, 4, 128] = 4 MiB, and two of its hidden states."""
-H200_TEMP = {"decode": 32 * MiB, "prefill": 640 * MiB, "score": 640 * MiB, "integrity": 32 * MiB}
+H200_TEMP = {"decode": 32 * MiB, "prefill": 640 * MiB, "score": 640 * MiB}
 """As above, for Qwen3-30B-A3B. Decode: one expert (9 MiB) and the experts' outputs, float32[64
 tokens, 8, 2048] = 4 MiB. A prefill step of 8192 tokens: its experts' outputs, float32[8192, 8,
 2048] = 512 MiB, and its hidden states before and after the norm, 2 · 32 MiB."""
@@ -51,7 +51,7 @@ DECODE, PREFILL, SCORE = map(ProgramKey, ("decode", "prefill", "score"))
 STAGED = DECODE._replace(staged=True)
 FORCED = DECODE._replace(forced=True)
 OTHERS = (SCORE, FORCED, PREFILL._replace(forced=True), PREFILL._replace(staged=True))
-BETWEEN = ("swap_out", "swap_in", "move_pages", "populate", "move", "integrity")
+BETWEEN = ("swap_out", "swap_in", "move_pages", "populate", "move")
 LIMITS = {"rows": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
 
 
@@ -181,7 +181,7 @@ SLOW = [
     *(("owned, waves", PREFILL), ("owned, streaming", PREFILL), ("owned, link", STAGED)),
     *(("native", key) for key in (DECODE, PREFILL, STAGED)),
     *(("native, waves", PREFILL), ("native, unlike", DECODE)),
-    *(("xla", ProgramKey(kind)) for kind in ("swap_out", "move_pages", "integrity", "stage")),
+    *(("xla", ProgramKey(kind)) for kind in ("swap_out", "move_pages", "stage")),
     *(("xla", key) for key in (PREFILL, *parts("decode"), *parts("prefill"))),
     ("xla", part("score", "output")),
     *(("xla, unlike", part("decode", *p)) for p in (("attend", 1), ("feed_forward", 0))),
@@ -343,7 +343,7 @@ def compile_large(made: Programs, key: ProgramKey, donate: bool = True) -> Compi
         PREFILL,
         *(
             pytest.param(k, marks=pytest.mark.nightly)
-            for k in (DECODE, STAGED, *OTHERS, part("decode", "experts"), ProgramKey("integrity"))
+            for k in (DECODE, STAGED, *OTHERS, part("decode", "experts"))
         ),
     ],
     ids=str,
@@ -355,7 +355,7 @@ def test_a_step_of_a_large_model_copies_nothing_large(key):
     # The XLA ops cut out one expert, and one layer's dense weights: at most 20 MiB each.
     assert [size for _, size in compiled.copies(MiB) if size > 20 * MiB] == []
     assert compiled.memory.temp_bytes < H200_TEMP[key.kind]
-    if key.kind == "integrity" or key.part:
+    if key.part:
         return
     expert = nbytes(store) // (store.shape[0] * store.shape[1])
     assert {size for _, size in compiled.host_copies(MiB)} == {expert}

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from host_offload.memory.integrity import count_faults
 from host_offload.memory.tables import empty_tables
 from pallas_kernels.move import Moves, api
 from pallas_kernels.move.specs import SPECS, Spec
+from tests.memory_faults import memory_faults
 from tests.pallas_kernels import contract
 from tests.pallas_kernels.contract import Contract, Mutant, compiled
 
@@ -96,8 +96,7 @@ def check(spec: Spec, implementation: str, state) -> None:
     for name, a, b in zip(got._fields, jax.device_get(got), want, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name, strict=True)
     np.testing.assert_array_equal(got_arena, rows, strict=True)
-    pinned = tuple(contract.stored(store, "xla") for store in stores)
-    assert not np.any(compiled(count_faults)(got_arena, got, pinned))
+    assert not any(memory_faults(got_arena, got, stores))
 
 
 def refused(sizes, options):
