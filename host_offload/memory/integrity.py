@@ -62,7 +62,7 @@ def describe_faults(counts: Sequence[int]) -> list[str]:
 
 
 @functools.partial(jax.jit, static_argnames="rows")
-def read_rows(arena: jax.Array, row: jax.Array | int, rows: int) -> jax.Array:
+def copy_rows(arena: jax.Array, row: jax.Array | int, rows: int) -> jax.Array:
     """A copy of so many arena rows from one on, or of the last ones that there are."""
     return lax.dynamic_slice(arena, (row, 0), (rows, arena.shape[1]))
 

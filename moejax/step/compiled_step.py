@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from host_offload.control.interface import MapSearch
+from host_offload.policies.prefetch.expert_map.map_store import MapStore, Trajectory
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.step.experts import (
     DeviceMemory,
@@ -28,7 +29,7 @@ from moejax.step.experts import (
     stage_layer,
     zero_after,
 )
-from moejax.step.map_search import Lookahead, MapArrays, StepTrajectory
+from moejax.step.map_search import Lookahead
 from moejax.step.results import ResultShape
 from moejax.step.step_parts import (
     LayerTrace,
@@ -66,7 +67,7 @@ class _Carry(NamedTuple):
     """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
     squares: jax.Array | None = None
     """float32[T, N]: row_squares of x, where the stack takes them; None: its reader reads x."""
-    trajectory: StepTrajectory | None = None
+    trajectory: Trajectory | None = None
     """None: nothing is searched."""
     index: jax.Array | None = None
     """int32[1]: the layer in its stack, where the layer's last kernel counts; None: the loop
@@ -86,7 +87,7 @@ def device_step(
     *,
     forced: Routing | None = None,
     stages: Entries | None = None,
-    maps: tuple[MapArrays, MapSearch] | None = None,
+    maps: tuple[MapStore, MapSearch] | None = None,
 ) -> tuple[DeviceMemory, StepOutput]:
     """One token for every row, or every layer over all chunks, in which an active expert crosses
     the link once a layer.
@@ -108,7 +109,7 @@ def device_step(
     if maps is not None:
         look = Lookahead(*maps, model.config.num_experts_per_tok, tokens.valid, context)
         memory, first = look.begin(x, memory)
-        carry = _Carry(x, memory, trajectory=StepTrajectory.begun(look.arrays, ids.shape[0]))
+        carry = _Carry(x, memory, trajectory=look.arrays.trajectory(ids.shape[0], jnp))
     few, k = kind == "decode", model.config.num_experts_per_tok
     # With a stage list or a search the index is still read behind the last kernel.
     counts = few and context.ops.ends_layers and not (stages or look or context.arrays)

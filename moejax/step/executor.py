@@ -16,10 +16,10 @@ from host_offload.control.interface import MapRows, MapSearch
 from host_offload.control.step_record import LinkUse
 from host_offload.control.window import PACKED_VERSION, WindowSpec
 from host_offload.memory.integrity import (
+    copy_rows,
     count_faults,
     describe_faults,
     has_record,
-    read_rows,
 )
 from host_offload.memory.placement import Placement
 from host_offload.memory.store import ExpertStore
@@ -449,7 +449,7 @@ class Executor:
         if buffers.memory is not None:
             record = buffers.memory.view()[row : row + rows]
         else:
-            record = np.asarray(read_rows(self.arena, row, rows))
+            record = np.asarray(copy_rows(self.arena, row, rows))
         if isinstance(self.stream, CopiedStream) and version == PACKED_VERSION:
             return np.array_equal(record, self.stream.pack(layer, expert))
         lies = None if self.steps.formats is None else self.steps.formats[version]

@@ -9,7 +9,7 @@ so is how rows are rounded, so that a simulation finds the same.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,10 @@ from host_offload.memory.tables import Tables
 from host_offload.policies.prefetch.expert_map.in_step import ENTRIES, prior_of
 from host_offload.policies.prefetch.expert_map.map_store import (
     NONE,
-    cosines,
-    distributions,
+    FoundMaps,
+    MapStore,
+    Trajectory,
     prefix_lengths,
-    squares_of,
-    unit_rows,
-    whole_products,
 )
 from moejax.step.experts import DeviceMemory, ExpertContext, stage_layer, zero_after
 from pallas_kernels.plan.victim import victim_key
@@ -35,22 +33,10 @@ WRITTEN = 64
 """Places of the store that one call of its program writes, a compiled shape."""
 
 
-class MapArrays(NamedTuple):
-    """The store on the device; steps read it, and between steps its rows are replaced."""
-
-    embeddings: Any
-    """float16[C, D], of length 1, rounded."""
-    maps: Any
-    """float16[L, C, E]: the router's probabilities, likewise."""
-    lengths: Any
-    """float32[L, C]: of a map up to that layer, the layer included, in units of 2 ** -BITS; 0: the
-    place is empty."""
-
-
 def map_shapes(
     search: MapSearch, layers: int, experts: int, hidden: int
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Field of MapArrays → its shape and dtype."""
+    """Field of a MapStore on the device → its shape and dtype."""
     return {
         "embeddings": ((search.capacity, hidden), jnp.float16),
         "maps": ((layers, search.capacity, experts), jnp.float16),
@@ -59,62 +45,17 @@ def map_shapes(
 
 
 def write_rows(
-    arrays: MapArrays, place: jax.Array, embeddings: jax.Array, maps: jax.Array
-) -> MapArrays:
+    arrays: MapStore, place: jax.Array, embeddings: jax.Array, maps: jax.Array
+) -> MapStore:
     """The store with other rows at places int32[n], C and more: nowhere. embeddings float16[n, D],
     maps float16[n, L, E]."""
     by_layer = maps.swapaxes(0, 1)
     lengths = prefix_lengths(by_layer.astype(jnp.float32), jnp)
-    return MapArrays(
+    return MapStore(
         arrays.embeddings.at[place].set(embeddings, mode="drop"),
         arrays.maps.at[:, place].set(by_layer, mode="drop"),
         arrays.lengths.at[:, place].set(lengths, mode="drop"),
     )
-
-
-class StepTrajectory(NamedTuple):
-    """Rows of a step beside every map, over the layers routed so far."""
-
-    products: jax.Array
-    """int32[R, C]: as of map_store.whole_products."""
-    squares: jax.Array
-    """int32[R]: of the rows themselves."""
-
-    @classmethod
-    def begun(cls, arrays: MapArrays, rows: int) -> StepTrajectory:
-        """Before the first layer."""
-        capacity = arrays.embeddings.shape[0]
-        return cls(jnp.zeros((rows, capacity), jnp.int32), jnp.zeros(rows, jnp.int32))
-
-
-class Found(NamedTuple):
-    """The nearest map of each row; equal ones: the lowest place."""
-
-    place: jax.Array
-    """int32[R]"""
-    score: jax.Array
-    """float32[R]: its cosine; less than −1: nothing is stored."""
-
-
-def nearest_embedding(arrays: MapArrays, embedding: jax.Array) -> Found:
-    """By the cosine of the embeddings [R, D] (equation 4)."""
-    units = unit_rows(embedding.astype(jnp.float32), jnp).astype(jnp.float16)
-    return _nearest(arrays, _products(units, arrays.embeddings))
-
-
-def nearest_map(
-    arrays: MapArrays, trajectory: StepTrajectory, layer: jax.Array, probabilities: jax.Array
-) -> tuple[StepTrajectory, Found]:
-    """By the cosine of all layers routed so far, that one and its probabilities [R, E] included
-    (equation 5): one product a layer and row is added to those of the layers before."""
-    rows = distributions(probabilities.astype(jnp.float32), jnp)
-    here = lax.dynamic_index_in_dim(arrays.maps, layer, keepdims=False)
-    trajectory = StepTrajectory(
-        trajectory.products + whole_products(_products(rows.astype(jnp.float16), here)),
-        trajectory.squares + squares_of(rows, jnp),
-    )
-    lengths = lax.dynamic_index_in_dim(arrays.lengths, layer, keepdims=False)
-    return trajectory, _nearest(arrays, cosines(*trajectory, lengths, jnp))
 
 
 def wanted_experts(probabilities: jax.Array, score: jax.Array, top_k: int) -> jax.Array:
@@ -177,7 +118,7 @@ def list_entries(tables: Tables, layer: jax.Array, wanted: jax.Array, size: int)
 class Lookahead:
     """What a step fetches ahead of its own layers, by the maps of earlier ones."""
 
-    arrays: MapArrays
+    arrays: MapStore
     search: MapSearch
     top_k: int
     valid: jax.Array
@@ -187,7 +128,7 @@ class Lookahead:
     def begin(self, x: jax.Array, memory: DeviceMemory) -> tuple[DeviceMemory, jax.Array]:
         """Between the embedding x [R, D] and the first layer: the semantic search, for the first
         `distance` layers. Returns (memory, int32[distance, 4, S]: see fetch)."""
-        found = nearest_embedding(self.arrays, x.astype(jnp.float16))
+        found = self.arrays.nearest_embedding(x.astype(jnp.float16), jnp)
 
         def layer(memory, target):
             return self.fetch(memory, target, found, x)
@@ -198,20 +139,20 @@ class Lookahead:
     def after_layer(
         self,
         memory: DeviceMemory,
-        trajectory: StepTrajectory,
+        trajectory: Trajectory,
         layer: jax.Array,
         probabilities: jax.Array,
         x: jax.Array,
-    ) -> tuple[DeviceMemory, StepTrajectory, jax.Array]:
+    ) -> tuple[DeviceMemory, Trajectory, jax.Array]:
         """After the experts of a layer, which made x: the search with what its router said,
         float16[R, E], for the layer `distance` further on."""
         with jax.named_scope("lookahead"):
-            trajectory, found = nearest_map(self.arrays, trajectory, layer, probabilities)
+            trajectory, found = self.arrays.nearest_map(trajectory, layer, probabilities, jnp)
             memory, ahead = self.fetch(memory, layer + self.search.distance, found, x)
         return memory, trajectory, ahead
 
     def fetch(
-        self, memory: DeviceMemory, target: jax.Array, found: Found, after: jax.Array
+        self, memory: DeviceMemory, target: jax.Array, found: FoundMaps, after: jax.Array
     ) -> tuple[DeviceMemory, jax.Array]:
         """What the maps that were found say of a layer to come becomes its prior, by which it
         evicts, and transfers. after: what was made from all that read the arena so far.
@@ -240,19 +181,6 @@ class Lookahead:
     def entries(self) -> int:
         """How many entries a list has, S."""
         return min(ENTRIES, self.arrays.maps.shape[2])
-
-
-def _nearest(arrays: MapArrays, scores: jax.Array) -> Found:
-    """The best of scores float32[R, C]; a place that is empty has none."""
-    scores = jnp.where(arrays.lengths[0] > 0, scores, NONE)
-    place = jnp.argmax(scores, axis=1).astype(jnp.int32)
-    return Found(place, jnp.max(scores, axis=1))
-
-
-def _products(rows: jax.Array, stored: jax.Array) -> jax.Array:
-    """float32[R, C] of float16[R, n] and [C, n]."""
-    both = (((1,), (1,)), ((), ()))
-    return lax.dot_general(rows, stored, both, preferred_element_type=jnp.float32)
 
 
 def _ranks(order: tuple[jax.Array, ...], candidate: jax.Array) -> jax.Array:

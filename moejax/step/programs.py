@@ -27,6 +27,7 @@ from host_offload.memory.tables import (
     snapshot,
     without,
 )
+from host_offload.policies.prefetch.expert_map.map_store import MapStore
 from moejax.models.layers import Decoder
 from moejax.requests.request import PrefillKind
 from moejax.requests.sampling_params import MAX_BIASES, MAX_LOGPROBS
@@ -39,7 +40,7 @@ from moejax.step.experts import (
     seat,
     stage_layer,
 )
-from moejax.step.map_search import WRITTEN, MapArrays, map_shapes, write_rows
+from moejax.step.map_search import WRITTEN, map_shapes, write_rows
 from moejax.step.results import ResultShape
 from moejax.step.sampler import (
     add_bias,
@@ -277,11 +278,11 @@ class Programs:
     def entries(self) -> Entries:
         return Entries._make([self.array(STAGES)] * len(Entries._fields))
 
-    def maps(self, search: MapSearch) -> MapArrays:
+    def maps(self, search: MapSearch) -> MapStore:
         """The store of expert maps."""
         layers, experts = self.tables.address.shape
         shapes = map_shapes(search, layers, experts, self.steps.config.hidden_size)
-        return MapArrays(**{n: self.array(*s, dtype=t) for n, (s, t) in shapes.items()})
+        return MapStore(**{n: self.array(*s, dtype=t) for n, (s, t) in shapes.items()})
 
     def routing(self, key: ProgramKey, *layers: int) -> Routing:
         """The routing of one layer, or of as many as given, of the step's tokens."""

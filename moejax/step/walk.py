@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.control.interface import MapRows, MapSearch, Moment
+from host_offload.policies.prefetch.expert_map.map_store import MapStore
 from moejax.step.buffers import Buffers
 from moejax.step.compiler import Compiler
-from moejax.step.map_search import WRITTEN, MapArrays
+from moejax.step.map_search import WRITTEN
 from moejax.step.programs import ProgramKey
 from moejax.step.step_parts import Routing, StepOutput, StepSpec, TraceArrays
 from pallas_kernels.plan import Tables
@@ -96,12 +97,12 @@ class DeviceMaps:
     def __init__(
         self,
         search: MapSearch,
-        shapes: MapArrays,
+        shapes: MapStore,
         compiler: Compiler,
         sharding: jax.sharding.Sharding,
     ):
         self.search, self._compiler = search, compiler
-        self.arrays: MapArrays = jax.tree.map(
+        self.arrays: MapStore = jax.tree.map(
             lambda a: jnp.zeros(a.shape, a.dtype, device=sharding), shapes
         )
         compiler.need(ProgramKey("write_maps", maps=search))

@@ -16,13 +16,13 @@ from host_offload.memory.tables import Residency, Tables
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.map_store import (
     FoundMaps,
+    MapStore,
     empty_store,
     select_experts,
     store_rows,
 )
 from moejax.checkpoints.random_model import shape
-from moejax.step import map_search
-from moejax.step.map_search import MapArrays, list_entries, map_shapes, wanted_experts, write_rows
+from moejax.step.map_search import list_entries, map_shapes, wanted_experts, write_rows
 from moejax.step.programs import ProgramKey
 from pallas_kernels import resolve_ops
 from pallas_kernels.plan.victim import MAX_PRIOR
@@ -58,7 +58,7 @@ def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
     held = empty_store(layers, experts, hidden, places)
     held.write(given)
     shapes = map_shapes(search, layers, experts, hidden)
-    empty = MapArrays(**{name: jnp.zeros(*shape) for name, shape in shapes.items()})
+    empty = MapStore(**{name: jnp.zeros(*shape) for name, shape in shapes.items()})
     arrays = jax.jit(write_rows)(empty, *given)
     assert np.array_equal(arrays.lengths, held.lengths)
     walk = jax.jit(_walked)
@@ -66,34 +66,35 @@ def test_numpy_finds_what_a_step_finds_to_the_bit(sizes, rows):
         near = rng.choice(filled, rows)
         fed = outliers[near] * rng.exponential() + (each % 2) * rng.normal(size=(rows, hidden))
         fed = fed.astype(np.float16)
-        same_bits(jax.jit(map_search.nearest_embedding)(arrays, fed), held.nearest_embedding(fed))
+        found = jax.jit(lambda arrays, fed: arrays.nearest_embedding(fed, jnp))(arrays, fed)
+        same_bits(found, held.nearest_embedding(fed))
         said = distributions(rng, layers, rows, experts) if each % 2 else maps[near].swapaxes(0, 1)
         found, wanted, priors = walk(arrays, said)
         trajectory = held.trajectory(rows)
         for layer in range(layers):
             trajectory, theirs = held.nearest_map(trajectory, layer, said[layer])
-            same_bits(map_search.Found(found.place[layer], found.score[layer]), theirs)
+            same_bits(FoundMaps(found.place[layer], found.score[layer]), theirs)
             prior, worth = in_step.wanted_of(held, theirs, layer, TOP_K) or (None, None)
             assert np.array_equal(wanted[layer], worth)
             assert np.array_equal(priors[layer], prior)
 
 
-def _walked(arrays: MapArrays, said: jax.Array):
+def _walked(arrays: MapStore, said: jax.Array):
     """What a step finds after each layer's router, wants of that layer, and its prior."""
 
     def layer(trajectory, layer_and_said):
         i, probabilities = layer_and_said
-        trajectory, found = map_search.nearest_map(arrays, trajectory, i, probabilities)
+        trajectory, found = arrays.nearest_map(trajectory, i, probabilities, jnp)
         likely = arrays.maps[i, found.place].astype(jnp.float32)
         chosen = wanted_experts(likely, found.score, TOP_K)
         worth = jnp.max(jnp.where(chosen, likely, 0), axis=0)
         return trajectory, (found, worth, in_step.prior_of(jnp.max(likely, axis=0), jnp))
 
-    begun = map_search.StepTrajectory.begun(arrays, said.shape[1])
+    begun = arrays.trajectory(said.shape[1], jnp)
     return jax.lax.scan(layer, begun, (jnp.arange(len(said)), said))[1]
 
 
-def same_bits(found: map_search.Found, theirs: FoundMaps) -> None:
+def same_bits(found: FoundMaps, theirs: FoundMaps) -> None:
     assert np.array_equal(found.place, theirs.place)
     assert np.array_equal(np.asarray(found.score), theirs.score)
 

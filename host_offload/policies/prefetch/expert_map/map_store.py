@@ -84,15 +84,15 @@ def cosines(products: Any, squares: Any, lengths: Any, xp: Any) -> Any:
     return _quotient(products.astype(np.float32), both, xp)
 
 
-# ---- the store, in numpy
+# ---- the store: numpy's arrays or, in a compiled step, jax's
 
 
 class FoundMaps(NamedTuple):
     """The nearest map of each row; equal ones: the lowest place."""
 
-    place: np.ndarray
+    place: Any
     """int[N]"""
-    score: np.ndarray
+    score: Any
     """float32[N]: its cosine; NONE: nothing is stored."""
 
 
@@ -100,20 +100,21 @@ class Trajectory(NamedTuple):
     """Rows of a step beside every map, over the layers routed so far: enough to add one layer in
     O(N·C·E)."""
 
-    products: np.ndarray
+    products: Any
     """int32[N, C]: as of whole_products."""
-    squares: np.ndarray
+    squares: Any
     """int32[N]: of the rows themselves."""
 
 
 class MapStore(NamedTuple):
-    """Maps of earlier iterations, each with the embedding of the token that was fed in; rounded."""
+    """Maps of earlier iterations, each with the embedding of the token that was fed in; rounded, so
+    a device has them as float16."""
 
-    embeddings: np.ndarray
-    """float32[C, D], of length 1."""
-    maps: np.ndarray
-    """float32[L, C, E]: the router's probabilities; layer-major, as a step searches them."""
-    lengths: np.ndarray
+    embeddings: Any
+    """float[C, D], of length 1."""
+    maps: Any
+    """float[L, C, E]: the router's probabilities; layer-major, as a step searches them."""
+    lengths: Any
     """float32[L, C]: see prefix_lengths; 0: the place is empty."""
 
     @property
@@ -131,33 +132,33 @@ class MapStore(NamedTuple):
         maps = self.maps[:, place].swapaxes(0, 1)
         return MapRows(place, self.embeddings[place].astype(np.float16), maps.astype(np.float16))
 
-    def nearest_embedding(self, embeddings: np.ndarray) -> FoundMaps:
+    def nearest_embedding(self, embeddings: Any, xp: Any = np) -> FoundMaps:
         """By the cosine of embeddings float[N, D] (equation 4)."""
-        rows = unit_rows(embeddings.astype(np.float32), np)
-        return self._nearest(dot_products(rows, self.embeddings))
+        rows = unit_rows(embeddings.astype(np.float32), xp)
+        return self._nearest(dot_products(rows, self.embeddings, xp), xp)
 
-    def trajectory(self, rows: int) -> Trajectory:
+    def trajectory(self, rows: int, xp: Any = np) -> Trajectory:
         """Before the first layer of a step."""
-        return Trajectory(np.zeros((rows, self.size), np.int32), np.zeros(rows, np.int32))
+        return Trajectory(xp.zeros((rows, self.size), np.int32), xp.zeros(rows, np.int32))
 
     def nearest_map(
-        self, before: Trajectory, layer: int, probabilities: np.ndarray
+        self, before: Trajectory, layer: Any, probabilities: Any, xp: Any = np
     ) -> tuple[Trajectory, FoundMaps]:
         """By the cosine of all layers routed so far, that one and its probabilities float[N, E]
-        included (equation 5)."""
-        rows = distributions(probabilities.astype(np.float32), np)
+        included (equation 5): one product a layer and row is added to those of the layers
+        before."""
+        rows = distributions(probabilities.astype(np.float32), xp)
         after = Trajectory(
-            before.products + whole_products(dot_products(rows, self.maps[layer])),
-            before.squares + squares_of(rows, np),
+            before.products + whole_products(dot_products(rows, self.maps[layer], xp)),
+            before.squares + squares_of(rows, xp),
         )
-        return after, self._nearest(cosines(*after, self.lengths[layer], np))
+        return after, self._nearest(cosines(*after, self.lengths[layer], xp), xp)
 
-    def _nearest(self, scores: np.ndarray) -> FoundMaps:
+    def _nearest(self, scores: Any, xp: Any) -> FoundMaps:
         if not self.size:
             return FoundMaps(np.zeros(len(scores), int), np.full(len(scores), NONE, np.float32))
-        scores = np.where(self.lengths[0] > 0, scores, np.float32(NONE))
-        place = np.argmax(scores, axis=1)
-        return FoundMaps(place, scores[np.arange(len(scores)), place])
+        scores = xp.where(self.lengths[0] > 0, scores, np.float32(NONE))
+        return FoundMaps(xp.argmax(scores, axis=1), xp.max(scores, axis=1))
 
 
 def empty_store(layers: int, experts: int, hidden: int, places: int = 0) -> MapStore:
@@ -242,10 +243,13 @@ def _redundancy(new: MapStore, old: MapStore, distance: int) -> np.ndarray:
     return (distance * semantic + (layers - distance) * trajectory) / np.float32(layers)
 
 
-def dot_products(rows: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """float32[N, C]: of each of float32[N, K] and each of float32[C, K], in pieces that are
+def dot_products(rows: Any, kept: Any, xp: Any = np) -> Any:
+    """float32[N, C]: of each of float32[N, K] and each of float[C, K]; numpy's in pieces that are
     computed by the thread that asks: a search must not wait for a core that the step computes
     on."""
+    if xp is not np:
+        given = {"preferred_element_type": np.float32}
+        return xp.einsum("nk,ck->nc", rows.astype(kept.dtype), kept, **given)
     piece = max(_ALONE // max(rows.size, 1), 1)
     products = np.empty((len(rows), len(kept)), np.float32)
     for first in range(0, len(kept), piece):
