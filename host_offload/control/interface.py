@@ -55,8 +55,6 @@ class State(IntEnum):
     """Resident, with a transfer of a version of more bytes in flight."""
     DEMOTING = 4
     """Resident, with a transfer of a version of no more bytes in flight."""
-    EVICTING = 5
-    """Resident in a new version; the cell of the old one has not been given back."""
 
 
 @dataclasses.dataclass(frozen=True)

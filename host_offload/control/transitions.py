@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.control.interface import Policy, Spec, StagedTransfer, State
+from host_offload.control.interface import Policy, Spec, StagedTransfer
 from host_offload.control.rules import refuse_writes
 from host_offload.control.transfers import Flight, TransferLedger, Wanted
 from host_offload.memory.placement import ResidentSpec, place
@@ -70,8 +70,8 @@ class Transitions(TransferLedger):
         """int32[L, E]: the cell that each expert's entry points to, as of the last step read."""
         self.version = contents["version"]
         """int32[L, E], likewise."""
-        self.evicting: list[tuple[int, int, int]] = []
-        """(layer, cell, expert) of old copies that are to be given back before the next step."""
+        self.evicting: list[tuple[int, int]] = []
+        """(layer, cell) of old copies that are to be given back before the next step."""
         self._holder = {int(row): place for place, row in np.ndenumerate(self.cell_row) if row >= 0}
         """Arena row → (layer, cell)."""
         self._peak = self.used_bytes
@@ -148,7 +148,7 @@ class Transitions(TransferLedger):
         """
         if between_layers:
             return []
-        for layer, cell, _ in self.evicting:
+        for layer, cell in self.evicting:
             self._drop(layer, cell)
         self.evicting.clear()
         self._moved_bytes = 0
@@ -240,7 +240,7 @@ class Transitions(TransferLedger):
         transfer = flight.transfer
         place, cell = (transfer.layer, transfer.expert), transfer.cell
         if done:
-            self.evicting.append((transfer.layer, int(self.column[place]), transfer.expert))
+            self.evicting.append((transfer.layer, int(self.column[place])))
             self.column[place], self.version[place] = cell, transfer.version
         else:
             self._drop(transfer.layer, cell)
@@ -251,13 +251,6 @@ class Transitions(TransferLedger):
         the next step that is read tell what of its list was carried out."""
 
     # ---- what there is
-
-    def state(self, tables: Residency) -> np.ndarray:
-        state = super().state(tables)
-        for layer, _, expert in self.evicting:
-            if state[layer, expert] == State.RESIDENT:
-                state[layer, expert] = State.EVICTING
-        return state
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
         """As of Transfers. peak_bytes: since the slots changed."""

@@ -68,16 +68,6 @@ class _Options(ctypes.Structure):
     _fields_ = _fields(int64="threads chunk_bytes", double="rate latency")
 
 
-class _Totals(ctypes.Structure):
-    """TransferTotals."""
-
-    _fields_ = (
-        *_fields(int64="demand_bytes ahead_bytes demands ahead late cancelled failed retried"),
-        *_fields(int64="waits flying bytes_left", double="wait_seconds busy_seconds"),
-        *_fields(int64="unpacked unpacked_bytes", double="unpack_seconds"),
-    )
-
-
 class _Event(ctypes.Structure):
     _fields_ = _fields(int64="kind ticket a b", double="seconds")
 
@@ -157,6 +147,15 @@ class Totals:
     """Dense bytes of those."""
     unpack_seconds: float = 0.0
     """With a chunk of those under way."""
+
+
+class _Totals(ctypes.Structure):
+    """TransferTotals, whose fields are those of Totals."""
+
+    _fields_ = tuple(
+        (field.name, ctypes.c_double if field.name.endswith("seconds") else ctypes.c_int64)
+        for field in dataclasses.fields(Totals)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
