@@ -46,7 +46,43 @@ class Matching(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertMap:
+class MapPolicy:
+    """What policies by expert maps have in common: the store that they keep."""
+
+    fitted: Fitted | None = None
+    """What to begin with; without it it begins empty."""
+    capacity: int = 1000
+    """Most maps (C)."""
+    distance: int = 3
+    """Layers ahead (d)."""
+    learns: bool = True
+    """False: what was fitted stays as it is (the paper's offline runs)."""
+
+    def begin_store(self, spec: Spec) -> MapStore:
+        """The store to begin with. Raises ValueError for settings that mean nothing and for maps of
+        another model."""
+        check_sizes(self.capacity, self.distance, spec.layers)
+        if self.fitted is None:
+            return empty_store(spec.layers, spec.experts, spec.hidden)
+        self.fitted.check(spec)
+        store = store_rows(self.fitted.arrays["embeddings"], self.fitted.arrays["maps"])
+        if store.size > self.capacity:
+            raise ValueError(
+                f"{store.size} maps are given and capacity is {self.capacity}; fit with a smaller "
+                "one"
+            )
+        return store
+
+    def memory(self, spec: Spec) -> int:
+        """Bytes of host memory of what it learns: what is given, and what it may grow to. A map has
+        the lengths of its prefixes beside it."""
+        given = 0 if self.fitted is None else self.fitted.nbytes
+        full = self.capacity * (spec.hidden + spec.layers * (spec.experts + 1)) * 4
+        return max(given, full) if self.learns else given
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertMap(MapPolicy):
     """fMoE, later FineMoE (arXiv:2502.05370, sections 4.1 to 4.5): an iteration leaves the
     router's probabilities of all layers, its map, and the embedding of the token fed in.
 
@@ -58,14 +94,6 @@ class ExpertMap:
     `embedding` to the host. docs/explanation/policies.md says what differs from the paper.
     """
 
-    fitted: Fitted | None = None
-    """What to begin with; without it it begins empty."""
-    capacity: int = 1000
-    """Most maps (C)."""
-    distance: int = 3
-    """Layers ahead (d)."""
-    learns: bool = True
-    """False: what was fitted stays as it is (the paper's offline runs)."""
     asynchronous: bool = False
     """True: searches run on a thread beside inference, which never waits; what they find is used
     from the next moment on. Decisions then depend on times: see policies.recorded."""
@@ -79,9 +107,8 @@ class ExpertMap:
     """log2(1 + frequency) + log2(probability): the product, which decides in the paper."""
 
     def init(self, spec: Spec) -> Matching:
-        """The store that is given. Raises ValueError for settings that mean nothing and for maps
-        of another model."""
-        store = store_of(self.fitted, self.capacity, self.distance, spec)
+        """The store that is given. Raises ValueError as begin_store."""
+        store = self.begin_store(spec)
         matcher = MapMatcher(store, store.trajectory(0), self.capacity, self.distance, self.learns)
         nothing = np.zeros((spec.layers, spec.experts), np.float32)
         # Layers without a prediction, such as those before the first router, have an even one; with
@@ -89,11 +116,6 @@ class ExpertMap:
         even = np.full_like(nothing, 1 / spec.experts)
         begun = AsynchronousMatcher(matcher) if self.asynchronous else matcher
         return Matching(begun, nothing, even, spec.top_k)
-
-    def memory(self, spec: Spec) -> int:
-        """Bytes of what it learns: what is given, and what it may grow to."""
-        given = 0 if self.fitted is None else self.fitted.nbytes
-        return max(given, store_bytes(self.capacity, spec)) if self.learns else given
 
     def stats(self, state: Matching) -> dict[str, int]:
         """searches: moments of steps that were seen. late: searches that were found too late, or
@@ -146,26 +168,6 @@ def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
     order = np.argsort(-wanted[layer, expert] / (layer - now), kind="stable")
     places = zip(layer[order].tolist(), expert[order].tolist(), strict=True)
     return tuple(Stage(*place, cause=NAME) for place in places)
-
-
-def store_of(found: Fitted | None, capacity: int, distance: int, spec: Spec) -> MapStore:
-    """The store to begin with. Raises ValueError for settings that mean nothing and for maps of
-    another model."""
-    check_sizes(capacity, distance, spec.layers)
-    if found is None:
-        return empty_store(spec.layers, spec.experts, spec.hidden)
-    found.check(spec)
-    store = store_rows(found.arrays["embeddings"], found.arrays["maps"])
-    if store.size > capacity:
-        raise ValueError(
-            f"{store.size} maps are given and capacity is {capacity}; fit with a smaller one"
-        )
-    return store
-
-
-def store_bytes(capacity: int, spec: Spec) -> int:
-    """Bytes of a full store. A map has the lengths of its prefixes beside it."""
-    return capacity * (spec.hidden + spec.layers * (spec.experts + 1)) * 4
 
 
 def check_sizes(capacity: int, distance: int, layers: int) -> None:

@@ -14,7 +14,7 @@ from host_offload.control.interface import Decision, MapSearch, Moment, Observat
 from host_offload.control.staging import making_room
 from host_offload.memory.tables import Entry, Residency
 from host_offload.policies.prefetch.expert_map import expert_map_policy
-from host_offload.policies.prefetch.expert_map.expert_map_policy import store_bytes, store_of
+from host_offload.policies.prefetch.expert_map.expert_map_policy import MapPolicy
 from host_offload.policies.prefetch.expert_map.map_store import (
     BITS,
     NONE,
@@ -23,7 +23,6 @@ from host_offload.policies.prefetch.expert_map.map_store import (
     select_experts,
     with_rows,
 )
-from host_offload.policies.prefetch.fitted import Fitted
 from host_offload.traces.reader import Trace
 from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
 
@@ -43,7 +42,7 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertMapInStep:
+class ExpertMapInStep(MapPolicy):
     """fMoE's expert maps (arXiv:2502.05370, sections 4.1 to 4.5) on the device, a form of our own:
     decode steps of driver="device" search the store between the embedding and the first layer and
     after each router, and fetch what the nearest map says of the layer `distance` further on,
@@ -51,17 +50,8 @@ class ExpertMapInStep:
 
     The policy keeps the store, by the rules of ExpertMap, and writes the rows that changed between
     steps. Maps of a step enter once it was read, which with this driver is after the next one was
-    dispatched. Each layer has its own cells.
+    dispatched. Each layer has its own cells. One that does not learn needs no probabilities.
     """
-
-    fitted: Fitted | None = None
-    """What to begin with; without it it begins empty."""
-    capacity: int = 1000
-    """Most maps (C)."""
-    distance: int = 3
-    """Layers ahead (d)."""
-    learns: bool = True
-    """False: what was fitted stays as it is, and steps give out no probabilities."""
 
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "map_rows"})
     """The prior is written by the steps themselves."""
@@ -82,16 +72,14 @@ class ExpertMapInStep:
         return MapSearch(self.capacity, self.distance)
 
     def init(self, spec: Spec) -> Kept:
-        """The store that is given. Raises ValueError for settings that mean nothing and for maps of
-        another model."""
-        store = store_of(self.fitted, self.capacity, self.distance, spec)
+        """The store that is given. Raises ValueError as begin_store."""
+        store = self.begin_store(spec)
         return Kept(store, np.arange(self.capacity) < store.size)
 
     def memory(self, spec: Spec) -> int:
         """Bytes of the store: on the device, and on the host, where it is kept to learn."""
         on_device = self.search.nbytes(spec.layers, spec.experts, spec.hidden)
-        given = 0 if self.fitted is None else self.fitted.nbytes
-        return on_device + (max(given, store_bytes(self.capacity, spec)) if self.learns else given)
+        return on_device + super().memory(spec)
 
     def stats(self, state: Kept) -> dict[str, int]:
         """maps: in the store. learned_bytes: the host's part, as it is now."""
