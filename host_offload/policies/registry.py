@@ -9,6 +9,7 @@ another way to make a policy from a path has `read(path)`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from host_offload.control.interface import Policy
 from host_offload.policies.prefetch.fitted import read_fitted
-from pallas_kernels.option_text import Reader, parse_option
+from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
 
 
 class Registry(Mapping[str, Any]):
@@ -93,6 +94,32 @@ class Registry(Mapping[str, Any]):
 
     def _module(self, name: str) -> Any:
         return sys.modules[self[name].__module__]
+
+
+def _weights(text: str) -> tuple[int, ...]:
+    """Reads victim weights such as 1+0+0."""
+    found = tuple(int(part) for part in text.split("+") if part.isdecimal())
+    if len(found) != 3:
+        raise ValueError("three whole numbers such as 1+0+0")
+    return found
+
+
+_READERS: Mapping[str, Reader] = {
+    "int": whole(),
+    "int | None": whole(),
+    "float": number,
+    "bool": yes,
+    "str": str,
+    "tuple[int, int, int]": _weights,
+}
+"""Type of a setting → what reads its text."""
+
+
+def setting_readers(made: Callable[..., Any]) -> dict[str, Reader]:
+    """The keywords of a policy's class, or of its fit, that can be written KEY=VALUE."""
+    parameters = inspect.signature(made).parameters.values()
+    kinds = {p.name: getattr(p.annotation, "__name__", p.annotation) for p in parameters}
+    return {name: _READERS[kind] for name, kind in kinds.items() if kind in _READERS}
 
 
 def _needs_more(made: Any) -> bool:

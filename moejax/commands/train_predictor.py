@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moejax.commands import add_command
 from moejax.errors import UserError, user_errors
 from moejax.progress import count_progress
-from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
+from pallas_kernels.option_text import parse_option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,9 +30,6 @@ examples:
       --prefetch learned=learned.safetensors
   moejax train-predictor run1 forest.safetensors --predictor expertflow,trees=10 --model demo
 """
-
-_READERS: dict[str, Reader] = {"int": whole(), "float": number, "bool": yes}
-"""Type of a fit's setting → what reads it."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -61,10 +58,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from host_offload.policies.prefetch.prefetch_names import PREFETCH
+    from host_offload.policies.registry import setting_readers
     from host_offload.traces.reader import read_trace
 
     fits = PREFETCH.fits
-    settings = {name: _settings_of(fit) for name, fit in fits.items()}
+    settings = {name: setting_readers(fit) for name, fit in fits.items()}
     with user_errors(ValueError):
         name, _, given = parse_option("predictor", args.predictor, settings)
         if not Path(args.out).absolute().parent.is_dir():  # before minutes of training
@@ -86,16 +84,6 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.out} cannot be written ({error.strerror})") from error
     print(f"{args.out}: {policy.fitted.nbytes / 2**20:.1f} MiB; --prefetch {name}={args.out}")
     return 0
-
-
-def _settings_of(fit: object) -> dict[str, Reader]:
-    assert callable(fit)
-    parameters = inspect.signature(fit).parameters
-    return {
-        name: _READERS[each.annotation]
-        for name, each in parameters.items()
-        if each.annotation in _READERS
-    }
 
 
 def routers_of(model: str, digest: str) -> np.ndarray:

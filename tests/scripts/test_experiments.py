@@ -30,7 +30,7 @@ def test_each_can_be_read_and_is_short(definitions):
 def small(experiment):
     """Changes by which a definition runs in seconds: one cell for each policy or precision."""
     if experiment.conversations:
-        few = "turns(sessions=2, turns=2, document_tokens=40)"
+        few = "turns,sessions=2,turns=2,document_tokens=40"
         first = experiment.budgets[0]
         return {"conversations": few, "seeds": [0, 1], "budgets": first, "prompt_tokens": 320}
     if any(map(experiment.is_mixed, experiment.precision)):
@@ -40,7 +40,7 @@ def small(experiment):
         budget = {"precision": kept, "budgets": experiment.budgets[-1]}
         return SMALL | OF_A_MODEL | quality | budget
     if experiment.drawn:  # costs in a file are of so many layers and rows
-        return SMALL | ({"batch": 1} if experiment.costs else {"routing": "qwen3-like(layers=2)"})
+        return SMALL | ({"batch": 1} if experiment.costs else {"routing": "qwen3-like,layers=2"})
     return SMALL | OF_A_MODEL
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import hashlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,10 +29,12 @@ from host_offload.policies.prefetch.fitted import learned_bytes
 from host_offload.policies.prefetch.forest import check_trainer
 from host_offload.policies.prefetch.oracle import oracle_of
 from host_offload.policies.prefetch.prefetch_names import PREFETCH
+from host_offload.policies.registry import setting_readers
 from host_offload.sizing.split import SplitRule
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, as_user_error, user_errors
 from moejax.step.step_parts import TRACE_ARRAYS
+from pallas_kernels.option_text import parse_pairs
 
 BUDGETS = frozenset({"kv_pages", "max_running", "transitions"})
 """What a policy of a grid may not decide: its engine's arena is that of the largest budget."""
@@ -60,8 +60,14 @@ _LEARNED_FROM = {
 """Name → what such a trace must have beside the routing."""
 
 
-def _mv_wsa(decay: float = SplitRule.decay, **settings: Any) -> Policy:
-    return MvWsa(rule=SplitRule(decay=decay), **settings)
+def _mv_wsa(
+    decay: float = SplitRule.decay,
+    expect_returns: bool = True,
+    allocation: str = "uniform",
+    trace: Any = None,
+) -> Policy:
+    rule = SplitRule(decay=decay)
+    return MvWsa(trace=trace, expect_returns=expect_returns, allocation=allocation, rule=rule)
 
 
 MOVERS: Mapping[str, Callable[..., Policy]] = {
@@ -71,23 +77,6 @@ MOVERS: Mapping[str, Callable[..., Policy]] = {
 }
 """Name → policies that move the line between experts and KV, in grids of conversations; MvWsa is
 told the prices and, where it says `train`, a trace when a run begins."""
-
-
-def parse_named(text: str, what: str) -> tuple[str, dict[str, Any]]:
-    """(name, settings) of NAME or NAME(key=value, …). what: for messages, such as "policy
-    'lru(2)'". Raises UserError for settings that are not plain values by name."""
-    name, bracket, rest = text.partition("(")
-    if not bracket:
-        return name.strip(), {}
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return name.strip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
-    except (SyntaxError, ValueError):
-        raise UserError(
-            f"{what}: settings are written as NAME(key=value), with plain values"
-        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,64 +199,68 @@ class Arm:
 
 def read_arm(text: str, home: Path, *, shared: bool = False) -> Arm:
     """The arm that `text` names: an eviction, a prefetch (NAME or NAME=PATH) or FILE.py:CLASS, each
-    with settings in parentheses if wanted, `mixtral-offloading(count=1)`; several with + between
-    them. LRU evicts where none of them does. NAME=train learns from the texts' training part;
-    oracle=run is a control that knows the run.
+    with settings if wanted, `mixtral-offloading,count=1`; several with + between them. LRU evicts
+    where none of them does. NAME=train learns from the texts' training part; oracle=run is a
+    control that knows the run.
 
     home: where files that are not absolute are. shared: experts and KV share a memory, whose line
     policies may move (MOVERS too). Raises UserError for what is none of these, for policies that
     cannot run together, and for whatever a file of policies raises.
     """
-    found = [_read_policy(part.strip(), text, home, shared) for part in text.split("+")]
+    where = f"policy {text!r}: "
+    found = [_read_policy(part.strip(), where, home, shared) for part in text.split(" + ")]
     files = {path: digest for _, read in found for path, digest in read.items()}
     return Arm(text, tuple(policy for policy, _ in found), tuple(files.items()), shared).check()
 
 
 def _read_policy(
-    part: str, whole: str, home: Path, shared: bool
+    text: str, where: str, home: Path, shared: bool
 ) -> tuple[Policy | Later, dict[str, str]]:
     """(the policy, its files with their SHA-256)"""
-    where = f"policy {whole!r}"
-    name, settings = parse_named(part, where)
+    name, _, pairs = text.partition(",")
     base, _, path = name.partition("=")
     place, colon, class_name = name.rpartition(":")
-    refused = as_user_error(f"{where}: {name} does not take {settings}")
-    if name == f"{ORACLE}={RUN}":
-        return Later(base, settings), {}
-    if base in LEARNERS and path == TRAIN:
-        with refused:
-            inspect.signature(LEARNERS[base]).bind_partial(**settings)
+    files: dict[str, str] = {}
+    learns = base in LEARNERS and path == TRAIN
+    if learns:
+        made = LEARNERS[base]
         if base == expertflow.NAME:  # before a model is loaded and a trace recorded
-            with user_errors(where=f"{where}: "):
+            with user_errors(where=where):
                 check_trainer()
-        return Later(base, settings), {}
-    if colon and place.endswith(".py"):
+    elif name == f"{ORACLE}={RUN}":
+        made: Callable[..., Any] = oracle_of
+    elif colon and place.endswith(".py"):
         file = (home / place).resolve()
-        made = _class_in_file(file, class_name, where)
-        with as_user_error(f"{where}: {class_name}{settings or '()'} fails"):
-            return made(**settings), {str(file): file_digest(file)}
-    if path and base in PREFETCH.from_path:
+        made, files = _class_in_file(file, class_name, where), {str(file): file_digest(file)}
+    elif path and base in PREFETCH.from_path:
         at = (home / path).resolve()
-        if settings:
-            raise UserError(f"{where}: what {base} learned has its settings; leave out (…)")
-        with user_errors(where=f"{where}: "):
+        with user_errors(where=where):
+            parse_pairs(f"{base}=PATH, which has its own settings,", pairs, {})
             return PREFETCH.parse(f"{base}={at}"), {str(at): file_digest(at)}
-    known: dict[str, Any] = {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})}
-    if name not in known:
-        with_files = ", ".join(f"{n}=PATH" for n in sorted(PREFETCH.from_path))
-        raise UserError(
-            f"unknown policy {base!r}; write one of {', '.join(known)}, {with_files}, "
-            f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or "
-            "FILE.py:CLASS of your own (docs/extending/write_a_policy.md); several together as "
-            "A + B"
-        )
-    with refused:
-        return known[name](**settings), {}
+    else:
+        made = _known_policy(name, {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})})
+    with user_errors(where=where):
+        settings = parse_pairs(name, pairs, setting_readers(made))
+    if learns or made is oracle_of:
+        return Later(base, settings), files
+    with as_user_error(f"{where}{name} fails"):
+        return made(**settings), files
+
+
+def _known_policy(name: str, known: Mapping[str, Any]) -> Any:
+    if name in known:
+        return known[name]
+    with_files = ", ".join(f"{n}=PATH" for n in sorted(PREFETCH.from_path))
+    raise UserError(
+        f"unknown policy {name!r}; write one of {', '.join(known)}, {with_files}, "
+        f"{', '.join(f'{n}={TRAIN}' for n in LEARNERS)}, {ORACLE}={RUN}, or FILE.py:CLASS of "
+        "your own (docs/extending/write_a_policy.md); several together as A + B"
+    )
 
 
 def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
     if not path.is_file():
-        raise UserError(f"{where}: there is no file {path}")
+        raise UserError(f"{where}there is no file {path}")
     module_name = f"moejax_policy_{path.stem}_{file_digest(path)[:12]}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -276,7 +269,7 @@ def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses look their module up there
         try:
-            with as_user_error(f"{where}: {path} cannot be read"):
+            with as_user_error(f"{where}{path} cannot be read"):
                 spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[module_name]
@@ -284,7 +277,7 @@ def _class_in_file(path: Path, name: str, where: str) -> Callable[..., Policy]:
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type)}
     if name not in kinds:
         has = ", ".join(sorted(n for n, kind in kinds.items() if hasattr(kind, "decide")))
-        raise UserError(f"{where}: {path} has no class {name}; it has {has or 'no policy'}")
+        raise UserError(f"{where}{path} has no class {name}; it has {has or 'no policy'}")
     return kinds[name]
 
 

@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from host_offload.policies.registry import setting_readers
 from host_offload.sizing.split import MissCosts
 from moejax.engine.loop import Engine
 from moejax.engine.resize import cells_of
-from moejax.errors import UserError, as_user_error
-from moejax.evaluate.experiments.arms import parse_named
+from moejax.errors import UserError, user_errors
 from moejax.evaluate.experiments.workload import digest_outputs
-from moejax.models.json_values import is_integer, is_number
+from moejax.models.json_values import is_number
 from moejax.requests.request import Request
 from moejax.requests.sampling_params import SamplingParams
+from pallas_kernels.option_text import parse_option
 
 KIND = "turns"
-"""How a definition names conversations: turns(sessions=10, …)."""
+"""How a definition names conversations: turns,sessions=10,…"""
 
 THEN = " then "
 """Between conversations of two kinds: the second begin when the last of the first came."""
@@ -104,13 +105,9 @@ class SessionKind:
         if self.arrival not in ARRIVALS:
             raise UserError(f"arrival is one of {', '.join(ARRIVALS)}, not {self.arrival!r}")
         for field in dataclasses.fields(self):
-            value, whole = getattr(self, field.name), isinstance(field.default, int)
-            least = 0 if field.name in MAY_BE_NONE else 1e-9
-            if field.name != "arrival" and (
-                not (is_integer if whole else is_number)(value) or not value >= least
-            ):
-                what = "whole number" if whole else "number"
-                raise UserError(f"{field.name} must be a {what} above 0, got {value!r}")
+            value, least = getattr(self, field.name), 0 if field.name in MAY_BE_NONE else 1e-9
+            if field.name != "arrival" and not value >= least:
+                raise UserError(f"{field.name} must be a number above 0, got {value!r}")
 
 
 class Turn(NamedTuple):
@@ -131,16 +128,14 @@ class Session(NamedTuple):
 
 
 def read_sessions(text: str) -> tuple[SessionKind, ...]:
-    """The conversations that `text` names: turns(…) with settings of SessionKind, several with
-    `then` between them. Raises UserError for what is none."""
-    found, where = [], f"conversations {text!r}"
-    for part in text.split(THEN):
-        name, settings = parse_named(part.strip(), where)
-        if name != KIND:
-            raise UserError(f"{where}: {name} is unknown; write {KIND}(key=value, …)")
-        with as_user_error(f"{where}: {KIND} does not take {settings}"):
-            found.append(SessionKind(**settings))
-    return tuple(found)
+    """The conversations that `text` names: turns,KEY=VALUE… with settings of SessionKind, several
+    with `then` between them. Raises UserError for what is none."""
+    with user_errors(where=f"conversations {text!r}: "):
+        found = (
+            parse_option("kind", part.strip(), {KIND: setting_readers(SessionKind)})
+            for part in text.split(THEN)
+        )
+        return tuple(SessionKind(**each.settings) for each in found)
 
 
 def draw_sessions(kinds: Sequence[SessionKind], vocabulary: int, seed: int) -> tuple[Session, ...]:

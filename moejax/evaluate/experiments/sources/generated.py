@@ -11,13 +11,16 @@ from typing import Any
 from host_offload.traces.generators import KINDS
 from host_offload.traces.reader import Trace, read_trace
 from moejax.errors import UserError, user_errors
-from moejax.evaluate.experiments.arms import parse_named
 from moejax.traces.generated_traces import write_generated_trace
+from pallas_kernels.option_text import Reader, parse_option, share, whole
 
 EXPERT_BYTES = 9 << 20
 """An expert of drawn routing, where nothing else is said, is Qwen3-30B-A3B's."""
 
-_SETTINGS = ("layers", "experts", "top_k", "phase_tokens", "shared", "expert_bytes")
+_SETTINGS: Mapping[str, Reader] = {
+    **dict.fromkeys(("layers", "experts", "top_k", "phase_tokens", "expert_bytes"), whole(1)),
+    "shared": share,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +61,17 @@ class GeneratedRouting:
 
 
 def read_routing(text: str, home: Path) -> GeneratedRouting:
-    """The routing that `text` names: KIND or KIND(key=value, …), drawn, or the directory of a trace
+    """The routing that `text` names: KIND or KIND,KEY=VALUE…, drawn, or the directory of a trace
     from `home` on. Raises UserError for what is neither, saying what to write."""
-    if text.partition("(")[0].strip() in KINDS:
-        name, settings = parse_named(text, f"routing {text!r}")
-        for key in settings:
-            if key not in _SETTINGS:
-                known = ", ".join(_SETTINGS)
-                raise UserError(f"routing {text!r} has no setting {key!r}; it has {known}")
-        return GeneratedRouting(text, name, settings, None)
+    if text.partition(",")[0] in KINDS:
+        with user_errors(where=f"routing {text!r}: "):
+            found = parse_option("routing", text, dict.fromkeys(KINDS, _SETTINGS))
+        return GeneratedRouting(text, found.name, found.settings, None)
     directory = (home / text).resolve()
     if not directory.is_dir():
         raise UserError(
             f"routing {text!r} is none of {', '.join(KINDS)}, with settings as in "
-            f'"{KINDS[0]}(layers=12)", and no directory of a trace (looked for {directory})'
+            f'"{KINDS[0]},layers=12", and no directory of a trace (looked for {directory})'
         )
     with user_errors(where=f"routing {text!r}: "):
         read_trace(directory)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from host_offload.policies.precision.maps import count_selections, mean_selections
 from host_offload.policies.precision.precision_names import Precision, precision_of
 from host_offload.traces.reader import Trace
 from moejax.errors import UserError, user_errors
-from moejax.evaluate.experiments.arms import TRAIN, parse_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +41,26 @@ class Mix:
 
 
 def read_mix(text: str, home: Path) -> Mix:
-    """The precision that `text` names, as `--precision` takes it, with settings in parentheses:
-    `int8`, `dynaexq(hi="dense", lo="int4", interval="2048 tokens")`, `map=FILE`, `random(seed=1)`;
-    map=train has those high that the texts' training part selects most, and dynaexq takes
-    scores="train".
+    """The precision that `text` names, as --precision takes it. With map=train the experts are high
+    that the texts' training part selects most; dynaexq takes scores=train.
 
     home: where files that are not absolute are. Raises UserError for what is none of these.
     """
-    where = f"precision {text!r}"
-    name, settings = parse_named(text, where)
-    name, _, source = name.partition("=")
-    files, learns, pairs = [], None, []
-    if source == TRAIN:
-        learns, name, source, settings = "map", "random", "", {**settings, "seed": 0}
-    for key, value in ({name: source, **settings} if source else settings).items():
-        if (key, value) == ("scores", TRAIN):
-            learns = key
-            continue
-        if key in ("map", "scores"):
-            files.append((home / str(value)).resolve())
-            value = files[-1]
-        pairs.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
-    with user_errors(where=f"{where}: "):
-        found = precision_of(",".join(pairs if source else [name, *pairs]))
+    where, learns, files = f"precision {text!r}: ", None, []
+
+    def find(match: re.Match[str]) -> str:
+        files.append((home / match[2]).resolve())
+        return f"{match[1]}={files[-1]}"
+
+    asked = re.sub(r"^map=train\b", "random,seed=0", text)
+    asked = re.sub(r",scores=train\b", "", asked)
+    if asked != text:
+        learns = "map" if text.startswith("map") else "scores"
+    with user_errors(where=where):
+        found = precision_of(re.sub(r"\b(map|scores)=([^,]+)", find, asked))
     if found.mixed and not found.paged and found.hi_share is not None:
         raise UserError(
-            f"{where}: hi_share and a grid's budgets both say how many experts are high; leave "
+            f"{where}hi_share and a grid's budgets both say how many experts are high; leave "
             "hi_share out"
         )
     return Mix(text, found, learns, tuple(files))

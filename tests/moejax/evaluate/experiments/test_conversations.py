@@ -11,7 +11,7 @@ from host_offload.policies.budget.mv_wsa import MvWsa
 from moejax.errors import UserError
 from moejax.evaluate.experiments.arms import read_arm
 from moejax.evaluate.experiments.records import read_results
-from moejax.evaluate.experiments.report.page import text_tables
+from moejax.evaluate.experiments.report.page import page
 from moejax.evaluate.experiments.report.tables import tables_of
 from moejax.evaluate.experiments.sources.conversations import (
     SessionKind,
@@ -22,7 +22,7 @@ from moejax.evaluate.experiments.sources.conversations import (
     read_sessions,
 )
 
-BURSTS = 'turns(sessions=3, turns=2, arrival="bursty", rate=8.0, document_tokens=60)'
+BURSTS = "turns,sessions=3,turns=2,arrival=bursty,rate=8.0,document_tokens=60"
 
 GRID = {
     "policies": ["lru", "mv_wsa", "mv_wsa=train", "peak_headroom"],
@@ -37,7 +37,7 @@ GRID = {
 
 
 def test_sessions_of_two_kinds_come_one_after_the_other():
-    kinds = read_sessions(f"{BURSTS} then turns(sessions=2, turns=1)")
+    kinds = read_sessions(f"{BURSTS} then turns,sessions=2,turns=1")
     found = draw_sessions(kinds, 64, seed=3)
     assert [len(each.turns) for each in found] == [2, 2, 2, 1, 1]
     assert min(x.arrival_s for x in found[3:]) > max(x.arrival_s for x in found[:3])
@@ -79,9 +79,9 @@ def test_arrivals_have_their_rate_and_only_bursty_ones_are_bursty():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("sessions", 0, "sessions must be a whole number above 0, got 0"),
-        ("answer_tokens", 0, "answer_tokens must be a whole number above 0"),
-        ("document_tokens", -1, "document_tokens must be a whole number above 0"),
+        ("sessions", 0, "sessions must be a number above 0, got 0"),
+        ("answer_tokens", 0, "answer_tokens must be a number above 0"),
+        ("document_tokens", -1, "document_tokens must be a number above 0"),
         ("think_s", float("nan"), "think_s must be a number above 0"),
         ("arrival", "uniform", "arrival is one of poisson, bursty, not 'uniform'"),
         ("rate", 0.0, "rate must be a number above 0, got 0"),
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(field, value, message):
 def test_policies_are_told_the_prices(tmp_path):
     costs = read_prices({"miss_ms": 4, "page_ms": 0.5}).costs
     assert (costs.expert_s, costs.page_s) == (pytest.approx(4e-3), pytest.approx(1e-3))
-    arm = read_arm("mv_wsa(decay=0.8, expect_returns=False)", tmp_path, shared=True)
+    arm = read_arm("mv_wsa,decay=0.8,expect_returns=false", tmp_path, shared=True)
     (policy,) = [each for each in arm.policies if isinstance(each, MvWsa)]
     assert policy.rule.decay == 0.8 and not policy.expect_returns
 
@@ -149,7 +149,7 @@ def test_a_grid_of_conversations_goes_on_and_is_reported(played):
     assert [row[:2] for row in table.rows[:2]] == [("lru", "25%"), ("lru", "50%")]
     assert {row[0] for row in table.rows[2:]} == {*GRID["policies"][1:]}
     assert {"/ best held", "tokens/s", "TTFT ms", "KV pages moved"} <= {*table.headings}
-    assert table.title in text_tables(played)
+    assert table.title in page(played, {}, "md")
     changed = [{**row, "tokens": row["policy"]} for row in played.rows]
     notes = dataclasses.replace(played, rows=changed).notes()
     assert any("changed tokens" in note for note in notes)

@@ -14,7 +14,7 @@ from moejax.evaluate.experiments import bench, grid
 from moejax.evaluate.experiments.report.tables import tables_of
 from tests.moejax.engine.budget_workload import COSTS
 
-FORESTS = "expertflow=train(trees=2, leaves=8, reach=1, pool=False)"
+FORESTS = "expertflow=train,trees=2,leaves=8,reach=1,pool=false"
 LEARNED = ["static=train", "coactivation=train", "promoe=train", FORESTS, "oracle=run"]
 pytestmark = pytest.mark.slow  # engines of their own; test_grid.py shows the common kind
 SMALL = {"texts": ["story"], "prompt_tokens": 40, "output_tokens": 6, "repeats": 1}
@@ -123,7 +123,7 @@ def test_what_was_learned_is_found_again(learned, monkeypatch):
 DRAWN = {
     "policies": ["lru", "lfu", "coactivation=train", "oracle=run"],
     "budgets": ["25%", "75%"],
-    "routing": ["qwen3-like(layers=2, shared=0.5)", "uniform(layers=2, experts=16, top_k=2)"],
+    "routing": ["qwen3-like,layers=2,shared=0.5", "uniform,layers=2,experts=16,top_k=2"],
     "prompt_tokens": 12,
     "output_tokens": 12,
     "batch": [1, 2],

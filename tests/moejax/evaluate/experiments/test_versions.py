@@ -13,15 +13,15 @@ from moejax.evaluate.experiments.sources.precisions import read_mix
 from moejax.evaluate.token_ids import TokenIds
 from tests.host_offload.traces.traces_of import write_trace
 
-MIX = 'hi="dense", lo="int4"'
+MIX = "hi=dense,lo=int4"
 
 GRID = {
     "policies": ["lru", "lfu"],
     "precision": [
         "int8",
-        f"map=train({MIX})",
-        f'dynaexq({MIX}, interval="64 tokens", spares=2)',
-        f"dynaexq({MIX}, paged=True)",
+        f"map=train,{MIX}",
+        f"dynaexq,{MIX},interval=64 tokens,spares=2",
+        f"dynaexq,{MIX},paged=true",
     ],
     "budgets": ["int8"],
     "texts": ["story", "math"],
@@ -41,7 +41,7 @@ def counted(tmp_path, ids):
 
 def test_a_map_has_those_high_that_were_selected_most(tmp_path):
     trace = counted(tmp_path, [2, 2, 2, 1, 1, 0])
-    found = read_mix(f"map=train({MIX})", tmp_path)
+    found = read_mix(f"map=train,{MIX}", tmp_path)
     assert found.learns == "map"
     taught = found.teach(trace)
     assert not taught.learns
@@ -52,7 +52,7 @@ def test_a_map_has_those_high_that_were_selected_most(tmp_path):
 
 
 def test_a_policy_learns_scores_from_the_training_part(tmp_path):
-    found = read_mix(f'dynaexq({MIX}, interval="6 tokens", scores="train")', tmp_path)
+    found = read_mix(f"dynaexq,{MIX},interval=6 tokens,scores=train", tmp_path)
     taught = found.teach(counted(tmp_path, [2, 2, 2, 1, 1, 0]))
     assert taught.precision.policy.scores.tolist() == [[1, 2, 3, 0]]
 
