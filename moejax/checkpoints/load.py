@@ -59,61 +59,56 @@ def load_checkpoint(
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: bool = False,
 ) -> LoadedModel:
-    """Loads a local checkpoint directory, shard by shard.
+    """Loads a local checkpoint directory, shard by shard. Host memory grows by the experts, one
+    parameter and a few tensors.
 
-    Host memory grows by the experts, one parameter and a few tensors. path: a directory with
-    config.json and model.safetensors or an index with shards, or an Orbax checkpoint. dtype:
-    "auto" (the checkpoint's) or one of DTYPE_NAMES. device: the first one by default. progress:
-    called with (done, total) bytes of tensors read. step, name_map: of an Orbax checkpoint that
-    another program wrote: which step (moejax.checkpoints.orbax.steps.Step), and which leaf is which
-    tensor, a file or a shipped map's name (docs/how-to/checkpoints.md). versions: of experts, in
-    the store if the checkpoint has them; if it lacks one, the store has dense, from which
-    moejax.checkpoints.versions.with_versions makes it. in_files: experts stay in the files, of
-    safetensors or of a converted checkpoint: none of their bytes is read, and what cannot be made
-    without reading them is refused. verify_reads: their checksums, where they have some, are
-    verified when they are read. cache: of them in pinned memory; None: native threads read them.
-    new_builder: of the store, as of new_store.
-    shared: experts lie in memory that other processes share (moejax.checkpoints.shared_memory),
-    LoadedModel.shared, and are read only if none of those has; not on a GPU. Raises UserError,
-    naming file and tensor, or layer and expert, for whatever is wrong with them; all names, shapes
-    and dtypes, and the files' sizes, are checked before the first weight is read.
+    - `path`: a directory with config.json and model.safetensors or an index with shards, or an
+      Orbax checkpoint.
+    - `dtype`: "auto" (the checkpoint's) or one of DTYPE_NAMES.
+    - `device`: jax's first one by default.
+    - `progress`: called with (done, total) bytes of tensors read.
+    - `step`, `name_map`: of an Orbax checkpoint that another program wrote: which step
+      (moejax.checkpoints.orbax.steps.Step), and which leaf is which tensor, a file or a shipped
+      map's name (docs/how-to/checkpoints.md).
+    - `versions`: of experts. The store has those that the checkpoint has; where it lacks one, the
+      store has dense, from which moejax.checkpoints.versions.with_versions makes it.
+    - `in_files`: experts stay in the files, of safetensors or of a converted checkpoint. None of
+      their bytes is read, and what cannot be made without reading them is refused.
+    - `verify_reads`: reads of experts in files are compared with checksums, where there are some.
+    - `cache`: of experts in files, in pinned memory; None: native threads read the files.
+    - `new_builder`: makes the store, see new_store.
+    - `shared`: experts lie in memory that other processes share (LoadedModel.shared), and are read
+      only by the first of these; not on a GPU.
+
+    Raises UserError, naming file and tensor, or layer and expert, for whatever is wrong with them;
+    all names, shapes, dtypes and sizes of files are checked before the first weight is read.
     """
-    began = time.perf_counter()
+    marks = [time.perf_counter()]
     directory = checkpoint_directory(path)
     kind = checkpoint_format(directory)
     check_orbax_options(directory, kind, step, name_map)
     if in_files:
         require_records(directory, kind)
+    device = jax.devices()[0] if device is None else device
     with contextlib.ExitStack() as failed:
         memory = None
         if shared:
-            said = [kind, dtype, str(step), str(name_map), list(versions), in_files]
+            asked = [kind, dtype, str(step), str(name_map), list(versions), in_files]
             inside = (path for path in directory.rglob("*") if path.is_file())
-            memory = open_shared([*said, *content_of(directory, inside)])
+            memory = open_shared([*asked, *content_of(directory, inside)])
             failed.callback(memory.close)
-        opened: Checkpoint
-        if kind == "moejax-orbax":
-            opened = open_stored(directory)
-        else:
-            opened = open_tensors(directory, kind, step, name_map)
-        to_name = run_dtype(dtype, opened.dtype)
-        run = StoredModel(directory, opened.config, to_name)
-        held = opened.hold(to_name, versions)
+        opened = _open(directory, kind, step, name_map)
+        run = StoredModel(directory, opened.config, run_dtype(dtype, opened.dtype))
+        held = opened.hold(run.dtype, versions)
         files: Mapping[str, RecordSource] = {}
         if in_files:
-            files = opened.record_files(to_name, versions, held, verify_reads, cache is None)
-        marks = [began, time.perf_counter()]
-        device = jax.devices()[0] if device is None else device
+            files = opened.record_files(run.dtype, versions, held, verify_reads, cache is None)
+        marks.append(time.perf_counter())
         _require_room(opened, run, {} if memory and memory.filled else held, device, files, cache)
         params, arrays = _read(
             opened, run, {} if in_files else held, device, progress, marks, new_builder, memory
         )
         arrays |= {version: _unread(source, device, cache) for version, source in files.items()}
-        whole, stored = sum(run.config.moe_layers), {}
-        for version, layers in held.items():
-            some = tuple(layers) if len(layers) < whole else ()
-            layout, source = run.layout(version), files.get(version)
-            stored[version] = StoredVersion(layout, arrays[version], some, source)
         warn_nonfinite(str(opened.directory), opened.nonfinite)
         if memory is not None:
             memory.complete()
@@ -121,14 +116,37 @@ def load_checkpoint(
     marks.append(time.perf_counter())
     return LoadedModel(
         run.config,
-        to_name,
+        run.dtype,
         params,
-        ExpertStore(stored),
+        _store_of(run, held, arrays, files),
         run.layout(),
         dict(zip(_PHASES, np.diff(marks).tolist(), strict=True)),
         {v: made for v, made in opened.quantizers.items() if v in held},
         memory,
     )
+
+
+def _open(
+    directory: Path, kind: str, step: int | str | None, name_map: str | os.PathLike | None
+) -> Checkpoint:
+    if kind == "moejax-orbax":
+        return open_stored(directory)
+    return open_tensors(directory, kind, step, name_map)
+
+
+def _store_of(
+    run: StoredModel,
+    held: Mapping[str, Sequence[int]],
+    arrays: Mapping[str, Any],
+    files: Mapping[str, RecordSource],
+) -> ExpertStore:
+    """The store of these arrays, of which a version may lack layers or lie in files."""
+    every, stored = sum(run.config.moe_layers), {}
+    for version, layers in held.items():
+        some = tuple(layers) if len(layers) < every else ()
+        layout, source = run.layout(version), files.get(version)
+        stored[version] = StoredVersion(layout, arrays[version], some, source)
+    return ExpertStore(stored)
 
 
 def _require_room(
