@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from host_offload.memory.budget import format_bytes
 from moejax.commands import add_command, print_table
 from moejax.commands.model import CHECKPOINT, add_described, pick_arguments
-from moejax.sizes import parse_rate, parse_size
+from moejax.sizes import parse_size
 from moejax.start.fields import Description
 
 if TYPE_CHECKING:
@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
 """Memories that are shown where there is no GPU to ask."""
 
-LINK = "25GB/s"
-"""About what PCIe 4.0 with 16 lanes gives."""
-
 _OF_A_RUN = {
     "memory": Description(
         "memory of the device, such as 16GiB (default: the GPU's; without one, several sizes)",
         metavar="SIZE",
-    ),
-    "link": Description(
-        f"bytes per second from host to device (default: {LINK})", metavar="RATE", default=LINK
     ),
     "batch": Description("sequences in a step (default: 1)", type=int, default=1),
     "context": Description("tokens of a sequence (default: the model's most)", type=int),
@@ -51,11 +45,6 @@ memory:
   --memory is what jax may use of the device: the dense part, and an arena of 85% of the rest, which
   is what generate --memory sets. moejax lets jax take what is free of a GPU, unless
   XLA_CLIENT_MEM_FRACTION says otherwise.
-
-cost:
-  The bytes that a decode step moves are expected ones if routing were uniform: B tokens then need
-  E·(1 − (1 − k/E)^B) of a layer's E experts, of which the share that is not resident is missing.
-  Real routing repeats itself and misses less.
 """
 
 
@@ -66,8 +55,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _run,
         "show what a checkpoint needs and what fits",
         _EPILOG,
-        "Show a checkpoint's sizes, what of it fits into a device and what a step then moves.\n"
-        "Reads the config and the headers of the weights only.",
+        "Show a checkpoint's sizes and what of it fits into a device. Reads the config and the\n"
+        "headers of the weights only.",
     )
     info.add_argument(
         "path",
@@ -81,7 +70,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     memory = None if args.memory is None else parse_size(args.memory)
-    link = parse_rate(args.link)
     # jax would else take most of a GPU that is only asked for its size.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -91,9 +79,9 @@ def _run(args: argparse.Namespace) -> int:
     info = model_info(config, args.dtype)
     known = _gpu_memory() if memory is None else memory
     run, memories = pick_arguments(args, ("batch", "context")), SIZES if known is None else (known,)
-    fits = [fit(config, size, dtype=args.dtype, link=link, **run) for size in memories]
+    fits = [fit(config, size, dtype=args.dtype, **run) for size in memories]
     if args.json:
-        given = {"path": args.path, "link": link, **run}
+        given = {"path": args.path, **run}
         print(json.dumps({**given, **info_json(info, weights, fits)}, indent=2))
         return 0
     kind = "config alone"
@@ -115,12 +103,8 @@ def _run(args: argparse.Namespace) -> int:
     print_table(("memory", "bytes"), ((what, format_bytes(size)) for what, size in sizes.items()))
     print_table(("expert", "bytes", "of dense", "of all", "made by"), _versions(info, weights))
     tokens = args.context or info.max_model_len
-    print(
-        f"\nWhat fits, and what a decode step of {args.batch} then moves at {args.link} if routing "
-        f"is\nuniform; sequences of {tokens} tokens:"
-    )
-    columns = "device", "arena", "experts", "KV tokens", "sequences", "moved", "at least"
-    print_table(columns, map(_fit, fits))
+    print(f"\nWhat fits, with {args.batch} sequences of {tokens} tokens at once:")
+    print_table(("device", "arena", "experts", "KV tokens", "sequences"), map(_fit, fits))
     for one in fits:
         if one.problem is not None:
             print(f"{format_bytes(one.memory)}: {one.problem}")
@@ -163,7 +147,6 @@ def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, .
 
 def _fit(size: Fit) -> tuple[str, ...]:
     if size.problem is not None:
-        return format_bytes(size.memory), *("–",) * 6
+        return format_bytes(size.memory), *("–",) * 4
     held = f"{size.resident_share:.1%}", f"{size.kv_tokens:,}", f"{size.sequences:,}"
-    moved = format_bytes(round(size.step_bytes)), f"{size.step_floor_s * 1e3:.3g} ms"
-    return format_bytes(size.memory), format_bytes(size.arena_bytes), *held, *moved
+    return format_bytes(size.memory), format_bytes(size.arena_bytes), *held

@@ -17,7 +17,7 @@ from moejax.start.decide.start_plan import StartPlan, decide, step_spec
 from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
-from moejax.start.report.model_info import model_info, read_headers
+from moejax.start.report.model_info import read_headers
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measure_rates
 
@@ -48,13 +48,12 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     of_memory = automatic(settings, chosen.platform)
     device = device_facts(chosen, automatic=of_memory)
     if device.memory is not None:
-        taken = model_info(config, options.model.dtype).device_bytes
-        free = FreeMemory(max(device.memory.free - taken, 0))
+        free = FreeMemory(max(device.memory.free - model.param_bytes, 0))
         device = dataclasses.replace(device, memory=free)
         if of_memory:
             assumed.append(
-                f"the device's free memory is as now, less {taken} bytes of parameters; what steps "
-                "need is not measured, a share is left for it"
+                f"the device's free memory is as now, less {model.param_bytes} bytes of "
+                "parameters; what steps need is not measured, a share is left for it"
             )
     if settings.tiers is not None:
         rates = measure_rates(step_spec(settings, model, device), chosen)

@@ -1,4 +1,4 @@
-"""What a model needs: parameters, bytes of each part, and what fits into a given memory.
+"""Sizes of a model: parameters, bytes of each part, and what fits into a given memory.
 
 Arithmetic on a config; of weights at most the headers are read.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from host_offload.memory.budget import ArenaTooSmall, cells_per_layer, format_bytes, resolve_budget
+from host_offload.memory.budget import ArenaTooSmall, format_bytes, resolve_budget
 from host_offload.memory.device_memory import SHARE
 from moejax.checkpoints.load import (
     check_orbax_options,
@@ -82,10 +82,8 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What a device of `memory` bytes holds and what a decode step then moves over the link.
-
-    Where nothing runs, `problem` says why and the other numbers are 0.
-    """
+    """What a device of `memory` bytes holds. Where nothing runs, `problem` says why and the other
+    numbers are 0."""
 
     memory: int
     arena_bytes: int = 0
@@ -95,10 +93,6 @@ class Fit:
     kv_tokens: int = 0
     sequences: int = 0
     """Sequences of the whole context whose KV fits at once."""
-    step_bytes: float = 0.0
-    """Missing experts that a decode step is expected to move, see expected_step_bytes."""
-    step_floor_s: float = 0.0
-    """step_bytes over the link's rate: no step is faster on average."""
     problem: str | None = None
 
 
@@ -197,11 +191,10 @@ def fit(
     dtype: str = "auto",
     batch: int = 1,
     context: int | None = None,
-    link: float,
 ) -> Fit:
     """What fits into `memory` bytes of a device: the dense part first, then the arena as an engine
     would split it (host_offload.memory.budget), for `batch` sequences of `context` tokens (default:
-    the model's longest). link: bytes per second from host memory to the device.
+    the model's longest).
 
     Raises UserError for a batch or context below one or a context beyond the model's.
     """
@@ -232,9 +225,6 @@ def fit(
         fits = error.largest_model_len
         hint = f"; {fits} tokens would fit" if fits else ""
         return Fit(memory, arena, problem=f"too small for the KV of {context} tokens{hint}")
-    cells = cells_per_layer(budget.expert_slots, info.moe_layers, info.experts)
-    record = info.versions["dense"]["record_bytes"]
-    moved = expected_step_bytes(info.experts, info.experts_per_token, batch, cells, record)
     return Fit(
         memory=memory,
         arena_bytes=arena,
@@ -242,27 +232,11 @@ def fit(
         resident_share=budget.expert_slots / (info.moe_layers * info.experts),
         kv_tokens=budget.pages * slots.page.block_size,
         sequences=budget.pages // -(-context // slots.page.block_size),
-        step_bytes=moved,
-        step_floor_s=moved / link,
     )
 
 
-def expected_step_bytes(
-    experts: int, top_k: int, batch: int, cells: tuple[int, ...], record_bytes: int
-) -> float:
-    """Bytes of missing experts that a decode step is expected to move.
-
-    Each of B tokens is taken to need k of E experts, uniformly and on its own, so a layer needs
-    E·(1 − (1 − k/E)^B) and misses the share that has no cell, whatever is evicted: 1 − cells / E.
-    Real routing is less even and repeats itself, and a policy that uses that misses less. cells: of
-    each MoE layer. record_bytes: of one expert.
-    """
-    active = experts * (1 - (1 - top_k / experts) ** batch)
-    return sum(active * (1 - count / experts) for count in cells) * record_bytes
-
-
 def info_json(info: ModelInfo, weights: Weights | None, fits: list[Fit]) -> dict[str, Any]:
-    """All of it as one JSON object; sizes in bytes, times in seconds."""
+    """All of it as one JSON object, sizes in bytes."""
     return {
         "weights": None if weights is None else dataclasses.asdict(weights),
         **dataclasses.asdict(info),

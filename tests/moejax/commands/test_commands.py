@@ -89,7 +89,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "info": [
         (["info", "nowhere"], "nowhere: no such directory"),
         (["info", "demo", "--memory", "lots"], "'lots' is not a size"),
-        (["info", "demo", "--link", "0GB/s"], "'0GB/s' is not a rate"),
+        (["info", "demo", "--memory", "1.5"], "'1.5' is not a size"),
         (["info", "demo", "--dtype", "int4"], "dtype 'int4' is unknown"),
         (["info", "demo", "--context", "5000"], "context 5000 is more than the model's 1024"),
     ],
