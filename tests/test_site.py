@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 
 import pytest
 
 from moejax import LLM, SamplingParams
-from moejax.commands.main import COMMANDS
+from moejax.commands.main import COMMANDS, main
 from moejax.start.options import OPTIONS
 from scripts.site.hooks import GENERATED, MARK, flat, link_pages
 from tests.conftest import REPOSITORY
@@ -52,3 +53,16 @@ def test_every_statistic_is_described():
         found = llm.stats()
     said = re.findall(r"^ +- ((?:`\w+`(?:, )?)+):", LLM.stats.__doc__ or "", re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", "".join(said))) == set(found)
+
+
+@pytest.mark.slow
+def test_every_field_of_an_evaluation_is_described(tmp_path, capsys):
+    text, output = tmp_path / "text", tmp_path / "results.jsonl"
+    text.write_text("The old house stood at the end of the road.")
+    files = ["--data", str(text), "--output", str(output)]
+    options = ["--window", "8", "--expert-budget", "25%", "--json"]
+    assert main(["eval", "demo", "--task", "perplexity", *files, *options]) == 0
+    found = json.loads(capsys.readouterr().out) | json.loads(output.read_text())
+    page = (REPOSITORY / "docs/reference/evaluation.md").read_text()
+    said = set(re.findall(r"`(?:run\.)?(\w+)`", page))
+    assert not (set(found) | set(found["run"])) - said - {"run"}

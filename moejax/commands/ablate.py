@@ -34,7 +34,7 @@ exit status:
   0 done, 2 a mistake that the message explains, 3 the grid is done but some of its runs are errors
   (their records say why), 130 interrupted (Ctrl-C)
 
-docs/how-to/compare_policies.md has all keys of the file and all columns of the records.
+docs/reference/grids.md has all keys of the file and all columns of the records.
 """
 
 

@@ -86,7 +86,7 @@ windows:
   As in transformers' "Perplexity of fixed-length models": windows begin every --stride tokens, and
   each scores what the one before did not reach, so every token but a file's first is scored once.
   With --stride equal to --window nothing overlaps, and the first token of each window, which has no
-  context, is not scored. docs/how-to/evaluation.md has the fields of --json.
+  context, is not scored. docs/reference/evaluation.md has the fields of --json.
 
 exit status:
   0 done, 2 a mistake that the message explains, 130 interrupted (Ctrl-C), 141 stdout was closed

@@ -31,7 +31,7 @@ examples:
 
 _CONVERT_EPILOG = """\
 SRC is an array of expert ids [tokens, layers, k] as .npy, or .npz with more columns, or .jsonl with
-a request or a response of vLLM or SGLang per line; docs/reference/trace_format.md has them all.
+a request or a response of vLLM or SGLang per line; docs/how-to/traces.md has them all.
 What SRC does not say is absent from DST, never made up.
 
 examples:

@@ -13,7 +13,7 @@ from host_offload.control import step_record
 from host_offload.control.step_record import COLUMNS, USES, LinkUse, PageUse, StepRecord
 from moejax.commands.main import COMMANDS
 from moejax.start.fields import Option, options_of
-from moejax.start.options import GROUPS, OPTIONS
+from moejax.start.options import GROUPS
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = re.compile(r"^<!-- generate: (\w+) -->$", re.MULTILINE)
@@ -43,7 +43,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def prose(text: str) -> str:
     """A help text as Markdown: flags and KEY=VALUE as code."""
-    return CODE.sub(r"`\1`", text.replace("<", "&lt;"))
+    parts = text.replace("<", "&lt;").split("`")
+    parts[::2] = [CODE.sub(r"`\1`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 # ---- the command line
@@ -66,8 +68,9 @@ def flat(commands: argparse._SubParsersAction) -> Iterator[argparse.ArgumentPars
 
 
 def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
-    own = [a for a in parser._actions if a.dest not in OPTIONS or not a.option_strings]
-    own = [a for a in own if a.dest not in ("help", "help_all")]
+    groups = parser._action_groups
+    shared = {a for group in groups if group.title in GROUPS for a in group._group_actions}
+    own = [a for a in parser._actions if a not in shared and a.dest not in ("help", "help_all")]
     names = " ".join(written(a) for a in own if not a.option_strings)
     yield f"## {parser.prog}"
     yield f"`{parser.prog}{' ' + names if names else ''}{' [OPTIONS]' if own else ''}`"
@@ -75,7 +78,7 @@ def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
     rows = [(f"`{written(a)}`", prose((a.help or "") % vars_of(a))) for a in own]
     if rows:
         yield table(("argument", "meaning"), rows)
-    if len(own) < len(parser._actions) - 3:
+    if shared:
         yield "It also takes the [model options](options.md)."
     if parser.epilog:
         yield f"```text\n{parser.epilog.strip()}\n```"
@@ -91,7 +94,8 @@ def written(action: argparse.Action) -> str:
     if isinstance(value, tuple):
         value = " ".join(value)
     if not action.option_strings:
-        return value or action.dest.upper()
+        name = value or action.dest.upper()
+        return f"[{name}]" if action.nargs == "?" else name
     if not value and action.nargs != 0:
         value = action.dest.upper()
     return f"{action.option_strings[-1]} {value}".strip()

@@ -149,7 +149,7 @@ def _key(read: Reader, default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition:
-    """The keys of a definition; docs/how-to/compare_policies.md says what they mean. Tuples are
+    """The keys of a definition; docs/reference/grids.md says what they mean. Tuples are
     axes of the grid."""
 
     model: str = _key(_text, "demo")

@@ -7,7 +7,7 @@ from pathlib import Path
 from moejax.errors import UserError
 
 GRID = """\
-# What is compared: moejax ablate grid.yaml (docs/how-to/compare_policies.md has all keys).
+# What is compared: moejax ablate grid.yaml (docs/reference/grids.md has all keys).
 policies: [lru, lfu, static, random, my_policy.py:MyPolicy]
 budgets: ["37.5%", "75%"]  # shares of the experts, or bytes such as 2MiB
 texts: [story, code]       # in the package, or paths of your own
