@@ -1,7 +1,7 @@
-"""Classes of GPUs by the shared memory that one program can have: what decides how many tiles a
-kernel may have in flight, and so its `num_stages`, never its sums.
+"""Classes of GPUs by the shared memory of one program.
 
-A kernel whose tiles would not fit everywhere has a table of stages by class, and gets the class as
+The class decides how many tiles a kernel has in flight (`num_stages`) and never changes a sum. A
+kernel whose tiles do not fit every GPU has a table of stages by class and gets the class as
 `shared_kib`. Tiles and their order along the summed axis are the same in all classes.
 """
 
@@ -19,10 +19,11 @@ technical specifications per compute capability)."""
 
 
 def shared_class(device: jax.Device) -> int:
-    """The class of a device: the largest of CLASSES that it has room for, as it says itself
-    (`shared_memory_per_block_optin`), else by its compute capability; the smallest for a GPU that
-    says neither, or that has room for none. Where nothing but the interpreter runs kernels, on a
-    CPU, the largest.
+    """The largest of CLASSES that fits the device.
+
+    A GPU reports its shared memory (`shared_memory_per_block_optin`); otherwise its compute
+    capability decides, and without either the smallest class is taken. On a CPU, where only the
+    interpreter runs kernels, it is the largest class.
     """
     if device.platform != "gpu":
         return CLASSES[-1]

@@ -14,8 +14,8 @@ from pallas_kernels.triton import KERNEL_DTYPES, is_interpreted
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """The chosen implementation of each op, a field of the name of the op's folder, and for which
-    class of GPU."""
+    """The chosen implementation of each op, and the class of GPU. A field has the name of the op's
+    folder."""
 
     linear: str
     head_linear: str
@@ -34,15 +34,16 @@ class Ops:
     paged_attention: str
     truncate: str
     shared_kib: int = CLASSES[-1]
-    """The one field that is no op: the class of the GPU, by which kernels choose their stages."""
+    """The class of the GPU, by which kernels choose their stages. The only field that is not an
+    op."""
 
     def chosen(self) -> dict[str, str]:
         """Op → implementation."""
         return {op: getattr(self, op) for op in OPS}
 
     def are_kernels(self, *ops: str) -> bool:
-        """Whether all of these ops are kernels; what that decides beyond the ops themselves is
-        below, a question each."""
+        """Whether all of these ops are kernels. The properties below name what follows from
+        that."""
         return all(getattr(self, op) == "pallas" for op in ops)
 
     @property
@@ -72,24 +73,25 @@ class Ops:
 
     @property
     def ends_layers(self) -> bool:
-        """Whether combine moves the layer's index on and gives squares in its own launch."""
+        """Whether combine increments the layer's index and returns squares in its own launch."""
         return self.are_kernels("combine")
 
     @property
     def merges_by_counters(self) -> bool:
-        """Whether a layer's last programs, told by counters, do what follows their launch."""
+        """Whether the last program of a launch, found by counters, also does the work of the next
+        launch."""
         return self.are_kernels("combine", "expert_ffn")
 
     @property
     def truncates_by_row(self) -> bool:
-        """Whether truncating a row's tokens has the same bits among any number of rows."""
+        """Whether truncating one row has the same bits with any number of rows."""
         return self.are_kernels("truncate")
 
 
 MADE_OF = {"fill_ffn": ("fill", "expert_ffn")}
-"""Op that does at once what others do one after the other → those. Its "xla" stands for them, each
-by its own implementation; a name that is given for all ops is not its own, as its kernel may not
-run the model where theirs do."""
+"""Fused op → the ops that it replaces. Its implementation "xla" runs these ops, each by its own
+implementation. A name that is given for all ops does not apply to it, since its kernel may not run
+a model that theirs run."""
 
 OPS: dict[str, tuple[str, ...]] = {
     field.name: tuple(import_module(f"pallas_kernels.{field.name}.api").IMPLEMENTATIONS)
@@ -102,10 +104,10 @@ OPS: dict[str, tuple[str, ...]] = {
 def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
     """Op → wanted implementation or "auto", for every op.
 
-    ops: "auto", the name of one implementation for every op that has it, pairs as in
-    "plan=xla,route=pallas", or a mapping; ops left out are "auto".
+    - `ops`: "auto"; one implementation, for every op that has it; pairs such as
+      "plan=xla,route=pallas"; or a mapping. Ops that are not named are "auto".
 
-    Raises ValueError naming what exists, for an op or an implementation that does not.
+    Raises ValueError for an unknown op or implementation, with those that exist.
     """
     if isinstance(ops, str) and "=" in ops:
         ops = parse_pairs("ops", ops, dict.fromkeys(OPS, str))
@@ -127,7 +129,7 @@ def parse_ops(ops: str | Mapping[str, str]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a backend must run on."""
+    """The device, dtype and model that a backend must run."""
 
     platform: str
     """The device's, "cpu" or "gpu"."""
@@ -135,7 +137,7 @@ class Target:
     no_kernel: Mapping[str, str]
     """Op whose kernel this model cannot use → why (its `why_not_pallas`)."""
     no_native: Mapping[str, str]
-    """Op whose native CPU op cannot read what it would get → why."""
+    """Op whose native CPU op cannot read its input → why."""
 
 
 def why_not_native(op: str, target: Target) -> str | None:
@@ -168,10 +170,11 @@ WHY_NOT: dict[str, Callable[[str, Target], str | None]] = {
     "pallas": why_not_kernel,
     "cpu": why_not_native,
 }
-"""Backend → why it cannot run an op. What is not here, such as "xla", runs everywhere."""
+"""Backend → function that says why it cannot run an op. Names not in here, such as "xla", run
+everywhere."""
 
 AUTO = {"gpu": ("pallas", "xla"), "cpu": ("cpu", "xla")}
-"""Platform → what "auto" takes, the first that has the op and can run it."""
+"""Platform → the names that "auto" tries: the first that has the op and can run it."""
 
 
 def resolve_ops(
@@ -183,13 +186,15 @@ def resolve_ops(
     no_native: Mapping[str, str] | None = None,
     shared_kib: int = CLASSES[-1],
 ) -> Ops:
-    """Decides an implementation for each op.
+    """Chooses an implementation for each op. With "auto", an op of MADE_OF is a kernel if all ops
+    that it replaces are kernels.
 
-    ops: as for parse_ops. platform to no_native: as of Target. shared_kib: the device's
-    `cards.shared_class`. An op of MADE_OF is by itself a kernel where all that it is made of are.
+    - `ops`: see parse_ops.
+    - `platform`, `dtype`, `no_kernel`, `no_native`: see Target.
+    - `shared_kib`: the device's `cards.shared_class`.
 
-    Raises ValueError for what parse_ops refuses, for a backend asked for where it cannot run
-    (WHY_NOT), and for a class that does not exist.
+    Raises ValueError for what parse_ops refuses, for a named backend that cannot run (WHY_NOT), and
+    for an unknown class.
     """
     if shared_kib not in CLASSES:
         raise ValueError(f"kernels have tables for {CLASSES} KiB a program, not {shared_kib}")

@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 MODULES = {"xla": "reference", "pallas": "pallas_triton"}
-"""Name → module of the two that most ops have; any other one is in the module of its name."""
+"""Name → module, for the two implementations that most ops have. Any other implementation is in the
+module of its name."""
 
 
 def implementations(op: str, names: Sequence[str], function: str = "") -> dict[str, Callable]:
-    """Name → function. function: what it is called in the modules, if not as the op."""
+    """Name → function, for the named implementations.
+
+    - `function`: its name in the modules, if it differs from the op's.
+    """
     return {
         name: getattr(
             import_module(f"pallas_kernels.{op}.{MODULES.get(name, name)}"), function or op
@@ -26,10 +30,11 @@ def pick(
     name: str,
     shared_kib: int | None = None,
 ) -> Callable:
-    """The function of one implementation. shared_kib: of an op whose kernel has tables by class of
-    GPU (`cards`); only its kernel is told.
+    """The function of one implementation.
 
-    Raises ValueError naming what exists.
+    - `shared_kib`: the class of GPU (`cards`), passed to the kernel only, if its tables need it.
+
+    Raises ValueError for an unknown implementation, with those that exist.
     """
     if name not in implementations:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The one grammar of options that are text: ``NAME[=PATH][,KEY=VALUE…]``.
+"""The grammar of options that are text: ``NAME[=PATH][,KEY=VALUE…]``.
 
-``placement=prescope,per_token=20us``, ``precision=dynaexq,alpha=0.9``, ``prefetch=learned=FILE``
-and ``ops=plan=xla,route=pallas`` are read by `parse_option` and `parse_pairs`, so that every
-mistake in them is answered in one form, with the nearest word that exists. `reads` makes an object
-of what such a text says.
+`parse_option` and `parse_pairs` read ``placement=prescope,per_token=20us``,
+``precision=dynaexq,alpha=0.9``, ``prefetch=learned=FILE`` and ``ops=plan=xla,route=pallas``. So all
+mistakes get one form of message, with the nearest word that exists. `reads` turns such a text into
+an object.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Reader = Callable[[str], Any]
 
 
 class OptionText(NamedTuple):
-    """What an option says."""
+    """An option that was read."""
 
     name: str
     path: str | None
-    """What follows ``NAME=``; None: nothing."""
+    """The text after ``NAME=``; None: there is none."""
     settings: dict[str, Any]
 
 
@@ -38,13 +38,13 @@ def parse_option(
 ) -> OptionText:
     """Reads ``NAME[=PATH][,KEY=VALUE…]``.
 
-    - `option`: what messages call it, such as "precision".
-    - `settings`: the names that there are, each with the readers of its keys.
-    - `paths`: the names that take ``=PATH``.
-    - `known`: names that messages list too, though they are read elsewhere.
+    - `option`: its name in messages, such as "precision".
+    - `settings`: name → readers of its keys.
+    - `paths`: names that take ``=PATH``.
+    - `known`: further names for messages, which are read elsewhere.
 
-    Raises ValueError for an unknown name or key, for a key given twice, for a value that its reader
-    refuses, and for a path where there is none.
+    Raises ValueError for an unknown name or key, a key that is given twice, a value that its reader
+    refuses, and a path for a name that takes none.
     """
     first, *pairs = text.split(",")
     name, equals, path = (part.strip() for part in first.partition("="))
@@ -60,8 +60,12 @@ def parse_option(
 
 
 def parse_pairs(whose: str, text: str, readers: Mapping[str, Reader]) -> dict[str, Any]:
-    """Reads ``KEY=VALUE,…``; "" is {}. whose: what messages say has these keys. Raises ValueError
-    as parse_option."""
+    """Reads ``KEY=VALUE,…``; "" is {}.
+
+    - `whose`: the owner of the keys in messages.
+
+    Raises ValueError as parse_option.
+    """
     found: dict[str, Any] = {}
     for pair in text.split(",") if text else ():
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -79,8 +83,12 @@ def parse_pairs(whose: str, text: str, readers: Mapping[str, Reader]) -> dict[st
 
 
 def read_value(whose: str, text: str, reader: Reader) -> Any:
-    """Reads one value. whose: what messages say before it, such as ``--epsilon ``. Raises
-    ValueError for a text that the reader refuses."""
+    """Reads one value.
+
+    - `whose`: words before the value in messages, such as ``--epsilon ``.
+
+    Raises ValueError for a text that the reader refuses.
+    """
     try:
         return reader(text)
     except ValueError as error:
@@ -90,8 +98,9 @@ def read_value(whose: str, text: str, reader: Reader) -> Any:
 def reads(
     option: str, kind: type[T], settings: Mapping[str, Mapping[str, Reader]]
 ) -> Callable[[str | T], T]:
-    """What reads the texts of an option as objects of a class: ``NAME,KEY=VALUE…`` is kind(NAME,
-    KEY=VALUE…). An object is taken as it is. Raises ValueError as parse_option and the class do."""
+    """Makes a function that reads an option's text as an object: ``NAME,KEY=VALUE…`` becomes
+    kind(NAME, KEY=VALUE…). An object passes unchanged. The function raises ValueError as
+    parse_option and the class do."""
     made: Any = kind
 
     def read(given: str | T) -> T:
@@ -106,15 +115,14 @@ def reads(
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that does not exist: ``unknown eviction policy 'lruu', did you mean
-    'lru'?; known: …``."""
+    """The message for an unknown name: ``unknown eviction policy 'lruu', did you mean 'lru'?;
+    known: …``."""
     known = list(known)
     return f"unknown {what} {name!r}{nearest(name, known)}; known: {', '.join(known)}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What a message adds about a word that does not exist: ``, did you mean 'WORD'?`` with the
-    nearest known word, or nothing where none is near."""
+    """``, did you mean 'WORD'?`` with the nearest known word, or "" if no known word is near."""
     close = difflib.get_close_matches(word[:100], list(known), 1, 0.7)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -134,7 +142,7 @@ def one_of(*names: str) -> Reader:
 
 
 def whole(least: int = 0) -> Reader:
-    """Reads a whole number from `least` on."""
+    """Reads a whole number, `least` or more."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

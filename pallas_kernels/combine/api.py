@@ -32,10 +32,10 @@ def combine_and_count(
     *,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "T D"], Int[Array, 1]]:
-    """(combine, index + 1): the last kernel of a layer moves the loop over layers on, in place,
-    where a loop of XLA's launches a kernel for it.
+    """combine, and index + 1 in place: the layer's last kernel counts, so XLA's loop over layers
+    needs no kernel for its index.
 
-    Raises as combine.
+    Returns (combined, index). Raises as combine.
     """
     _check(residual, y, weights)
     fn = pick("combine", IMPLEMENTATIONS, implementation)
@@ -52,10 +52,12 @@ def combine_with_squares(
     *,
     implementation: str = "xla",
 ) -> tuple[Float[Array, "T D"], Float[Array, "T N"], Int[Array, 1] | None]:
-    """(combine, its squares as of row_squares, index + 1, in place): who normalises the sum next
-    need not read it first. index: None is not counted.
+    """combine_and_count, and the sums of squares of the result, so that the next norm need not read
+    it.
 
-    Raises as combine.
+    - `index`: None: nothing is counted.
+
+    Returns (combined, squares as row_squares returns them, index). Raises as combine.
     """
     _check(residual, y, weights)
     fn = pick("combine", IMPLEMENTATIONS, implementation)
@@ -67,7 +69,7 @@ def combine_with_squares(
 
 
 def row_squares(x: Float[Array, "T D"], *, implementation: str = "xla") -> Float[Array, "T N"]:
-    """tile_squares of the tiles that combine_with_squares has: of x before the first layer.
+    """The squares that combine_with_squares would return for x; used before the first layer.
 
     Raises ValueError for an unknown implementation.
     """

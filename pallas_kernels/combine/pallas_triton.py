@@ -19,8 +19,8 @@ TILE = 256
 """Columns of a program."""
 
 SQUARES_TILE = 64
-"""Columns of a tile of squares: what a program of the experts' last product has, which may combine
-in place of this kernel, or a half of it."""
+"""Columns of a tile of squares: those of a program of the experts' last product, or half of them.
+That product may combine in place of this kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,13 @@ def configuration(hidden: int, dtype: jax.typing.DTypeLike) -> Config:
 
 
 def combine(residual, y, weights, index=None, with_squares=False):
-    """As of the api; index: of combine_and_count; with_squares: as combine_with_squares, but out
-    alone is no tuple."""
+    """combine of the api.
+
+    - `index`: as in combine_and_count.
+    - `with_squares`: as in combine_with_squares.
+
+    Returns one array if only the sum is wanted, otherwise a tuple.
+    """
     tokens, hidden = residual.shape
     config = configuration(hidden, residual.dtype)
     tiles, counted = pl.cdiv(hidden, SQUARES_TILE), index is not None
@@ -61,8 +66,8 @@ def combine(residual, y, weights, index=None, with_squares=False):
 
 
 def _counting_kernel(residual, y, weights, _, *outs, config):
-    """As _kernel; program (0, 0) alone reads index, the last of outs, and writes it, a barrier
-    between."""
+    """_kernel, in which program (0, 0) alone reads `index`, the last of `outs`, and writes it after
+    a barrier."""
     *outs, index = outs
     _kernel(residual, y, weights, *outs, config=config)
 
@@ -79,8 +84,9 @@ def move_on(index: Any) -> None:
 
 
 def _kernel(residual, y, weights, out, *out_squares, config):
-    """Program (t, j) computes column tile j of token t; k ascends, the residual comes last.
-    out_squares: of one array or none.
+    """Program (t, j) computes column tile j of token t. k ascends, and the residual comes last.
+
+    - `out_squares`: one array or none.
 
     Writes: program (t, j) alone writes out[t, j·columns:(j+1)·columns] and the squares of
     those columns.
@@ -102,8 +108,8 @@ def _kernel(residual, y, weights, out, *out_squares, config):
 
 
 def squares_of(values: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
-    """(int32[N], float32[…, N]): which tiles of squares these columns, from the first on, are, and
-    their sums."""
+    """Which tiles of squares the columns from `first` on are, int32[N], and their sums,
+    float32[…, N]."""
     tile = min(SQUARES_TILE, values.shape[-1])
     tiles = values.reshape(*values.shape[:-1], -1, tile)
     return first // SQUARES_TILE + jnp.arange(tiles.shape[-2]), sum_of_squares(tiles)
@@ -112,7 +118,7 @@ def squares_of(values: jax.Array, first: Any) -> tuple[jax.Array, jax.Array]:
 def weighted_sum(
     parts: Iterable[tuple[jax.Array, jax.Array]], residual: Callable[[], jax.Array]
 ) -> jax.Array:
-    """float32: the residual and the parts times their weights, added up in combine's order."""
+    """The residual plus the parts times their weights, in float32 and in combine's order."""
     (first, weight), *others = parts
     total = first * weight
     for part, weight in others:

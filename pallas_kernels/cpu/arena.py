@@ -16,8 +16,8 @@ from pallas_kernels.cpu.library import call, int32, library
 from pallas_kernels.cpu.sources import Sources
 
 TOKEN = jax.ShapeDtypeStruct((2,), np.uint32)
-"""Unlike any other array of a step, so that a copy of it shows in what XLA compiles: it makes one
-where it has not found a write of the arena to come after every read of what was there before."""
+"""A shape that no other array of a step has. If XLA does not see that a write of the arena comes
+after all earlier reads, it copies the token, and tests find that copy in the compiled program."""
 
 
 @functools.partial(
@@ -25,13 +25,16 @@ where it has not found a write of the arena to come after every read of what was
 )
 @dataclasses.dataclass(frozen=True)
 class OwnedArena:
-    """What programs carry in the place of an arena uint16[rows, D] whose memory is not XLA's: ops
-    of implementation "cpu" take it where they take the array. Writers give it back with another
-    token, so that data dependence is order, as with the array. A read that a write has overtaken,
-    or a write that overtakes a read, is found by the token and refused (cpu/arena.h)."""
+    """Stands for an arena uint16[rows, D] whose memory belongs to the native library.
+
+    Programs carry it in place of the array, and ops of implementation "cpu" take it like the array.
+    A write returns it with a new token, so data dependence gives the order of reads and writes. By
+    the token the library refuses a read that a write has overtaken, and a write that overtakes a
+    read (cpu/arena.h).
+    """
 
     token: Any
-    """uint32[2]: the arena's handle in this process, and the writes before."""
+    """uint32[2]: the arena's handle in this process, and the number of earlier writes."""
     rows: int
     hidden: int
 
@@ -58,14 +61,14 @@ class TransferFailure:
     layer: int
     expert: int
     message: str
-    """Why its bytes did not come, with the file's name."""
+    """Why the bytes did not arrive, with the name of the file."""
 
 
 _MOST_TOLD, _TOLD_BYTES = 16, 1024
 
 
 class _Told(ctypes.Structure):
-    """What the library says of failures: room for it, made once, since every step asks."""
+    """Room for failures that the library reports. Made once, since every step asks."""
 
     _fields_ = (
         ("layer", ctypes.c_int32 * _MOST_TOLD),
@@ -75,8 +78,11 @@ class _Told(ctypes.Structure):
 
 
 class ArenaMemory:
-    """The memory of an owned arena: zeros, aligned to 2 MiB, until `close` or until nobody refers
-    to this object; then the ops that still run end on it, and others are refused."""
+    """The memory of an owned arena, zeros at first and aligned to 2 MiB.
+
+    It lives until `close`, or until no reference to this object is left. Ops that run at that time
+    finish on it, and later ones are refused.
+    """
 
     def __init__(self, rows: int, hidden: int):
         """Raises MemoryError, and ValueError where the library cannot run here."""
@@ -86,9 +92,9 @@ class ArenaMemory:
             gib = rows * hidden * 2 / 2**30
             raise MemoryError(f"there is no memory for an arena of {gib:.1f} GiB")
         self.address = int(_functions().data(self.handle))
-        """Where the first row lies; constant."""
+        """Address of the first row; it never changes."""
         self.sources: Sources | None = None
-        """Where a queue brings records from; None: there is no queue."""
+        """The sources from which a queue copies records; None: there is no queue."""
         self._told: _Told | None = None
         self.close = weakref.finalize(self, _functions().close, self.handle)
         """Frees the memory. Idempotent."""
@@ -98,26 +104,29 @@ class ArenaMemory:
         return self.rows * self.hidden * 2
 
     def token(self) -> np.ndarray:
-        """uint32[2]: of OwnedArena, for what comes next. Nothing may be writing."""
+        """uint32[2]: the token for the next program. No op may be writing."""
         return np.array([self.handle, _functions().writes(self.handle)], TOKEN.dtype)
 
     def on(self, device: jax.Device) -> OwnedArena:
-        """The arena for programs of this device, a CPU."""
+        """The arena as programs of this CPU device take it."""
         return OwnedArena(jax.device_put(self.token(), device), self.rows, self.hidden)
 
     def view(self) -> np.ndarray:
-        """uint16[rows, D], the memory itself: valid until close, for between two programs."""
+        """The memory itself, uint16[rows, D]: for use between two programs, valid until close."""
         values = (ctypes.c_uint16 * (self.rows * self.hidden)).from_address(self.address)
         return np.ctypeslib.as_array(values).reshape(self.rows, self.hidden)
 
     def attach(self, queue: int, sources: Sources, *, ahead: int, buffers: int = 2) -> None:
-        """From now on a native queue brings records into cells, each named by its first row: `fill`
-        and `stage` queue, expert_ffn waits for what it reads. Once, before the first op.
+        """Lets a native queue copy records into cells: `fill` and `stage` queue them, and
+        expert_ffn waits for those that it reads. Call it once, before the first op.
 
-        queue: its handle (host_offload.queue.native), which has no other user. ahead: the number of
-        the cause that `stage` queues with. buffers: through which records without a cell are read,
-        each of the largest one. Raises ValueError where the arena or the queue is closed, or
-        without memory.
+        - `queue`: handle of a queue (host_offload.queue.native) that nothing else uses.
+        - `sources`: where records are.
+        - `ahead`: the number of the cause that `stage` queues with.
+        - `buffers`: how many buffers, each as large as the largest record, records without a cell
+          are read through.
+
+        Raises ValueError if the arena or the queue is closed, or there is no memory for buffers.
         """
         most = max(map(len, sources.parts))
         parts = np.array([[*p, *(0,) * (most - len(p))] for p in sources.parts], np.int64)
@@ -134,8 +143,11 @@ class ArenaMemory:
         self._told = _Told()
 
     def failures(self, writes: int) -> list[TransferFailure]:
-        """The experts that ops could not compute because their bytes did not come: of ops that
-        began after no more than so many writes, each told once."""
+        """The experts that ops could not compute because their bytes did not arrive. Each is
+        reported once.
+
+        - `writes`: reports failures of ops that began after at most so many writes.
+        """
         told = self._told
         if told is None:
             return []
@@ -151,36 +163,44 @@ class ArenaMemory:
 
 
 def abstract_arena(rows: int, hidden: int) -> OwnedArena:
-    """An owned arena as programs are traced with, without memory."""
+    """An owned arena without memory, to trace programs with."""
     return OwnedArena(TOKEN, rows, hidden)
 
 
 def move_rows(arena, source, target, rows, *, width: int):
-    """The arena with rows[i] rows from source[i] copied to target[i], for each entry of int32[S];
-    rows are of `width` elements. No target is a source, entries may repeat. A place outside of the
-    arena is an error, before anything is written."""
+    """Copies rows[i] rows from source[i] to target[i] within the arena, for each entry of int32[S].
+
+    - `width`: elements of a row.
+
+    No target may be a source; entries may repeat. A place outside the arena is an error, before
+    anything is written. Returns the arena.
+    """
     return call("move", arena, arena, source, target, rows, aliases={0: 0}, width=np.int64(width))
 
 
 def drain(arena, cell_row):
-    """The arena once nothing flies into it, and of cell_row int32[...] an int32[...], 1 where the
-    cell from that row on was to be filled and was not: its bytes are nobody's. These are told
-    once. Without a queue nothing flies."""
+    """Waits until no transfer into the arena is in flight.
+
+    - `cell_row`: int32[...], first rows of cells.
+
+    Returns (arena, failed), failed int32[...] with 1 for each cell whose transfer failed, so that
+    its bytes are undefined. Each failure is reported once. Without a queue nothing is in flight.
+    """
     failed = jax.ShapeDtypeStruct(cell_row.shape, np.int32)
     return call("drain", (arena, failed), arena, cell_row, aliases={0: 0})
 
 
 def read_rows(arena, first, rows: int, *, width: int) -> tuple[jax.Array, ...]:
-    """The `rows` rows from each of first int32[S] on, as S arrays of uint16[rows · width]. Errors
-    as of move_rows."""
+    """Reads `rows` rows from each place of `first`, int32[S], as S arrays uint16[rows · width].
+    Errors as in move_rows."""
     part = jax.ShapeDtypeStruct((rows * width,), np.uint16)
     parts = (part,) * first.shape[0]
     return call("read", parts, arena, first, width=np.int64(width), rows=np.int64(rows))
 
 
 def write_rows(arena, values, first, count, *, width: int):
-    """The arena with the first `count` of S values, uint16[rows · width] each, at the rows from
-    first int32[S] on; entries may repeat. Errors as of move_rows."""
+    """Writes the first `count` of S values, uint16[rows · width] each, at the rows `first`,
+    int32[S]. Entries may repeat. Errors as in move_rows. Returns the arena."""
     rows = math.prod(values[0].shape) // width
     operands = arena, first, int32(count), *values
     sizes: dict[str, Any] = {"width": np.int64(width), "rows": np.int64(rows)}

@@ -23,7 +23,7 @@ LIBRARY = "libmoejax_cpu.so"
 OBJECTS = HERE / "objects"
 COMMAND = "python -m pallas_kernels.cpu"
 COMPILERS = ("c++", "g++", "clang++")
-"""What is looked for on PATH if CXX does not name a compiler."""
+"""Compilers to look for on PATH if CXX names none."""
 
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wno-psabi"),
@@ -40,13 +40,13 @@ X86: dict[str, tuple[int, tuple[str, ...]]] = {
     "avx512": (16, _AVX512),
     "avx512bf16": (16, (*_AVX512, "-mavx512bf16", "-mavx512vbmi")),
 }
-"""Instruction set → floats of a vector, and the compiler's flags."""
+"""Instruction set → (floats in a vector, flags of the compiler)."""
 # GCC 12's own header of AVX-512 is "used uninitialized".
 AMX = (
     *(*X86["avx512bf16"][1], "-DMOEJAX_LANES=16", "-mamx-tile", "-mamx-bf16"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
-"""Flags of what is added to avx512bf16's kernels where a CPU multiplies tiles."""
+"""Flags of the kernels that multiply tiles (AMX), beside those of avx512bf16."""
 
 
 class BuildError(Exception):
@@ -59,7 +59,8 @@ def sources() -> tuple[Path, ...]:
 
 
 def digest() -> str:
-    """A name for the sources as they are: a library says which it was compiled from."""
+    """A digest of the sources. A library carries the digest of the sources that it was compiled
+    from."""
     total = hashlib.sha256()
     for path in (*sources(), Path(__file__)):
         total.update(path.relative_to(HERE.parent).as_posix().encode() + path.read_bytes())
@@ -67,8 +68,8 @@ def digest() -> str:
 
 
 def find_compiler() -> list[str]:
-    """The command of the C++ compiler to use; CXX may be one with arguments, such as "ccache g++".
-    Raises BuildError where there is none."""
+    """The command of the C++ compiler. CXX may have arguments, such as "ccache g++". Raises
+    BuildError if there is no compiler."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         program, *arguments = shlex.split(name) or [""]
@@ -78,7 +79,7 @@ def find_compiler() -> list[str]:
 
 
 def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
-    """Object file → what the compiler is told for it."""
+    """Object file → the compiler's arguments."""
     x86 = _run([*compiler, "-dumpmachine"]).startswith(("x86_64", "amd64"))
     include = ["-I", str(HERE.parent.parent), "-I", str(HERE)]
     define = ["-DMOEJAX_X86"] if x86 else []
@@ -98,8 +99,9 @@ def translation_units(compiler: Sequence[str]) -> dict[str, list[str]]:
 
 
 def build(folder: Path = HERE) -> Path:
-    """Compiles the library into a folder, about 20 seconds of two cores. In a checkout its objects
-    stay beside the sources, for a build that differs in some of them. Raises BuildError."""
+    """Compiles the library into a folder, in about 20 seconds on two cores. In a checkout the
+    objects stay beside the sources, so that a later build compiles only what changed. Raises
+    BuildError."""
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
@@ -120,14 +122,14 @@ def _keep(objects: Sequence[Path]) -> None:
 
 
 def kept_objects() -> Path | None:
-    """The folder of the objects that `build` left of these sources; None: there are none."""
+    """The folder with the objects that `build` made from these sources; None: there are none."""
     return OBJECTS if (OBJECTS / digest()).exists() else None
 
 
 def compile_units(
     compiler: Sequence[str], units: Mapping[str, Sequence[str]], folder: Path
 ) -> list[Path]:
-    """The objects of translation units, in a folder. Raises BuildError."""
+    """Compiles the translation units into a folder and returns the objects. Raises BuildError."""
     objects = [folder / name for name in units]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
@@ -142,7 +144,7 @@ def compile_units(
 
 
 def link(compiler: Sequence[str], objects: Sequence[Path], folder: Path) -> Path:
-    """The library of these objects, placed into a folder. Raises BuildError."""
+    """Links the objects and places the library into a folder. Raises BuildError."""
     with tempfile.TemporaryDirectory() as work:
         linked = Path(work) / LIBRARY
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
@@ -150,8 +152,8 @@ def link(compiler: Sequence[str], objects: Sequence[Path], folder: Path) -> Path
 
 
 def built(folder: Path) -> Path:
-    """The library in a folder: a copy of the one beside the sources where that was compiled from
-    them as they are, else compiled. Raises BuildError, also where there is no compiler."""
+    """Puts a library into a folder: a copy of the one beside the sources if it was compiled from
+    them unchanged, otherwise a new one. Raises BuildError, also without a compiler."""
     find_compiler()
     with contextlib.suppress(OSError):
         if digest().encode() in (HERE / LIBRARY).read_bytes():
@@ -161,14 +163,15 @@ def built(folder: Path) -> Path:
 
 
 def place(library: Path, folder: Path = HERE) -> Path:
-    """Copies a library into a folder: whole or not at all, whoever reads it meanwhile."""
+    """Copies a library into a folder, atomically: a process that reads it meanwhile sees the old or
+    the new one."""
     part = folder / f".{LIBRARY}.{os.getpid()}"
     shutil.copy(library, part)
     return part.replace(folder / LIBRARY)
 
 
 def _run(command: list[str]) -> str:
-    """A command's output. Raises BuildError with the end of what it wrote."""
+    """Runs a command and returns its output. Raises BuildError with the end of the output."""
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

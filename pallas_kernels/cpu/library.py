@@ -17,14 +17,15 @@ TARGETS = (
     *("rms_norm", "route", "plan", "kv_write", "latent_write", "combine"),
     *("fill", "move", "unpack", "read", "write", "drain"),
 )
-"""What the library has: each is the symbol moejax_cpu_NAME and the FFI target of that name."""
+"""The library's handlers: each is the symbol moejax_cpu_NAME and the FFI target of that name."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @functools.cache
 def _load() -> tuple[str, str]:
-    """(name of the instruction set, "") with the handlers registered, or ("", what is wrong)."""
+    """Loads the library and registers its handlers. Returns (name of the instruction set, ""), or
+    ("", what is wrong)."""
     if not (HERE / LIBRARY).is_file():
         return "", f"the native CPU ops are not built; `{COMMAND}` builds them"
     try:
@@ -52,18 +53,18 @@ _TEXTS = ("sources", "isa", "isa_error")
 
 
 def why_not_cpu() -> str | None:
-    """Why the native ops cannot run in this process, with what mends it; None: they can."""
+    """Why the native ops cannot run in this process, and what to do about it; None: they can."""
     return _load()[1] or None
 
 
 def instruction_set() -> str | None:
-    """The instruction set whose kernels run: "portable", "avx2", …; None: none do. The environment
-    variable MOEJAX_CPU_ISA names another one."""
+    """The instruction set whose kernels run, such as "avx2"; None: no native kernel runs. The
+    environment variable MOEJAX_CPU_ISA chooses another one."""
     return _load()[0] or None
 
 
 def library() -> ctypes.CDLL:
-    """The library itself, for functions that are no ops. Raises ValueError as `call`."""
+    """The loaded library, for functions that are not ops. Raises ValueError as `call`."""
     if reason := why_not_cpu():
         raise ValueError(reason)
     return ctypes.CDLL(str(HERE / LIBRARY))
@@ -76,11 +77,14 @@ def call(
     aliases: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """Calls a handler within a traced function. operands: arrays; an OwnedArena is its token.
-    result: like what comes back, one or several. aliases: operand → result that is the same memory.
-    Attributes are numpy scalars or arrays.
+    """Calls a handler within a traced function.
 
-    Raises ValueError where the library cannot run here.
+    - `operands`: arrays, or an OwnedArena, which passes its token.
+    - `result`: shapes and dtypes of what comes back, one or several.
+    - `aliases`: operand → result that uses the same memory.
+    - `attributes`: numpy scalars or arrays.
+
+    Raises ValueError if the library cannot run here.
     """
     if reason := why_not_cpu():
         raise ValueError(reason)

@@ -1,4 +1,4 @@
-"""Where the records of experts lie, for a queue that brings them into an owned arena."""
+"""Where the records of experts are, for a queue that copies them into an owned arena."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ SOURCE = np.dtype(
         ("check", np.int32),
     ]
 )
-"""How a record is named (`SourceRecord` of supply.h), its parts one by one. place: an address, or
-with a file the place of the first byte there. file: the queue's number of it
-(NativeQueue.file_number), MEMORY or NOWHERE. checksum: of the whole record, its first 64 bits where
-check is 1 (SHA-256), or 2 (CRC-32C); 0 checks nothing.
+"""One record for the library (`SourceRecord` of supply.h), with its parts one by one.
+
+- `place`: an address, or the offset of the first byte in a file.
+- `file`: the queue's number of the file (NativeQueue.file_number), MEMORY or NOWHERE.
+- `checksum`: of the whole record.
+- `check`: 1: the first 64 bits of SHA-256; 2: CRC-32C; 0: nothing is checked.
 """
 
 MEMORY, NOWHERE = -1, -2
-"""What `file` says instead: an address; the version lacks the layer."""
+"""Values of `file` for a record in memory, and for a layer that the version lacks."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sources:
-    """The records of all versions, whose memory and files must stay as long as they are read.
-    Raises ValueError for tables that do not fit together."""
+    """The records of all versions. Their memory and files must stay as long as they are read.
+
+    Raises ValueError for tables that do not fit together.
+    """
 
     records: np.ndarray
     """SOURCE[V, L, E], L counted over MoE layers."""
     parts: tuple[tuple[int, ...], ...]
-    """The bytes of a record's parts in order, by version: gate, up and down of a dense one, of
-    others all at once."""
+    """By version, the bytes of a record's parts in order: gate, up and down of a dense record, one
+    part of any other."""
 
     turned: tuple[tuple[int, int], ...]
-    """Bytes of a row and of a number of the last part as it lies, by version, which comes
-    transposed; (0, 0): it does not."""
+    """By version, (bytes of a row, bytes of a number) of a last part that is stored transposed;
+    (0, 0): it is not transposed."""
 
     def __post_init__(self):
         if self.records.dtype != SOURCE or self.records.ndim != 3:

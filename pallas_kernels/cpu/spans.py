@@ -1,4 +1,4 @@
-"""What native ops took, op by op: a log that the library keeps while somebody records."""
+"""Times of native ops, one by one: the library keeps a log while a recording runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OpSpan:
     op: str
     """The target's name, as in library.TARGETS."""
     layer: int | None
-    """The model's layer, all of them counted; None: the op does not know it."""
+    """The model's layer, counted over all layers; None: the op does not know it."""
     begin: float
     end: float
 
@@ -36,9 +36,12 @@ class _Record(ctypes.Structure):
 
 @contextmanager
 def recorded() -> Iterator[list[OpSpan]]:
-    """What the ops of this process take, whoever's they are, from here to the end of the `with`:
-    the list is filled at its end, by beginning. One at a time. Raises ValueError where the library
-    cannot run here, RuntimeError where more ran than the log has room for (a million)."""
+    """Records all native ops of this process inside the `with`. The list is filled at its end,
+    sorted by begin. Only one recording may run at a time.
+
+    Raises ValueError if the library cannot run here, RuntimeError if more ops ran than the log
+    holds (a million).
+    """
     calls, spans = library(), []
     calls.moejax_cpu_spans_take.restype = ctypes.c_int64
     _take(calls)
@@ -54,7 +57,7 @@ def recorded() -> Iterator[list[OpSpan]]:
 
 
 def _take(calls: ctypes.CDLL) -> tuple[list[OpSpan], int]:
-    """(all spans that were kept, how many were not)."""
+    """(spans in the log, number of spans that did not fit)."""
     found: list[OpSpan] = []
     records, dropped, total = (_Record * _ROOM)(), ctypes.c_int64(), 0
     while True:
