@@ -19,7 +19,7 @@ from pallas_kernels.records.versions import VersionFormats, check_formats
 IMPLEMENTATIONS = implementations("expert_ffn", ("xla", "pallas", "cpu"))
 
 FUSES = {"pallas"}
-"""Implementations that take an epilogue themselves."""
+"""Implementations that compute an epilogue in their own launches."""
 
 SORTS = {"pallas"}
 """Implementations that sort the pairs of many tokens by expert."""
@@ -35,14 +35,14 @@ def expert_ffn(
 ) -> Any:
     """y[t·K + k] = down(act(gate(x[t])) · up(x[t])) of expert ids[t, k], for the active experts.
 
-    y: float32, updated in place: rows of experts that are not in `active` keep what they hold, so
-    that several waves fill one y. Whatever its version, an expert's weights are computed with as
-    they decode, in x's dtype.
+    Weights of every version are computed as they decode, in x's dtype.
 
-    epilogue: combine_and_count of y, to the bit, which gives Combined in place of y. A token's
-    experts are different ones then and all of them active, since who comes last counts them:
-    otherwise nothing is added for it and the index stays, which ends no loop. Padding has weights
-    too. The layer of `places` is index[0] + first_layer.
+    - `y`: float32, updated in place. Rows of experts that are not in `active` keep their values, so
+      that several waves can fill one y.
+    - `epilogue`: also computes combine_and_count of y, to the bit, and returns Combined in place of
+      y. A token's experts must then be different and all active: the last of them, found by
+      counting, adds up the token. Otherwise the token gets no sum and the index stays, so the loop
+      never ends. Padding has weights too. The layer of `places` is index[0] + first_layer.
 
     Raises ValueError for shapes that do not fit, an unknown activation or implementation.
     """
@@ -75,9 +75,11 @@ def check_operands(
 
 
 def with_formats(options: ExpertOptions, places: ExpertPlaces, dtype: jnp.dtype) -> ExpertOptions:
-    """The options with formats: those given, or those of one version, dense. dtype: of x.
+    """The options with formats: those given, or one dense version.
 
-    Raises ValueError where they are not those of the stores.
+    - `dtype`: of x.
+
+    Raises ValueError for formats that do not fit the stores.
     """
     check_formats(options.formats, places.stores, places.address.shape[0], dtype)
     if options.formats is not None:
@@ -91,8 +93,11 @@ def with_formats(options: ExpertOptions, places: ExpertPlaces, dtype: jnp.dtype)
 def sorted_pairs(
     ids: Int[Array, "T K"], experts: int, *, row_tile: int, implementation: str
 ) -> many_tokens.Pairs | None:
-    """What the implementation makes of ids alone, which is the same in all waves over a layer's
-    experts: in a loop over them XLA would make it anew in each. None: nothing."""
+    """What the implementation computes from ids alone; None: nothing.
+
+    It is the same in all waves over a layer's experts. Inside the loop over waves XLA would compute
+    it again in each.
+    """
     if implementation not in SORTS or row_tile < many_tokens.ROWS:
         return None
     return many_tokens.sort_pairs(ids, experts)

@@ -8,10 +8,12 @@ CODES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2
 
 
 def expert_ffn(y, arena, batch, places, options):
-    """Each weight is read once for all rows of its expert, where the record lies. down is summed in
-    the order that cpu.cc gives (`row_of_place`), the same for all versions. Where a queue brings
-    records, those of all active experts with cells are there afterwards, also of one without a
-    token."""
+    """Reads each weight once for all rows of its expert, from where the record is.
+
+    down is summed in the order of `row_of_place` in cpu.cc, which is the same for all versions. If
+    a queue copies records, the op returns when the records of all active experts with cells have
+    arrived, also of an expert without tokens.
+    """
     check_dtypes("expert_ffn", x=batch.x)
     stores, layer, address, version = places
     rows = y, batch.x, batch.ids, arena

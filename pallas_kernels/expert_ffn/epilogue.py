@@ -1,4 +1,4 @@
-"""What ends a decode layer: combine_and_count, behind down or within its kernel."""
+"""The end of a decode layer: combine_and_count, after the last product or within its kernel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LEAST_COLUMNS = 16
 """Columns of the narrowest tile of a kernel."""
 
 MOST_SLOTS = 31
-"""Experts of a token, of which each has a bit of an int32 counter."""
+"""Most experts of a token: each has a bit of an int32 counter."""
 
 
 class Epilogue(NamedTuple):
-    """Operands of combine_and_count, but for y, and what its kernel counts in."""
+    """Operands of combine_and_count except y, and the counters of its kernel."""
 
     residual: jax.Array
     """[T, D]."""
@@ -26,12 +26,12 @@ class Epilogue(NamedTuple):
     index: jax.Array
     """int32[1], updated in place."""
     counters: jax.Array
-    """int32[at least counters_size], zeros, given back as zeros."""
+    """int32[counters_size or more], zeros before and after."""
     first_layer: int
-    """The layer is the index and this: a kernel that reads the layer and moves the index on needs
-    to know that they are one, otherwise XLA copies the index before it."""
+    """The layer is index[0] plus this. A kernel that reads the layer and increments the index must
+    get one operand for both; with two, XLA would copy the index."""
     with_squares: bool = False
-    """Whether as of combine_with_squares."""
+    """Whether to return squares, as combine_with_squares does."""
 
 
 class Combined(NamedTuple):
@@ -43,28 +43,28 @@ class Combined(NamedTuple):
     index: jax.Array
     counters: jax.Array
     squares: jax.Array | None = None
-    """row_squares of out, where they are wanted."""
+    """row_squares of out, if they are wanted."""
 
 
 def counters_size(tokens: int, hidden: int) -> int:
-    """One for every token and tile of columns, and one for all of them."""
+    """Counters: one for every token and tile of columns, and one for all of them."""
     return tokens * -(-hidden // LEAST_COLUMNS) + 1
 
 
 def check_epilogue(y: jax.Array, ids: jax.Array, epilogue: Epilogue) -> None:
-    """Raises ValueError for operands that do not fit to y [T·K, D] and ids [T, K]."""
+    """Raises ValueError for operands that do not fit y [T·K, D] and ids [T, K]."""
     residual, weights, index, counters, *_ = epilogue
     tokens, hidden = ids.shape[0], y.shape[1]
     if residual.shape != (tokens, hidden) or weights.shape != ids.shape or index.shape != (1,):
         raise ValueError(
             f"residual {residual.shape}, weights {weights.shape} and index {index.shape} do not "
-            f"fit to ids {ids.shape} and y {y.shape}"
+            f"fit ids {ids.shape} and y {y.shape}"
         )
     check_counters(counters, counters_size(tokens, hidden), f"{tokens} tokens of {hidden}")
 
 
 def combine_behind(y: jax.Array, epilogue: Epilogue, implementation: str) -> Combined:
-    """y combined by an op of its own."""
+    """Combines y by the op combine."""
     residual, weights, index, counters, *_ = epilogue
     operands, squares = (residual, y.reshape(*weights.shape, -1), weights, index), None
     if epilogue.with_squares:

@@ -3,8 +3,8 @@
 A block is up to 64 tokens. The rows of a block that are routed to the expert are gathered into
 tiles of 16, so that each weight tile is loaded once per block, and few rows make one product.
 
-The experts are the slowest axis of both grids: a GPU starts programs in order, the first axis
-fastest, so all that have work start before those of the places in `active` behind active_count.
+The experts are the slowest axis of both grids. A GPU starts programs in order, the first axis
+fastest, so all programs with work start before those of unused places in `active`.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ BLOCK = 64
 
 
 COMBINING = ("dense", "int4")
-"""Versions whose down combines too, where all experts are of one. With int8 it spills at 32 rows
-and fewer programs fit an H200's multiprocessor, with int2 it spills at 64 rows; lossless12 and
-mixtures are not tried."""
+"""Versions whose down also combines, if all experts have that version. int8 spills at 32 rows, and
+fewer of its programs fit a multiprocessor of an H200; int2 spills at 64 rows; lossless12 and
+mixtures are untried."""
 
 
 class Sizes(NamedTuple):
-    """How tokens and experts lie in h and in the grids."""
+    """Sizes of h and of the grids."""
 
     block: int
     """Tokens of a block."""
     blocks: int
     slots: int
-    """Most experts that are active."""
+    """The largest number of active experts."""
 
     @classmethod
     def of(cls, batch: ExpertBatch) -> Sizes:
@@ -67,12 +67,12 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Those of h."""
+        """Rows of h."""
         return self.slots * self.blocks * self.block
 
 
 class Place(NamedTuple):
-    """What a program computes: a block of tokens, a tile of columns, a place in `active`."""
+    """The work of a program: a block of tokens, a tile of columns, a place in `active`."""
 
     block: Any
     tile: Any
@@ -80,10 +80,13 @@ class Place(NamedTuple):
 
 
 def expert_ffn(y, memory, batch, epilogue=None, *, formats, activation, gate_up, down):
-    """The reference's function. memory: Memory of arrays; batch: as kernels have it; gate_up, down:
-    Tile; epilogue: as of the api.
+    """expert_ffn of the api.
 
-    Between the kernels h [min(E, T·K), T rounded up to a block, I] of x's dtype lies in memory:
+    - `memory`: Memory of arrays.
+    - `batch`: as kernels take it.
+    - `gate_up`, `down`: a Tile each.
+
+    Between the kernels, h [min(E, T·K), T rounded up to a block, I] is in memory, in x's dtype:
     12.6 MB for 64 tokens of Qwen3-30B-A3B. More than 64 tokens read an expert once per block.
     """
     sizes, width = Sizes.of(batch), formats[0].cell.width
@@ -99,8 +102,10 @@ def expert_ffn(y, memory, batch, epilogue=None, *, formats, activation, gate_up,
 
 
 def expert_down(y, h, memory, batch, epilogue=None, *, formats, down):
-    """y with the rows of the active experts; with an epilogue Combined. h: of all of them, as
-    gate_up leaves it."""
+    """y with the rows of the active experts, or Combined if there is an epilogue.
+
+    - `h`: what gate_up wrote for all of them.
+    """
     sizes, hidden = Sizes.of(batch), y.shape[1]
     given = {"tile": down, "formats": formats}
     # What down reads of tokens are their rows of h.
@@ -132,7 +137,7 @@ def expert_down(y, h, memory, batch, epilogue=None, *, formats, down):
 
 
 def _combines(formats: Formats, top_k: int, columns: int, hidden: int) -> bool:
-    """Whether down, of so many columns a program, combines where there is an epilogue."""
+    """Whether down also combines if there is an epilogue. columns: of a program."""
     versions = {fmt.version for cell, held, _ in formats for fmt in (cell, held)}
     taken = len(versions) == 1 and versions <= set(COMBINING) and top_k <= MOST_SLOTS
     return taken and (columns % SQUARES_TILE == 0 or columns >= hidden)
@@ -176,7 +181,7 @@ def gate_up_of(
     tokens, k = batch.ids.shape
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
-        # Places without a pair compute the last token; nobody reads the result.
+        # Places without a pair compute the last token; their result is never read.
         rows = [jnp.minimum(pairs // k, tokens - 1) for pairs in tiles]
 
         def add(planes: list[Plane], depth: int, totals: list) -> list:
@@ -222,7 +227,7 @@ def _down_of(
     tile: Tile,
     formats: Formats,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One tile of columns of y, of this expert's rows in the block; returns _routed's."""
+    """One tile of columns of y, for this expert's rows in the block. Returns what _routed does."""
     column, first = place.tile * tile.columns, _first_row(place, batch)
 
     def compute(record: Record, tiles: list[jax.Array]) -> None:
@@ -253,14 +258,17 @@ def _down_and_combine(
     formats: Formats,
     first_layer: int,
 ) -> None:
-    """_down, and for a token the last of whose experts it is, its columns of the weighted sum.
+    """_down, which also writes the weighted sum of each token whose last expert this program
+    computes.
 
-    Program (b, j, g) writes rows of y as of _down, and sets bit k of counters[t·J + j] for each of
-    them, J tiles of columns. Whoever has set the last of a token's K bits reads columns j of its
-    rows of y and writes out[t] there, and its squares where there is such an array; those of
-    padding, which no expert computes, write programs (b, j, 0). Each counts so many in the last
-    counter, and who completes T·J, when all who read the index have, moves it on. given: residual
-    and weights, then what is updated in place.
+    - `given`: residual and weights, then the arrays that are updated in place.
+
+    With J tiles of columns, program (b, j, g) writes rows of y as _down does, and sets bit k of
+    counters[t·J + j] for each of them. The program that sets the last of a token's K bits reads
+    columns j of the token's rows of y and writes out[t] there, and the squares if there is such an
+    array. Programs (b, j, 0) write padding, which no expert computes. Each program adds the number
+    of tokens that it combined to the last counter. The program that completes T·J increments the
+    index; all readers of the index are done by then.
     """
     y_ref, out_ref, index_ref, counters_ref, squares_ref = to
     place, experts, block = _own_place(), memory.address.shape[1], Sizes.of(batch).block
@@ -304,13 +312,13 @@ def _down_and_combine(
                 move_on(index_ref)
                 counters_ref[at] = jnp.int32(0)
 
-    # Who has no rows does not read the index, which may have moved on.
+    # A program without rows does not read the index, which may already have been incremented.
     pl.when(place.slot < batch.active_count[0])(routed)
     pl.when(place.slot == 0)(lambda: lax.fori_loop(0, block // ROWS, padding, None))
 
 
 class _Layer:
-    """The layer's number, as Memory has it, of an index that is so many less."""
+    """The layer's number as Memory holds it: an index plus an offset."""
 
     shape = (1,)
 
@@ -332,7 +340,7 @@ def _combine_rows(
     out_ref: Any,
     *squares_ref: Any,
 ) -> None:
-    """Columns of out for these tokens, where the mask is true, and of its squares."""
+    """Writes columns of out and of its squares, for tokens where the mask is true."""
     k, across = weights_ref.shape[1], span(column, columns)
     inside = jnp.broadcast_to(mask[:, None], (ROWS, columns))
     if out_ref.shape[1] % columns:
@@ -359,7 +367,7 @@ def _own_place() -> Place:
 
 
 def _first_row(place: Place, batch: ExpertBatch) -> jax.Array:
-    """Where a block and an expert lie in h."""
+    """The first row of h for a block and an expert."""
     sizes = Sizes.of(batch)
     return (place.slot * sizes.blocks + place.block) * sizes.block
 
@@ -372,11 +380,12 @@ def _for_expert(
     formats: Formats,
     batch: ExpertBatch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs compute(record, tiles) for an expert and a block, if it has rows there. Returns
-    _routed's.
+    """Runs compute(record, tiles) for an expert and a block, if the expert has rows there. Returns
+    what _routed does.
 
-    tiles: int32[16] each, pairs t·K + k in ascending order; T·K where the tile has no more. One
-    tile, or where 16 rows are not enough, all of a block's: each case is a loop without branches.
+    `tiles` are int32[16] each: pairs t·K + k in ascending order, T·K past the last pair. There is
+    one tile, or, if 16 rows are not enough, all tiles of a block, so that both cases are loops
+    without branches.
     """
     block = Sizes.of(batch).block
     pairs, rank, routed = _routed(batch.ids, expert, place.block * block, block)
@@ -392,8 +401,8 @@ def _for_expert(
 
 
 def _routed(ids_ref, expert, start, block):
-    """For each token of the block: its pair with the expert and the number of the block's pairs
-    before it (−1: it has none); and the number of pairs, all int32."""
+    """For each token of the block, its pair with the expert and the number of earlier pairs in the
+    block (−1: it has no pair); then the number of pairs. All int32."""
     tokens, k = ids_ref.shape
     slots = pl.next_power_of_2(k)
     token, slot = span(start, block)[:, None], span(0, slots)[None, :]
@@ -409,7 +418,7 @@ def _routed(ids_ref, expert, start, block):
 
 
 def _gather(pairs, rank, first, ids_ref):
-    """int32[16]: the pairs of rank first, first + 1, …; T·K where there is none."""
+    """int32[16]: the pairs of rank first, first + 1, …; T·K past the last one."""
     here = rank[None, :] == span(first, ROWS)[:, None]
     end = ids_ref.shape[0] * ids_ref.shape[1]
     return end + jnp.sum(jnp.where(here, (pairs - end)[None, :], 0), axis=1)

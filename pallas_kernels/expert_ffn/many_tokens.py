@@ -1,8 +1,8 @@
 """expert_ffn for prefill: (token, slot) pairs sorted by expert, in tiles of 64 rows.
 
-Programs run over the tiles of one expert before its next column, and over its columns before the
-next expert: so a weight tile comes from memory once for all of an expert's rows, and those rows
-stay in the L2 cache meanwhile.
+Programs go through all tiles of an expert before the next column, and through all its columns
+before the next expert. So a weight tile is read from memory once for all of an expert's rows, and
+these rows stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = 64
 
 
 SORTED = 256
-"""Pairs of a block of the sort, within which each is compared with all others."""
+"""Pairs in a block of the sort; within a block each pair is compared with all others."""
 
 
 class Pairs(NamedTuple):
@@ -45,16 +45,16 @@ class Pairs(NamedTuple):
     order: jax.Array
     """[T·K]: pairs t·K + k, ascending by expert, then by pair."""
     first: jax.Array
-    """[E + 1]: where an expert's pairs begin in order."""
+    """[E + 1]: where each expert's pairs begin in `order`."""
 
 
 class Groups(NamedTuple):
-    """The pairs by expert, and the tiles of the active experts, N of them at most; int32."""
+    """The pairs by expert, and at most N tiles of the active experts; int32."""
 
     order: jax.Array
-    """As of Pairs."""
+    """See Pairs."""
     first: jax.Array
-    """As of Pairs."""
+    """See Pairs."""
     expert: jax.Array
     """[N]: a tile's expert, −1 past the last tile."""
     head: jax.Array
@@ -64,12 +64,16 @@ class Groups(NamedTuple):
 
 
 def expert_ffn(y, memory, batch, *, formats, activation, gate_up, down):
-    """The reference's function. memory: Memory of arrays; batch: as kernels have it; gate_up, down:
-    Tile.
+    """expert_ffn of the api.
 
-    Between the kernels h [64·N, I] of x's dtype lies in memory, N = T·K / 64 + min(E, T·K): 113 MB
+    - `memory`: Memory of arrays.
+    - `batch`: as kernels take it.
+    - `gate_up`, `down`: a Tile each.
+
+    Between the kernels, h [64·N, I] is in memory, in x's dtype, N = T·K / 64 + min(E, T·K): 113 MB
     for 8192 tokens of Qwen3-30B-A3B, 484 MB of Mixtral-8x7B. An expert that is read through crosses
-    the link once per tile of its rows, so give a prefill step's experts cells, in waves.
+    the link once per tile of its rows, so the experts of a prefill step should have cells, in
+    waves.
     """
     active, active_count, ids, x, pairs = batch
     pairs = sort_pairs(ids, memory.address.shape[1]) if pairs is None else pairs
@@ -97,12 +101,15 @@ def expert_ffn(y, memory, batch, *, formats, activation, gate_up, down):
 
 
 def sort_pairs(ids: jax.Array, experts: int) -> Pairs:
-    """The pairs of ids [T, K], E for padding, which comes last: a counting sort, of six launches
-    where XLA's comparing sort of 65,536 pairs takes 18."""
+    """Sorts the pairs of ids [T, K] by expert. Padding has id E and comes last.
+
+    A counting sort takes six launches; XLA's comparing sort of 65,536 pairs takes 18.
+    """
     flat = ids.reshape(-1)
     pairs, edges = flat.shape[0], jnp.arange(experts + 1)
     first = jnp.sum(flat < edges[:, None], axis=1, dtype=jnp.int32)
-    # A pair's place: those of lower experts, those of its own in blocks before its own, and in it.
+    # A pair's place: pairs of lower experts, pairs of its expert in earlier blocks, and in its
+    # block.
     blocks = jnp.pad(flat, (0, -pairs % SORTED), constant_values=experts).reshape(-1, SORTED)
     block, within = jnp.arange(blocks.shape[0]), jnp.arange(SORTED)
     of = jnp.sum(blocks[:, None] == edges[:, None], axis=2, dtype=jnp.int32)
@@ -123,7 +130,7 @@ def group(pairs: Pairs, active: jax.Array, active_count: jax.Array) -> Groups:
     expert = jnp.where(listed, active, 0)
     tiles = jnp.where(listed, pl.cdiv(first[expert + 1] - first[expert], ROWS), 0)
     end = jnp.cumsum(tiles)
-    # Every tile but an expert's last is full.
+    # Every tile except an expert's last is full.
     most = order.shape[0] // ROWS + min(experts, order.shape[0])
     tile = jnp.arange(most)
     slot = jnp.sum(end <= tile[:, None], axis=1)
@@ -152,7 +159,7 @@ def _gate_up(
     """h = act(gate(x))·up(x) of the pairs of one tile.
 
     A program writes its columns of rows 64·n … 64·n + 63 of h, n its tile; no other program has
-    the same tile and columns. Rows without a pair hold a copy of another, and nobody reads them.
+    the same tile and columns. Rows without a pair hold a copy of another row and are never read.
     """
     width = h_ref.shape[1]
 
@@ -189,7 +196,7 @@ def _down(
     """y[pair] = down(h) for the pairs of one tile.
 
     A program writes its columns of the rows of y that are its tile's pairs: a pair is in one
-    tile, and no other program has the same tile and columns. All other rows keep what they hold.
+    tile, and no other program has the same tile and columns. All other rows keep their values.
     """
     hidden = y_ref.shape[1]
 
@@ -216,10 +223,10 @@ def _for_tile(
     size: int,
     columns: int,
 ) -> None:
-    """Runs compute(record, n, column, pairs) for this program's tile n and the columns from
-    `column` on, of `size`.
+    """Runs compute(record, n, column, pairs) for this program's tile n and its `size` columns from
+    `column` on.
 
-    pairs: int32[64], T·K for rows past the expert's last. memory and groups are of refs.
+    `pairs` is int32[64], T·K for rows past the expert's last pair. `memory` and `groups` hold refs.
     """
     program, across = pl.program_id(0), pl.cdiv(size, columns)
     some = program // across  # a tile of the same expert: each has `across` programs

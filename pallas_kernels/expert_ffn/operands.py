@@ -1,5 +1,5 @@
-"""What expert_ffn and fill_ffn take, but for the arena and y: what an op updates in place is an
-argument of its own, since jax.jit donates whole arguments."""
+"""Operands of expert_ffn and fill_ffn except the arena and y. An array that is updated in place is
+an argument of its own, since jax.jit donates whole arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class ExpertPlaces(NamedTuple):
     """Where the experts of a layer are."""
 
     stores: tuple[UInt16[Array, "L E _ D"], ...]
-    """Per version all records, in pinned host memory. One that is AbsentRecords is not read."""
+    """Per version, all records, in pinned host memory. AbsentRecords are never read."""
     layer: Int[Array, ""] | int
     """The layer of stores and tables."""
     address: Int[Array, "L E"]
-    """Arena row of each expert's record; −1: it is read through, from the store of its version."""
+    """Arena row of each expert's record; −1: the expert is read through, from its version's
+    store."""
     version: Int[Array, "L E"]
 
 
@@ -31,25 +32,26 @@ class ExpertBatch(NamedTuple):
     active: Int[Array, " A"]
     """The experts to compute, ascending."""
     active_count: Int[Array, ""]
-    """How many of `active` count; the entries behind them are ignored. int32[1] in kernels."""
+    """How many entries of `active` count; later ones are ignored. int32[1] in kernels."""
     ids: Int[Array, "T K"]
     """The experts of each token, ascending; E marks a padding row."""
     x: Float[Array, "T D"]
     pairs: Pairs | None = None
-    """What sorted_pairs made of ids, where several calls share it; None: each makes its own."""
+    """What sorted_pairs returned for ids, if several calls share it; None: each call computes
+    it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertOptions:
-    """What decides the program of expert_ffn and fill_ffn, besides shapes."""
+    """What decides the program of expert_ffn and fill_ffn, beside shapes."""
 
     activation: str
     """One of ACTIVATIONS."""
     row_tile: int
     """Rows of one product; constant for an engine, since the shape of a product decides its bits.
-    The native op has none: its rows are summed alike, however many there are."""
+    The native op ignores it: it sums every row in the same order, whatever their number."""
     formats: Formats | None = None
-    """Of the versions; None: there is one, dense."""
+    """Formats of the versions; None: one dense version."""
     implementation: str = "xla"
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernels."""

@@ -24,13 +24,13 @@ STAGES = {
     163: {"dense": (4, 3, 4, 3), "int": (3, 3, 3, 3), "lossless": (2, 2, 2, 2)},
     227: {"dense": (4, 3, 4, 3), "int": (3, 3, 3, 3), "lossless": (2, 2, 2, 2)},
 }
-"""Class of GPU → what records there are beside dense → stages of gate_up and of down for few
-tokens, then for many."""
+"""Class of GPU → kind of records beside dense → stages of gate_up and down for few tokens, then for
+many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that decides a kernel's code, besides shapes. rows: of one product."""
+    """Everything that decides a kernel's code, beside shapes. rows: of one product."""
 
     rows: int
     gate_up: Tile
@@ -47,17 +47,17 @@ def configuration(
 ) -> Config:
     """The tiles for experts of hidden × width; never a function of the number of tokens.
 
-    Decode (row_tile < 64): measured on an H200 with 2048 × 768 in bfloat16. gate_up: 64 columns
-    of 128 deep are two loads of 256-byte rows, 36 KiB, three of them in flight; two programs fit
-    an SM. Prefill: not measured. gate_up: 128 columns, so that a row tile is read again least
-    often, with 8 warps, since the two sums fill the registers of 4; down: three programs fit an SM.
+    - `versions`: kinds of records beside dense. Their tiles need memory for codes, several planes
+      of x and decoded weights, so fewer are in flight (not measured). The depth of tiles stays, so
+      dense and lossless experts keep their bits. With int versions a program of down has twice the
+      columns, which share the cost of a tile beside its weights.
 
-    versions: what records are beside dense. Their tiles, of codes, x of several planes and decoded
-    weights, leave room for fewer in flight (not measured); the depth of tiles stays, so that a
-    dense expert and a lossless one have the bits that they have alone. With int versions a program
-    of down has twice the columns, which share what a tile costs besides its weights.
+    Decode (row_tile < 64) was measured on an H200 with 2048 × 768 in bfloat16. gate_up: 64 columns,
+    128 deep, are two loads of 256-byte rows, 36 KiB, three of them in flight; two programs fit a
+    multiprocessor. Prefill is not measured. gate_up: 128 columns, so that a row tile is read least
+    often, with 8 warps, since the two sums fill the registers of 4; three programs of down fit.
 
-    Raises ValueError for a dtype of other than 16 bits.
+    Raises ValueError for a dtype without 16 bits.
     """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
@@ -102,7 +102,7 @@ def configuration_of(x: jax.Array, formats: Formats, row_tile: int, shared_kib: 
 def memory_of(
     arena: jax.Array, places: ExpertPlaces, formats: Formats, dtype: jax.typing.DTypeLike
 ) -> Memory:
-    """Where experts lie, for the kernels. dtype: of x."""
+    """The operands that say where experts are, for the kernels. dtype: of x."""
     stores, layer, address, version = places
     layers = [layer]
     if any(f.places is not None for f in formats):
@@ -127,7 +127,7 @@ def memory_of(
 
 
 def in_kernels(activation: str) -> Callable[[jax.Array], jax.Array]:
-    """The activation, as Triton can have it."""
+    """The activation, in a form that lowers to Triton."""
     return _gelu if activation == "gelu" else ACTIVATIONS[activation]
 
 
@@ -137,7 +137,7 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 def _erf(x: jax.Array) -> jax.Array:
     """The error function in float32, which Pallas does not lower for Triton: the quotient of
-    polynomials that XLA and Eigen use, a few units in the last place off."""
+    polynomials that XLA and Eigen use, exact to a few units in the last place."""
     above = (
         -2.72614225801306e-10,
         2.77068142495902e-08,

@@ -19,7 +19,7 @@ class Spec:
     layers: int = 2
     row_tile: int = 16
     versions: tuple[str | tuple[str, str], ...] = ()
-    """By number, of experts in turn: a name, or (in a cell, in the store); none: one, dense."""
+    """Versions of the experts, in turn: a name, or (in a cell, in the store); empty: dense."""
 
 
 SPECS = (

@@ -45,8 +45,12 @@ _LEAST = 16  # the shortest axis of a Triton product
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product's matrix is cut. columns: of the result, per program. depth: of one partial
-    product; the sum runs over these in ascending order. num_warps, num_stages: of the kernel."""
+    """How a product's matrix is cut.
+
+    - `columns`: of the result, per program.
+    - `depth`: of one partial product; partial products are added in ascending order.
+    - `num_warps`, `num_stages`: of the kernel.
+    """
 
     columns: int
     depth: int
@@ -55,14 +59,14 @@ class Tile:
 
 
 def fit(size: int, most: int) -> int:
-    """The tile for an axis of `size`: the largest power of two up to `most` that divides it, or
-    where that is too short for a product, a longer one whose last tile is masked."""
+    """The tile for an axis of `size`: the largest power of two up to `most` that divides it. If
+    that is too short for a product, a longer tile, the last one masked."""
     divisor = min(size & -size, most)
     return divisor if divisor >= _LEAST else min(most, max(_LEAST, pl.next_power_of_2(size)))
 
 
 def read_rows(ref: Any, rows: jax.Array, start: Any, size: int, end: Any = None) -> jax.Array:
-    """ref[rows, start : start + size], zero from `end` on; by default past the last column."""
+    """ref[rows, start : start + size], zero from `end` on (default: past the last column)."""
     columns = span(start, size)
     at = ref.at[rows[:, None], columns[None, :]]
     if end is None:
@@ -75,7 +79,8 @@ def read_rows(ref: Any, rows: jax.Array, start: Any, size: int, end: Any = None)
 def write_rows(
     ref: Any, rows: jax.Array, start: Any, values: jax.Array, keep: jax.Array | None = None
 ) -> None:
-    """ref[rows, start : start + size] = values, for the rows to keep and up to the last column."""
+    """Sets ref[rows, start : start + size] to values, for rows to keep and up to the last
+    column."""
     columns = span(start, values.shape[1])
     mask = None if keep is None else jnp.broadcast_to(keep[:, None], values.shape)
     if ref.shape[1] % values.shape[1]:
@@ -85,8 +90,9 @@ def write_rows(
 
 
 def code_depth(fmt: RecordFormat, matrix: int, depth: int) -> int:
-    """Elements of codes along the summed axis that are one load, where a dense tile has `depth`: P
-    planes of them, and P of x, are at hand at once. More than 64 of int8 spill with 64 rows."""
+    """Elements of codes that one load takes along the summed axis, where a dense tile has `depth`.
+    P planes of weights and of x are in registers at once. More than 64 elements of int8 spill with
+    64 rows."""
     return fit(plane_size(fmt, matrix), min(depth, 64, 256 // fmt.planes))
 
 
@@ -95,16 +101,18 @@ At = Callable[[Any, Any], Any]
 
 
 class Record:
-    """One expert's record, in its cell or in the store, read by tiles. at: of weights where the
-    format is dense, else of uint16."""
+    """One expert's record, in its cell or in the store, read by tiles.
+
+    - `at`: gives refs to weights if the format is dense, otherwise to uint16.
+    """
 
     def __init__(self, at: At, fmt: RecordFormat):
         self._at, self._fmt = at, fmt
 
     @property
     def lossy(self) -> bool:
-        """Whether weights are unpacked from codes, in registers: wgmma takes them from there as its
-        left operand only, the right one lies in shared memory."""
+        """Whether weights are unpacked from codes, in registers. wgmma takes only its left operand
+        from registers; the right one must be in shared memory."""
         return self._fmt.lossy
 
     def sum(
@@ -115,11 +123,12 @@ class Record:
         add: Callable[[list[Plane], int, Any], Any],
         totals: Any,
     ) -> Any:
-        """The totals after add(planes, depth, totals) for every part of the axis that a product
-        sums over; planes: of each matrix the same indices.
+        """Calls add(planes, depth, totals) for each part of the summed axis and returns the totals.
 
-        matrices: (GATE, UP) or (DOWN,). across: the first of the tile's results. A dense record and
-        a lossless one have the same parts in the same order, so the same bits.
+        - `matrices`: (GATE, UP) or (DOWN,). `planes` has the same indices of each.
+        - `across`: the first of the tile's results.
+
+        Dense and lossless records have the same parts in the same order, so the same bits.
         """
         fmt, down = self._fmt, matrices[0] == DOWN
         axis, depth = fmt.width if down else fmt.hidden, tile.depth
@@ -161,14 +170,14 @@ class Record:
 
 
 class Memory(NamedTuple):
-    """Refs to where experts lie: the operands that every kernel has first."""
+    """Refs that say where experts are: the first operands of every kernel."""
 
     layer: Any
-    """int32[1]; where stores lack layers int32[1 + versions]: then its place in each store."""
+    """int32[1]; int32[1 + versions] if stores lack layers, with the layer's place in each store."""
     address: Any
     """int32[L, E]: arena row of an expert's record, −1 without a cell."""
     version: Any
-    """int32[L, E]; None: there is one."""
+    """int32[L, E]; None: there is one version."""
     dense: Any
     """The arena in the weights' dtype [rows, hidden]; None: no cell is dense."""
     coded: Any
@@ -179,8 +188,8 @@ class Memory(NamedTuple):
     def with_record(
         self, expert: jax.Array, formats: Formats, body: Callable[[Record], None]
     ) -> None:
-        """Runs the body with the expert's record in its cell or, without one, in the store: the
-        same arithmetic on the same bits."""
+        """Runs the body with the expert's record in its cell or, without a cell, in the store.
+        Arithmetic and bits are the same."""
         layer = self.layer[0]
         address = self.address[layer, expert]
         version = None if self.version is None else self.version[layer, expert]
@@ -205,7 +214,7 @@ class Memory(NamedTuple):
                 here &= of_these
             pl.when(here)(lambda: body(Record(at(), fmt)))
 
-        # Versions that differ in the store alone share the code for their cells.
+        # Versions that differ only in the store share the code for their cells.
         for fmt in dict.fromkeys(cell for cell, _, _ in formats):
             numbers = [number for number, (cell, _, _) in enumerate(formats) if cell == fmt]
             arena = self.dense if fmt.version == "dense" else self.coded

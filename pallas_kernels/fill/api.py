@@ -33,12 +33,13 @@ def fill(
     ahead: bool = False,
     implementation: str = "xla",
 ) -> UInt16[Array, "rows D"]:
-    """Copies records of one layer from pinned host memory into the arena.
+    """Copies records of one layer from pinned host memory into the arena, in place when donated.
 
-    stores: per version, all records, in pinned host memory. formats: see VersionFormats; a record
-    whose cell has another format than its store is decoded on the way. None: every version is
-    copied as it is. ahead: nobody waits for these yet, so where a queue brings them others go
-    first; who has no queue copies at once. The arena is updated in place when donated.
+    - `stores`: per version, all records, in pinned host memory.
+    - `formats`: see VersionFormats. A record whose cell has another format than its store is
+      decoded on the way. None: every version is copied unchanged.
+    - `ahead`: the records are not needed yet, so a queue copies others first. Without a queue they
+      are copied at once.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """

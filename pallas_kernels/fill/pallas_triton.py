@@ -16,7 +16,7 @@ from pallas_kernels.records.tile import DOWN, read_exact_planes, span
 from pallas_kernels.triton import power_of_two_divisor, triton_call
 
 CHUNK = 16384
-"""uint16 that a program copies at a time (32 KiB): 8 loads of 128 bits by each of 256 threads."""
+"""uint16 elements that a program copies at a time (32 KiB): 8 loads of 128 bits in 256 threads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +35,25 @@ DECODED = 2048
 
 
 def configuration(hidden: int) -> Config:
-    """Chunks of CHUNK elements, whatever the width D = hidden is, as rows of the largest power of
-    two that divides D: a record is contiguous, so the arena and the stores are seen in rows of
-    that width and only the last chunk needs a mask.
+    """Chunks of CHUNK elements for any width D = hidden.
 
-    At most so many programs take the chunks in turns: enough to keep the link busy (4 for each
-    of an H200's multiprocessors, 16 MiB under way), and where nothing is missing the kernel ends
-    as fast as a kernel can. One program for each of the 128 × 288 chunks that a plan's list could
-    have would cost more than the step's other kernels.
+    A record is contiguous, so arena and stores are viewed in rows of the largest power of two that
+    divides D, and only the last chunk needs a mask. The programs take chunks in turns. There are
+    enough of them to keep the link busy (4 for each multiprocessor of an H200, 16 MiB in flight),
+    and few enough to end at once if nothing is missing. A program for each of the 128 × 288 chunks
+    that a plan's list may have would cost more than the other kernels of a step.
     """
     columns = power_of_two_divisor(hidden, CHUNK)
     return Config(CHUNK // columns, columns, programs=512, num_warps=8, num_stages=1)
 
 
 def configuration_for(arena: jax.Array, op: str) -> Config:
-    """The configuration for an arena. op: whose, for the message. Raises ValueError for an arena
-    that has too many rows of that width."""
+    """The configuration for an arena.
+
+    - `op`: its name in the message.
+
+    Raises ValueError for an arena with too many rows of that width.
+    """
     hidden = arena.shape[1]
     config = configuration(hidden)
     if arena.size // config.columns >= 2**31:
@@ -109,8 +112,8 @@ def fill(arena, stores, layer, fills, *, formats):
 def _fill(layer, count, moves, *refs, config, chunks, programs, rows_per_row, encoded):
     """Program p copies chunks p, p + programs, … of all entries' chunks, entry after entry.
 
-    Writes: a chunk of an entry is written by one program, the only one that has its number; two
-    entries name disjoint cells. Nobody reads the arena.
+    Writes: only one program has the number of a chunk and writes it; two entries name disjoint
+    cells. No program reads the arena.
     """
     (expert, row, version), (*stores, _, arena) = moves, refs
     program = pl.program_id(0)
@@ -148,7 +151,7 @@ def _fill(layer, count, moves, *refs, config, chunks, programs, rows_per_row, en
 
 def _decode_tile(fmt: RecordFormat) -> tuple[int, int]:
     """Rows and columns of codes that are decoded at a time. The columns divide a row of codes, so
-    that the weights of each plane are consecutive."""
+    the weights of each plane are consecutive."""
     columns = power_of_two_divisor(fmt.hidden // fmt.planes, 512)
     return DECODED // columns, columns
 

@@ -1,4 +1,4 @@
-"""Residents that are packed without loss, into the dense cells that a layer is computed from."""
+"""Decodes packed residents (lossless12) into the dense cells that a layer is computed from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ def unpack(
     *,
     packed: RecordFormat,
 ) -> OwnedArena:
-    """The arena in which the threads of its queue decode the first `count` records of the format
-    `packed`, lossless12, from the arena rows `source` on into dense cells from the rows `row` on,
-    part by part, ahead of need. Who reads a cell waits for it as for one that comes over the link,
-    which these do not pass. The packed records stay as they are until all have been decoded.
+    """Queues the first `count` packed records for decoding into dense cells, part by part.
 
-    Native: an owned arena with a queue. Raises ValueError for another format; a place outside of
-    the arena is an error, before anything is queued.
+    The threads of the queue decode from arena rows `source` on into rows `row` on. An op that reads
+    a cell waits for it, as it does for a record that crosses the link. The packed records stay
+    unchanged until all are decoded.
+
+    - `arena`: an owned arena with a queue.
+    - `packed`: the format, lossless12.
+
+    A place outside the arena is an error, before anything is queued. Raises ValueError for another
+    format. Returns the arena.
     """
     if packed.version != "lossless12":
         raise ValueError(f"residents are packed as lossless12, not {packed.version}")

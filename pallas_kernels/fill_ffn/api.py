@@ -22,15 +22,18 @@ def fill_ffn(
     options: ExpertOptions,
     epilogue: Epilogue | None = None,
 ) -> tuple[UInt16[Array, "rows D"], Any]:
-    """(arena, y): `fill` of some experts and then `expert_ffn` of all active ones, to the bit.
+    """`fill` of some experts, then `expert_ffn` of all active ones, to the bit. Returns (arena, y),
+    both updated in place when donated.
 
-    places: with the address that an expert has after the fills. What makes it one op is what a plan
-    promises: experts that are filled are active, have their new cell as address, and no cell that
-    is filled is another active expert's. So others can be computed while records are on their way.
-    Arena and y are updated in place when donated. Other arguments: as of expert_ffn.
+    A plan guarantees that filled experts are active, that their address is their new cell, and that
+    no filled cell belongs to another active expert. So kernels compute the others while records
+    arrive.
 
-    Raises ValueError for shapes that do not fit, an unknown activation or implementation, and from
-    kernels for versions that they do not take (why_not_pallas) and products of many rows.
+    - `places`: with the addresses after the fills.
+    - Other arguments: see expert_ffn.
+
+    Raises ValueError for shapes that do not fit, an unknown activation or implementation, and, from
+    kernels, for versions that they do not take (why_not_pallas) and products of many rows.
     """
     check_operands(y, arena, batch, options)
     if epilogue is not None:

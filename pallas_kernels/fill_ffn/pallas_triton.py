@@ -4,10 +4,10 @@
     2. copies down of the missing experts, beside gate_up of those;
     3. expert_down of all.
 
-The link is busy throughout 1 and 2, and what is left behind it is one product. Records that are
-not dense, whose parts lie otherwise, are copied whole in 1. The programs that copy come first in
-each grid. Nothing synchronises them with the others: each launch computes what the one before has
-copied. Tiles, and with them the bits, are expert_ffn's.
+The link is busy throughout 1 and 2, and only one product comes after it. Records that are not dense
+are copied whole in 1. The programs that copy come first in each grid. Copying and computing
+programs need no synchronisation: each launch computes what the one before has copied. Tiles, and so
+the bits, are those of expert_ffn.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ CHUNK = 4096
 With 8 or with 2, ptxas spills registers of the products of 64 rows (H200)."""
 
 COPIES = {99: 16, 163: 16, 227: 32}
-"""Class of GPU → programs that copy, at most. A link of 48 GB/s and 2 µs has 96 KB under way, one
-of 25 GB/s half; so many chunks are 2.6 times that (assumed: no probe had as few). Each keeps the
-place of a program that computes, of which a device has one or two a multiprocessor."""
+"""Class of GPU → most programs that copy. A link of 48 GB/s and 2 µs has 96 KB in flight, one of 25
+GB/s half of that; these programs have 2.6 times as much (assumed, not measured). Each takes the
+place of a program that computes, of which a multiprocessor has one or two."""
 
 LATE = 32
 """Programs that compute the missing experts, in turns, beside the second part of the copies, which
-takes longer; where nothing is missing they end at once."""
+takes longer. If nothing is missing they end at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that decides a kernel's code, besides shapes."""
+    """Everything that decides a kernel's code, beside shapes."""
 
     gate_up: Tile
     down: Tile
@@ -61,7 +61,7 @@ def configuration(x: jax.Array, formats: Formats, row_tile: int, shared_kib: int
     config = configuration_of(x, formats, row_tile, shared_kib)
     if config.rows != few_tokens.ROWS:
         raise ValueError(
-            f"fill_ffn 'pallas' has products of {few_tokens.ROWS} rows, not {row_tile}; 'xla' has"
+            f"fill_ffn 'pallas' has products of {few_tokens.ROWS} rows, not {row_tile}; use 'xla'"
         )
     why = why_not_pallas((cell.version, held.version) for cell, held, _ in formats)
     if why is not None:
@@ -74,9 +74,9 @@ class Shares(NamedTuple):
 
     chunks: _Chunks
     copies: int
-    """Programs that copy, the first ones."""
+    """Programs that copy; they come first."""
     tiles: int
-    """Tiles of columns of h, of which the others have one at a time."""
+    """Tiles of columns of h; each other program has one at a time."""
 
 
 def fill_ffn(y, arena, batch, places, fills, options, epilogue):
@@ -94,7 +94,7 @@ def fill_ffn(y, arena, batch, places, fills, options, epilogue):
 
 
 def _launch(memory, h, batch, fills, *, config, formats, activation, late):
-    """(memory with the arena after the copies, h). late: the second launch."""
+    """One launch: (memory with the arena after the copies, h). late: whether it is the second."""
     sizes, width = few_tokens.Sizes.of(batch), formats[0].cell.width
     tiles = pl.cdiv(width, config.gate_up.columns)
     parts = [_part(cell, late) for cell, _, _ in formats]
@@ -134,14 +134,14 @@ def _part(fmt: RecordFormat, late: bool) -> tuple[int, int]:
 
 
 class _Chunks(NamedTuple):
-    """How the parts of records are cut: rows × columns elements, the last ones masked."""
+    """How the parts of records are cut: rows × columns elements, the last chunk masked."""
 
     parts: tuple[tuple[int, int], ...]
-    """Those of each version: the first row of a record, and how many."""
+    """Per version, (first row in a record, rows)."""
     rows: int
     columns: int
     across: int
-    """Chunks beside each other."""
+    """Chunks side by side."""
     number: int
     """Chunks of the longest part."""
 
@@ -164,12 +164,12 @@ def _early(
     shares: Shares,
     gate_up: Callable[..., None],
 ) -> None:
-    """Programs below `copies` copy the first parts of records; each of the others has one tile of h
-    of one place in `active`, whose expert is not filled.
+    """The first launch. Programs below `copies` copy the first parts of records. Each other program
+    computes one tile of h for one place in `active` whose expert is not filled.
 
-    Writes: a chunk of a cell that is filled, by one program; a tile of h, by one program. Reads:
-    cells of active experts that are not filled, and the stores. A plan fills no cell of an active
-    expert, so nobody reads what another program writes.
+    Writes: one program writes a chunk of a filled cell, and one program a tile of h. Reads: cells
+    of active experts that are not filled, and the stores. A plan fills no cell of an active expert,
+    so no program reads what another one writes.
     """
     block, program = pl.program_id(0), pl.program_id(1)
     _copy((block, program), shares, batch, memory, fills, arena)
@@ -198,12 +198,12 @@ def _late(
     shares: Shares,
     gate_up: Callable[..., None],
 ) -> None:
-    """Programs below `copies` copy what is left of the records; the others take the tiles of h of
-    the experts that are filled in turns.
+    """The second launch. Programs below `copies` copy the rest of the records. The others take the
+    tiles of h of the filled experts in turns.
 
-    Writes: a chunk of down of a cell that is filled, by one program; a tile of h, by one program.
-    Reads: gate and up of those cells, which the launch before has copied. Records that are not
-    dense have nothing left to copy.
+    Writes: one program writes a chunk of down of a filled cell, and one program a tile of h. Reads:
+    gate and up of these cells, which the launch before has copied. Records that are not dense have
+    nothing left to copy.
     """
     block, program = pl.program_id(0), pl.program_id(1)
     _copy((block, program), shares, batch, memory, fills, arena)
@@ -222,7 +222,7 @@ def _late(
 
 
 def _place(block: jax.Array, number: jax.Array, tiles: int) -> few_tokens.Place:
-    """Tiles, then experts."""
+    """The place of a program: tiles first, then experts."""
     return few_tokens.Place(block, lax.rem(number, tiles), lax.div(number, tiles))
 
 
@@ -232,7 +232,7 @@ def _with_arena(memory: Memory, arena: Any) -> Memory:
 
 
 def _turns(items: jax.Array, first: jax.Array, programs: int | jax.Array) -> jax.Array:
-    """How many of the items first, first + programs, … there are."""
+    """The number of items first, first + programs, …"""
     return lax.div(items - first + programs - 1, programs)
 
 
@@ -260,7 +260,7 @@ def _copy(
     fills: Fills,
     arena: Any,
 ) -> None:
-    """What programs below `copies` of each block do. at: the program's (block, number)."""
+    """The work of programs below `copies` of each block. at: the program's (block, number)."""
     if not shares.copies:
         return
     (block, program), blocks = at, few_tokens.Sizes.of(batch).blocks
@@ -274,7 +274,7 @@ def _copy(
 def _copy_chunks(
     program: jax.Array, programs: int, memory: Memory, fills: Fills, arena: Any, chunks: _Chunks
 ) -> None:
-    """Chunks program, program + programs, … of all entries' chunks, entry after entry."""
+    """Copies chunks program, program + programs, … of all entries' chunks, entry after entry."""
     rows, columns, hidden = chunks.rows, chunks.columns, arena.shape[1]
 
     def copy(turn, _):

@@ -5,7 +5,7 @@ from pallas_kernels.fill import fill
 
 
 def fill_ffn(y, arena, batch, places, fills, options, epilogue):
-    """One after the other."""
+    """fill, then expert_ffn."""
     arena = fill(arena, places.stores, places.layer, fills, formats=options.formats)
     options = dataclasses.replace(options, implementation="xla")
     return arena, expert_ffn(y, arena, batch, places, options, epilogue)

@@ -9,7 +9,7 @@ import dataclasses
 class Spec:
     tokens: int
     hits: int
-    """Active experts that have a cell before; those behind them are filled, then read through."""
+    """Active experts that already have a cell; the next ones are filled, the rest read through."""
     fills: int
     dtype: str = "bfloat16"
     experts: int = 8
@@ -18,7 +18,7 @@ class Spec:
     width: int = 24
     layers: int = 2
     versions: tuple[str, ...] = ()
-    """By number, of experts in turn; none: one, dense."""
+    """Versions of the experts, in turn; empty: dense."""
 
 
 SPECS = (

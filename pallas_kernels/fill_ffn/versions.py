@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 
 def why_not_pallas(versions: Iterable[tuple[str, str]]) -> str | None:
-    """Why the kernels cannot run with these versions, (in a cell, in its store), None if they can.
+    """Why the kernels cannot run with these versions, (in a cell, in the store) each; None: they
+    can.
 
-    Such a kernel writes and reads the arena by one view of it, in the dtype of the weights or in
-    uint16: a second view of what it changes would be a copy of the arena
+    Such a kernel writes and reads the arena through one view, in the dtype of the weights or in
+    uint16. A second view of an array that it changes would be a copy of the arena
     (docs/explanation/kernels.md).
     """
     versions = tuple(versions)

@@ -18,13 +18,17 @@ def head_linear(
     tiles: Int[Array, ""] | int | None = None,
     implementation: str = "xla",
 ) -> Float[Array, "T H b"]:
-    """x[:, h] · Wᵀ for every head h, W the rows `part` (first, stop; all by default) of
-    weights[layer, h]; transposed: x[:, h] · W. Summed in float32, in x's dtype.
+    """x[:, h] · Wᵀ for every head h, W being rows of weights[layer, h]. Summed in float32, returned
+    in x's dtype.
 
-    With these products multi-head latent attention reads latent KV as it lies in the pages: the
-    up-projection of keys moves to the queries, that of values to the result (DeepSeek-V2, section
-    2.1.2). Both are rows of one matrix per head, stacked over layers and passed whole, so that a
-    scan over layers copies nothing. row_tile, tiles: as linear's.
+    By these products multi-head latent attention reads latent KV unchanged: the up-projection of
+    keys moves to the queries, and that of values to the result (DeepSeek-V2, section 2.1.2). Both
+    are rows of one matrix per head, stacked over layers and passed whole, so a scan over layers
+    copies nothing.
+
+    - `part`: (first, stop) of the rows W; default: all rows.
+    - `transposed`: computes x[:, h] · W.
+    - `row_tile`, `tiles`: see linear.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -32,7 +36,7 @@ def head_linear(
     heads, rows, inputs = weights.shape[1:]
     first, stop = (0, rows) if part is None else part
     if not 0 <= first < stop <= rows:
-        raise ValueError(f"part {part} is no part of {rows} rows")
+        raise ValueError(f"part {part} is not within {rows} rows")
     inputs = stop - first if transposed else inputs
     if x.shape[1:] != (heads, inputs):
         raise ValueError(f"x is {x.shape}, the weights need [T, {heads}, {inputs}]")

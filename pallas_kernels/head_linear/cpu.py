@@ -5,7 +5,7 @@ from pallas_kernels.cpu.library import call, check_dtypes, int32
 
 
 def head_linear(x, weights, layer, *, part, transposed, row_tile, tiles):
-    """As linear, head by head; the part is read where it lies, as it lies."""
+    """linear, head by head. The part is read in place, without a copy."""
     check_dtypes("head_linear", x=x, weights=weights)
     first, stop = part
     outputs = weights.shape[3] if transposed else stop - first

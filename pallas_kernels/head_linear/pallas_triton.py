@@ -24,9 +24,10 @@ from pallas_kernels.triton import (
 def configuration(
     row_tile: int, heads: int, outputs: int, inputs: int, dtype: jax.typing.DTypeLike
 ) -> Config:
-    """The tiles for heads of weights [outputs, inputs]; they decide the bits of a row, and T does
-    not. Chosen as linear's, no deeper than the sum, with two tiles of weights in flight: 72 KiB of
-    shared memory, which every card has.
+    """The tiles for heads of weights [outputs, inputs]. They decide the bits of a row; T does not.
+
+    They are chosen as linear's, no deeper than the sum, with two tiles of weights in flight: 72 KiB
+    of shared memory, which every GPU has.
 
     Raises ValueError for float32, whose products Triton would compute in TF32.
     """
@@ -66,7 +67,7 @@ def _kernel(layer, tiles, x, weights, out, *, config, first, transposed, row_til
     """Program (i, h, j) computes row tile i and column tile j of head h's product; the sum ascends.
 
     Writes: program (i, h, j) alone writes out[i·rows:(i+1)·rows, h, j·columns:(j+1)·columns], and
-    nothing if the tile lies behind the rows in use.
+    nothing if the tile is past the rows in use.
     """
     (tokens, _, inputs), outputs = x.shape, out.shape[2]
     head = pl.program_id(1)

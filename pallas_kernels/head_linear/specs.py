@@ -15,12 +15,12 @@ class Spec:
     layers: int = 2
     row_tile: int | None = None
     tiles: int | None = None
-    """Row tiles that are needed; None: all."""
+    """Row tiles that are computed; None: all."""
     transposed: bool = False
     before: int = 0
     """Rows of a head's weights before the part that is used."""
     after: int = 0
-    """Rows behind it."""
+    """Rows after it."""
 
 
 SPECS = (

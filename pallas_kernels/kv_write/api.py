@@ -9,17 +9,17 @@ from pallas_kernels.implementations import implementations, pick
 
 
 class KVPage(NamedTuple):
-    """How KV lies in a page, in rows of head_dim values: token-major, keys before values.
+    """The layout of a page, in rows of head_dim values: token-major, keys before values.
 
     Layer l of a page begins at ``page + l · rows_per_layer``. A latent page has one row per token,
-    which is key and value at once (multi-head latent attention, DeepSeek-V2 section 2.1).
+    which is both key and value (multi-head latent attention, DeepSeek-V2 section 2.1).
     """
 
     block_size: int
     kv_heads: int
     head_dim: int
     latent: int = 0
-    """First values of a row that are the value too; 0: keys and values are rows of their own."""
+    """How many first values of a row are also the value; 0: keys and values have separate rows."""
 
     @property
     def rows_per_token(self) -> int:
@@ -27,7 +27,7 @@ class KVPage(NamedTuple):
 
     @property
     def value_dim(self) -> int:
-        """Values that attention sums up, per head."""
+        """Values per head that attention sums."""
         return self.latent or self.head_dim
 
     @property
@@ -36,15 +36,15 @@ class KVPage(NamedTuple):
 
 
 class ProjectedHeads(NamedTuple):
-    """Queries, keys and values of a layer's tokens before norm and rotation, and what both take."""
+    """Queries, keys and values of a layer's tokens, and the parameters of norm and rotation."""
 
     qkv: Float[Array, "T N"]
     """Heads of q, then of k, then of v."""
     q_norm: Float[Array, "L hd"] | None
-    """Weights, stacked over the run's layers; both None: q and k are rotated as they are."""
+    """Weights, stacked over the run's layers; both None: q and k are not normalised."""
     k_norm: Float[Array, "L hd"] | None
     stack_layer: Int[Array, ""] | int
-    """The layer of the norms."""
+    """The layer's index in the stacked norms."""
     inverse_frequencies: Float[Array, " half"]
 
 
@@ -52,24 +52,24 @@ class KVPlaces(NamedTuple):
     """Where the keys and values of tokens go."""
 
     positions: Int[Array, " T"]
-    """Of the tokens in their sequences; −1 of padding."""
+    """Positions of the tokens in their sequences; −1: padding."""
     pages: Int[Array, " T"]
-    """KV row of the page that holds each token; −1 writes nothing, and its q means nothing."""
+    """KV row of each token's page; −1: nothing is written, and q is undefined."""
     layer: Int[Array, ""] | int
-    """Whose part of the page, counted over all layers."""
+    """The layer whose part of the page is written, counted over all layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteOptions:
-    """What decides the program of kv_write and latent_write, besides shapes."""
+    """What decides the program of kv_write and latent_write, beside shapes."""
 
     page: KVPage
     attention_factor: float
     """Scales cosine and sine (yarn)."""
     eps: float
-    """Of the norms."""
+    """Epsilon of the norms."""
     interleave: bool = False
-    """As of latent_write; kv_write never pairs values so."""
+    """See latent_write; kv_write ignores it."""
     implementation: str = "xla"
 
 
@@ -84,8 +84,8 @@ def kv_write(
 ) -> tuple[Float[Array, "T H hd"], UInt16[Array, "rows D"]]:
     """Splits qkv, normalises and rotates q and k, writes k and v to the tokens' pages.
 
-    The rotation is that of transformers' `apply_rotary_pos_emb` (halves, not pairs), its angles
-    in float32.
+    The rotation is that of transformers' `apply_rotary_pos_emb` (halves, not pairs), with angles in
+    float32.
 
     Returns (q, arena); the arena is updated in place when donated.
 
@@ -98,12 +98,12 @@ def kv_write(
 
 
 def check_operands(heads: ProjectedHeads, page: KVPage) -> None:
-    """Raises ValueError as kv_write does, for shapes."""
+    """Raises ValueError for shapes that kv_write refuses."""
     qkv, q_norm, k_norm, _, inverse_frequencies = heads
     if page.latent:
         raise ValueError("kv_write writes keys and values; latent_write writes latent pages")
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm are both given or both None")
+        raise ValueError("give both q_norm and k_norm, or neither")
     queries = qkv.shape[1] // page.head_dim - 2 * page.kv_heads
     if queries < 1 or qkv.shape[1] % page.head_dim:
         raise ValueError(f"qkv has {qkv.shape[1]} columns for {page.kv_heads} KV heads")

@@ -6,7 +6,7 @@ from pallas_kernels.cpu.library import call, check_dtypes, int32
 
 
 def kv_write(heads, arena, places, options):
-    """A place that is not in the arena is an error, before anything is written."""
+    """kv_write of the api. A place outside the arena is an error, before anything is written."""
     qkv, q_norm, k_norm, stack_layer, inverse_frequencies = heads
     positions, pages, layer = places
     page = options.page

@@ -25,10 +25,11 @@ class Config:
 
 
 def configuration(heads: int, kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike) -> Config:
-    """The tile for so many heads of q, of k (and of v): eight values of each half a thread.
+    """The tile for these numbers of heads of q and of k (and v): eight values of each half a
+    thread.
 
-    A program per token would leave a lone token to one multiprocessor, a program per head would
-    cost a prefill step more launches than work.
+    With one program per token a lone token would use one multiprocessor. With one per head a
+    prefill step would spend more on launching programs than on their work.
 
     Raises ValueError for float32, whose values do not fill the arena's rows one to one.
     """
@@ -67,11 +68,11 @@ def kv_write(projected, arena, places, options):
 
 
 def _kernel(qkv, *refs, options, config):
-    """Norm, if there are weights for it, rotation and store of one token's tile of heads.
+    """Norm (if there are weights), rotation and store of one token's tile of heads.
 
-    Cross-program writes: program (t, i) of a q tile writes q_out[t, its heads], of a k or v tile
-    the KV rows of its heads in token t's place in its page. Tiles do not overlap, and no two
-    tokens have the same place (the scheduler gives a page to one sequence). A token without a page
+    Writes: program (t, i) of a q tile writes q_out[t, its heads]. A program of a k or v tile writes
+    the KV rows of its heads at token t's place in its page. Tiles do not overlap, and no two tokens
+    have the same place, since the scheduler gives a page to one sequence. A token without a page
     writes no KV row.
     """
     *norms, positions, inverse_frequencies, pages, layer, _, q_out, kv_out = refs
@@ -126,32 +127,36 @@ def _kernel(qkv, *refs, options, config):
 
 
 def head_scale(low, high, head_dim, eps):
-    """What a norm multiplies heads by, [R, 1], from their halves in float32. Squares of 16-bit
-    values are exact, so only the order of sums has bits: that of `sum_of_row` in all kernels."""
+    """The factors [R, 1] of a norm, from the halves of heads in float32. Squares of 16-bit values
+    are exact, so bits depend only on the order of sums, which all kernels take from
+    `sum_of_row`."""
     mean = (sum_of_row(low * low) + sum_of_row(high * high)) / head_dim
     return lax.rsqrt(mean + eps)[:, None]
 
 
 def normed(x, weight, scale, dtype):
-    """float32 values times scale and weight, rounded where rms_norm rounds."""
+    """Values times scale and weight in float32, rounded where rms_norm rounds."""
     return _rounded(weight * _rounded(x * scale, dtype), dtype)
 
 
 def cosine_and_sine(position, frequency, factor, dtype):
-    """Both of a token's angles, rounded to the dtype, in float32."""
+    """Cosine and sine of a token's angles, rounded to the dtype, in float32."""
     angle = position.astype(jnp.float32) * frequency
     return _rounded(jnp.cos(angle) * factor, dtype), _rounded(jnp.sin(angle) * factor, dtype)
 
 
 def turned(x, partner, sign, angles, dtype):
-    """Rotated values. partner: those that turn with them, half a head away; sign: −1 in a head's
-    first half, 1 in its second."""
+    """The rotated values.
+
+    - `partner`: the value half a head away, which rotates with each.
+    - `sign`: −1 in a head's first half, 1 in its second.
+    """
     cos, sin = angles
     return (_rounded(x * cos, dtype) + sign * _rounded(partner * sin, dtype)).astype(dtype)
 
 
 def _rounded(x, dtype):
-    """The values in the dtype, where the reference's arithmetic in that dtype rounds."""
+    """Rounds to the dtype where the reference computes in it."""
     return x.astype(dtype).astype(jnp.float32)
 
 

@@ -22,7 +22,7 @@ def kv_write(heads, arena, places, options):
 
 
 def write_rows(arena, values, places, page):
-    """The arena with the tokens' KV rows, values [T, rows_per_token, hd], in their pages."""
+    """Writes the tokens' KV rows, values [T, rows_per_token, hd], to their pages in the arena."""
     tokens, (positions, pages, layer) = values.shape[0], places
     bits = lax.bitcast_convert_type(values, jnp.uint16).reshape(tokens, page.rows_per_token, -1)
     view = arena.reshape(-1, bits.shape[-1])

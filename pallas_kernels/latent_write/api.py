@@ -9,14 +9,14 @@ from pallas_kernels.kv_write import KVPlaces, WriteOptions
 
 
 class LatentHeads(NamedTuple):
-    """A layer's latent keys and values and its queries' rotated part before norm and rotation, and
-    what both take. R = page.latent, P = page.head_dim − R."""
+    """A layer's latent KV and the rotary part of its queries, and the parameters of norm and
+    rotation. R = page.latent, P = page.head_dim − R."""
 
     kv: Float[Array, "T hd"]
-    """R values c_KV, then the P of the key that carries the position."""
+    """R values c_KV, then P values of the key that carries the position."""
     kv_norm: Float[Array, "L R"]
     stack_layer: Int[Array, ""] | int
-    """The layer of the norm."""
+    """The layer's index in the stacked norm."""
     q_rope: Float[Array, "T H P"]
     """The values of each query head that carry the position."""
     inverse_frequencies: Float[Array, " half"]
@@ -37,9 +37,9 @@ def latent_write(
     Multi-head latent attention keeps one row per token for all heads (DeepSeek-V2, equations 41 and
     43): c_KV, normalised by rms_norm, then the key that carries the position, rotated.
 
-    options.interleave: values 2i and 2i + 1 are rotated together, as in DeepSeek's checkpoints, and
-    come out as i and P/2 + i, in keys and queries alike, so that their products stay the same; else
-    i and P/2 + i are.
+    With options.interleave, values 2i and 2i + 1 are rotated together, as in DeepSeek's
+    checkpoints, and come out as values i and P/2 + i. Keys and queries are reordered alike, so
+    their products stay the same. Otherwise values i and P/2 + i are rotated together.
 
     Returns (q_rope rotated, arena); the arena is updated in place when donated.
 

@@ -4,7 +4,8 @@ from pallas_kernels.cpu.library import call, check_dtypes, int32
 
 
 def latent_write(heads, arena, places, options):
-    """A place that is not in the arena is an error, before anything is written."""
+    """latent_write of the api. A place outside the arena is an error, before anything is
+    written."""
     kv, kv_norm, stack_layer, q_rope, inverse_frequencies = heads
     positions, pages, layer = places
     check_dtypes("latent_write", kv=kv, kv_norm=kv_norm, q_rope=q_rope)

@@ -23,8 +23,8 @@ class Config:
 
 
 def configuration(heads: int, latent: int, rope: int, dtype: jax.typing.DTypeLike) -> Config:
-    """The tile for so many query heads, KV rows of `latent` + `rope` values: at most 16 values of
-    the larger of both a thread.
+    """The tile for this number of query heads and KV rows of `latent` + `rope` values: at most 16
+    values a thread of the larger of both.
 
     Raises ValueError for float32, whose values do not fill the arena's rows one to one.
     """
@@ -64,11 +64,11 @@ def latent_write(projected, arena, places, options):
 
 
 def _kernel(projected, where, _, q_out, kv_out, *, options, config):
-    """The KV row of one token, normalised and rotated, or the rotation of a tile of its queries.
+    """Normalises and rotates the KV row of one token, or rotates a tile of its queries.
 
-    Cross-program writes: program (t, 0) writes token t's row in its page, and nothing where the
-    token has no page; program (t, 1 + i) writes q_out[t, head tile i]. No two tokens have the same
-    place (the scheduler gives a page to one sequence).
+    Writes: program (t, 0) writes token t's row in its page, or nothing if the token has no page;
+    program (t, 1 + i) writes q_out[t, head tile i]. No two tokens have the same place, since the
+    scheduler gives a page to one sequence.
     """
     kv, kv_norm, stack_layer, q_rope = projected
     positions, inverse_frequencies, pages, layer = where

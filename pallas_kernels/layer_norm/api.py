@@ -16,8 +16,8 @@ def layer_norm(
     *,
     implementation: str = "xla",
 ) -> Float[Array, "*rows D"]:
-    """(x − mean(x)) / √(variance(x) + eps) · weights[layer] + biases[layer] over the last axis, in
-    float32 to the end and rounded once to x's dtype, as torch.nn.LayerNorm does.
+    """(x − mean(x)) / √(variance(x) + eps) · weights[layer] + biases[layer] over the last axis.
+    Computed in float32 and rounded once to x's dtype, as torch.nn.LayerNorm does.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """

@@ -14,17 +14,17 @@ from pallas_kernels.rms_norm import check_squares, rms_norm, tile_squares
 IMPLEMENTATIONS = implementations("linear", ("xla", "pallas", "cpu"))
 
 FUSES = {"pallas"}
-"""Implementations that add a residual, make its squares and normalise x in the same launch; around
-others XLA does it."""
+"""Implementations that normalise x, add a residual and compute its squares in the same launch. For
+others XLA does so around them."""
 
 IN_PARTS = {"pallas": pallas_triton.linear_parts}
-"""Implementations whose products of few outputs are parts; of others linear is the only part."""
+"""Implementation → its linear_parts; without one, the result of linear is the only part."""
 
 NORMED_PARTS = {"pallas": pallas_triton.norm_linear_parts}
-"""Implementations of linear and rms_norm that do norm_linear_parts in one launch."""
+"""Implementation of both linear and rms_norm → its norm_linear_parts in one launch."""
 
 SQUARES_TILE = 16
-"""Columns of a tile of squares beside products that are not the kernel's."""
+"""Columns of a tile of squares, for products that are not the kernel's."""
 
 
 def linear(
@@ -37,11 +37,12 @@ def linear(
     out_dtype: jax.typing.DTypeLike | None = None,
     residual: Float[Array, "T N"] | None = None,
 ) -> Float[Array, "T N"]:
-    """x · weights[layer]ᵀ (+ bias[layer]), summed in float32; then, where there is one, residual +
-    that, rounded to out_dtype before the sum and after it.
+    """x · weights[layer]ᵀ (+ bias[layer]), summed in float32 and rounded to out_dtype. A residual
+    is then added, and the sum rounded again.
 
-    weights are stacked over layers in [out, in] order and passed whole: a kernel indexes them, so
-    that a scan over layers copies nothing. out_dtype: x's by default; a residual has it.
+    - `weights`: [layers, out, in], passed whole: a kernel indexes them by layer, so a scan over
+      layers copies nothing.
+    - `out_dtype`: of the result and the residual (default: x's).
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -58,11 +59,13 @@ def linear_with_squares(
     *,
     residual: Float[Array, "T N"],
 ) -> tuple[Float[Array, "T N"], Float[Array, "T C"]]:
-    """(linear of x's dtype with the residual, its tile_squares), so that a norm of the sum need not
-    read it first. The kernel's programs make the squares of their columns, whose number decides C.
-    Rows of both behind the tiles that are needed mean nothing.
+    """linear with the residual, and tile_squares of the result, so that the next norm need not read
+    it.
 
-    Raises ValueError as linear.
+    Each program of the kernel computes the squares of its columns, which decides C.
+
+    Returns (sum in x's dtype, squares). Rows past the tiles that are computed are undefined. Raises
+    ValueError as linear.
     """
     fused = pallas_triton.Fused(residual, with_squares=True)
     return _linear(x, weights, layer, bias, options, fused=fused)
@@ -71,7 +74,7 @@ def linear_with_squares(
 def _linear(
     x, weights, layer, bias, options: LinearOptions, *, fused: pallas_triton.Fused, out_dtype=None
 ) -> Any:
-    """linear with its arguments, and what may be fused with it."""
+    """linear, together with what can be fused with it."""
     tiling = _check_rows(x, weights, options)
     if bias is not None and bias.shape != weights.shape[:2]:
         raise ValueError(f"bias is {bias.shape}, the weights need {weights.shape[:2]}")
@@ -102,11 +105,11 @@ def norm_linear(
     bias: Float[Array, "L N"] | None = None,
     options: LinearOptions = EVERY_ROW,
 ) -> Float[Array, "T N"]:
-    """linear(rms_norm(x, norm.weights, layer, norm.eps), weights, layer, bias, options), each by
-    its implementation, in their bits.
+    """linear(rms_norm(x, norm.weights, layer, norm.eps), weights, layer, bias, options), with the
+    bits of both implementations.
 
-    Where both are kernels and the rows are few (`pallas_triton.NORMED_ROWS`) it is one launch,
-    whose programs normalise the rows that they read. Raises ValueError as both.
+    If both are kernels and the rows are few (`pallas_triton.NORMED_ROWS`) it is one launch, whose
+    programs normalise the rows that they read. Raises ValueError as both.
     """
     check_norm(x, norm)
     if normalises_within(len(x), options):
@@ -121,12 +124,12 @@ def linear_parts(
     layer: Int[Array, ""] | int,
     options: LinearOptions = EVERY_ROW,
 ) -> Float[Array, "S T N"]:
-    """x · weights[layer]ᵀ as float32 parts, each over some of the depth; `sum_of_parts` says in
-    which order they are added.
+    """x · weights[layer]ᵀ as float32 parts, each over a part of the depth. `sum_of_parts` adds them
+    in a fixed order.
 
-    For products with few outputs, such as the router's: programs that each had some outputs and
-    the whole depth would be fewer than the multiprocessors. How many parts there are the
-    implementation decides by N, K and row_tile alone. Raises ValueError as linear.
+    This is for products with few outputs, such as the router's: with whole depths there would be
+    fewer programs than multiprocessors. The number of parts depends on N, K and row_tile only.
+    Raises ValueError as linear.
     """
     if options.implementation not in IN_PARTS:
         return linear(x, weights, layer, None, options, out_dtype="float32")[None]
@@ -141,12 +144,14 @@ def norm_linear_parts(
     layer: Int[Array, ""] | int,
     options: LinearOptions = EVERY_ROW,
 ) -> tuple[Float[Array, "T K"], Float[Array, "S T N"]]:
-    """(normed, linear_parts(normed, weights, layer, options)) where normed is rms_norm(x,
-    norm.weights, layer, norm.eps), each by its implementation, in their bits.
+    """normed = rms_norm(x, norm.weights, layer, norm.eps) and linear_parts(normed, weights, layer,
+    options), with the bits of both implementations.
 
-    For a norm that others than the product read too. Where both are kernels and the rows are few
-    (`pallas_triton.NORMED_ROWS`) it is one launch, which writes normed beside the parts. Rows of
-    normed behind the tiles that are needed mean nothing. Raises ValueError as both.
+    This is for a norm whose result other ops read too. If both are kernels and the rows are few
+    (`pallas_triton.NORMED_ROWS`) it is one launch, which writes normed beside the parts.
+
+    Returns (normed, parts). Rows of normed past the tiles that are computed are undefined. Raises
+    ValueError as both.
     """
     if normalises_within(len(x), options):
         tiling = check_normed(x, norm, weights, options)
@@ -157,14 +162,14 @@ def norm_linear_parts(
 
 
 def normalises_within(rows: int, options: LinearOptions) -> bool:
-    """Whether norm_linear and norm_linear_parts of so many rows are one launch, which reads
-    squares; more rows go through rms_norm, which does not."""
+    """Whether norm_linear and norm_linear_parts of this many rows are one launch, which can read
+    squares. More rows go through rms_norm, which does not."""
     alike = options.implementation == options.norm_implementation
     return alike and options.implementation in FUSES and rows <= pallas_triton.NORMED_ROWS
 
 
 def check_normed(x, norm: Norm, weights, options: LinearOptions) -> Tiling:
-    """Of x's rows. Raises ValueError as norm_linear_parts."""
+    """The tiling of x's rows. Raises ValueError as norm_linear_parts."""
     check_norm(x, norm)
     return _check_rows(x, weights, options)
 

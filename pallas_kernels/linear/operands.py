@@ -1,4 +1,4 @@
-"""What the products of `linear` take besides x and the weights."""
+"""Operands of the products of `linear`, beside x and the weights."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pallas_kernels.cards import CLASSES
 
 
 class Norm(NamedTuple):
-    """The rms_norm that x goes through before a product."""
+    """The rms_norm of x before a product."""
 
     weights: Float[Array, "L K"]
     eps: float
     squares: Float[Array, "T C"] | None = None
-    """tile_squares of x, of tiles of any width, which a kernel reads in place of the rows, with the
-    same bits. None: each program reads its rows for them."""
+    """tile_squares of x, of any width, which a kernel reads instead of the rows, with the same
+    bits. None: each program reads its rows."""
 
 
 class Tiling(NamedTuple):
-    """How an implementation divides the rows; as of LinearOptions."""
+    """How an implementation divides the rows; see LinearOptions."""
 
     row_tile: int
     tiles: Int[Array, ""] | int
@@ -30,20 +30,20 @@ class Tiling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinearOptions:
-    """Which rows are computed, and by what."""
+    """Which rows are computed, and by which implementation."""
 
     row_tile: int | None = None
-    """Rows of one product, a divisor of T; it decides the bits, T does not. None: all rows."""
+    """Rows of one product, a divisor of T. It decides the bits; T does not. None: all rows."""
     tiles: Int[Array, ""] | int | None = None
-    """Only the first so many row tiles are needed; the rows behind them mean nothing. None: all."""
+    """Computes only this many row tiles; later rows are undefined. None: all tiles."""
     implementation: str = "xla"
     norm_implementation: str = "xla"
-    """Of the rms_norm, where there is one."""
+    """Implementation of the rms_norm, if there is one."""
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernel."""
 
     def tiling(self, rows: int) -> Tiling:
-        """Of so many rows. Raises ValueError where they are no whole tiles."""
+        """The tiling of this many rows. Raises ValueError if they are not whole tiles."""
         tile = rows if self.row_tile is None else self.row_tile
         if tile < 1 or rows % tile:
             raise ValueError(f"{rows} rows are not whole tiles of {tile}")

@@ -1,5 +1,5 @@
-"""linear as one Triton-lowered kernel that indexes the stacked weights by layer, and the same in
-parts of the depth; both also of rows that they normalise."""
+"""linear as one Triton-lowered kernel that indexes the stacked weights by layer, and a kernel that
+computes it in parts of the depth. Both can also normalise their rows."""
 
 from __future__ import annotations
 
@@ -41,28 +41,27 @@ PROGRAMS = 128
 """Column tiles, of all heads, below which a GPU of 132 multiprocessors would stand idle."""
 
 NORMED_ROWS = 32
-"""The most rows that are normalised within a product: two tiles, each of which all programs of its
-own sum up. With more the programs are several waves, and each sums up its rows anew, which is more
-work than the launch that is saved."""
+"""Most rows that are normalised within a product: two tiles. Each program sums the squares of its
+own tile. With more rows the programs run in several waves, and summing again costs more than the
+launch that is saved."""
 
 NORMED_STAGES = 3
-"""The most with the deepest tile, whose normalised x takes shared memory too: 16 KiB, which four
-stages of 32 do not leave on a GPU of 99 KiB; and with two tiles of rows, so that three programs of
-q, k and v are on a multiprocessor of 227 KiB, as without a norm: all 320 of Qwen3-30B-A3B's at
-once."""
+"""Most stages with the deepest tile, whose normalised x takes 16 KiB of shared memory: four stages
+of 32 KiB would not fit a GPU of 99 KiB. Also with two tiles of rows, so that three programs of q, k
+and v fit a multiprocessor of 227 KiB, and all 320 of Qwen3-30B-A3B run at once."""
 
 NORMED_PARTS_WARPS = 8
-"""What makes a part of normalised rows: each warp holds squares of the rows, then all of a tile of
-x as an operand, which spilled registers with four. No bit depends on it."""
+"""Warps of a program that computes a part of normalised rows. A warp holds squares of the rows and
+then a whole tile of x, which spilled registers with four warps. No bit depends on it."""
 
 CHUNK = 512
-"""Columns of which a program that sums up rows holds squares at once; no bit depends on it."""
+"""Columns whose squares a program holds at once while it sums rows. No bit depends on it."""
 
 LEAST_DEPTH = 128
-"""The shortest part, in which each thread loads weights twice."""
+"""Depth of the shortest part: each thread loads weights twice."""
 
 PART_VALUES = 1024
-"""Parts × outputs of a row, at most: what reads them has few programs (`route`: one of 4 rows)."""
+"""Most parts × outputs of a row: their reader has few programs (`route`: one for 4 rows)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +78,13 @@ class Config:
 def configuration(
     row_tile: int, outputs: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
 ) -> Config:
-    """The tiles for weights [outputs, K]; they decide the bits of a row, and T does not. The stages
-    are those of the class of GPU, see `cards`.
+    """The tiles for weights [outputs, K]. They decide the bits of a row; T does not. Stages depend
+    on the class of GPU, see `cards`.
 
-    Decode (row_tile below 64) is bound by reading the weights: tiles as wide as leave a program
-    for every multiprocessor, since a wider one reads x from L2 less often, with 48 KiB of weights
-    or more on their way in each. 32 × 256 is the one that probe9 measured. Prefill is bound by
-    arithmetic: 64 rows are the least that compile to wgmma.
+    Decode (row_tile below 64) is bound by reading the weights. Its tiles are as wide as possible
+    with a program for every multiprocessor, since a wider tile reads x from L2 less often, and have
+    48 KiB of weights or more in flight. Only 32 × 256 was measured (probe9). Prefill is bound by
+    arithmetic: 64 rows are the fewest that compile to wgmma.
 
     Raises ValueError for float32, whose products Triton would compute in TF32.
     """
@@ -101,14 +100,14 @@ def configuration(
 
 
 class Fused(NamedTuple):
-    """What happens to a product in its own launch."""
+    """What a product's launch does beside the product."""
 
     residual: Any = None
-    """[T, N], added to it. None: nothing."""
+    """[T, N], added to the product; None: nothing."""
     norm: Norm | None = None
-    """Of x before it."""
+    """The norm of x before the product; None: there is none."""
     with_squares: bool = False
-    """As linear_with_squares."""
+    """Whether to return squares, as linear_with_squares does."""
 
 
 ALONE = Fused()
@@ -116,18 +115,18 @@ ALONE = Fused()
 
 
 class Last(NamedTuple):
-    """What the last of a product's programs goes on with when all parts are there."""
+    """Work of the last program of a product, once all parts are written."""
 
     name: str
-    """The kernel's."""
+    """The kernel's name."""
     run: Callable[[Any, Any, Any], None]
-    """Gets refs of the parts, of the operands and of the results."""
+    """Takes refs to the parts, the operands and the results."""
     counters: jax.Array
-    """As of is_last; the first one is counted in."""
+    """See is_last; programs count in the first one."""
     operands: tuple
     out_shape: tuple[jax.ShapeDtypeStruct, ...]
     aliases: Mapping[int, int]
-    """Leaf of operands → result that is updated in place."""
+    """Leaf of the operands → result that uses its memory."""
     num_warps: int
 
 
@@ -143,9 +142,12 @@ class Parts:
 def parts_of(
     outputs: int, inputs: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
 ) -> Parts:
-    """The parts of decode's product with weights [outputs, inputs]; they decide the bits of a row,
-    and T does not. As many as make a program for every multiprocessor, if a row of all parts is
-    short; all of as many tiles, which are as deep as `linear`'s at most."""
+    """The parts of decode's product with weights [outputs, inputs]. They decide the bits of a row;
+    T does not.
+
+    There are enough parts for a program on every multiprocessor, as long as a row of all parts is
+    short. All have the same number of tiles, at most as deep as `linear`'s.
+    """
     tile = configuration(16, outputs, dtype, shared_kib)
     most = PROGRAMS // pl.cdiv(outputs, tile.columns)
     most = min(most, PART_VALUES // max(outputs, tile.columns))
@@ -158,7 +160,7 @@ def parts_of(
 
 
 def linear(x, weights, layer, bias, tiling: Tiling, out_dtype, fused: Fused = ALONE):
-    """fused: what else the launch does."""
+    """linear of the api. fused: what the launch also does."""
     (tokens, _), outputs, norm = x.shape, weights.shape[1], fused.norm
     dtype, eps = jnp.promote_types(x.dtype, weights.dtype), None
     if norm is not None:
@@ -189,12 +191,14 @@ def linear(x, weights, layer, bias, tiling: Tiling, out_dtype, fused: Fused = AL
 
 
 def _kernel(layer, tiles, x, weights, beside, out, *out_squares, config, row_tile, eps):
-    """Program (i, j) computes row tile i and column tile j of the product; K ascends. beside: bias
-    and residual, of one array or none each, and _norm_operands, with which each program first sums
-    up its rows; out_squares: of one array or none.
+    """Program (i, j) computes row tile i and column tile j of the product; K ascends.
+
+    - `beside`: bias and residual, one array or none each, and _norm_operands. With a norm each
+      program first sums the squares of its rows.
+    - `out_squares`: one array or none.
 
     Writes: program (i, j) alone writes out[i·rows:(i+1)·rows, j·columns:(j+1)·columns] and
-    out_squares[i·rows:(i+1)·rows, j], and nothing if the tile lies behind the rows in use.
+    out_squares[i·rows:(i+1)·rows, j], and nothing if the tile is past the rows in use.
     """
     (tokens, inputs), outputs, j = x.shape, weights.shape[1], pl.program_id(1)
     bias, residual, norm = beside
@@ -216,7 +220,7 @@ def _kernel(layer, tiles, x, weights, beside, out, *out_squares, config, row_til
             return total + plgpu.dot(part, weight, trans_b=True)
 
         mask = tile_mask(row_mask, column_mask, (config.rows, config.columns))
-        # Before the sum, so that nobody waits for it behind the last tile of weights.
+        # Before the sum, so that the load does not wait for the last tile of weights.
         added = [load_tile(r.at[rows, columns], row_mask, column_mask) for r in residual]
         total = jnp.zeros((config.rows, config.columns), jnp.float32)
         total = sum_over_depth(add, total, inputs, config.depth)
@@ -232,7 +236,7 @@ def _kernel(layer, tiles, x, weights, beside, out, *out_squares, config, row_til
 
 
 def _norm_operands(norm: Norm | None) -> tuple[jax.Array, ...]:
-    """A norm's weights and, if there are, the squares of x."""
+    """A norm's weights and, if given, the squares of x."""
     if norm is None:
         return ()
     return (norm.weights,) if norm.squares is None else (norm.weights, norm.squares)
@@ -245,15 +249,17 @@ def _normed_stages(config: Config, tokens: int) -> int:
 
 
 def _normed(values, scale, norm, layer, depth, depth_mask):
-    """A tile of x behind rms_norm, rounded as it rounds. scale: of _scales."""
+    """A tile of x after rms_norm, rounded where rms_norm rounds. scale: see _scales."""
     factors = load_tile(norm.at[pl.ds(layer, 1), depth], None, depth_mask)
     return factors * (values.astype(jnp.float32) * scale).astype(values.dtype)
 
 
 def _scales(x, squares, first_row, rows, eps):
-    """[rows, 1]: what the rows from first_row on are multiplied by, in the bits of rms_norm. Rows
-    behind the last one are 0, whatever their factor, so few rows have no more sums than needed.
-    squares: of one array, the sums of x's tiles, or none: x is read for them."""
+    """The factors [rows, 1] of the rows from first_row on, with the bits of rms_norm. Rows past the
+    last one are 0 whatever their factor, so no sums are computed for them.
+
+    - `squares`: one array, the sums of x's tiles, or none: then x is read.
+    """
     tokens, width = x.shape
     # Sums of tiles are few: with all rows Triton normalises x as it is loaded, with fewer once more
     # for each warp (2,881 and 6,918 instructions of norm_linear).
@@ -269,7 +275,7 @@ def _scales(x, squares, first_row, rows, eps):
         )
 
     def tile_sum(first, size):
-        """The sum of the squares of so many columns: a subtree."""
+        """The sum of the squares of `size` columns: a subtree of the whole sum."""
         if size <= CHUNK:
             return sum_of_squares(load(x, first, size))
         half = size // 2
@@ -293,7 +299,7 @@ def linear_parts(x, weights, layer, tiling: Tiling):
 
 
 def norm_linear_parts(x, norm: Norm, weights, layer, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """(rms_norm of x, its linear_parts) as one launch, or as two where there is one part."""
+    """(rms_norm of x, its linear_parts) as one launch, or as two if there is only one part."""
     parts = _several_parts(weights.shape, _normed_dtype(x, norm, weights), tiling)
     if parts is None:
         normed = rms_norm(x, norm.weights, layer, norm.eps)
@@ -304,8 +310,8 @@ def norm_linear_parts(x, norm: Norm, weights, layer, tiling: Tiling) -> tuple[ja
 def norm_linear_parts_then(
     x, norm: Norm, weights, layer, last: Last, tiling: Tiling
 ) -> tuple[jax.Array, ...]:
-    """norm_linear_parts of several parts, and in the same launch what the last program goes on
-    with: (normed, parts, counters, *results)."""
+    """norm_linear_parts of several parts, and in the same launch the work of the last program.
+    Returns (normed, parts, counters, *results)."""
     (tokens, _), outputs, norms = x.shape, weights.shape[1], _norm_operands(norm)
     parts = _several_parts(weights.shape, _normed_dtype(x, norm, weights), tiling)
     assert parts is not None, f"{last.name} is of several parts"
@@ -342,7 +348,7 @@ def _normed_dtype(x, norm: Norm, weights) -> jnp.dtype:
 
 
 def _several_parts(weights_shape, dtype, tiling: Tiling) -> Parts | None:
-    """The parts of a product with weights [L, N, K]; None: it has one, as `linear` makes it."""
+    """The parts of a product with weights [L, N, K]; None: there is one part, as in `linear`."""
     if tiling.row_tile >= 64:
         return None
     _, outputs, inputs = weights_shape
@@ -351,7 +357,7 @@ def _several_parts(weights_shape, dtype, tiling: Tiling) -> Parts | None:
 
 
 def _in_parts(x, weights, layer, norm, parts: Parts, tiling: Tiling):
-    """norm: of the rms_norm that x goes through first, or None."""
+    """The product in parts. norm: rms_norm of x before it, or None."""
     (tokens, _), outputs, config = x.shape, weights.shape[1], parts.tile
     out = jax.ShapeDtypeStruct((parts.count, tokens, outputs), jnp.float32)
     normed = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -367,13 +373,14 @@ def _in_parts(x, weights, layer, norm, parts: Parts, tiling: Tiling):
 
 
 def _parts_kernel(layer, tiles, x, weights, norm, *outs, parts, row_tile, eps):
-    """Program (i, j, s) computes row tile i and column tile j of part s, over the turns of tiles
-    from depth s · turns · depth on; the depth ascends. norm: of _norm_operands; with them outs are
-    normalised x and the parts, without the parts alone.
+    """Program (i, j, s) computes row tile i and column tile j of part s, over its tiles from depth
+    s · turns · depth on; the depth ascends.
+
+    - `norm`: _norm_operands. With them `outs` are normalised x and the parts, otherwise the parts.
 
     Writes: program (i, j, s) alone writes out[s, i·rows:(i+1)·rows, j·columns:(j+1)·columns], and
-    program (i, 0, s) alone the part's depth of normalised x in the rows of i; none of them anything
-    if the tile lies behind the rows in use.
+    program (i, 0, s) alone writes the part's depth of normalised x in the rows of i. Programs past
+    the rows in use write nothing.
     """
     (tokens, inputs), outputs, config = x.shape, weights.shape[1], parts.tile
     (*normed, out), part = outs, pl.program_id(2)

@@ -1,4 +1,4 @@
-"""Products that come as parts, each over some of the depth."""
+"""Products in parts, each over a part of the depth."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def sum_of_parts(parts: Any) -> Any:
-    """[T, N] of parts [S, T, N], or what loads them one by one: added in ascending order, as an
-    explicit chain, since a reduction would leave the order to the compiler."""
+    """Adds parts [S, T, N] (or a ref that loads them one by one) to [T, N], in ascending order. An
+    explicit chain of sums, since a reduction would leave the order to the compiler."""
     return functools.reduce(operator.add, (parts[s] for s in range(len(parts))))

@@ -16,7 +16,7 @@ class Spec:
     out_dtype: str | None = None
     row_tile: int | None = None
     tiles: int | None = None
-    """Row tiles that are needed; None: all."""
+    """Row tiles that are computed; None: all."""
 
 
 SPECS = (

@@ -15,9 +15,9 @@ class Moves(NamedTuple):
     layer: Int[Array, " S"]
     """−1: the entry is not used."""
     cell: Int[Array, " S"]
-    """An index into the layer's cells."""
+    """Index into the layer's cells."""
     row: Int[Array, " S"]
-    """The arena row that the cell shall begin at."""
+    """The new first arena row of the cell."""
 
 
 IMPLEMENTATIONS = implementations("move", ("xla", "pallas", "cpu"), "copy")
@@ -31,14 +31,16 @@ def move(
     record_rows: tuple[int, ...],
     implementation: str = "xla",
 ) -> tuple[UInt16[Array, "rows D"], Tables, Int[Array, " S"]]:
-    """Copies cells to other arena rows, with what they hold, and makes the tables say so: cell_row,
-    and the owner's address where it pointed to the old row. Everything else stays.
+    """Copies cells with their contents to other arena rows, and updates the tables: cell_row, and
+    the owner's address if it pointed to the old row. Arena and tables are updated in place when
+    donated.
 
-    record_rows: arena rows of a cell's record by version number. An entry is skipped where layer or
-    cell do not exist, the cell is not granted, the record would not lie within the arena or does
-    not move, or an earlier entry names the cell. The places that cells go to must be free, and
-    overlap neither each other nor where a listed cell lies: entries are copied in any order. Arena
-    and tables are updated in place when donated.
+    An entry is skipped if its layer or cell does not exist, the cell is not granted, the record
+    would leave the arena or does not move, or an earlier entry names the cell. Target places must
+    be free, and must overlap neither each other nor a listed cell, since entries are copied in any
+    order.
+
+    - `record_rows`: arena rows of a record, by version number.
 
     Returns (arena, tables, done int32[S]: 1 for a cell moved, 0 for any other entry).
 
@@ -59,11 +61,11 @@ def move(
     rows = jnp.asarray(record_rows, jnp.int32)[version]
     inside = (moves.row >= 0) & (moves.row <= arena.shape[0] - rows) & (moves.row != source)
     done = exists & first & inside
-    # Tables are read before they change, and the arena is copied by what they said.
+    # The arena is copied by what the tables say before they change.
     arena = fn(arena, source, moves.row, version, done.astype(jnp.int32), record_rows)
 
     def put(table, index, value):
-        """The entries carried out, each to an element of its own."""
+        """Writes the values of entries that are carried out, each to its own element."""
         return table.at[jnp.where(done, layer, layers), index].set(value, mode="drop")
 
     owner = tables.owner[layer, cell]

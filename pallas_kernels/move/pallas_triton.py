@@ -15,7 +15,7 @@ from pallas_kernels.triton import triton_call
 
 
 def copy(arena, source, target, version, wanted, record_rows):
-    """The reference's function, in fill's chunks."""
+    """copy of the reference, in the chunks of fill."""
     hidden = arena.shape[1]
     config = configuration_for(arena, "move")
     view = arena.reshape(-1, config.columns)
@@ -47,9 +47,9 @@ def _copy(
 ):
     """Program p copies chunks p, p + programs, … of all entries' chunks, entry after entry.
 
-    Writes: a chunk of an entry is written by one program, the only one that has its number; two
-    entries' targets are disjoint. Reads: no entry's source is another's target, and a chunk is
-    read by the program that writes its copy.
+    Writes: only one program has the number of a chunk and writes it; two entries' targets are
+    disjoint. Reads: no entry's source is another's target, and the program that writes a chunk also
+    reads it.
     """
     program = pl.program_id(0)
 

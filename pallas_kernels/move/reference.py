@@ -3,7 +3,7 @@ from jax import lax
 
 
 def copy(arena, source, target, version, wanted, record_rows):
-    """The arena after the records of wanted entries were copied from row source to row target."""
+    """Copies the records of wanted entries from row source to row target. Returns the arena."""
 
     def move(i, arena):
         for number, rows in enumerate(record_rows):

@@ -206,7 +206,7 @@ CONTRACTS = (
             ({"qkv": (3, 64)}, {}, "qkv has 64 columns for 2 KV heads"),
             ({"qkv": (3, 130)}, {}, "qkv has 130 columns for 2 KV heads"),
             ({"inverse_frequencies": (9,)}, {}, "9 frequencies for head_dim 16"),
-            ({"k_norm": None}, {}, "q_norm and k_norm are both given or both None"),
+            ({"k_norm": None}, {}, "give both q_norm and k_norm, or neither"),
             ({}, {"page": KVPage(16, 1, 16, 8)}, "latent_write writes latent pages"),
             ({}, {"implementation": "cuda"}, "op 'kv_write' has no implementation 'cuda'"),
             ({}, {"implementation": "pallas"}, "'pallas' takes 16-bit dtypes, not float32; 'xla'"),

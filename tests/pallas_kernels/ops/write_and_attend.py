@@ -127,7 +127,7 @@ CONTRACTS = (
         refusals=(
             ({"qkv": (9, 16)}, "qkv has 16 columns for"),
             ({"inverse_frequencies": (9,)}, "9 frequencies for head_dim"),
-            ({"k_norm": None}, "q_norm and k_norm are both given or both None"),
+            ({"k_norm": None}, "give both q_norm and k_norm, or neither"),
             ({"arena": (3, 5)}, r"arena of \(3, 5\) is not whole rows"),
             ({"block_table": (8, 2)}, r"block_table \(8, 2\)"),
             ({"positions": (8,)}, r"lengths \(8,\)"),
