@@ -19,7 +19,7 @@ DECODE = implementations("paged_attention", IMPLEMENTATIONS, "decode_attention")
 PREFILL = implementations("paged_attention", IMPLEMENTATIONS, "prefill_attention")
 
 WRITES = {"pallas": writing.write_and_attend}
-"""Implementations, of kv_write too, that do all of write_and_attend at once."""
+"""Implementation of both kv_write and paged_attention → its write_and_attend in one launch."""
 
 
 class Chunks(NamedTuple):
@@ -30,20 +30,20 @@ class Chunks(NamedTuple):
     start: Int[Array, " N"]
     """Position of its first token."""
     length: Int[Array, " N"]
-    """Its real tokens, ≥ 1."""
+    """Number of real tokens, 1 or more."""
     count: Int[Array, ""]
-    """Chunks in use, the first ones. int32[1] in kernels."""
+    """How many chunks are in use; they come first. int32[1] in kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """What decides the program of attention over pages, besides shapes."""
+    """What decides the program of attention over pages, beside shapes."""
 
     page: KVPage
     window: int | None = None
     """Keys at distance ≥ window are masked (`sliding_window`)."""
     scale: float | None = None
-    """Of the scores; None: head_dim^−½. A latent page needs one."""
+    """Factor of the scores; None: head_dim^−½. A latent page needs a value."""
     implementation: str = "xla"
     shared_kib: int = CLASSES[-1]
     """The device's `cards.shared_class`, for the kernels."""
@@ -58,20 +58,21 @@ def decode_attention(
     options: AttentionOptions,
     q_rope: Float[Array, "T H P"] | None = None,
 ) -> Float[Array, "T values"]:
-    """One query per sequence over its pages, flash-style, by spans of tokens in ascending order, 64
-    or, in the kernels of latent pages, 32.
+    """Attention of one query per sequence over its pages.
 
-    block_table: KV row of each page of each sequence, in order; entries past the length are not
-    read. lengths: tokens to attend to, the query's own included; 0: an empty row, result 0. Softmax
-    and sums in float32. The order of sums depends on the row's own length only: not on block_size,
-    T or other rows.
+    Tokens are reduced in spans of 64 (32 in the kernels of latent pages), in ascending order, with
+    softmax and sums in float32. The order of sums depends on the row's own length only, not on
+    block_size, T or other rows. In a latent page a key is a whole row and a value its first
+    `latent` values.
 
-    Of a latent page keys are whole rows and values their first `latent` values. A query is as wide
-    as a key, but in two arrays as they are computed, q [T, H, latent] and q_rope [T, H, head_dim −
-    latent]. Returns [T, H·hd], of a latent page [T, H·latent].
+    - `q`: for latent pages [T, H, latent], beside `q_rope` [T, H, head_dim − latent]: the two parts
+      of a query, as they are computed.
+    - `block_table`: KV row of each page of each sequence, in order. Entries past the length are not
+      read.
+    - `lengths`: tokens to attend to, including the query's own; 0: an empty row, whose result is 0.
 
-    Raises ValueError for shapes that do not fit, an unknown implementation, and what
-    `why_not_pallas` says of kernels.
+    Returns [T, H·hd], for a latent page [T, H·latent]. Raises ValueError for shapes that do not
+    fit, an unknown implementation, and pages that kernels refuse (`why_not_pallas`).
     """
     _check(q, q_rope, arena, options.page)
     _check_rows(q, block_table, lengths)
@@ -90,15 +91,18 @@ def write_and_attend(
     write: WriteOptions,
     read: AttentionOptions,
 ) -> tuple[Float[Array, "T values"], UInt16[Array, "rows D"], Int[Array, " C"] | None]:
-    """kv_write, then decode_attention of the queries that it gives, with their arguments and their
-    bits; where both are kernels they are one.
+    """kv_write, then decode_attention of its queries, with the bits of both; one launch if both are
+    kernels.
 
-    places: of each row's new token; position and page of an empty row are −1, its result 0.
-    lengths: positions + 1 (an argument, since in a loop over layers it would be a launch).
-    No two rows may write to one page. counters: zeros, given back as zeros, of each row and KV
-    head, in which a kernel's programs find out which is the last: without them another kernel
-    merges what they make. Returns (attended, arena, counters); the arena and counters are updated
-    in place when donated. Raises ValueError as both do, and for other counters.
+    - `places`: of each row's new token. An empty row has position and page −1, and its result is 0.
+      No two rows may write to one page.
+    - `lengths`: positions + 1. An argument, since computing it in a loop over layers would be a
+      launch.
+    - `counters`: zeros before and after, one for each row and KV head, by which the last program of
+      a row finds out that it merges. None: another kernel merges.
+
+    Returns (attended, arena, counters); arena and counters are updated in place when donated.
+    Raises ValueError as both ops do, and for counters of another size.
     """
     if write.implementation == read.implementation and read.implementation in WRITES:
         qkv, page = heads.qkv, read.page
@@ -128,10 +132,11 @@ def prefill_attention(
     options: AttentionOptions,
     q_rope: Float[Array, "NC H P"] | None = None,
 ) -> Float[Array, "NC values"]:
-    """Causal attention of a prefill step's chunks, their own keys already written to the pages.
+    """Causal attention of a prefill step's chunks, whose keys are already in the pages.
 
-    q: N chunks of C rows; the results of rows behind a chunk's real tokens, and of chunks that are
-    not in use, mean nothing. Otherwise as decode_attention.
+    - `q`: N chunks of C rows. Results of rows past a chunk's real tokens, and of unused chunks, are
+      undefined.
+    - Other arguments: see decode_attention.
     """
     _check(q, q_rope, arena, options.page)
     row, start, length, _ = chunks
@@ -156,7 +161,7 @@ def _with_scale(options: AttentionOptions) -> AttentionOptions:
 
 def _check(q, q_rope, arena, page):
     if page.latent and (page.kv_heads != 1 or page.latent >= page.head_dim):
-        raise ValueError(f"{page} is no page: a latent page has 1 KV head, latent within head_dim")
+        raise ValueError(f"{page}: a latent page has 1 KV head and latent within head_dim")
     if page.latent or q_rope is not None:
         _check_latent(q, q_rope, page)
     elif q.ndim != 3 or q.shape[2] != page.head_dim or q.shape[1] % page.kv_heads:

@@ -15,7 +15,7 @@ def decode_attention(q, arena, block_table, lengths, layer, options, q_rope):
 
 
 def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
-    """Rows that mean nothing are 0."""
+    """prefill_attention of the api; undefined rows are 0."""
     q = whole(q, q_rope)
     check_dtypes("paged_attention", q=q)
     operands = q, arena, block_table, *chunks[:3], int32(chunks.count), int32(layer)

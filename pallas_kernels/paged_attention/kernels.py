@@ -1,4 +1,4 @@
-"""The bodies of attention's kernels.
+"""The bodies of the attention kernels.
 
 Softmax is computed in powers of two: scores are scaled by log2(e) · scale.
 """
@@ -14,25 +14,25 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.paged_attention.span import SPAN
 
 MERGED = 8
-"""Splits that the merge loads at once; it adds them one by one."""
+"""Splits that the merge loads at once. It adds them one by one."""
 
 
 def kv_rows(arena, page, dtype):
-    """The arena as rows [.., head_dim], a free view. (Converted bits of a loaded tile would go
-    through registers on their way to a matrix product.)"""
+    """The arena as rows [.., head_dim], a free view. (Bitcasts of a loaded tile would pass through
+    registers on the way to a matrix product.)"""
     return lax.bitcast_convert_type(arena, dtype).reshape(-1, page.head_dim)
 
 
 def tile_of_prefill(chunk_rows, queries):
-    """A program's chunk and the first of its queries in it. The late chunks of a prompt see most
-    keys: the longest programs start first."""
+    """A program's chunk, and its first query within the chunk. Late chunks of a prompt see the most
+    keys, and the longest programs start first."""
     tiles = pl.cdiv(chunk_rows, queries)
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
     return tile // tiles, tile % tiles * queries
 
 
 class Sums(NamedTuple):
-    """Softmax over parts of rows' tokens, or a kernel's refs to them; float32."""
+    """Sums of softmax over parts of each row's tokens, or a kernel's refs to them; float32."""
 
     totals: Any
     """[T, H, splits, value_dim]: sums of values, weighted by powers of two below the top."""
@@ -45,8 +45,8 @@ class Sums(NamedTuple):
 def split(q_in, kv, block_table, lengths, layer, sums, *, options, config):
     """Softmax sums of one sequence's queries of one KV head over one split of its tokens.
 
-    Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
-    tops and masses, no other program the same. Splits that no query sees are not written.
+    Writes: program (t, head, split) alone writes [t, the head's queries, split] of totals, tops and
+    masses. Splits that no query sees are not written.
     """
     t, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, page, groups = lengths[t], options.page, q_in.shape[1] // options.page.kv_heads
@@ -77,7 +77,7 @@ def split(q_in, kv, block_table, lengths, layer, sums, *, options, config):
 def merge(lengths, sums, out, *, window, split):
     """One query's softmax over its splits, added in ascending order.
 
-    Cross-program writes: program (t, head) writes out[t, head]; zeros for an empty row.
+    Writes: program (t, head) writes out[t, head]; zeros for an empty row.
     """
     t, head = pl.program_id(0), pl.program_id(1) + jnp.arange(1)
     length = lengths[t]
@@ -86,8 +86,11 @@ def merge(lengths, sums, out, *, window, split):
 
 
 def merge_heads(t, head, real, parts, out, first, stop, many):
-    """The softmax of a row's queries int32[R] head, where real, over splits first to stop, added in
-    ascending order; so many are loaded at once, and no bit depends on it."""
+    """Writes the softmax of a row's queries `head`, int32[R], where `real`, over splits `first` to
+    `stop`, added in ascending order.
+
+    - `many`: splits that are loaded at once; no bit depends on it.
+    """
     head_dim = out.shape[2]
     column = jnp.arange(width(head_dim))
     inside = real[:, None] & (column < head_dim)[None]
@@ -95,7 +98,7 @@ def merge_heads(t, head, real, parts, out, first, stop, many):
 
     def group(g, sums):
         loaded = []
-        for i in range(many):  # loads that wait for no sum
+        for i in range(many):  # these loads do not wait for a sum
             s = g * many + i
             written = (first <= s) & (s < stop)
             part = plgpu.load(parts.totals.at[t, at[0], s, at[1]], mask=written & inside, other=0)
@@ -120,8 +123,8 @@ def merge_heads(t, head, real, parts, out, first, stop, many):
 def prefill(q_in, kv, block_table, chunks, layer, out, *, options, config):
     """Causal attention of a tile of one chunk's queries, for heads that share a KV head.
 
-    Cross-program writes: program (tile, i) writes out[the tile's real rows and padding up to the
-    tile's end, its heads], no other program the same. Tiles without a real row are not written.
+    Writes: program (tile, i) alone writes out[the tile's rows, its heads], padding included. Tiles
+    without a real row are not written.
     """
     sequence, start, length, count = chunks
     page, window, groups = options.page, options.window, q_in.shape[1] // options.page.kv_heads
@@ -160,7 +163,7 @@ def prefill(q_in, kv, block_table, chunks, layer, out, *, options, config):
 
 
 def width(head_dim):
-    """Columns of a tile, of which head_dim are real: a power of two, at least a product's least."""
+    """Columns of a tile that holds head_dim: a power of two, wide enough for a product."""
     return max(16, pl.next_power_of_2(head_dim))
 
 
@@ -170,15 +173,15 @@ def first_seen(position, window):
 
 
 def span_of(s, low, last):
-    """Positions of a span, and which of them lie from low to last: only they are read."""
+    """Positions of a span, and which of them are from low to last: only those are read."""
     position = s * SPAN + jnp.arange(SPAN)
     return position, (low <= position) & (position <= last)
 
 
 def load(kv, block_table, sequence, position, held, layer, kv_head, page):
-    """Keys and values [SPAN, width] of one KV head; zeros where not held, whatever the page has."""
+    """Keys and values [SPAN, width] of one KV head; zeros where `held` is false."""
     column = jnp.arange(width(page.head_dim))
-    # Past the last token the table holds anything: it is not read, nor is what it points to.
+    # Past the last token the table is undefined: neither it nor its pages are read.
     block = block_table.at[sequence, position // page.block_size]
     row = plgpu.load(block, mask=held, other=0) + layer * page.rows_per_layer
     row = (row + position % page.block_size * page.rows_per_token + kv_head)[:, None]
@@ -195,8 +198,8 @@ def no_sums(q):
 
 
 def attend(q, keys, values, seen, sums, scale):
-    """One more span in (total [M, width], top [M], mass [M]). A row that sees none of it keeps its
-    sums: it multiplies them by exactly 1 and adds zeros."""
+    """Adds a span to (total [M, width], top [M], mass [M]). A row that sees none of the span
+    multiplies its sums by exactly 1 and adds zeros."""
     total, top, mass = sums
     scores = plgpu.dot(q, keys, trans_b=True) * (math.log2(math.e) * scale)
     scores = jnp.where(seen, scores, -jnp.inf)
@@ -207,5 +210,5 @@ def attend(q, keys, values, seen, sums, scale):
 
 
 def power(x, top):
-    """2^(x − top), 0 where nothing has been seen yet: x and top −inf."""
+    """2^(x − top); 0 where x and top are −inf, since nothing was seen yet."""
     return jnp.exp2(x - jnp.where(top == -jnp.inf, 0.0, top))

@@ -20,22 +20,23 @@ MAX_LATENT, MAX_ROPE = 512, 64
 @dataclasses.dataclass(frozen=True)
 class Config:
     rows: int
-    """Rows of a program's tile: query heads, in prefill of several queries."""
+    """Rows of a program's tile: query heads; in prefill, of several queries."""
     heads: int
     """Heads of a tile, of the same query."""
     span: int
     """Tokens reduced at once, in ascending order, whatever the page size."""
     part: int
-    """Columns of one product: the latent is read in parts so wide, added in ascending order."""
+    """Columns of one product: the latent is read in parts of this width, added in ascending
+    order."""
     split: int
     """Tokens of a program of decode, a multiple of span. The order of sums depends on it."""
     num_warps: int
     num_stages: int
-    """As DecodeConfig's."""
+    """See DecodeConfig."""
 
 
 def why_not_pallas(page: KVPage) -> str | None:
-    """As paged_attention's, for a latent page."""
+    """Why the kernels cannot read a latent page; None: they can."""
     rope = page.head_dim - page.latent
     if page.latent <= MAX_LATENT and rope <= MAX_ROPE:
         return None
@@ -46,12 +47,12 @@ def why_not_pallas(page: KVPage) -> str | None:
 
 
 def decode_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike) -> Config:
-    """Sixteen heads of one query: the fewest rows of a product.
+    """The tile of decode: sixteen heads of one query, the fewest rows of a product.
 
-    Two spans of 32 rows of 1152 bytes are in flight, beside the queries: 92 KiB of shared memory,
-    which every card has, so that one table serves all. A split's partial results are 1/9 of its
-    rows' bytes with 16 heads; with many (DeepSeek-V3: 128) splits are longer, since each head has
-    its own.
+    Two spans of 32 rows of 1152 bytes are in flight beside the queries: 92 KiB of shared memory,
+    which every GPU has, so one table serves all. With 16 heads a split's partial results are 1/9 of
+    its rows' bytes. With many heads (DeepSeek-V3: 128) splits are longer, since each head has
+    partial results of its own.
 
     Raises ValueError for float32 and for wider pages.
     """
@@ -60,8 +61,8 @@ def decode_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike) 
 
 
 def prefill_configuration(heads: int, page: KVPage, dtype: jax.typing.DTypeLike) -> Config:
-    """As many heads of a query as divide the model's, up to sixteen, and so many queries; otherwise
-    decode's tile.
+    """The tile of prefill: the largest number of heads, up to sixteen, that divides the model's,
+    and queries to fill the rows. Otherwise decode's tile.
 
     Raises as decode_configuration.
     """

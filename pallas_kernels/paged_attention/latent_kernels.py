@@ -1,7 +1,7 @@
 """The bodies of attention's kernels over latent pages.
 
-A row of a page is key and value at once, so it is read once: in parts of power-of-two widths, of
-which all but the last are also the value's. Softmax is computed in powers of two.
+A row of a page is both key and value, so it is read once, in parts whose widths are powers of two.
+All parts except the last also belong to the value. Softmax is computed in powers of two.
 """
 
 import functools
@@ -19,8 +19,8 @@ from pallas_kernels.paged_attention.kernels import first_seen, power, tile_of_pr
 def split(q, kv, block_table, lengths, layer, sums, *, options, config):
     """Softmax sums of a tile of one sequence's queries over one split of its tokens.
 
-    Cross-program writes: program (t, i, split) writes [t, head tile i, split] of totals, tops and
-    masses, no other program the same. Splits that no query sees are not written.
+    Writes: program (t, i, split) alone writes [t, head tile i, split] of totals, tops and masses.
+    Splits that no query sees are not written.
     """
     t, tile, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length, page = lengths[t], options.page
@@ -51,8 +51,8 @@ def split(q, kv, block_table, lengths, layer, sums, *, options, config):
 def prefill(q, kv, block_table, chunks, layer, out, *, options, config):
     """Causal attention of a tile of one chunk's queries and heads.
 
-    Cross-program writes: program (tile, i) writes out[the tile's real rows and padding up to the
-    tile's end, head tile i], no other program the same. Tiles without a real row are not written.
+    Writes: program (tile, i) alone writes out[the tile's rows, head tile i], padding included.
+    Tiles without a real row are not written.
     """
     sequence, start, length, count = chunks
     page, window = options.page, options.window
@@ -91,20 +91,20 @@ def prefill(q, kv, block_table, chunks, layer, out, *, options, config):
 
 
 def _value_columns(page, config):
-    """The columns of a row that each part has, of those that are the value's."""
+    """The columns of each part that belong to the value."""
     parts = pl.cdiv(page.latent, config.part)
     return [i * config.part + jnp.arange(config.part) for i in range(parts)]
 
 
 def _key_columns(page):
-    """The columns behind the latent, and which of them are real: a product's least, or more."""
+    """The columns after the latent, padded for a product, and which of them are real."""
     rope = page.head_dim - page.latent
     column = jnp.arange(max(16, pl.next_power_of_2(rope)))
     return column, column < rope
 
 
 def _queries(q, token, head, real, page, config):
-    """A tile of queries in the parts of keys. token, head: of each row, real: which rows are."""
+    """A tile of queries, cut like keys. token, head: of each row. real: which rows exist."""
     (q_in, q_rope), parts = q, []
     token, head = jnp.broadcast_to(token, head.shape)[:, None], head[:, None]
     for column in _value_columns(page, config):
@@ -116,14 +116,14 @@ def _queries(q, token, head, real, page, config):
 
 
 def _span(s, low, last, config):
-    """Positions of a span, and which of them lie from low to last: only they are read."""
+    """Positions of a span, and which of them are from low to last: only those are read."""
     position = s * config.span + jnp.arange(config.span)
     return position, (low <= position) & (position <= last)
 
 
 def _load(kv, block_table, sequence, position, held, layer, page, config):
-    """Rows [span, part] of a latent page, part by part; zeros where not held, whatever is there."""
-    # Past the last token the table holds anything: it is not read, nor is what it points to.
+    """Rows [span, part] of a latent page, part by part; zeros where `held` is false."""
+    # Past the last token the table is undefined: neither it nor its pages are read.
     block = block_table.at[sequence, position // page.block_size]
     row = plgpu.load(block, mask=held, other=0) + layer * page.rows_per_layer
     row = (row + position % page.block_size)[:, None]
@@ -143,8 +143,8 @@ def _no_sums(page, config):
 
 
 def _attend(q, keys, seen, sums, scale):
-    """One more span in (totals [M, part] ..., top [M], mass [M]). A row that sees none of it keeps
-    its sums: it multiplies them by exactly 1 and adds zeros."""
+    """Adds a span to (totals [M, part] ..., top [M], mass [M]). A row that sees none of the span
+    multiplies its sums by exactly 1 and adds zeros."""
     *totals, top, mass = sums
     products = [plgpu.dot(a, b, trans_b=True) for a, b in zip(q, keys, strict=True)]
     scores = functools.reduce(operator.add, products) * (math.log2(math.e) * scale)

@@ -17,10 +17,10 @@ from pallas_kernels.triton import power_of_two_divisor, scalar, triton_call
 MAX_HEAD_DIM = 256
 
 SPLIT_STAGES = {99: (6, 4), 163: (8, 4), 227: (8, 4)}
-"""Class of GPU → stages of decode's splits: of heads up to 128 and of wider ones."""
+"""Class of GPU → stages of decode's splits, for heads up to 128 and for wider ones."""
 
 PREFILL_STAGES = {99: (4, 4), 163: (6, 4), 227: (6, 4)}
-"""As SPLIT_STAGES, of prefill."""
+"""The same for prefill."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,11 @@ class DecodeConfig:
     rows: int
     """Rows of a program's tile: the query heads that share a KV head, padded."""
     split: int
-    """Tokens of a program, a multiple of SPAN. A constant: the order of sums depends on it."""
+    """Tokens of a program, a multiple of SPAN. Constant, since the order of sums depends on it."""
     num_warps: int
     num_stages: int
-    """2 + 2·n for n spans in flight: the compiler gives half of them to the block table's entries,
-    which the addresses of keys and values wait for."""
+    """2 + 2·n for n spans in flight: half of the stages go to loads of the block table, which give
+    the addresses of keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ class PrefillConfig:
     """Heads of a program's tile; they share a KV head."""
     num_warps: int
     num_stages: int
-    """As DecodeConfig's."""
+    """See DecodeConfig."""
 
 
 def why_not_pallas(page: KVPage) -> str | None:
-    """Why the kernels cannot read such a page, in a sentence for people; None: they can."""
+    """Why the kernels cannot read the page, for a message; None: they can."""
     if page.latent:
         return latent.why_not_pallas(page)
     return _too_wide(page.head_dim) if page.head_dim > MAX_HEAD_DIM else None
@@ -56,10 +56,11 @@ def why_not_pallas(page: KVPage) -> str | None:
 def decode_configuration(
     groups: int, head_dim: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
 ) -> DecodeConfig:
-    """The tile for so many query heads per KV head, on a class of GPU (`cards`).
+    """The tile for `groups` query heads per KV head, on a class of GPU (`cards`).
 
-    A split of 256 tokens has three of its four spans in flight where head_dim is at most 128 (two
-    with 99 KiB); its partial results are 1/256 of its keys' and values' bytes per query head.
+    With a head_dim of at most 128, three of the four spans of a split of 256 tokens are in flight
+    (two with 99 KiB). Its partial results are, per query head, 1/256 of the bytes of its keys and
+    values.
 
     Raises ValueError for float32 and for a head_dim above 256.
     """
@@ -72,8 +73,8 @@ def decode_configuration(
 def prefill_configuration(
     groups: int, head_dim: int, dtype: jax.typing.DTypeLike, shared_kib: int = CLASSES[-1]
 ) -> PrefillConfig:
-    """The tile for so many query heads per KV head, on a class of GPU (`cards`): 128 rows where
-    heads come in pairs, which halves how often a span of keys is read.
+    """The tile for `groups` query heads per KV head, on a class of GPU (`cards`). If heads come in
+    pairs it has 128 rows, so a span of keys is read half as often.
 
     Raises as decode_configuration.
     """
@@ -112,7 +113,7 @@ def shapes_of_sums(tokens, heads, splits, head_dim):
 
 
 def merge_splits(lengths, sums, dtype, *, window, split):
-    """[T, H·hd] of the sums of splits of so many tokens."""
+    """Merges the sums of splits of `split` tokens to [T, H·hd]."""
     tokens, heads, _, head_dim = sums.totals.shape
     return triton_call(
         functools.partial(kernels.merge, window=window, split=split),

@@ -35,7 +35,7 @@ def prefill_attention(q, arena, block_table, chunks, layer, options, q_rope):
 
 
 def whole(q, q_rope):
-    """Queries as wide as keys."""
+    """Joins the parts of queries to the width of keys."""
     return q if q_rope is None else jnp.concatenate([q, q_rope], axis=-1)
 
 
@@ -55,7 +55,7 @@ def _attend(q, arena, block_table, positions, layer, options):
         total, top, mass = carry
         keys, values = _load_span(view, block_table, s, layer, page, q.dtype)
         key_position = s * SPAN + jnp.arange(SPAN)
-        # Where no row looks a page may hold whatever the slot held before: 0 · NaN would be NaN.
+        # Unseen places of a page may hold anything, also NaN, and 0 · NaN would be NaN.
         written = key_position <= positions[-1]
         if window is not None:
             written = written & (key_position > positions[0] - window)

@@ -17,7 +17,7 @@ LONG = (2400, 257, 2049, 0, 255, 256, 511)
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
     lengths: tuple[int, ...]
-    """Each row's length; their number is T."""
+    """The length of each row; there are T of them."""
     dtype: str
     block_size: int = 16
     window: int | None = None
@@ -113,4 +113,4 @@ LATENT_PREFILL_SPECS = (
         ((0, 65), (65, 40)), 65, "float16", heads=5, kv_heads=1, head_dim=206, latent=200, scale=0.2
     ),
 )
-"""As LATENT_DECODE_SPECS."""
+"""The same as LATENT_DECODE_SPECS, for prefill."""

@@ -1,6 +1,9 @@
-"""Decode's kv_write within its attention: the programs that read a head's keys turn the queries,
-and the one whose split ends with the row's new token writes that token's keys and values. Where the
-splits are few the last of a row and KV head merges them."""
+"""Decode's kv_write within its attention.
+
+The programs that read a head's keys rotate the queries. The program whose split holds the row's new
+token writes the token's key and value. If a row has few splits, the last program of a row and KV
+head merges them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from pallas_kernels.paged_attention.span import SPAN
 from pallas_kernels.triton import is_last, scalar, triton_call
 
 MOST_MERGED = 8
-"""Splits that the last program merges, one after the other for all queries of its head; of more
-decode_attention_merge has a program for each query."""
+"""Most splits that the last program merges, one after the other for all queries of its head. For
+more splits decode_attention_merge has a program for each query."""
 
 MERGED = 4
-"""Splits that it loads at once."""
+"""Splits that the last program loads at once."""
 
 
 def write_and_attend(projected, arena, places, block_table, lengths, counters, *, write, read):
@@ -41,7 +44,7 @@ def write_and_attend(projected, arena, places, block_table, lengths, counters, *
     config = decode_configuration(groups, head_dim, qkv.dtype, read.shared_kib)
     splits = pl.cdiv(block_table.shape[1] * page.block_size, config.split)
     norms = () if q_norm is None else (q_norm, k_norm, scalar(stack_layer))
-    # As bits: the rest of the arena are no values, and Pallas's interpreter would change NaNs.
+    # As bits: other parts of the arena are no numbers, and Pallas's interpreter would change NaNs.
     view = arena.reshape(-1, head_dim)
     merging = ()
     if counters is not None and splits <= MOST_MERGED:
@@ -80,7 +83,7 @@ class Inputs(NamedTuple):
 
     qkv: Any
     norms: tuple
-    """Stacked weights of queries and of keys, and their index; or none."""
+    """Stacked norm weights of queries and of keys, and the layer's index; or empty."""
     positions: Any
     frequencies: Any
     pages: Any
@@ -90,16 +93,17 @@ class Inputs(NamedTuple):
 
 
 def _kernel(inputs, _, sums, kv, merging, *, write, read, config):
-    """kernels.split on queries that it turns itself, with the new token's key and value. merging:
-    of one pair of attended queries and counters, or none.
+    """kernels.split on queries that it rotates itself, with the new token's key and value.
 
-    Cross-program writes: program (t, head, split) writes [t, the head's queries, split] of totals,
-    tops and masses, where a query sees the split. If the split holds positions[t], it also writes
-    the two KV rows of that token and head, which no program of the launch reads: this one has them
-    in registers, others see earlier tokens or other rows' pages. A row at position −1, or
-    with page −1, writes nothing. Which of its programs comes last, in counters[t, head], merges
-    their sums in ascending order, so whichever it is, and writes attended[t, the head's queries];
-    those of a row at position −1 are zeros and written by its first program.
+    - `merging`: one pair of attended queries and counters, or empty.
+
+    Writes: program (t, head, split) writes [t, the head's queries, split] of totals, tops and
+    masses, if a query sees the split. If the split holds positions[t], the program also writes the
+    two KV rows of that token and head. No program of the launch reads them: this one has them in
+    registers, and others see earlier tokens or other rows' pages. A row at position −1, or with
+    page −1, writes no KV. The program that comes last by counters[t, head] merges the sums in
+    ascending order, so the result does not depend on which one it is, and writes attended[t, the
+    head's queries]. For a row at position −1 the first program writes zeros.
     """
     qkv, norms, positions, _, pages, layer, block_table, _ = inputs
     page, window = read.page, read.window
@@ -152,7 +156,7 @@ def _kernel(inputs, _, sums, kv, merging, *, write, read, config):
                 )
             return kernels.attend(q, keys, values, held[None], found, read.scale)
 
-        # The select is kept out of the spans before the last, whose loads go past registers.
+        # Only the last span selects: loads of the other spans bypass registers.
         spans = jnp.where(owns, last // SPAN, end // SPAN)
         found = lax.fori_loop(jnp.maximum(begin, low) // SPAN, spans, span, kernels.no_sums(q))
         newest = functools.partial(span, last // SPAN, newest=(key, value))
@@ -167,8 +171,10 @@ def _kernel(inputs, _, sums, kv, merging, *, write, read, config):
 
 
 def _turn(inputs, t, write, heads, real, norm):
-    """[R, width] of a token's heads as kv_write normalises and rotates them, zeros where not real.
-    norm: stacked weights and their index; None: without."""
+    """A token's heads [R, width], normalised and rotated as kv_write does; zeros where not real.
+
+    - `norm`: stacked weights and the layer's index; None: no norm.
+    """
     qkv, head_dim = inputs.qkv, write.page.head_dim
     half = head_dim // 2
     column = jnp.arange(kernels.width(head_dim))

@@ -1,4 +1,5 @@
-"""Maps a layer's active experts to hits, fills and read-throughs, and picks victims."""
+"""Decides which of a layer's active experts are hits, fills and read-throughs, and picks
+victims."""
 
 from pallas_kernels.plan.api import Plan, Tables, plan, plan_counts, plan_routed, routed_to
 from pallas_kernels.plan.resident import plan_resident

@@ -14,16 +14,16 @@ from pallas_kernels.plan.record import active_experts, bits, record, record_size
 
 
 class Tables(NamedTuple):
-    """What the device knows about residency: int32, donated with the arena.
+    """Residency tables on the device: int32, donated with the arena.
 
-    L layers (counted over MoE layers), C cells a layer (a constant upper bound), E experts.
-    Budgets are contents: a cell that is not granted has cell_row −1.
+    L MoE layers, C cells a layer (a constant upper bound), E experts. A budget is a matter of
+    contents: a cell that is not granted has cell_row −1.
     """
 
     cell_row: Int[Array, "L C"]
     """Arena row of each cell; −1: not granted."""
     cell_version: Int[Array, "L C"]
-    """Version a cell holds."""
+    """Version that the cell holds."""
     owner: Int[Array, "L C"]
     """Expert in the cell; −1: none."""
     last_used: Int[Array, "L C"]
@@ -31,17 +31,18 @@ class Tables(NamedTuple):
     address: Int[Array, "L E"]
     """Arena row of the expert's record; −1: absent."""
     version: Int[Array, "L E"]
-    """Version the address points to; of an absent expert the one that a read-through computes."""
+    """Version at the address; for an absent expert, the version that a read-through computes."""
     frequency: Int[Array, "L E"]
     """Steps in which the expert was active."""
     fill_version: Int[Array, "L E"]
-    """Version a miss fills; −1 − v: do not cache, read version v through."""
+    """Version that a miss fills; −1 − v: the expert is read through in version v, without a
+    cell."""
     prior: Int[Array, "L E"]
-    """A policy's score, see victim_key."""
+    """A policy's score; see victim_key."""
     clock: Int[Array, " L"]
-    """References of the layer so far: one per step, in prefill one per wave."""
+    """References of the layer so far: one per decode step, one per wave of a prefill step."""
     victim_weights: Int[Array, " 3"]
-    """Weights over recency, log frequency and prior, see victim_key."""
+    """Weights of recency, log frequency and prior; see victim_key."""
 
 
 class Plan(NamedTuple):
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     fill_count: Int[Array, ""]
     hits: Int[Array, ""]
     read_through: Int[Array, ""]
-    """Active experts that got no cell."""
+    """How many active experts got no cell."""
 
     @property
     def fills(self) -> Fills:
@@ -67,7 +68,7 @@ class Plan(NamedTuple):
 IMPLEMENTATIONS = implementations("plan", ("xla", "pallas", "cpu"))
 
 ROUTED = {"pallas": pallas_triton.plan_routed}
-"""Implementations that do all of plan_routed themselves; others are XLA around their plan."""
+"""Implementation → its plan_routed; for others XLA surrounds their plan."""
 
 
 def plan(
@@ -77,14 +78,15 @@ def plan(
     *,
     implementation: str = "xla",
 ) -> tuple[Tables, Plan]:
-    """One reference of one layer to the set of `active` experts (WiSP, Algorithm 1, with
-    read-through for what does not fit).
+    """One reference of a layer to the set of `active` experts (WiSP, Algorithm 1, with read-through
+    for experts that do not fit).
 
-    Hits are touched first; no active expert is ever a victim. Misses whose `fill_version` is not
-    negative take, in ascending id, the layer's unpinned cells of that version: free ones by index,
-    then owned ones by ascending (victim_key, last use, owner). Misses left over are read through,
-    in the version that they would have filled: whatever was resident before does not matter. The
-    returned tables describe the state after the fills of the returned plan.
+    Hits are marked first, and no active expert is ever a victim. Misses whose `fill_version` is not
+    negative take the layer's other cells of that version, in ascending id: free cells by index,
+    then owned cells by ascending (victim_key, last use, owner). Remaining misses are read through
+    in the version that they would have filled, whatever was resident before.
+
+    Returns (tables after the fills of the plan, plan).
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -107,13 +109,17 @@ def plan_routed(
     versions: int = 1,
     implementation: str = "xla",
 ) -> tuple[Tables, Int[Array, "L W"], Plan]:
-    """As plan, of the experts that the tokens of a step are routed to, which also writes the
-    layer's record into its row of `records`.
+    """plan for the experts that a step's tokens are routed to. Also writes the layer's record into
+    its row of `records`.
 
-    ids: E for padding. weights: float32, of the record alone. A record (W = record_size) holds the
-    ids, the bits of the weights, and the counts: active experts, hits, fills, experts read through;
-    a bit for each active expert that was not resident before; with several versions the fills of
-    each and the experts read through of each.
+    A record (W = record_size) holds the ids, the bits of the weights, and counts: active experts,
+    hits, fills, experts read through; a bit for each active expert that was not resident; and, with
+    several versions, the fills and read-throughs of each version.
+
+    - `ids`: E for padding.
+    - `weights`: float32, only for the record.
+
+    Returns (tables, records, plan).
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -131,17 +137,17 @@ def plan_routed(
 
 
 def check_records(tables: Tables, pairs: int, records: Int[Array, "L W"], versions: int) -> None:
-    """Raises ValueError for records that are not those of so many (token, choice) pairs."""
+    """Raises ValueError for records that do not fit `pairs` (token, choice) pairs."""
     layers, experts = tables.address.shape
     wanted = layers, record_size(pairs, experts, versions)
     if records.shape != wanted:
-        raise ValueError(f"records are {records.shape}, those of {pairs} pairs {wanted}")
+        raise ValueError(f"records are {records.shape}, {pairs} pairs need {wanted}")
 
 
 def routed_to(
     tables: Tables, layer: Int[Array, ""] | int, ids: Int[Array, "T K"]
 ) -> tuple[Bool[Array, " E"], Bool[Array, " E"]]:
-    """(experts that some token is routed to, those of them that are not resident)."""
+    """(experts that some token is routed to, those of them that are absent)."""
     absent = lax.dynamic_index_in_dim(tables.address, layer, keepdims=False) < 0
     # Beside each other: the second out of the first would be a kernel of its own. Behind a border,
     # since plan changes the addresses in place: read later they would be copied.
@@ -157,9 +163,13 @@ def plan_counts(
     versions: int,
     elsewhere: jax.Array | bool = False,
 ) -> Int[Array, " N"]:
-    """The counts of a record, int32[counts_size]. missing bool[E]: active experts that were not
-    resident before the plan `work`. tables: after it. elsewhere bool[E]: experts that are neither
-    filled nor read through."""
+    """The counts of a record, int32[counts_size].
+
+    - `missing`: bool[E], active experts that were not resident before the plan.
+    - `work`: the plan.
+    - `tables`: after the plan.
+    - `elsewhere`: bool[E], experts that are neither filled nor read through.
+    """
     totals = work.active_count, work.hits, work.fill_count, work.read_through
     parts = [jnp.stack(totals), bits(missing)]
     if versions > 1:

@@ -7,7 +7,7 @@ CHANGED = ("owner", "last_used", "address", "version", "frequency", "clock")
 
 
 def plan(tables, layer, active):
-    """The tables that change are changed in place; an owner that is no expert is an error."""
+    """plan of the api. Tables change in place; an owner that is not an expert is an error."""
     experts = tables.address.shape[1]
     listed = [jax.ShapeDtypeStruct((experts,), jnp.int32)] * 4
     counts = [jax.ShapeDtypeStruct((), jnp.int32)] * 4

@@ -1,4 +1,4 @@
-"""Lists out of masks, for kernels."""
+"""Lists from masks, for kernels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 
 def places(mask: jax.Array) -> jax.Array:
-    """int32[N], a permutation: where each element of mask bool[N] goes when those under the mask
-    are moved to the front and every other behind them, both in their order."""
+    """The permutation int32[N] that moves the elements under mask, bool[N], to the front and all
+    others behind them, both in their order."""
     before = jnp.cumsum(mask.astype(jnp.int32))
     index = jnp.arange(mask.shape[0])
     return jnp.where(mask, before - 1, count(mask) + index - before)
 
 
 def count(mask: jax.Array) -> jax.Array:
-    """int32[]: how many are true."""
+    """int32[]: how many elements are true."""
     return jnp.sum(mask.astype(jnp.int32))

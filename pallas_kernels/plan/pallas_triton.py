@@ -35,8 +35,8 @@ class Config:
 
 
 def configuration(cells: int, experts: int) -> Config:
-    """Comparisons of block × max(C, E): 8 a thread, so that nothing spills. Of few experts two
-    warps: from four on ptxas keeps to 48 registers there, and spills."""
+    """Comparisons of block × max(C, E), 8 a thread, so that nothing spills. Few experts take two
+    warps: with four or more, ptxas uses only 48 registers and spills."""
     widest = pl.next_power_of_2(max(cells, experts))
     warps = 2 if widest <= 16 else 8
     return Config(block=max(8 * warps * 32 // widest, 1), num_warps=warps, num_stages=1)
@@ -55,10 +55,12 @@ def plan_routed(tables, layer, ids, weights, records, *, versions):
 
 
 def call_plan(kernel, tables, layer, active, records=None, *, name="plan", more=()):
-    """(tables, (records, which experts are active, `more`) or nothing, the plan).
+    """Calls a plan kernel. Returns (tables, (records, active experts, *more) or nothing, plan).
 
-    kernel: takes `config`, and refs of the layer, of `active`, of READ, and of the results; `more`
-    of these, jax.ShapeDtypeStructs, stand before the LISTS. active: what says which experts are."""
+    - `kernel`: takes `config`, and refs to the layer, `active`, READ and the results.
+    - `active`: operands that say which experts are active.
+    - `more`: further results, jax.ShapeDtypeStructs, before the LISTS.
+    """
     cells, experts = tables.owner.shape[1], tables.address.shape[1]
     config = configuration(cells, experts)
     one, listed = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32)
@@ -83,12 +85,12 @@ def call_plan(kernel, tables, layer, active, records=None, *, name="plan", more=
 
 
 class _Cells(NamedTuple):
-    """Some cells of the layer; those beyond C are not granted."""
+    """Some cells of the layer; cells past C count as not granted."""
 
     row: jax.Array
     owner: jax.Array
     current: jax.Array
-    """The owner's address points here."""
+    """Whether the owner's address points here."""
     pinned: jax.Array
 
 
@@ -98,12 +100,12 @@ class _Candidates(NamedTuple):
     candidate: jax.Array
     version: jax.Array
     order: tuple[jax.Array, ...]
-    """Lexicographic: free first, then key, last use, owner, index."""
+    """Fields of a lexicographic order: free first, then key, last use, owner, index."""
 
 
 class _Decided(NamedTuple):
-    """What a plan says of each expert: bool, and int32 the version that a missing one is filled or
-    read in."""
+    """Decisions about each expert: bool, and int32 the version in which a missing expert is filled
+    or read."""
 
     active: jax.Array
     hit: jax.Array
@@ -112,12 +114,12 @@ class _Decided(NamedTuple):
 
 
 def _plan_routed(layer, ids, weights, *refs, config, versions):
-    """As plan_kernel, behind a part that makes the mask of active experts out of int32[P] `ids`,
-    and before one that writes the layer's record.
+    """plan_kernel. Before it, makes the mask of active experts from `ids` int32[P]; after it,
+    writes the layer's record.
 
     Writes: one program. Threads with the same id write the same 1 into `active`, which is result
-    and scratch; barriers stand between its zeros, its ones and who reads it. An element of the
-    record has one writer.
+    and scratch; barriers separate its zeros, its ones and its reads. Each element of the record has
+    one writer.
     """
     *others, records, active = refs[:-LISTS]
     experts, pairs = active.shape[0], ids.shape[0]
@@ -144,8 +146,8 @@ def _plan_routed(layer, ids, weights, *refs, config, versions):
 
 
 def counting_into(records, layer, pairs, experts, versions):
-    """What writes a layer's counts into its record, behind those of so many pairs, given what was
-    decided. Writes: each element once."""
+    """Makes the function that writes a layer's counts into its record, after the ids and weights of
+    `pairs` pairs, from what was decided. Writes: each element once."""
 
     def count_into(decided):
         missing = decided.active & ~decided.hit
@@ -155,7 +157,7 @@ def counting_into(records, layer, pairs, experts, versions):
             of_version = [decided.version == v for v in range(versions)]
             totals += [count(m & v) for m in (decided.fills, through) for v in of_version]
         words = pl.cdiv(experts, 32)
-        for i, total in enumerate(totals):  # those by version stand behind the bits
+        for i, total in enumerate(totals):  # counts by version come after the bits
             place = 2 * pairs + i + (words if i >= TOTALS else 0)
             records[layer, place] = total
         expert = jnp.arange(pl.next_power_of_2(experts))
@@ -169,12 +171,13 @@ def counting_into(records, layer, pairs, experts, versions):
 
 
 def plan_kernel(layer, active, *refs, config, record=None):
-    """All of it in one program: loads, arithmetic on values, a barrier, stores.
+    """The whole plan in one program: loads, arithmetic on values, a barrier, stores.
 
-    record: called at the end with what was decided about each expert. Writes: one program, so
-    nothing across programs. Within it every element has one writer: a table's element is written by
-    index, a list's by a permutation. The barrier separates the loads of tables that other threads
-    of the program write.
+    - `record`: called at the end with the decisions about each expert.
+
+    Writes: one program. Within it every element has one writer: a table's element by index, a
+    list's by a permutation. The barrier separates the loads of tables from the writes by other
+    threads.
     """
     read, updated = refs[: len(READ)], refs[-LISTS - len(UPDATED) : -LISTS]
     tables = dict(zip(READ, read, strict=True)) | dict(zip(UPDATED, updated, strict=True))
@@ -226,8 +229,8 @@ def plan_kernel(layer, active, *refs, config, record=None):
         )
 
     def assign():
-        """The n-th miss of a version takes the n-th candidate cell of that version, as
-        (new owner of each cell, cell row of each expert that fills, whether it is evicted)."""
+        """Gives the n-th miss of a version the n-th candidate cell of that version. Returns (new
+        owner of each cell, cell row of each filled expert, whether each expert is evicted)."""
         mine = candidates_at(cell, cells_at(cell))
         wants, wanted = missing_at(expert)
 
@@ -286,7 +289,7 @@ def plan_kernel(layer, active, *refs, config, record=None):
     put("owner", cell, new_owner, taken)
     put("last_used", cell, jnp.full_like(cell, clock), taken | pinned)
     put("address", expert, new_row, fills | (evicted > 0))
-    # What is missing is computed in the version that it would fill, with or without a cell.
+    # A missing expert is computed in the version that it would fill, with or without a cell.
     version = jnp.where(wanted >= 0, wanted, -1 - wanted)
     put("version", expert, version, needed & ~hit)
     put("frequency", expert, frequency + 1, needed)
@@ -309,8 +312,8 @@ def plan_kernel(layer, active, *refs, config, record=None):
 
 
 def precedes(a, b):
-    """bool[M, N]: element n of a comes before element m of b. Both are tuples of fields [N], [M]:
-    the first field decides, where it is equal the next."""
+    """bool[M, N]: whether element n of a comes before element m of b. a and b are tuples of fields
+    [N] and [M], compared lexicographically."""
     *fields, last = zip(a, b, strict=True)
     less = last[0][None, :] < last[1][:, None]
     for x, y in reversed(fields):

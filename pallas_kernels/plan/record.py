@@ -1,4 +1,4 @@
-"""What a layer of a step leaves behind, as one row of int32: who was routed where, what it cost."""
+"""The record of a layer in a step, one row of int32: routing, and counts of hits and misses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TOTALS = 4
 
 
 def counts_size(experts: int, versions: int = 1) -> int:
-    """int32 values of one layer's counts: TOTALS, one bit an expert, and of several versions the
-    fills and the experts read through of each."""
+    """int32 values of one layer's counts: TOTALS, one bit an expert, and, with several versions,
+    the fills and read-throughs of each."""
     return TOTALS + -(-experts // 32) + (2 * versions if versions > 1 else 0)
 
 
@@ -22,24 +22,24 @@ def record_size(pairs: int, experts: int, versions: int = 1) -> int:
 
 
 def record(ids: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
-    """int32[record_size] of int32 ids, as many float32 weights, and counts: one array, since a step
-    writes each by a kernel or a copy of its own."""
+    """Joins int32 ids, as many float32 weights, and counts to int32[record_size]. One array, since
+    every array that a step returns costs a kernel or a copy."""
     weights = lax.bitcast_convert_type(weights, jnp.int32)
     return jnp.concatenate((ids.reshape(-1), weights.reshape(-1), counts))
 
 
 def active_experts(ids: jax.Array, among: jax.Array) -> jax.Array:
-    """bool[E]: those among bool[E] that some token is routed to. ids: int32, E for padding."""
+    """bool[E]: experts of `among` that some token is routed to. ids: int32, E for padding."""
     # Along the pairs: across them a GPU needs two kernels from 64 rows on.
     routed = jnp.arange(among.shape[0])[:, None] == ids.reshape(-1)
     return jnp.any(routed & among[:, None], axis=1)
 
 
 def bits(mask: jax.Array) -> jax.Array:
-    """int32[⌈E/32⌉] of mask bool[E], a bit for each."""
+    """Packs mask bool[E] into int32[⌈E/32⌉], a bit for each expert."""
     halves = jnp.pad(mask, (0, -mask.shape[0] % 32)).reshape(-1, 2, 16)
-    # XLA gives a sum over a power of two a kernel of its own on a GPU, one over 17 it makes part of
-    # the kernel that stores it.
+    # On a GPU XLA makes a separate kernel of a sum over a power of two, but fuses a sum over 17
+    # into the kernel that stores it.
     halves = jnp.pad(halves, ((0, 0), (0, 0), (0, 1)))
     bit = jnp.uint32(1) << jnp.arange(17, dtype=jnp.uint32)
     halves = jnp.sum(jnp.where(halves, bit, jnp.uint32(0)), axis=2, dtype=jnp.uint32)

@@ -5,7 +5,8 @@ from pallas_kernels.plan.victim import victim_key
 
 
 def plan(tables, layer, active):
-    """Value-level: one-hot comparisons instead of scatters, so that a kernel can do the same."""
+    """plan of the api, by one-hot comparisons instead of scatters, so that a kernel can do the
+    same."""
 
     def at(table):
         return lax.dynamic_index_in_dim(table, layer, keepdims=False)
@@ -35,7 +36,7 @@ def plan(tables, layer, active):
     cell_rank = _rank(order, candidate, cell_version)
 
     # The n-th miss of a version takes the n-th candidate cell of that version.
-    # What is missing is computed in the version that it would fill, with or without a cell.
+    # A missing expert is computed in the version that it would fill, with or without a cell.
     read_version = jnp.where(fill_version >= 0, fill_version, -1 - fill_version)
     wants = missing & (fill_version >= 0)
     earlier = (expert[:, None] < expert) & (fill_version[:, None] == fill_version)
@@ -84,9 +85,9 @@ def plan(tables, layer, active):
 
 
 def _rank(order, candidate, version):
-    """int[C]: how many candidates of each cell's version come before it. The [C, C] comparison is
-    lexicographic on the fields of `order` (free first, key, last use, owner, index), so equal keys
-    never depend on a sort's stability."""
+    """int[C]: for each cell, how many candidates of its version come before it. The [C, C]
+    comparison is lexicographic on the fields of `order` (free first, key, last use, owner, index),
+    so equal keys never depend on a sort's stability."""
     cells = version.shape[0]
     less = jnp.zeros((cells, cells), bool)
     equal = jnp.ones((cells, cells), bool)
@@ -99,7 +100,7 @@ def _rank(order, candidate, version):
 
 
 def _compact(mask, *values):
-    """The entries under mask moved to the front, the rest −1."""
+    """Moves the entries under mask to the front; the rest is −1."""
     index = jnp.arange(mask.shape[0])
     rank = jnp.cumsum(mask) - 1
     place = mask[:, None] & (rank[:, None] == index)

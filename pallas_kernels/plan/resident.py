@@ -1,5 +1,5 @@
-"""What plans leave behind where every expert is resident: nothing is to be decided, so it is done
-for all layers at once, behind a step."""
+"""The table updates of plans, for steps in which every expert is resident. Nothing is decided then,
+so they are made for all layers at once after the step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pallas_kernels.plan.record import counts_size
 
 
 def plan_resident(tables: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
-    """(tables, counts int32[L, counts_size(E)]) as plan_routed leaves them of every layer, given
-    ids int32[L, P] (E for padding) of each and that none is absent.
+    """(tables, counts int32[L, counts_size(E)]) as plan_routed returns them for every layer, if no
+    expert is absent. Residents stay; clocks, frequencies and times of last use change.
 
-    Residents stay where they are; clocks, frequencies and times of last use move on.
+    - `ids`: int32[L, P], E for padding.
     """
     layers, experts = tables.address.shape
     # Along the pairs, as in active_experts.
     active = jnp.any(jnp.arange(experts)[:, None] == ids[:, None, :], axis=2)
     clock = tables.clock + 1
     owner = jnp.maximum(tables.owner, 0)
-    # An expert may own a second cell, of another version: only what its address points to is read.
+    # An expert may own a second cell of another version: only the one at its address counts.
     current = jnp.take_along_axis(tables.address, owner, axis=1) == tables.cell_row
     used = (tables.owner >= 0) & current & jnp.take_along_axis(active, owner, axis=1)
     tables = tables._replace(

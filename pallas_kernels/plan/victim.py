@@ -1,7 +1,7 @@
 """The score of a cell's owner, in int32 fixed point: one formula for numpy, XLA and kernels.
 
-A policy in the simulator (numpy) and the plan op in the step (XLA, Pallas) must agree on every
-victim, so nothing here rounds: logarithms come from leading zeros and shifts.
+A policy in the simulator (numpy) and the plan op in a step (XLA, Pallas) must agree on every
+victim. So nothing here rounds: logarithms are computed from leading zeros and shifts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 LOG2_UNIT = 1 << 12
-"""What log2_fixed returns for a doubling."""
+"""The result of log2_fixed for a factor of two."""
 
 MAX_WEIGHT = 1024
 """Largest magnitude of a victim weight: three terms of at most 2^17 · 2^10 stay in int32."""
@@ -19,10 +19,10 @@ MAX_PRIOR = 31 * LOG2_UNIT
 
 
 def log2_fixed(x: Any) -> Any:
-    """log2 of x ≥ 1 times LOG2_UNIT, linear between powers of two.
+    """log2 of x ≥ 1 times LOG2_UNIT, linear between powers of two: exact at powers of two, never
+    decreasing, elsewhere too small by at most 0.087.
 
-    x: int32 numpy or jax array (or tracer), any shape; values below 1 count as 1. Exact at powers
-    of two, never decreasing, off by at most 0.087 elsewhere.
+    - `x`: int32 numpy or jax array, any shape; values below 1 count as 1.
     """
     x = x * (x >= 1) + (x < 1)
     exponent = x * 0
@@ -38,15 +38,16 @@ def log2_fixed(x: Any) -> Any:
 
 
 def victim_key(age: Any, frequency: Any, prior: Any, weights: Any) -> Any:
-    """How much a resident expert is worth keeping; the smallest is evicted.
+    """The value of keeping a resident expert; the expert with the smallest is evicted.
 
-    key = w0 · (−log2 age) + w1 · log2(1 + frequency) + w2 · prior, all int32.
+    key = w0 · (−log2 age) + w1 · log2(1 + frequency) + w2 · prior, all int32. Equal keys are
+    ordered by last use, then by expert id, so LRU is exact although the logarithm rounds.
 
-    age: references of the layer since the expert's last use, ≥ 1. frequency: references of the
-    expert so far. prior: a score from the host loop in units of 1/LOG2_UNIT. weights: three
-    integers of magnitude ≤ MAX_WEIGHT: (1, 0, 0) is LRU, (0, 1, 0) LFU, (1, 1, 0) LFRU (smallest
-    log2 frequency − log2 age). Equal keys are ordered by last use, then by expert id, so that LRU
-    is exact although the logarithm rounds.
+    - `age`: references of the layer since the expert's last use, 1 or more.
+    - `frequency`: references of the expert so far.
+    - `prior`: a policy's score, in units of 1/LOG2_UNIT.
+    - `weights`: three integers of magnitude at most MAX_WEIGHT. (1, 0, 0) is LRU, (0, 1, 0) LFU,
+      (1, 1, 0) LFRU (smallest log2 frequency − log2 age).
     """
     return (
         weights[1] * log2_fixed(frequency + 1) - weights[0] * log2_fixed(age) + weights[2] * prior

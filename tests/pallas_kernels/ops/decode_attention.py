@@ -152,9 +152,9 @@ CONTRACTS = (
         ),
         refused=refused,
         refusals=(
-            ((2, 4, 16), LATENT._replace(latent=17), "latent=17.* is no page"),
-            ((2, 4, 16), LATENT._replace(latent=16), "latent=16.* is no page"),
-            ((2, 4, 16), LATENT._replace(kv_heads=2), "kv_heads=2.* is no page"),
+            ((2, 4, 16), LATENT._replace(latent=17), "latent=17.* a latent page has 1 KV head"),
+            ((2, 4, 16), LATENT._replace(latent=16), "latent=16.* a latent page has 1 KV head"),
+            ((2, 4, 16), LATENT._replace(kv_heads=2), "kv_heads=2.* a latent page has 1 KV head"),
             ((2, 4, 8), LATENT, ROPE | {"scale": None}, "a latent page needs a scale"),
             ((2, 4, 16), LATENT, "latent pages need q_rope, others take none"),
             ((2, 4, 16), PAGE, ROPE, "latent pages need q_rope, others take none"),

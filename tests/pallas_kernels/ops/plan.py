@@ -249,8 +249,8 @@ CONTRACTS = (
         histories=histories,
         refused=refused_routed,
         refusals=(
-            ((2, 14), (2, 2), r"records are \(2, 14\), those of 4 pairs \(2, 13\)"),
-            ((1, 13), (2, 2), r"records are \(1, 13\), those of 4 pairs \(2, 13\)"),
+            ((2, 14), (2, 2), r"records are \(2, 14\), 4 pairs need \(2, 13\)"),
+            ((1, 13), (2, 2), r"records are \(1, 13\), 4 pairs need \(2, 13\)"),
             ((2, 13), (4,), r"weights are \(4,\), ids \(2, 2\)"),
         ),
     ),

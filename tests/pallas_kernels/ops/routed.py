@@ -220,7 +220,7 @@ CONTRACTS = (
             (*given, implementation, message)
             for implementation in ("xla", "pallas")
             for *given, message in (
-                ((4, 8), (2, 3), None, "records are .*, those of 8 pairs"),
+                ((4, 8), (2, 3), None, "records are .*, 8 pairs need"),
                 ((4, 8), None, (2, 7), r"correction is \(2, 7\), it must be \[layers, 8\]"),
                 ((4, 1), None, None, "top_k is 2, there are 1 experts"),
             )
@@ -239,7 +239,7 @@ CONTRACTS = (
             (*given, implementation, message)
             for implementation in ("xla", "pallas")
             for *given, message in (
-                (None, 15, r"records are \(2, 15\), those of 8 pairs are \[M, 16\]"),
+                (None, 15, r"records are \(2, 15\), 8 pairs need \[M, 16\]"),
                 (jnp.zeros(2), 16, r"int32\[C\], not float32\[2\]"),
                 (jnp.zeros((1, 2), jnp.int32), 16, r"not int32\[1, 2\]"),
                 (jnp.zeros(0, jnp.int32), 16, r"counters \(0,\) are fewer than the 1 of a step"),
@@ -256,7 +256,7 @@ CONTRACTS = (
         refusals=(
             ("float32", "not float32; 'xla' takes it"),
             ("bfloat16", 4, "x has 512 columns, the norm has 4"),
-            ("bfloat16", 512, 15, r"records are \(3, 15\), those of 12 pairs are \[M, 24\]"),
+            ("bfloat16", 512, 15, r"records are \(3, 15\), 12 pairs need \[M, 24\]"),
         ),
     ),
 )
