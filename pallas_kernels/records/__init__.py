@@ -1,4 +1,4 @@
-"""How an expert's weights lie in memory in each version, and what they decode to."""
+"""The layout of an expert's weights in each version, and what they decode to."""
 
 from pallas_kernels.records.format import VERSIONS, RecordFormat
 from pallas_kernels.records.reference import decode

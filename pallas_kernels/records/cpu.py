@@ -18,8 +18,10 @@ def versions(
     formats: Formats | None, stores: tuple[jax.Array, ...], layers: int | None = None
 ) -> dict[str, Any]:
     """The attributes `width`, `formats` and `places` of a call (`versions_of` of handlers.cc).
-    formats: None where records are copied as they are, so that only their rows count. layers: of
-    the tables; None: of the stores."""
+
+    - `formats`: None: records are copied unchanged, so only their rows count.
+    - `layers`: of the tables; None: of the stores.
+    """
     if formats is None:
         numbers = np.zeros((len(stores), 2, _FIELDS), np.int64)
         numbers[:, :, 1] = [[store.shape[2]] for store in stores]

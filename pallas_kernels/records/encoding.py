@@ -1,4 +1,4 @@
-"""How a version holds the weights of a matrix, as data from which a record's parts follow."""
+"""How a version encodes the weights of a matrix: the data from which a record's parts follow."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ SCALED = ("codes", "scales")
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """The layout of each field is in pallas_kernels.records.format."""
+    """How weights are encoded. pallas_kernels.records.format has the layout of each field."""
 
     fields: tuple[str, ...] = ("weights",)
-    """What a record has of each matrix, one after the other: all gate, up and down of the first,
-    then of the second. "tables" are there once, of all."""
+    """The fields of a record, in order: the first field of gate, up and down, then the second field
+    of each. There is one "tables" for all three."""
     bits: int = 0
-    """Of a code; 0: none, weights are there as they are."""
+    """Bits of a code; 0: there are no codes, weights are stored unchanged."""
     zero: float = 0.0
-    """The code, not always a whole one, that means 0, where codes are integers with scales."""
+    """The code that means 0 (not always an integer), if codes are integers with scales."""
     groups: tuple[int, ...] = ()
-    """Weights along the reduced axis that share a scale: the first of these that divides it, else
-    the last, with a short last group."""
+    """Sizes of a group of weights along the summed axis that share a scale. The first size that
+    divides the axis is taken, otherwise the last one, with a short last group."""
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    """Of runs that can have it."""
+    """Dtypes of runs that can have this version."""
     native: int | None = None
-    """Its number in native CPU ops (`Version` of kernels.h); None: neither they nor kernels read
-    it, and XLA computes with it."""
+    """The version's number in native CPU ops (`Version` of kernels.h); None: only XLA computes with
+    it."""
     value: Callable[[jax.Array], jax.Array] | None = None
-    """float32 of codes uint16, to be multiplied with their scale; None: code − zero."""
+    """float32 values of codes uint16, before their scale; None: code − zero."""
     nearest: Callable[[np.ndarray], np.ndarray] | None = None
-    """The codes uint8 whose values are nearest to float32, which are at most `largest`; None: of
-    integers (host_offload.versions.quantizers)."""
+    """The codes uint8 nearest to float32 values of at most `largest`; None: integer codes
+    (host_offload.versions.quantizers)."""
     largest: float = 0.0
-    """The largest value of a code, where `nearest` is given."""
+    """The largest value of a code, if `nearest` is given."""
 
     @property
     def lossy(self) -> bool:

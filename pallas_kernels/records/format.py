@@ -1,7 +1,7 @@
-"""How one expert lies in memory, in each version, as plain numbers.
+"""The layout of one expert's record, in each version, as plain numbers.
 
-A record is so many arena rows of D = `hidden` uint16 elements. Its parts, one after the other, each
-begin at a whole row (`RecordFormat.parts`); what a part leaves of its last row is zero.
+A record is a number of arena rows of D = `hidden` uint16 elements. Its parts follow each other,
+each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last row is zero.
 
 `dense`
     ``gate``, ``up`` (I rows of D values each), ``down`` (down transposed, I rows of D): the weights
@@ -10,12 +10,12 @@ begin at a whole row (`RecordFormat.parts`); what a part leaves of its last row 
 `int8`, `int4`, `int2` (N bits, P = 16/N codes to an element)
     ``gate_codes``, ``up_codes``, ``down_codes``, ``gate_scales``, ``up_scales``, ``down_scales``.
 
-    gate and up are reduced over D: as ``[I, D/P]``, element e of row i holds in its bits
-    N·j … N·j + N − 1 the code of column e + j·D/P, j = 0 … P − 1. down^T is reduced over I: as
-    ``[J, D]`` with J = ⌈I/P⌉, element (r, c) holds the codes of rows r + j·J of column c (rows
-    from I on: unspecified). So a load along the reduced axis is P tiles of it.
+    gate and up are summed over D. They are ``[I, D/P]``: element e of row i holds in its bits
+    N·j … N·j + N − 1 the code of column e + j·D/P, j = 0 … P − 1. down^T is summed over I. It is
+    ``[J, D]`` with J = ⌈I/P⌉: element (r, c) holds the codes of rows r + j·J of column c (rows
+    from I on: unspecified). So one load along the summed axis gives P tiles of it.
 
-    Scales are float16, one for `group` consecutive weights of the reduced axis: of gate and up
+    Scales are float16, one for `group` consecutive weights of the summed axis: of gate and up
     ``[I, groups_in]``, of down^T ``[groups_out, D]``. A weight is (code − 2^(N−1))·scale for N = 8
     and 4, with codes 1 … 2^N − 1, and (code − 1.5)·scale for N = 2: exact in float32, then rounded
     once to the run's dtype.
@@ -24,9 +24,9 @@ begin at a whole row (`RecordFormat.parts`); what a part leaves of its last row 
     ``gate_bytes``, ``up_bytes``, ``down_bytes`` (laid out as int8's codes), ``gate_codes``,
     ``up_codes``, ``down_codes`` (as int4's), ``tables``.
 
-    A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. Its byte is sign and mantissa, its
+    A bfloat16 has a sign, 8 bits of exponent and 7 of mantissa. The byte is sign and mantissa. The
     code is base − exponent, 0 … 14, with one base for each block of BLOCK rows of a matrix. Code 15
-    is an escape: the byte is then an index into the block's table of whole values. ``tables`` is
+    is an escape: the byte is then an index into the block's table of exact values. ``tables`` is
     ``[3·blocks, 1 + escapes]``, blocks of gate, of up, of down^T: first the base, then the table.
 """
 
@@ -47,13 +47,14 @@ _PLACES = {
     "int4": "encoding:INT4",
     "int2": "encoding:INT2",
 }
-"""A new one is a file of its own and a line here (docs/extending/add_a_record_format.md)."""
+"""Version → place of its Encoding. A new version is one file and a line here
+(docs/extending/add_a_record_format.md)."""
 
 VERSIONS: dict[str, Encoding] = {
     version: pkgutil.resolve_name(f"pallas_kernels.records.{place}")
     for version, place in _PLACES.items()
 }
-"""Version → how it holds weights, from the most bytes to the fewest."""
+"""Version → its Encoding, from the most bytes to the fewest."""
 
 LOSSY = tuple(version for version, encoding in VERSIONS.items() if encoding.lossy)
 
@@ -66,14 +67,14 @@ BLOCK = 32
 """Rows that share a base exponent and a table in lossless12."""
 
 ESCAPE = 15
-"""lossless12's code of a weight that the table has."""
+"""lossless12's code for a weight in the table."""
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordFormat:
-    """The record of an expert of a version.
+    """The layout of an expert's record in one version.
 
     Raises ValueError for an unknown version or dtype and for a shape that the version cannot hold.
     """
@@ -85,7 +86,7 @@ class RecordFormat:
     width: int
     """I: the expert's intermediate size."""
     dtype: str
-    """The run's: "bfloat16", "float16" or "float32". Decoded weights have it."""
+    """The run's dtype, and that of decoded weights: "bfloat16", "float16" or "float32"."""
 
     def __post_init__(self):
         if self.version not in VERSIONS:
@@ -114,7 +115,7 @@ class RecordFormat:
 
     @property
     def encoding(self) -> Encoding:
-        """What its version does to weights."""
+        """The encoding of its version."""
         return VERSIONS[self.version]
 
     @property
@@ -124,7 +125,7 @@ class RecordFormat:
 
     @property
     def bits(self) -> int:
-        """N, of a code; 0: none."""
+        """N, the bits of a code; 0: there are no codes."""
         return self.encoding.bits
 
     @property
@@ -134,7 +135,7 @@ class RecordFormat:
 
     @property
     def planes(self) -> int:
-        """P: codes that an element holds, each of another part of the reduced axis; 1: no codes."""
+        """P, the codes in an element, each of another part of the summed axis; 1: no codes."""
         return 16 // self.bits if self.bits else 1
 
     @property
@@ -168,8 +169,8 @@ class RecordFormat:
 
     @property
     def escapes(self) -> int:
-        """Entries of a row block's table in lossless12: 31, 63, 127 or 255, about one for 256 of
-        its weights. Of normally distributed weights one in some 5,000 escapes."""
+        """Entries of a row block's table in lossless12: 31, 63, 127 or 255, about one for 256
+        weights. Of normally distributed weights about one in 5,000 needs an entry."""
         return min(256, max(32, 1 << (BLOCK * self.hidden // 256 - 1).bit_length())) - 1
 
     @property
@@ -179,8 +180,8 @@ class RecordFormat:
 
     @property
     def rows(self) -> int:
-        """Arena rows of one record; even, but for a dense record, which is as long as its weights,
-        so that 32-bit views see whole values in every cell of a slot."""
+        """Arena rows of one record. The number is even, so that 32-bit views see whole values in
+        every cell of a slot, except for a dense record, which is as long as its weights."""
         rows = sum(rows for _, rows in self.parts.values())
         return rows if self.version == "dense" else rows + rows % 2
 
@@ -190,8 +191,8 @@ class RecordFormat:
 
     @property
     def waited(self) -> tuple[int, ...]:
-        """The bytes that are waited for one by one: the matrices of a dense record; the others have
-        what belongs together in several places."""
+        """Bytes of the parts that ops wait for one by one: the three matrices of a dense record,
+        the whole of any other record, whose matrices are spread over several parts."""
         if self.version != "dense":
             return (self.nbytes,)
         return tuple(self.parts[matrix][1] * self.hidden * 2 for matrix in MATRICES)
@@ -209,7 +210,7 @@ def _parts(fmt: RecordFormat) -> Mapping[str, tuple[int, int]]:
 
 
 def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
-    """Arena rows of a field: P rows of gate's and up's codes fill one, as P planes of down's do."""
+    """Arena rows of a field: P rows of codes of gate and up, or P planes of down, fill one row."""
     match field:
         case "weights":
             return fmt.width * fmt.itemsize // 2
@@ -222,4 +223,4 @@ def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
             return fmt.groups_out if matrix == "down" else across
         case "tables":
             return -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)
-    raise ValueError(f"no record has a field {field!r}")
+    raise ValueError(f"records have no field {field!r}")

@@ -32,7 +32,7 @@ def _part(record: jax.Array, fmt: RecordFormat, name: str, shape: tuple[int, int
 
 
 def _codes(record: jax.Array, fmt: RecordFormat, matrix: str, name: str, bits: int) -> jax.Array:
-    """uint16[I, D]: the codes (or bytes) of a matrix, one to an element."""
+    """uint16[I, D]: the codes (or bytes) of a matrix, one in each element."""
     planes = 16 // bits
     down = matrix == "down"
     shape = (-(-fmt.width // planes), fmt.hidden) if down else (fmt.width, fmt.hidden // planes)

@@ -1,6 +1,6 @@
 """Tiles of encoded records inside Triton-lowered kernels: reference.decode, a tile at a time.
 
-Nothing here knows where a record lies: a kernel gives `read`, which loads elements of it.
+Nothing here knows where a record is: a kernel passes `read`, which loads its elements.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Plane(NamedTuple):
     start: Any
     """The first index."""
     end: Any
-    """No index from here on is of this plane; None: all are."""
+    """Indices from here on are outside the plane; None: there are none."""
     weights: Callable[[], jax.Array]
-    """The weights: gate and up [columns, depth], down [depth, columns]; 0 outside of matrix and
-    plane. Called where they are needed, so that the others need no registers."""
+    """Returns the weights: gate and up [columns, depth], down [depth, columns]; 0 outside matrix
+    and plane. A function, so that only one plane needs registers at a time."""
 
 
 def span(start: Any, size: int) -> jax.Array:
@@ -51,8 +51,8 @@ def read_planes(
 ) -> list[Plane]:
     """The P planes of one tile of codes of an int version.
 
-    start: where the tile begins on the summed axis, a multiple of depth below plane_size. across:
-    its first result.
+    - `start`: where the tile begins on the summed axis, a multiple of depth below plane_size.
+    - `across`: the first result.
     """
     down, size = matrix == DOWN, plane_size(fmt, matrix)
     axis, results = (fmt.width, fmt.hidden) if down else (fmt.hidden, fmt.width)
@@ -60,7 +60,7 @@ def read_planes(
     shape = (depth, columns) if down else (columns, depth)
     summed, result = _along(start, depth, down), _along(across, columns, not down)
     given = result < results if results % columns else None
-    # Where depth divides the planes, no index is masked, and a tile has one scale a result.
+    # If depth divides the planes, no index is masked, and a tile has one scale for each result.
     even = size % depth == 0 and size * fmt.planes == axis
     name = MATRICES[matrix]
     codes = read(
@@ -80,7 +80,7 @@ def read_planes(
             index = summed + j * size
             inside = None if even else (summed < size) & (index < axis)
             scales = _scales(read, fmt, matrix, index, result, _mask(shape, given, inside))
-        # A scale of 0 makes a weight of 0 where nothing lies.
+        # A scale of 0 makes weights outside the matrix 0.
         return unpack(codes, scales, fmt, j)
 
     return [
@@ -126,8 +126,11 @@ def read_lossless(
 
 
 def _exact(read, fmt, matrix, rows, real, byte, code, mask):
-    """uint16[n, m]: the bits of weights of lossless12. rows: theirs, int32[n, 1], of which those
-    under bool[n, 1] `real` exist (None: all)."""
+    """uint16[n, m]: the bits of weights of lossless12.
+
+    - `rows`: int32[n, 1], rows of the weights.
+    - `real`: bool[n, 1], which of them exist; None: all.
+    """
     table = (matrix * fmt.blocks + lax.div(rows, BLOCK)) * (1 + fmt.escapes)
     base = _flat(read, fmt, "tables", table, real)
     escaped = code == ESCAPE
@@ -143,25 +146,26 @@ def _exact(read, fmt, matrix, rows, real, byte, code, mask):
 
 
 class ExactPlane(NamedTuple):
-    """Weights of lossless12, to be written where a dense record has them."""
+    """Weights of lossless12, to be written into a dense record."""
 
     row: jax.Array
-    """int32[n, 1]: of the matrix."""
+    """int32[n, 1]: rows of the matrix."""
     column: Any
-    """The first of m."""
+    """The first of m columns."""
     bits: jax.Array
     """uint16[n, m]"""
     mask: jax.Array | None
-    """bool[n, m]: which are in the matrix; None: all."""
+    """bool[n, m]: which weights are in the matrix; None: all."""
 
 
 def read_exact_planes(
     read: Read, fmt: RecordFormat, matrix: int, row: Any, column: Any, shape: tuple[int, int]
 ) -> list[ExactPlane]:
-    """The four planes of a tile of lossless12's codes, each element of the record read once where
-    4 divides the summed axis.
+    """The four planes of a tile of lossless12's codes. If 4 divides the summed axis, each element
+    of the record is read once.
 
-    row, column: where the tile begins in the codes, [I, D/4] of gate and up, [⌈I/4⌉, D] of down.
+    - `row`, `column`: where the tile begins in the codes: [I, D/4] for gate and up, [⌈I/4⌉, D] for
+      down.
     """
     down, name = matrix == DOWN, MATRICES[matrix]
     axis = fmt.width if down else fmt.hidden
@@ -202,7 +206,7 @@ def _along(start: Any, size: int, rows: bool) -> jax.Array:
 
 
 def _mask(shape: tuple[int, int], *conditions: jax.Array | None) -> jax.Array | None:
-    """bool[shape] where all hold; None where there are none."""
+    """bool[shape]: where all conditions hold; None: there are no conditions."""
     mask = None
     for condition in conditions:
         if condition is not None:

@@ -1,10 +1,9 @@
-"""Codes to weights inside Triton-lowered kernels, two to a register, as PTX.
+"""Codes to weights inside Triton-lowered kernels, two in a register, as PTX.
 
-LLVM would take each code out of its register by itself, by 16-bit arithmetic and two conversions.
-Here a byte of codes is put below an exponent, which makes a float32 of it without a conversion. One
-fused multiply and add takes off what the exponent and the zero point add and scales, exactly; one
-conversion rounds two weights. That is 2.5 instructions a weight, and with fewer than 8 bits
-another 1/P for the masks.
+LLVM would extract each code by itself, by 16-bit arithmetic and two conversions. Here a byte of
+codes is put below an exponent, which makes it a float32 without a conversion. One fused multiply
+and add subtracts exponent and zero point and scales, exactly. One conversion rounds two weights.
+That is 2.5 instructions a weight, plus 1/P for masks with fewer than 8 bits.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def unpack(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane: int) -
     """The weights of a plane of an int version, fmt.dtype [n, m]: (code − zero)·scale, exact in
     float32, rounded once.
 
-    codes: uint16[n, m], of which bits N·plane … N·plane + N − 1 are a weight's. scales: float32, of
-    float16's values, that broadcast to [n, m].
+    - `codes`: uint16[n, m]; bits N·plane … N·plane + N − 1 are a weight's code.
+    - `scales`: float32 with values of float16, broadcast to [n, m].
     """
     byte, first = divmod(fmt.bits * plane, 8)
     # Where a field of N bits from bit `first` on goes: byte 2, or where it would touch the exponent
@@ -64,7 +63,8 @@ def unpack(codes: jax.Array, scales: jax.Array, fmt: RecordFormat, plane: int) -
 
 
 def _elementwise(asm: str, constraints: str, dtype: jnp.dtype, *operands: jax.Array) -> jax.Array:
-    """asm for every two elements: their 16-bit operands in one register, of float32 in two."""
+    """Runs asm for every two elements: 16-bit operands share a register, float32 operands have
+    two."""
     shape = jax.ShapeDtypeStruct(operands[0].shape, dtype)
     (result,) = plgpu.elementwise_inline_asm(
         asm, args=operands, constraints=constraints, pack=2, result_shape_dtypes=[shape]

@@ -1,4 +1,4 @@
-"""The versions that a run has: how each lies in a cell and in its store."""
+"""The versions of a run: their formats in cells and in stores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pallas_kernels.records.format import XLA_ONLY, RecordFormat
 
 
 class VersionFormats(NamedTuple):
-    """One version: where it lies in which format. Static and hashable."""
+    """The formats of one version. Static and hashable."""
 
     cell: RecordFormat
     store: RecordFormat
-    """The cell's, or lossless12 where that is dense: decoded while it is copied."""
+    """The cell's format, or lossless12 if that is dense: then it is decoded during the copy."""
     places: tuple[int, ...] | None = None
-    """Each layer's index in this version's store, −1 where the store lacks it; None: the store has
-    every layer, in order."""
+    """Each layer's index in this version's store, −1: the store lacks the layer; None: the store
+    has every layer, in order."""
 
     @property
     def in_transit(self) -> bool:
@@ -27,17 +27,17 @@ class VersionFormats(NamedTuple):
         return self.cell != self.store
 
     def place(self, layer: jax.Array | int) -> jax.Array | int:
-        """Where the store has the layer."""
+        """The layer's index in the store."""
         return layer if self.places is None else jnp.asarray(self.places, jnp.int32)[layer]
 
 
 Formats = tuple[VersionFormats, ...]
-"""By version number, the one in tables. Where an op's `formats` is None, there is one version,
-dense in cell and store."""
+"""By version number, as in tables. If an op's `formats` is None, there is one version, dense in
+cell and store."""
 
 
 READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
-"""Ops that know formats."""
+"""Ops that take formats."""
 
 
 def why_xla_only(versions: Sequence[str]) -> dict[str, str]:
@@ -59,9 +59,10 @@ def check_formats(
     layers: int | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> None:
-    """Raises ValueError where formats are not those of the stores uint16[L, E, rows, D].
+    """Raises ValueError for formats that do not fit the stores uint16[L, E, rows, D].
 
-    layers: L of the tables, if they say so. dtype: what the weights are computed in, if anything.
+    - `layers`: L of the tables, if known.
+    - `dtype`: of the computation with the weights, if there is one.
     """
     if formats is None:
         return

@@ -18,8 +18,8 @@ def rms_norm(
     *,
     implementation: str = "xla",
 ) -> Float[Array, "*rows D"]:
-    """x / rms(x) · weights[layer] over the last axis, in float32, rounded to x's dtype before the
-    weight is applied, as transformers does.
+    """x / rms(x) · weights[layer] over the last axis. Computed in float32 and rounded to x's dtype
+    before the weight is applied, as transformers does.
 
     Raises ValueError for shapes that do not fit or an unknown implementation.
     """
@@ -31,16 +31,16 @@ def rms_norm(
 def tile_squares(
     x: Float[Array, "T D"], tile: int, *, implementation: str = "xla"
 ) -> Float[Array, "T N"]:
-    """float32 sums of the squares of each row's N = ⌈D/tile⌉ tiles, the last one with zeros behind
-    the row: what a product that normalises x adds up in place of the row, with the same bits.
+    """float32 sums of squares of each row's N = ⌈D/tile⌉ tiles; the last tile is padded with zeros.
+    A product that normalises x adds these instead of reading the row, with the same bits.
 
-    Squares are added in one tree, neighbours first, of which a tile whose width is a power of two
-    is a subtree: its sum is the same whoever makes it.
+    Squares are added in one tree, neighbours first. A tile whose width is a power of two is a
+    subtree, so its sum is the same wherever it is computed.
 
     Raises ValueError for another width of tiles or an unknown implementation.
     """
     if tile < 1 or tile & (tile - 1):
-        raise ValueError(f"a tile of {tile} columns is no subtree, its width must be a power of 2")
+        raise ValueError(f"a tile has a power of 2 of columns, not {tile}")
     return pick("tile_squares", TILE_SQUARES, implementation)(x, tile)
 
 

@@ -5,7 +5,7 @@ from pallas_kernels.cpu.library import call, check_dtypes, int32
 
 
 def rms_norm(x, weights, layer, eps):
-    """Sums in double, one order of a row whatever the number of rows."""
+    """rms_norm of the api. Sums in double, in one order for any number of rows."""
     check_dtypes("rms_norm", x=x, weights=weights)
     rows = x.reshape(-1, x.shape[-1])
     out = jax.ShapeDtypeStruct(rows.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""rms_norm as one Triton-lowered kernel, a program a row, and the sums of squares that it is of."""
+"""rms_norm as one Triton-lowered kernel with a program for each row, and its sums of squares."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Config:
 
 
 def configuration(width: int, dtype: jax.typing.DTypeLike, op: str = "rms_norm") -> Config:
-    """A row is read once, by about as many warps as leave 16 values (two loads) to a thread. op:
-    whose row it is, for messages.
+    """A row is read once, by enough warps for 16 values (two loads) a thread.
+
+    - `op`: its name in messages.
 
     Raises ValueError for float32.
     """
@@ -66,20 +67,23 @@ def _kernel(layer, x, weights, out, *, eps, config):
 
 
 def sum_of_row(values: jax.Array) -> jax.Array:
-    """The sum over the last axis, a power of two: neighbours are added, then neighbouring pairs,
-    and so on. Only ever two at once, so the order is one, whatever threads hold the values, and all
-    kernels that normalise a row have its bits. A tile whose first column is a multiple of its
-    width, a power of two, is a subtree: the sum of a row is that of its tiles' sums, whoever made
-    them and however wide, and zeros behind the last column change nothing."""
+    """The sum over the last axis, whose size is a power of two: neighbours are added, then
+    neighbouring pairs, and so on.
+
+    Each addition has two operands, so the order does not depend on which thread holds a value, and
+    all kernels that normalise a row have the same bits. A tile whose first column is a multiple of
+    its width, a power of two, is a subtree. So the sum of a row is the sum of its tiles' sums, for
+    any width, and zeros after the last column change nothing.
+    """
     while (size := values.shape[-1]) > 1:
         pairs = values.reshape(*values.shape[:-1], size // 2, 2)
-        # Triton takes nothing out of a tensor; XLA would make one reduction of several.
+        # Triton cannot index a tensor; XLA would merge several reductions into one.
         values = pairs[..., 0] + pairs[..., 1] if is_interpreted() else jnp.sum(pairs, axis=-1)
     return values[..., 0] if is_interpreted() else jnp.sum(values, axis=-1)
 
 
 def tile_squares(x, tile):
-    """As of the api."""
+    """tile_squares of the api."""
     rows, width = x.shape
     warps = configuration(tile, x.dtype, "tile_squares").num_warps
     return triton_call(
@@ -106,7 +110,7 @@ def _squares_kernel(x, out, *, tile):
 
 
 def sum_of_squares(values: jax.Array) -> jax.Array:
-    """sum_of_row of the squares, which float32 holds exactly of 16-bit values: only the order of
-    their sums has bits."""
+    """sum_of_row of the squares. Squares of 16-bit values are exact in float32, so bits depend only
+    on the order of their sums."""
     wide = values.astype(jnp.float32)
     return sum_of_row(wide * wide)

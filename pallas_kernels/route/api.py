@@ -35,16 +35,16 @@ __all__ = [
 IMPLEMENTATIONS = implementations("route", ("xla", "pallas", "cpu"))
 
 AS_ONE = {"pallas": route_planned}
-"""Implementations that do all of route_and_plan at once; of others it is the two, one by one."""
+"""Implementation → its route_and_plan in one launch; others run route, then plan."""
 
 LISTED = {"pallas": route_listed}
-"""Implementations that do all of route_and_list at once."""
+"""Implementation → its route_and_list in one launch."""
 
 NORMED = {"pallas": norm_route_listed}
-"""Implementations, of all three of its ops, that do all of norm_route_and_list at once."""
+"""Implementation of all three ops → its norm_route_and_list in one launch."""
 
 IN_PARTS = {"pallas"}
-"""Implementations that add up the parts of logits themselves."""
+"""Implementations that take logits in parts."""
 
 
 def route(
@@ -58,15 +58,17 @@ def route(
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
     """Chooses each token's experts.
 
-    logits: float32 router logits, or the parts [S, T, E] of linear_parts that add up to them.
-    valid: rows that hold a token; the others get ids E and weights 0. correction: stacked over
-    layers, float32; correction[layer] is added to the scores for the choice of groups and experts,
-    not for the weights (`e_score_correction_bias`).
+    Ties go to the lower id, of experts and of groups. A token with a NaN in its logits gets valid
+    ids and NaN weights.
 
-    Returns (ids, weights), each [T, K], a token's ids **ascending**: slot k of every later array
-    is the rank of the expert id within the token, which fixes the order of the final sum whatever
-    computed the parts. Ties go to the lower id, of experts and of groups. Weights are float32. A
-    token whose logits have a NaN gets ids that exist and weights that are NaN.
+    - `logits`: float32 router logits, or parts [S, T, E] of linear_parts that add up to them.
+    - `valid`: rows that hold a token. Other rows get ids E and weights 0.
+    - `correction`: float32, stacked over layers. correction[layer] is added to the scores for the
+      choice of groups and experts, not for the weights (`e_score_correction_bias`).
+
+    Returns (ids, weights), each [T, K], weights in float32. A token's ids are **ascending**: slot k
+    of every later array is the rank of the expert id within the token, which fixes the order of the
+    final sum.
 
     Raises ValueError for a rule that the number of experts does not allow, a correction that does
     not fit, an unknown implementation, or a rule that the implementation cannot follow.
@@ -79,12 +81,12 @@ def route(
 
 
 class RouteOperands(NamedTuple):
-    """What decides where tokens go beside their logits; as of route."""
+    """Operands of routing beside logits; see route."""
 
     valid: Bool[Array, " T"]
     correction: Float[Array, "L E"] | None
     stack_layer: Int[Array, ""] | int
-    """The layer of `correction`, and of the norm and the router that norm_route_and_list has."""
+    """The layer's index in `correction`, and in norm and router of norm_route_and_list."""
 
 
 def route_and_plan(
@@ -98,12 +100,13 @@ def route_and_plan(
     versions: int = 1,
     implementation: str = "xla",
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Tables, Int[Array, "M W"], Plan]:
-    """route, then plan_routed of what it chose: (ids, weights, tables, records, plan).
+    """route, then plan_routed of the chosen experts. One kernel does both if the rows are few
+    (`planned.rows_of`), with the same bits.
 
-    layer: the one of tables and records. implementation: of both ops. One kernel does both where
-    the rows are few (`planned.rows_of`), with the same bits.
+    - `layer`: of tables and records.
+    - `implementation`: of both ops.
 
-    Raises as the two do.
+    Returns (ids, weights, tables, records, plan). Raises as both ops do.
     """
     few = rows_of(logits.shape[-2], tables.owner.shape[1], logits.shape[-1], rule) is not None
     if few and implementation in AS_ONE:
@@ -135,16 +138,18 @@ def route_and_list(
     Int[Array, ""],
     Int[Array, " C"] | None,
 ]:
-    """route, and what a layer needs of it where every expert is resident, so that nothing is to be
-    planned: (ids, weights, records, active, count, counters).
+    """route, and the list of active experts: all that a layer needs if every expert is resident.
 
-    records: a layer's row has the ids and then the bits of the weights, W = 2·T·K; written in place
-    when donated. layer: the one of records. active: the first `count` are different experts,
-    ascending, all that some row chose among them. Those of a kernel may be all E, where there are
-    as many pairs. counters: zeros, given back as
-    zeros, in which a kernel's programs find out which is the last; None: it makes its own.
+    - `records`: a layer's row gets the ids, then the bits of the weights, W = 2·T·K; updated in
+      place when donated.
+    - `layer`: of records.
+    - `counters`: zeros before and after, by which the last program of a kernel finds out that it is
+      the last; None: the op makes its own.
 
-    Raises as route, and ValueError for records of another width and for other counters.
+    Returns (ids, weights, records, active, count, counters). The first `count` entries of `active`
+    are different experts, ascending, with all chosen ones among them; a kernel may list all E if
+    there are at least as many pairs. Raises as route, and ValueError for records of another width
+    and for counters of another size.
     """
     pairs = logits.shape[-2] * rule.top_k
     _check_kept(records, counters, pairs)
@@ -161,11 +166,11 @@ def route_and_list(
 
 @dataclasses.dataclass(frozen=True)
 class NormRouteOptions:
-    """What decides the program of norm_route_and_list, besides shapes."""
+    """What decides the program of norm_route_and_list, beside shapes."""
 
     rule: RouteRule
     linear: LinearOptions
-    """Of the norm and the router's product."""
+    """Options of the norm and the router's product."""
     implementation: str = "xla"
 
     @property
@@ -196,11 +201,12 @@ def norm_route_and_list(
     Int[Array, ""],
     Int[Array, " C"] | None,
 ]:
-    """norm_linear_parts of the router, then route_and_list of its logits: (normed, ids, weights,
-    records, active, count, counters), in their bits.
+    """norm_linear_parts of the router, then route_and_list of its logits, with the bits of both.
 
-    Where all three are kernels, there are counters and the rows are few (`normed.routes_last`) it
-    is one launch, the last program of which routes. Raises ValueError as both.
+    If all three ops are kernels, counters are given and the rows are few (`normed.routes_last`), it
+    is one launch, whose last program routes.
+
+    Returns (normed, ids, weights, records, active, count, counters). Raises ValueError as both.
     """
     rule, name = options.rule, options.implementation
     _, experts, hidden = weights.shape
@@ -226,9 +232,7 @@ def _check_kept(records, counters, pairs):
     if counters is not None:
         check_counters(counters, 1, "a step")
     if records.ndim != 2 or records.shape[1] != 2 * pairs:
-        raise ValueError(
-            f"records are {records.shape}, those of {pairs} pairs are [M, {2 * pairs}]"
-        )
+        raise ValueError(f"records are {records.shape}, {pairs} pairs need [M, {2 * pairs}]")
 
 
 def _check(logits, correction, rule):
@@ -239,5 +243,5 @@ def _check(logits, correction, rule):
 
 
 def summed(logits: Float[Array, "*S T E"]) -> Float[Array, "T E"]:
-    """The logits themselves, where they come in parts."""
+    """The logits, added up if they come in parts."""
     return logits if logits.ndim == 2 else sum_of_parts(logits)

@@ -7,7 +7,7 @@ from pallas_kernels.route.rule import SCORINGS
 
 
 def route(logits, valid, correction, layer, *, rule):
-    """Sums in double. Every rule is computed."""
+    """route of the api, for every rule. Sums in double."""
     shape = (logits.shape[0], rule.top_k)
     out = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
     correction = jnp.zeros((0, 0), jnp.float32) if correction is None else correction

@@ -1,6 +1,9 @@
-"""route as one Triton-lowered kernel that also keeps the routing in the layer's record and lists
-the active experts, of few rows in one program, of more in the last of several, or all experts of
-very many rows: for steps that need no plan."""
+"""route as one Triton-lowered kernel for steps without a plan.
+
+It also writes the routing into the layer's record and lists the active experts: in its one program
+for few rows, in the last of several programs for more rows. For very many rows it lists all
+experts.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ MOST_WARPS = 8
 MOST_ROWS = 16
 
 MOST_FLAGS = 8192
-"""Notes of all programs, one an expert, that the last program reads; with more, all experts are
-listed, unless they are more than the pairs: expert_ffn has a program for each pair at most."""
+"""Most flags, one for each program and expert, that the last program reads. With more, all experts
+are listed, unless there are more experts than pairs: expert_ffn has at most a program for each
+pair."""
 
 
 def tile_of(tokens: int, experts: int, rule: RouteRule) -> tuple[int, int] | None:
-    """(rows, warps) of the one program's tile, a warp a row up to MOST_WARPS; None where the rows
-    or their scores are too many for one program."""
+    """(rows, warps) of the tile of one program, a warp for each row up to MOST_WARPS; None: there
+    are too many rows or scores for one program."""
     rows = pl.next_power_of_2(tokens)
     warps = min(rows, MOST_WARPS)
     fits = rows * pl.next_power_of_2(experts) <= MOST_SCORES * 32 * warps
@@ -37,7 +41,7 @@ def tile_of(tokens: int, experts: int, rule: RouteRule) -> tuple[int, int] | Non
 
 
 class Routed(NamedTuple):
-    """Refs to what a kernel that lists experts writes, as of route_and_list."""
+    """Refs to the results of a kernel that lists experts; see route_and_list."""
 
     ids: Any
     weights: Any
@@ -46,7 +50,7 @@ class Routed(NamedTuple):
 
 
 def route_listed(logits, operands, records, layer, counters=None, *, rule):
-    """As route_and_list of the api."""
+    """route_and_list of the api."""
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
     (tokens, experts), top_k = logits.shape[-2:], rule.top_k
@@ -91,14 +95,15 @@ def shapes_routed(tokens: int, experts: int, top_k: int, records: jax.Array) -> 
 
 
 def _kernel(layer, given, _, routed, *more, rows, rule, lists, by_last):
-    """Program i: tokens [i · rows, (i + 1) · rows). One program lists the active experts, or of
-    several with flags the last one to come, by what all have noted there. more: the count where it
-    lists, then counters and flags.
+    """Program i routes tokens [i · rows, (i + 1) · rows). A single program lists the active
+    experts; of several programs with flags, the last one lists them by the flags of all.
 
-    Writes: program i writes the rows of its own tokens in `ids`, `weights` and the layer's record,
-    its row of `flags`, and nobody else's; within a row each chosen expert writes the element of its
-    rank. One program alone, the first or with flags the last, writes `active`, in which each expert
-    has an element of its own, and its count.
+    - `more`: the count if the kernel lists, then counters and flags.
+
+    Writes: program i alone writes the rows of its tokens in `ids`, `weights` and the layer's
+    record, and its row of `flags`; within a row each chosen expert writes the element of its rank.
+    One program, the first or with flags the last, writes `active`, in which each expert has its own
+    element, and the count.
     """
     (tokens, experts), active = given[0].shape[-2:], routed.active
     row = pl.program_id(0) * rows + jnp.arange(rows)
@@ -118,7 +123,7 @@ def _kernel(layer, given, _, routed, *more, rows, rule, lists, by_last):
 
     elif lists:
         list_active(used, active, more[0])
-    else:  # all of them: as a constant XLA would launch a kernel for it in every layer
+    else:  # all experts are listed; for a constant XLA would launch a kernel in every layer
 
         @pl.when(pl.program_id(0) == 0)
         def _():
@@ -126,9 +131,13 @@ def _kernel(layer, given, _, routed, *more, rows, rule, lists, by_last):
 
 
 def keep(given, layer, routed, row, rule):
-    """Routes the tokens of int32[rows] `row` and writes their rows of ids and weights, and of the
-    layer's record. Returns int32[E], E rounded up to a power of two: 1 for experts that one of them
-    chose. given: logits, valid and correction, as of chosen."""
+    """Routes the tokens `row`, int32[rows], and writes their rows of ids, weights and the layer's
+    record.
+
+    - `given`: logits, valid and correction; see chosen.
+
+    Returns int32[E], E rounded up to a power of two: 1 for experts that a token chose.
+    """
     (logits, valid, correction), (ids, weights, records, _) = given, routed
     tokens, top_k = logits.shape[-2], rule.top_k
     found: Chosen = chosen(logits, valid, correction, row, rule)
@@ -143,8 +152,11 @@ def keep(given, layer, routed, row, rule):
 
 
 def list_active(used, active, number):
-    """Writes the experts that are used, ascending, to the front of active [E], and how many to
-    number [1]. used: of keep, or several programs' together."""
+    """Writes the used experts, ascending, to the front of active [E], and their number to number
+    [1].
+
+    - `used`: the result of keep, or of several programs together.
+    """
     (experts,), used = active.shape, used > 0
     expert = jnp.arange(len(used))
     value = jnp.where(used, expert, -1)

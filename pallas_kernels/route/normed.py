@@ -1,5 +1,5 @@
-"""route_and_list behind the router's product of rows that it normalises: few rows, which the last
-of the product's programs routes and lists, so that a layer has a launch less."""
+"""route_and_list within the router's product, for few rows: the product's last program routes and
+lists, which saves a launch in each layer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pallas_kernels.triton import scalar
 
 
 def warps_of(tokens: int) -> int:
-    """As many warps as hold what a program has of so many rows without spilling registers. More
-    would share out no work: each normalises all of its tile, and a warp routes a row at a time."""
+    """Enough warps to hold a program's rows without spilling registers. More warps would not share
+    work: each program normalises its whole tile, and a warp routes one row at a time."""
     return 4 if tokens <= 8 else 8
 
 
 def routes_last(
     tokens: int, experts: int, hidden: int, dtype: jax.typing.DTypeLike, rule: RouteRule
 ) -> bool:
-    """Whether the last program of a product with weights [E, D] routes so many tokens: not where
-    they or their scores are too many for one, nor where the product has no parts."""
+    """Whether the last program of a product with weights [E, D] routes the tokens: not if there are
+    too many tokens or scores for one program, nor if the product has no parts."""
     scores = pl.next_power_of_2(tokens) * pl.next_power_of_2(experts)
     fits = tokens <= MOST_ROWS and scores <= MOST_SCORES * 32 * warps_of(tokens)
     several = parts_of(experts, hidden, dtype).count > 1
@@ -35,7 +35,7 @@ def routes_last(
 
 
 def norm_route_listed(x, norm: Norm, weights, operands, records, layer, counters, *, rule, tiling):
-    """As norm_route_and_list of the api, of what routes_last says."""
+    """norm_route_and_list of the api, if routes_last says so."""
     tokens, (valid, correction, i) = x.shape[0], operands
     shapes = shapes_routed(tokens, weights.shape[1], rule.top_k, records)
     corrections = () if correction is None else (scalar(i), correction)
@@ -55,10 +55,10 @@ def norm_route_listed(x, norm: Norm, weights, operands, records, layer, counters
 
 
 def _route(logits, operands, results, *, rule):
-    """What the last program does, of all tokens.
+    """The work of the last program, for all tokens.
 
-    Writes: it alone writes what there is besides the product, each element once, as of
-    listed._kernel.
+    Writes: it alone writes the results beside the product, each element once, as listed._kernel
+    does.
     """
     _records, layer, valid, correction = operands
     *routed, number = results

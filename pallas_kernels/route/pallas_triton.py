@@ -17,10 +17,10 @@ from pallas_kernels.route.rule import RouteRule
 from pallas_kernels.triton import scalar, triton_call
 
 MOST_GROUPS = 16
-"""Each is some instructions of the unrolled kernel; DeepSeek has 8."""
+"""Most groups: each adds instructions to the unrolled kernel. DeepSeek has 8."""
 
 GONE = -(2**31)
-"""A key below every number's, see _ordered."""
+"""A key below the key of every number; see _ordered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Config:
 
 
 def configuration() -> Config:
-    """The tile, the same for any number of tokens and of experts: a warp per token, so that no
-    reduction crosses warps and decode's 16 rows take the time of one."""
+    """The tile, the same for any number of tokens and experts: a warp per token, so that no
+    reduction crosses warps and the 16 rows of decode take the time of one."""
     return Config(rows=4, num_warps=4, num_stages=1)
 
 
@@ -69,8 +69,8 @@ def route(logits, valid, correction, layer, *, rule):
 def _route(logits, valid, *refs, config, rule):
     """Program i: tokens [i · rows, (i + 1) · rows).
 
-    Writes: program i writes the rows of its own tokens in `ids` and `weights`, and nobody else's.
-    Within a row each chosen expert writes the element of its rank, so each is written once.
+    Writes: program i alone writes the rows of its tokens in `ids` and `weights`. Within a row each
+    chosen expert writes the element of its rank, so each element is written once.
     """
     *correction, ids, weights = refs
     row = pl.program_id(0) * config.rows + jnp.arange(config.rows)
@@ -84,21 +84,23 @@ class Chosen(NamedTuple):
     """The experts of some rows, each [rows, E] with E rounded up to a power of two."""
 
     listed: jax.Array
-    """Where an expert is chosen; nothing else means anything elsewhere."""
+    """Where an expert is chosen; the other fields are undefined elsewhere."""
     real: jax.Array
     """[rows, 1]: rows that hold a token."""
     rank: jax.Array
-    """A chosen expert's place among those of its row by id; top_k elsewhere, so that no masked
-    element names another's place."""
+    """A chosen expert's rank by id among the chosen of its row; top_k elsewhere, so that no masked
+    element names a used place."""
     ids: jax.Array
     weights: jax.Array
 
 
 def chosen(logits, valid, correction, row, rule):
-    """Chosen experts of int32[rows] `row`. correction: refs of the layer and of all, or none.
+    """The chosen experts of tokens `row`, int32[rows].
 
-    No bit depends on which thread has which element: of what is rounded nothing is summed but in a
-    written order (`_sum_of_fractions`), so that kernels of other tiles agree.
+    - `correction`: refs to the layer and to all corrections, or empty.
+
+    No bit depends on which thread holds which element: rounded values are summed only in a fixed
+    order (`_sum_of_fractions`), so kernels with other tiles agree.
     """
     tokens, experts = logits.shape[-2:]
     expert = jnp.arange(pl.next_power_of_2(experts))[None, :]
@@ -143,8 +145,8 @@ def chosen(logits, valid, correction, row, rule):
 
 
 def _sum_of_fractions(values):
-    """float32 [rows]: sums of [rows, E] values from 0 to 1, to 2⁻⁴⁰ of each, in integers: those
-    have no order. A NaN counts as any number."""
+    """float32 [rows]: sums of [rows, E] values from 0 to 1, as integers in units of 2⁻⁴⁰, whose sum
+    does not depend on the order. A NaN counts as some number."""
     unit = 2.0**20
     high = (values * unit).astype(jnp.int32)
     low = ((values * unit - high.astype(jnp.float32)) * unit).astype(jnp.int32)
@@ -153,14 +155,15 @@ def _sum_of_fractions(values):
 
 
 def _largest(keys, expert, experts):
-    """(key [rows], expert [rows]): the largest and its first place. keys: of _ordered, or GONE."""
+    """(key [rows], expert [rows]): the largest key and its first place. keys: of _ordered, or
+    GONE."""
     most = jnp.max(keys, axis=1)
     return most, jnp.min(jnp.where(keys == most[:, None], expert, experts), axis=1)
 
 
 def _ordered(values):
-    """int32 keys in the order of float32 values without NaN, equal where those are: a warp has an
-    instruction for the largest of its integers, and a chain of ten for that of its floats."""
+    """int32 keys in the order of float32 values without NaN, equal for equal values. A warp finds
+    the largest integer by one instruction, the largest float by a chain of ten."""
     values = jnp.where(values == 0, 0.0, values)  # -0.0 too
     return _turned(lax.bitcast_convert_type(values, jnp.int32))
 
@@ -170,13 +173,16 @@ def _of_key(keys):
 
 
 def _turned(bits):
-    """Negative numbers in reverse; its own inverse."""
+    """Reverses the order of negative numbers; it is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _best(scores, added, expert, experts, rule):
-    """(bool [rows, E]: exactly top_k experts of each row, whatever it holds; the sum of their
-    scores, the best first). added: to the scores for the choice; None: nothing."""
+    """(bool [rows, E] with exactly top_k experts in each row, whatever it holds; the sum of their
+    scores, best first).
+
+    - `added`: added to the scores for the choice; None: nothing.
+    """
     # Padding may hold anything, and a NaN would equal nothing.
     choice = scores if added is None else scores + added
     choice = jnp.where(jnp.isnan(choice), jnp.inf, choice)
@@ -193,7 +199,7 @@ def _best(scores, added, expert, experts, rule):
 
 
 def _allowed(choice, expert, experts, rule):
-    """bool [rows, E]: experts of the best groups, the lower of equals."""
+    """bool [rows, E]: experts of the best groups; of equal groups the lower one counts first."""
     size = experts // rule.groups
     members = [(expert >= g * size) & (expert < (g + 1) * size) for g in range(rule.groups)]
     scores, keys = [], _ordered(choice)

@@ -1,5 +1,5 @@
-"""route and plan_routed as one Triton-lowered kernel of one program, for the rows of small decode
-steps: between two kernels lie a launch and a way through memory."""
+"""route and plan_routed as one Triton-lowered kernel with one program, for the rows of small decode
+steps. It saves a launch and a way through memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pallas_kernels.route.rule import RouteRule
 from pallas_kernels.triton import scalar
 
 MOST_ROWS = 16
-"""With more, one program would take longer than several and a launch."""
+"""Most rows: with more, one program takes longer than several programs and a launch."""
 
 MOST_SCORES = 16
-"""A thread holds so many of the tile, so that nothing spills."""
+"""Most scores of the tile that a thread holds without spilling."""
 
 
 def rows_of(tokens: int, cells: int, experts: int, rule: RouteRule) -> int | None:
-    """Rows of the program's tile, one at least for each warp, so that no reduction crosses warps;
-    None where this is not for one program: too many tokens, or more than registers hold."""
+    """Rows of the program's tile, at least one for each warp, so that no reduction crosses warps;
+    None: too many tokens, or too many scores for registers."""
     warps = plan_configuration(cells, experts).num_warps
     rows = pl.next_power_of_2(max(tokens, warps))
     fits = rows * pl.next_power_of_2(experts) <= MOST_SCORES * 32 * warps
@@ -39,7 +39,7 @@ def rows_of(tokens: int, cells: int, experts: int, rule: RouteRule) -> int | Non
 
 
 def route_planned(logits, operands, tables, layer, records, *, rule, versions):
-    """As route_and_plan of the api."""
+    """route_and_plan of the api."""
     if reason := why_not_pallas(rule):
         raise ValueError(f"route 'pallas': {reason}; 'xla' takes it")
     (tokens, experts), top_k = logits.shape[-2:], rule.top_k
@@ -60,11 +60,11 @@ def route_planned(logits, operands, tables, layer, records, *, rule, versions):
 
 
 def _kernel(layer, *refs, config, rows, rule, given, versions):
-    """Which experts the rows choose, which of these are active, then plan_kernel.
+    """Routes the rows, finds the active experts, then runs plan_kernel.
 
     Writes: one program. Elements of ids, weights and record have one writer each, as in `route` and
-    `plan`; `active` is result and scratch, an element one expert's, and a barrier stands between
-    its store and who reads it.
+    `plan`. `active` is result and scratch, with one element for each expert, and a barrier
+    separates its stores from its loads.
     """
     (logits, valid, *correction), refs = refs[:given], refs[given:]
     *others, records, active, ids, weights = refs[:-LISTS]

@@ -33,7 +33,7 @@ def route(logits, valid, correction, layer, *, rule):
 
 
 def _best(logits, correction, layer, rule):
-    """(ids, scores) [T, K] of the experts of the largest scores, best first."""
+    """(ids, scores) [T, K] of the experts with the largest scores, best first."""
     scores = route_scores(logits, rule)
     choice = scores
     if correction is not None:

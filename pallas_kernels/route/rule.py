@@ -19,25 +19,25 @@ class RouteRule:
     two experts one after the other and weighs each by a softmax over the experts that come near to
     it.
 
-    Raises ValueError for values that mean nothing, alone or together.
+    Raises ValueError for values that are not allowed, alone or together.
     """
 
     top_k: int
     normalize: bool = False
-    """Divide the chosen scores by their sum; of a softmax with a correction by 1e-12 at least."""
+    """Divide the chosen scores by their sum (for a softmax with a correction, at least 1e-12)."""
     scoring: str = "softmax"
     """One of SCORINGS."""
     groups: int = 1
-    """Groups of consecutive experts, as many in each; experts of the best `top_groups` of them can
-    be chosen."""
+    """Number of groups of consecutive experts, of equal size. Only experts of the best `top_groups`
+    groups can be chosen."""
     top_groups: int = 1
     group_score: str = "max"
-    """A group's score: that of its best expert ("max"), or the sum of its two best ("top2")."""
+    """A group's score: its best expert's ("max"), or the sum of its two best ("top2")."""
     scale: float = 1.0
     """Factor of the weights, after normalisation."""
     jitter: float = 0.0
-    """Sparsemixer: an expert is near to the best where it is smaller by at most 2 · jitter of the
-    larger of its own magnitude and the best (`router_jitter_noise`)."""
+    """Sparsemixer: an expert is near the best one if its logit is smaller by at most 2 · jitter
+    times the larger of its own magnitude and the best logit (`router_jitter_noise`)."""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -64,7 +64,7 @@ class RouteRule:
             raise ValueError("sparsemixer neither normalizes nor has groups")
 
     def check(self, experts: int, *, correction: bool) -> None:
-        """Raises ValueError where a router of so many experts cannot follow the rule."""
+        """Raises ValueError if a router with this number of experts cannot follow the rule."""
         if self.top_k > experts:
             raise ValueError(f"top_k is {self.top_k}, there are {experts} experts")
         if experts % self.groups:

@@ -1,4 +1,4 @@
-"""What a router chooses from: its score of every expert."""
+"""A router's score of every expert."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ CONTRACTS = (
             ((3, 2), "bfloat16", "3 rows of 40 columns over a power of 2"),
             ((2, 3), "3 rows of 40 columns over a power of 2"),
             ((3, 4), "3 rows of 40 columns over a power of 2"),
-            ((3, 1), "float32", 12, "a tile of 12 columns is no subtree"),
+            ((3, 1), "float32", 12, "a tile has a power of 2 of columns, not 12"),
         ),
     ),
 )
