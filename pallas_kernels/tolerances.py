@@ -1,8 +1,8 @@
-"""How far an implementation may be from a float64 computation on the same inputs, op × dtype.
+"""The largest deviation from a float64 computation on the same inputs, for each op and dtype.
 
-|got − want| ≤ tolerance · (1 + |want|); inputs are scaled so that results are of the order of 1.
-A 16-bit result is rounded once (relative 2^-8 in bfloat16, 2^-11 in float16) and so are the
-intermediate values that the op's docstring names.
+|got − want| ≤ tolerance · (1 + |want|). Inputs are scaled so that results are about 1. A 16-bit
+result is rounded once (relative 2^-8 in bfloat16, 2^-11 in float16), and so are intermediate values
+that the op's docstring names.
 """
 
 TOLERANCES: dict[str, dict[str, float]] = {

@@ -1,4 +1,4 @@
-"""The one way the Triton-lowered kernels are called."""
+"""The function that calls every Triton-lowered kernel, and parts that kernels share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 KERNEL_DTYPES = ("bfloat16", "float16")
-"""What the Pallas kernels compute in: a float32 product would be rounded to TF32."""
+"""Dtypes of the Pallas kernels. A float32 product would be rounded to TF32."""
 
 _interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 
@@ -48,15 +48,16 @@ def triton_call(
     num_stages: int,
     aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """A callable over whole arrays: the kernel gets a ref to each operand and each result, and does
-    its own tiling by program ids.
+    """Makes a callable over whole arrays. The kernel gets a ref to each operand and each result,
+    and cuts tiles itself by program ids.
 
-    kernel: its refs are operands, which may be pytrees, then results (an aliased result's operand
-    ref must not be used).
-    name: in profiles and HLO. grid: programs per axis. out_shape: jax.ShapeDtypeStruct or a tuple
-    of them. num_warps, num_stages: given explicitly, since jax's default backend differs between
-    versions. aliases: operand → result that is updated in place, operands counted
-    by their leaves.
+    - `kernel`: takes refs to operands, which may be pytrees, then to results. It must not use the
+      operand ref of an aliased result.
+    - `name`: in profiles and HLO.
+    - `grid`: programs along each axis.
+    - `out_shape`: jax.ShapeDtypeStruct or a tuple of them.
+    - `num_warps`, `num_stages`: explicit, since jax's default backend differs between versions.
+    - `aliases`: operand → result that is updated in place; operands are counted by leaves.
     """
 
     def call(*operands: Any) -> Any:
@@ -77,19 +78,19 @@ def triton_call(
 
 
 def scalar(number: jax.typing.ArrayLike) -> jax.Array:
-    """int32[1] of a number, which is how kernels take one."""
+    """int32[1] of a number: the form in which kernels take numbers."""
     return jnp.reshape(jnp.asarray(number, jnp.int32), 1)
 
 
 def edge_mask(first: jax.Array, size: int, end: int) -> jax.Array | None:
-    """Which of `size` places from `first` on, a multiple of size, lie before `end`; None where all
-    of such tiles do."""
+    """Which of `size` places from `first` on (a multiple of size) are before `end`; None: in every
+    tile all are."""
     return first + jnp.arange(size) < end if end % size else None
 
 
 def load_tile(ref: Any, row_mask: jax.Array | None, column_mask: jax.Array | None) -> jax.Array:
-    """A tile [R, C] of an array, zero where one of the masks [R] and [C] is false. A mask is None
-    where the sizes say that it would be all true."""
+    """Loads a tile [R, C] of an array, zero where one of the masks [R] and [C] is false. A mask is
+    None if it would be true everywhere."""
     mask = tile_mask(row_mask, column_mask, ref.shape)
     return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
 
@@ -97,8 +98,8 @@ def load_tile(ref: Any, row_mask: jax.Array | None, column_mask: jax.Array | Non
 def sum_over_depth(
     add: Callable[..., jax.Array], total: jax.Array, inputs: int, depth: int
 ) -> jax.Array:
-    """total + add(0, total, None) + …: tiles of so many of the inputs in ascending order, the last
-    one with the mask of what is left of them."""
+    """Calls total = add(first, total, mask) for the tiles of the inputs in ascending order. Only
+    the last tile may have a mask."""
     whole, rest = divmod(inputs, depth)
     total = lax.fori_loop(0, whole, functools.partial(add, depth_mask=None), total)
     if rest:  # a loop, since a static slice must not reach beyond its array
@@ -117,8 +118,10 @@ def tile_mask(
 
 
 def check_counters(counters: jax.Array, least: int, of: str) -> None:
-    """Raises ValueError for what programs cannot count in: another rank or dtype than int32[C], or
-    fewer than `least`, which is how many there are `of` them."""
+    """Raises ValueError unless counters are int32[C] with C ≥ `least`.
+
+    - `of`: what is counted, for the message.
+    """
     if counters.ndim != 1 or counters.dtype != jnp.int32:
         raise ValueError(f"counters are int32[C], not {counters.dtype}{[*counters.shape]}")
     if counters.size < least:
@@ -126,14 +129,15 @@ def check_counters(counters: jax.Array, least: int, of: str) -> None:
 
 
 def is_last(counters: Any, at: tuple[jax.Array, ...], programs: jax.Array | int) -> jax.Array:
-    """Whether this program is the last of so many to come here; only the last one may read what the
-    others stored before they came. counters: int32, 0 at `at` before the first one, and again
-    behind the last. at: traced numbers, for Pallas's interpreter.
+    """Whether this program is the last of `programs` to call this. Only the last one may read what
+    the others stored before their call.
 
-    It counts with acquire and release, so that what one thread of each program has seen at the
-    barrier before is seen by all threads of the last one behind the barrier of the broadcast
-    (PTX ISA, "Memory consistency model"). Which program is the last is chance: what it computes
-    must not depend on that.
+    It counts with acquire and release. So all threads of the last program see, after the barrier of
+    the broadcast, what one thread of each program saw at the barrier before (PTX ISA, "Memory
+    consistency model"). Which program is the last varies, and results must not depend on it.
+
+    - `counters`: int32, 0 at `at` before the first call and after the last.
+    - `at`: traced numbers, for Pallas's interpreter.
     """
     if not is_interpreted():  # which runs programs one after the other
         plgpu.debug_barrier()
@@ -147,12 +151,15 @@ def is_last(counters: Any, at: tuple[jax.Array, ...], programs: jax.Array | int)
 
 
 def are_last(flags: Any, at: jax.Array, bits: jax.Array, every: int, mask: jax.Array) -> jax.Array:
-    """is_last at several places at once: at which of `at`, distinct where the mask is true, this
-    program's bits complete int32 `every`. Each of the others that come there sets bits of its own.
-    flags: int32, 0 there before the first one, and again behind the last. at: where the mask is
-    false a place that nobody's mask is true for, since Pallas's interpreter writes it too.
+    """is_last at several places: at which places of `at` this program's bits complete int32
+    `every`. Each program sets different bits.
 
-    Bits, since Pallas lowers additions of vectors of integers as those of floats (jax 0.11.2).
+    It sets bits instead of counting, since Pallas lowers additions of integer vectors as additions
+    of floats (jax 0.11.2).
+
+    - `flags`: int32, 0 at these places before the first call and after the last.
+    - `at`: different places where the mask is true. Where it is false, a place that no program
+      uses, since Pallas's interpreter writes it too.
     """
     if is_interpreted():  # which knows neither masks nor `or`
         before = plgpu.load(flags.at[at], mask=mask, other=0)
@@ -168,5 +175,5 @@ def are_last(flags: Any, at: jax.Array, bits: jax.Array, every: int, mask: jax.A
 
 
 def power_of_two_divisor(number: int, most: int) -> int:
-    """The largest power of two that divides number and is at most `most`: a tile without masks."""
+    """The largest power of two up to `most` that divides number: a tile that needs no mask."""
     return min(number & -number, most)

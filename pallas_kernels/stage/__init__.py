@@ -1,4 +1,4 @@
-"""Moves experts into cells ahead of need: transfers that the host chose, inside the step."""
+"""Copies experts into cells before they are needed: transfers that the host chose, in the step."""
 
 from pallas_kernels.stage.api import Entries, admit_entries, stage
 

@@ -1,6 +1,6 @@
-"""Whether an entry is carried out and what it changes: one formula for XLA and the kernel.
+"""Whether an entry is carried out, and what it changes: one formula for XLA and the kernel.
 
-Value-level: one-hot comparisons and maxima instead of gathers and scatters.
+It uses one-hot comparisons and maxima instead of gathers and scatters.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import jax.numpy as jnp
 
 
 class Cells(NamedTuple):
-    """What one layer's entries cannot change; those a kernel pads with have row −1."""
+    """What a layer's entries do not change. A kernel's padding has row −1."""
 
     row: jax.Array
     """int32[C]"""
     version: jax.Array
     busy: jax.Array
-    """bool[C]: the owner was used in this step."""
+    """bool[C]: whether the owner was used in this step."""
 
 
 class Residency(NamedTuple):
-    """What they change."""
+    """What a layer's entries change."""
 
     owner: jax.Array
     """int32[C]"""
     staged: jax.Array
-    """int32[C]: 1 where an entry of this list was copied to."""
+    """int32[C]: 1 if an entry of this list was copied to the cell."""
     address: jax.Array
     """int32[E]"""
     version: jax.Array
@@ -42,8 +42,12 @@ def admit(
     version: jax.Array,
     cell: jax.Array,
 ) -> tuple[Residency, jax.Array]:
-    """One entry (four scalars; due: it is this layer's, and its version exists). Returns (the
-    residency after it, bool[]: it is carried out)."""
+    """Decides one entry, given as scalars.
+
+    - `due`: whether the entry is for this layer and its version exists.
+
+    Returns (residency after it, bool[]: whether it is carried out).
+    """
     cell_index, expert_index = (jnp.arange(x.shape[0]) for x in (before.owner, before.address))
     here, wanted = cell_index == cell, expert_index == expert
     staged, holds = before.staged > 0, before.owner == expert

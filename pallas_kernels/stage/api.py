@@ -20,7 +20,7 @@ class Entries(NamedTuple):
     expert: Int[Array, " S"]
     version: Int[Array, " S"]
     cell: Int[Array, " S"]
-    """Where it goes: an index into the layer's cells."""
+    """Target: index into the layer's cells."""
 
 
 IMPLEMENTATIONS = implementations("stage", ("xla", "pallas", "cpu"))
@@ -36,24 +36,26 @@ def stage(
     formats: Formats | None = None,
     implementation: str = "xla",
 ) -> tuple[UInt16[Array, "rows D"], Tables, Int[Array, " S"]]:
-    """Carries out one layer's entries, in their order, after the layer's experts were computed.
+    """Carries out one layer's entries, in order, after the layer's experts were computed. Arena and
+    tables are updated in place when donated.
 
-    The host decided on tables that are a step or two old, so an entry is skipped, and counted as
-    skipped, where it no longer fits:
+    The host decided on tables that are a step or two old. An entry is skipped, and counted as
+    skipped, if it no longer fits:
+
     - the cell is not granted, or holds another version than the entry's;
-    - the cell's owner was used in this very step (last_used = clock): it may still be read;
-    - the layer has the expert in that version already;
+    - the cell's owner was used in this step (last_used = clock), so it may still be read;
+    - the layer already has the expert in that version;
     - an earlier entry of this list took the cell, or staged the expert in any version;
-    - expert, version or cell do not exist, or the version's store lacks the layer.
+    - expert, version or cell does not exist, or the version's store lacks the layer.
 
     Otherwise the cell's owner becomes absent (unless its address points elsewhere), the record is
     copied from the store, and the expert's address points to it. A copy of the expert in another
-    version gives up its cell, so a layer has one copy of an expert. The cell counts as last used
-    at clock − 1: as if used one reference ago. Frequencies stay.
+    version loses its cell, so a layer has one copy of an expert. The cell counts as last used at
+    clock − 1. Frequencies stay.
 
-    stores: per version, all records, in pinned host memory. formats: see VersionFormats; a record
-    whose cell has another format than its store is decoded on the way. None: every version is
-    copied as it is. Arena and tables are updated in place when donated.
+    - `stores`: per version, all records, in pinned host memory.
+    - `formats`: see VersionFormats. A record whose cell has another format than its store is
+      decoded on the way. None: every version is copied unchanged.
 
     Returns (arena, tables, done int32[S]: 1 for an entry carried out, 0 for any other).
 
@@ -84,8 +86,8 @@ def admit_entries(
     versions: int = 1,
     formats: Formats | None = None,
 ) -> tuple[Tables, Int[Array, " S"]]:
-    """What `stage` decides of one layer's entries, without a copy: for a host that brings the
-    records itself, and lets nothing compute an expert before its record is in its cell.
+    """The decisions of `stage` about one layer's entries, without copies. For a host that copies
+    the records itself and computes no expert before its record is in the cell.
 
     Returns (tables, row int32[S]: the arena row of each entry's cell, −1: it does not fit).
     """

@@ -1,4 +1,4 @@
-"""stage as two Triton-lowered kernels: tables and list of moves, then fill's copy."""
+"""stage as two Triton-lowered kernels: tables and a list of moves, then the copy of fill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Config:
 
 
 def configuration() -> Config:
-    """Rows of the tables are short: few warps make the reductions of an entry cheap."""
+    """Rows of the tables are short, so few warps make the reductions of an entry cheap."""
     return Config(num_warps=2, num_stages=1)
 
 
@@ -63,13 +63,13 @@ def stage(arena, tables, stores, layer, entries, *, formats):
 
 
 def _admit(layer, entry_layer, entry_expert, entry_version, entry_cell, *refs, versions, partial):
-    """Entries one after another on rows of the tables held as values, a barrier, stores. The tables
-    say already what holds once the copy kernel, which is next, is through; whoever reads both
-    tables and arena waits for it.
+    """Decides the entries in order, on rows of the tables held as values, then a barrier and
+    stores. The tables already describe the state after the copy kernel, which runs next; a reader
+    of tables and arena comes after it.
 
-    Writes: one program, so nothing across programs. Within it every element has one writer: a
-    table's element is written by index, a list's by a permutation. The barrier separates the loads
-    of tables that other threads of the program write.
+    Writes: one program. Within it every element has one writer: a table's element by index, a
+    list's by a permutation. The barrier separates the loads of tables from the writes by other
+    threads.
     """
     cell_row, cell_version, clock, *refs = refs
     owner, last_used, address, version, done, *moves, moves_count = refs[len(UPDATED) :]

@@ -9,7 +9,7 @@ from pallas_kernels.stage.admission import Cells, Residency, admit
 
 
 def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
-    """fill: what copies the records of the entries that are carried out."""
+    """stage of the api. fill: copies the records of entries that are carried out."""
     cell_row = lax.dynamic_index_in_dim(tables.cell_row, layer, keepdims=False)
     tables, done = admitted(tables, layer, entries, versions=len(stores), formats=formats)
     place = places(done)
@@ -21,8 +21,11 @@ def stage(arena, tables, stores, layer, entries, *, formats, fill=fill_cells):
 
 
 def admitted(tables, layer, entries, *, versions, formats):
-    """The tables after one layer's entries, and which of them fitted, bool[S]: all of `stage` but
-    the copies. versions: how many there are."""
+    """`stage` without the copies: the tables after one layer's entries, and which of them fitted,
+    bool[S].
+
+    - `versions`: number of versions.
+    """
 
     def at(table):
         return lax.dynamic_index_in_dim(table, layer, keepdims=False)

@@ -1,4 +1,4 @@
-"""How far from a row's likeliest token top-k and top-p of sampling reach."""
+"""The largest distance from a row's likeliest token that top-k and top-p of sampling keep."""
 
 from pallas_kernels.truncate.api import truncate
 

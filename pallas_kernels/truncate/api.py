@@ -15,16 +15,21 @@ def truncate(
     *,
     implementation: str = "xla",
 ) -> Int[Array, " R"]:
-    """The bits of the farthest distance from its likeliest token that a row's tokens may have.
+    """The largest distance from the likeliest token that a row keeps, as the bits of a float.
 
-    scaled: float32 logits less the row's largest, over the temperature: at most 0, and 0 at the
-    row's likeliest token. A token's distance is −scaled, a float that is not negative, whose bits
-    order as it does. Of the tokens at least min_p times as likely as the likeliest, top_k keeps the
-    top_k likeliest and whatever equals the last of them, 0 or less all; of those top_p keeps each
-    token such that the likelier ones together have less than top_p of the mass that is left, 1 all.
+    A token's distance is −scaled. It is not negative, so its bits sort like the float. Of the
+    tokens that min_p keeps, top_k keeps the top_k likeliest and all equal to the last of them. Of
+    those, top_p keeps each token whose likelier tokens together have less than top_p of the
+    remaining mass.
 
-    Returns int32 [R]: tokens of min_p no farther than that are kept, the likeliest one always.
-    Where sums of masses and top_p differ by no more than rounding, implementations may differ.
+    - `scaled`: float32 logits minus the row's largest, over the temperature: 0 at the likeliest
+      token.
+    - `top_k`: 0 or less keeps all.
+    - `top_p`: 1 keeps all.
+    - `min_p`: keeps tokens at least min_p times as likely as the likeliest.
+
+    Returns int32 [R]. Tokens of min_p with at most this distance are kept, the likeliest one
+    always. If sums of masses and top_p differ only by rounding, implementations may differ.
 
     Raises ValueError for shapes that do not fit, another dtype, or an unknown implementation.
     """

@@ -1,5 +1,5 @@
-"""truncate as Triton-lowered kernels: a launch for each pass of a search over a row's distances, in
-which programs share a row and the last one of them decides."""
+"""truncate as Triton-lowered kernels: a launch for each pass of a search over a row's distances.
+Several programs share a row, and the last one decides."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pallas_kernels.triton import is_last, triton_call
 from pallas_kernels.truncate.reference import INFINITY_BITS
 
 PASSES = 3, *[4] * 7
-"""Bits of the 31 of a distance that each pass decides: twice as many bounds a pass would be twice
-the work of each, for a seventh fewer launches."""
+"""Bits of a distance (31 in all) that each pass decides. Twice as many bounds would double the work
+of a pass for a seventh fewer launches."""
 
 BOUNDS = 16
-"""Sums of a pass: up to 15 bounds, and behind them that of all tokens."""
+"""Sums of a pass: for up to 15 bounds, then for all tokens."""
 
 NOWHERE = 0x7FFFFFFF
-"""Distance of tokens that min_p leaves out."""
+"""Distance of tokens that min_p drops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Config:
     columns: int
     """Tokens of a program."""
     lanes: int
-    """Tokens that it compares at once with all bounds."""
+    """Tokens that a program compares at once with all bounds."""
     num_warps: int
     num_stages: int
 
 
 CONFIG = Config(columns=2048, lanes=512, num_warps=4, num_stages=1)
-"""Four loads of 128 bits a thread, all at once, and each bound's sums of four tokens in registers,
-so that one reduction is enough; 75 programs for the 151,936 tokens of a row of Qwen3."""
+"""Each thread loads four times 128 bits at once and keeps each bound's sums of four tokens in
+registers, so one reduction is enough. 75 programs for the 151,936 tokens of Qwen3."""
 
 
 def truncate(scaled, top_k, top_p, min_p):
@@ -51,23 +51,28 @@ def truncate(scaled, top_k, top_p, min_p):
 
 
 class State(NamedTuple):
-    """What goes from pass to pass, in place: [R] each."""
+    """State between passes, updated in place: [R] each."""
 
     low: Any
-    """int32: no smaller distance is the one that is searched; behind the last pass it is that."""
+    """int32: lower bound of the distance; after the last pass, the distance."""
     target: Any
-    """float32: what the sum of tokens no farther has to reach."""
+    """float32: the sum that tokens up to the distance must reach."""
     counters: Any
-    """int32 zeros, see is_last."""
+    """int32 zeros; see is_last."""
 
 
 DTYPES = State(jnp.int32, jnp.float32, jnp.int32)
 
 
 def _search(distance, wanted, counters, limit=None, *, counts):
-    """(int32[R], counters): as reference.farthest, up to which distance there are `wanted` int32[R]
-    tokens, or that float32[R] share of their mass. limit: int32[R], up to which there are tokens at
-    all, which is the result of rows that want all; None: infinity."""
+    """Searches like reference.farthest: up to which distance there are `wanted` tokens, int32[R],
+    or that share of their mass, float32[R].
+
+    - `limit`: int32[R], the largest distance of a token, which is the result of rows that want all
+      tokens; None: infinity.
+
+    Returns (int32[R], counters).
+    """
     (rows, vocabulary), left, state = distance.shape, sum(PASSES), counters
     tiles, limits = pl.cdiv(vocabulary, CONFIG.columns), () if limit is None else (limit,)
     for turn, bits in enumerate(PASSES):
@@ -88,13 +93,12 @@ def _search(distance, wanted, counters, limit=None, *, counts):
 
 
 def _kernel(distance, wanted, limits, _, state, parts, *, left, bits, counts, first):
-    """Program (r, j): sums over tile j of row r up to each bound. The last one of a row adds them
-    up, tile by tile in one tree, and moves low up to where they reach the target.
+    """Program (r, j) sums tile j of row r up to each bound. The last program of a row adds the
+    sums, tile by tile in one tree, and raises `low` to where they reach the target.
 
-    Cross-program writes: program (r, j) alone writes parts[r, j], which the last program of row r
-    reads once all have come; it alone then writes state[r], which the others have read before they
-    came. Of a row that wants all program (r, 0) writes low, in the first pass, and no other one
-    anything.
+    Writes: program (r, j) alone writes parts[r, j]. The last program of row r reads them all and
+    alone writes state[r], which the others have read before. For a row that wants all tokens only
+    program (r, 0) writes `low`, in the first pass.
     """
     row, tile = pl.program_id(0), pl.program_id(1)
     want = wanted[row]

@@ -12,4 +12,4 @@ class Spec:
 
 
 SPECS = (Spec(1, 1), Spec(3, 96), Spec(2, 2048), Spec(5, 4099), Spec(16, 1000))
-"""One tile and less, whole tiles, and three of which the last one has three tokens."""
+"""At most one tile, whole tiles, and three tiles of which the last has three tokens."""

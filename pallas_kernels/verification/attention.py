@@ -26,36 +26,36 @@ from pallas_kernels.verification.check import (
 )
 
 WITHIN = 300
-"""A window that contexts here are longer than: real ones are, and a kernel has its as a number."""
+"""A window that is shorter than the contexts of these checks, as real windows are."""
 
 
 def _windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """The model's, and one that leaves out tokens of these contexts."""
+    """The model's window, and one that leaves out tokens of these contexts."""
     window = shape.window
     return (window,) if window is None or window <= WITHIN else (window, WITHIN)
 
 
 def attention_checks(shape: ModelShape, shared_kib: int, least: int) -> Iterator[Check]:
-    """kv_write and attention on an arena of at least so many bytes, the pages at its end."""
+    """Checks of kv_write and attention on an arena of at least `least` bytes, with pages at its
+    end."""
     pages = Pages(shape, least)
     yield _kv_write_check(pages)
     yield _writing_check(pages, shared_kib, (0, 64, 999, -1))
-    # As many splits as the last program merges, in two turns: the first's end, the second's, and
-    # the first position of a split.
+    # As many splits as the last program merges, in two turns: the ends of both, and the first
+    # position of a split.
     longer = Pages(shape, least, tokens=2048)
     yield _writing_check(longer, shared_kib, (1027, 256, 2047, -1))
     yield from _attention_checks(pages, shared_kib)
 
 
 class Pages:
-    """An arena of at least `least` bytes: behind what is unused, four sequences of so many
-    tokens."""
+    """An arena of at least `least` bytes, with four sequences at its end."""
 
     def __init__(self, shape: ModelShape, least: int, tokens: int = 1024):
         self.shape = shape
         self.page = KVPage(shape.block_size, shape.kv_heads, shape.head_dim, shape.latent)
         self.blocks = tokens // shape.block_size
-        self.page_rows = 2 * self.page.rows_per_layer  # two layers, of which the second is used
+        self.page_rows = 2 * self.page.rows_per_layer  # two layers; the second is used
         self.used = 4 * self.blocks * self.page_rows
         self.unused = max(0, -(-least // (2 * shape.head_dim)) - self.used)
         row = f"{shape.kv_heads}x{shape.head_dim}"
@@ -67,7 +67,7 @@ class Pages:
         self.wide = least > 0
 
     def seen(self, arena: jax.Array) -> jax.Array:
-        """What an op may have changed of it."""
+        """The part of the arena that an op may change."""
         return jax.lax.bitcast_convert_type(arena[self.unused :], jnp.dtype(self.shape.dtype))
 
     def table(self) -> jax.Array:
@@ -75,7 +75,7 @@ class Pages:
         return (self.unused + pages * self.page_rows).astype(jnp.int32)
 
     def written(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Positions of 33 tokens to write and the pages that they lie in, -1 of some."""
+        """Positions of 33 tokens to write, and their pages, −1 for some."""
         positions = jnp.arange(33, dtype=jnp.int32) * 29
         at = jnp.where(positions % 7 == 6, -1, table[0][positions // self.shape.block_size])
         return positions, at
@@ -115,8 +115,11 @@ def _kv_write_check(pages: Pages) -> Check:
 
 
 def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) -> Check:
-    """Decode's attention that writes the new token, values, and merged by its last programs the
-    same bits. positions: of the sequences' new tokens, −1: it is empty."""
+    """Checks decode's attention that writes the new token: its values, and that merging in its last
+    programs gives the same bits.
+
+    - `positions`: of the sequences' new tokens; −1: an empty sequence.
+    """
     shape = pages.shape
 
     def operands():
@@ -141,7 +144,7 @@ def _writing_check(pages: Pages, shared_kib: int, positions: tuple[int, ...]) ->
         }
         counters = jnp.zeros(4 * shape.kv_heads, jnp.int32)
         out, result, _ = write_and_attend(heads, arena, *where, **options)
-        # On its result, since XLA would copy an arena that both write.
+        # On the first one's result, since XLA would copy an arena that both write.
         arena = behind(result, out, name)
         again, result, after = write_and_attend(heads, arena, *where, counters, **options)
         return result, out, same_rows(again, out), after

@@ -1,4 +1,4 @@
-"""A check: one kernel configuration against the reference, on inputs made when it runs."""
+"""A check compares one kernel configuration with the reference, on inputs made when it runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pallas_kernels.route import RouteRule
 from pallas_kernels.tolerances import TOLERANCES
 
 DECODE_ROWS = 16
-"""Rows of a product of decode steps with as many or more."""
+"""Rows of a product in decode steps with 16 or more rows."""
 
 FEW_ROWS = 1, 2, 4, 8
-"""Rows of smaller decode steps, those that an engine compiles: products in tiles of 16 mask the
-others, which makes other kernels."""
+"""Rows of the smaller decode steps that an engine compiles. Products in tiles of 16 mask the other
+rows, which makes other kernels."""
 
 _TOGETHER = {DECODE_ROWS: (DECODE_ROWS, 4), 8: (8, 2, 1)}
 
 
 def together(rows: int) -> tuple[int, ...]:
-    """Rows of the decode steps that one check computes, of which `rows` is the most: all FEW_ROWS
-    are in two checks, since each takes a compilation of its own."""
+    """Rows of the decode steps in one check, `rows` being the most. All FEW_ROWS are in two checks,
+    since each check is a compilation."""
     return _TOGETHER.get(rows, (rows,))
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides the kernels' configurations."""
+    """The sizes and properties of a model that decide the kernels' configurations."""
 
     hidden: int
     width: int
@@ -49,34 +49,34 @@ class ModelShape:
     activation: str
     dtype: str
     qk_norm: bool = True
-    """Whether the heads of queries and keys are normalised as they are written."""
+    """Whether kv_write normalises the heads of queries and keys."""
     latent: int = 0
-    """As KVPage.latent of its pages."""
+    """See KVPage.latent."""
     up_projection: tuple[int, int] = (0, 0)
-    """Values of a head's key and of its value that are products with the latent, by head_linear."""
+    """Values of a head's key, and of its value, that head_linear computes from the latent."""
     interleave: bool = False
-    """As latent_write's."""
+    """See latent_write."""
     correction: bool = False
     """Whether routers add a correction to the scores they choose by."""
     norm: str = "rms_norm"
     """The op of the norms before attention, experts and logits: rms_norm or layer_norm."""
     other_norms: tuple[int, ...] = ()
-    """Widths of rms_norms beside `hidden`: of compressed queries, of all heads of q or k."""
+    """Widths of rms_norms other than `hidden`: compressed queries, or all heads of q or k."""
     squares: bool = True
-    """Whether a layer's last kernel gives the squares of what it makes, where the next layer's
-    first product normalises rows itself: LayerStack.takes_squares."""
+    """Whether a layer's last kernel returns squares of its result, for the next layer's first
+    product: LayerStack.takes_squares."""
     vocabulary: int = 0
-    """Tokens of which one is sampled; 0: none is."""
+    """Tokens of the vocabulary; 0: nothing is sampled."""
     versions: tuple[tuple[str, str], ...] = (("dense", "dense"),)
     """The versions of experts, by number: in a cell, in the store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stores:
-    """What a check reads from pinned host memory."""
+    """The stores in pinned host memory that a check reads."""
 
     layers: int
-    """Layers of each store; the records are in the last one, the others hold what was there."""
+    """Layers of each store. The records are in the last one; the others are not initialised."""
     records: Callable[[], tuple[jax.Array, ...]]
     """Makes uint16[1, E, rows, D] of each version."""
 
@@ -87,45 +87,45 @@ class Stores:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One kernel configuration against the reference."""
+    """Compares one kernel configuration with the reference."""
 
     op: str
     key: str
     """Op, shapes and dtype in words: the name of the check in tables."""
     operands: Callable[[], tuple]
-    """Makes the inputs in device memory, inside of a jit, when the check runs."""
+    """Makes the inputs in device memory, inside a jit, when the check runs."""
     run: Callable[..., object]
     """(implementation, arena, stores, *operands) -> results, without `arena` or `stores` where the
     check has none."""
     tolerance: float
     """The largest |got − want| / (1 + |want|) that passes; 0: exact."""
     arena: Callable[[], jax.Array] | None = None
-    """Makes what the op changes in place, as `operands`: it is donated, anew to each
-    implementation, and the first of the results, so that none is copied. None: nothing."""
+    """Makes the array that the op changes in place, like `operands`. Each implementation gets a new
+    one, donated, and returns it as its first result, so nothing is copied. None: there is none."""
     seen: Callable[[jax.Array], jax.Array] | None = None
     """The part of the changed arena that is compared; None: all of it."""
     stores: Stores | None = None
     wide: bool | None = None
-    """Whether arena and stores are addressed with 64 bits, which makes another kernel; None: it has
-    neither."""
+    """Whether arena and stores are addressed with 64 bits, which makes another kernel; None: there
+    is no arena and no store."""
     rows: tuple[int, ...] = ()
-    """Those of the decode steps that run its kernels; (): they are not for some numbers of rows."""
+    """Rows of the decode steps that run its kernels; (): the kernels do not depend on rows."""
     beside: tuple[str, ...] = ()
-    """Other ops that are part of this kernel: it runs where theirs run as kernels too."""
+    """Other ops that are fused into this kernel: it runs only if they run as kernels too."""
 
     def error(self, device: jax.Device) -> float:
-        """Largest deviation of the kernel from the reference, as `tolerance` measures it; infinite
-        where one has a NaN that the other has not."""
+        """The largest deviation of the kernel from the reference, as `tolerance` measures it;
+        infinite if only one of them has a NaN."""
         return prepare(self, device).error()
 
 
 IMPLEMENTATIONS = ("pallas", "xla")
-"""What a check compares: the kernel, the reference."""
+"""The implementations that a check compares: kernel and reference."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A check whose programs are compiled; none has run, and nothing is allocated."""
+    """A check whose programs are compiled. None has run, and nothing is allocated."""
 
     check: Check
     device: jax.Device
@@ -133,7 +133,7 @@ class Prepared:
     """Compiled `operands`, `arena` and `seen`, and `run` of each implementation."""
 
     def error(self) -> float:
-        """As Check.error. The device holds one arena at a time."""
+        """See Check.error. The device holds one arena at a time."""
         check, programs = self.check, self.programs
         operands = programs["operands"]()
         if check.stores is not None:
@@ -154,8 +154,8 @@ class Prepared:
 
 
 def prepare(check: Check, device: jax.Device) -> Prepared:
-    """Compiles what a check runs. Threads may compile several at once: tracing holds the
-    interpreter, XLA's compiler does not."""
+    """Compiles a check's programs. Several threads may do so at once: tracing holds Python's lock,
+    XLA's compiler does not."""
     here = SingleDeviceSharding(device)
 
     def compiled(function: Callable, *args: Any, donated: tuple[int, ...] = ()) -> Any:
@@ -177,8 +177,10 @@ def prepare(check: Check, device: jax.Device) -> Prepared:
 
 
 def argument_shapes(check: Check, sharding: jax.sharding.Sharding | None = None) -> tuple:
-    """jax.ShapeDtypeStructs of what `run` is given after the implementation. sharding: of what is
-    in device memory, the stores' is the same with pinned memory; None: undecided."""
+    """jax.ShapeDtypeStructs of `run`'s arguments after the implementation.
+
+    - `sharding`: of arrays in device memory; stores have the same with pinned memory. None: none.
+    """
 
     def shapes(make: Callable) -> Any:
         return jax.tree.map(
@@ -200,8 +202,8 @@ def argument_shapes(check: Check, sharding: jax.sharding.Sharding | None = None)
 
 
 def pinned_store(records: jax.Array, layers: int, device: jax.Device) -> jax.Array:
-    """A store [layers, E, rows, D] in pinned host memory, the records [1, E, rows, D] its last
-    layer; the others hold what was there."""
+    """A store [layers, E, rows, D] in pinned host memory with the records [1, E, rows, D] as its
+    last layer. The other layers are not initialised."""
     shape = (layers, *records.shape[1:])
     sharding = SingleDeviceSharding(device)
     if not _pins(sharding):
@@ -210,7 +212,7 @@ def pinned_store(records: jax.Array, layers: int, device: jax.Device) -> jax.Arr
 
 
 def _pins(sharding: jax.sharding.Sharding) -> bool:
-    """Whether stores are in pinned memory: the interpreter of jax 0.10 takes no operand there."""
+    """Whether stores are in pinned memory. The interpreter of jax 0.10 takes no operand there."""
     (device,) = sharding.device_set
     return device.platform == "gpu"
 
@@ -228,8 +230,8 @@ def _write_last(store: jax.Array, records: jax.Array) -> jax.Array:
 
 
 def _compiler_options(platform: str) -> dict[str, str | bool]:
-    """Equal rounding in both programs; the reference's products need no tuning on the device, and
-    arenas of most of its memory no search for values to compute twice."""
+    """XLA options: equal rounding in both programs, no tuning of the reference's products, and no
+    search for values to compute twice, since arenas take most of the memory."""
     options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
         options["xla_gpu_autotune_level"] = "0"
@@ -247,8 +249,8 @@ def deviation(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def behind(arena: jax.Array, made: jax.Array, name: str) -> jax.Array:
-    """The arena, not to be changed before `made` float[R, C] was computed from it: XLA would copy
-    all of it for a reference that then changes it again. Kernels change it in place."""
+    """The arena, made to depend on `made`, float[R, C], which was computed from it. Otherwise XLA
+    would copy the whole arena for a reference that changes it again. Kernels change it in place."""
     if name != "xla":
         return arena
     zero = (made[:1, :1] > jnp.inf).astype(arena.dtype)
@@ -276,9 +278,9 @@ def make_check(
     rows: tuple[int, ...] = (),
     beside: tuple[str, ...] = (),
 ) -> Check:
-    """out: the result's dtype, if it is not dtype; the rest as in Check."""
-    # Twice the table's: kernel and reference round each for itself. A float32 result only differs
-    # by the order of its sum.
+    """Makes a check. out: the result's dtype, if it is not dtype. Other arguments: see Check."""
+    # Twice the tolerance, since kernel and reference both round. A float32 result differs only by
+    # the order of its sum.
     tolerance = 2 * TOLERANCES.get(op, {}).get(dtype, 0.0)
     if "float32" in (out, dtype):
         tolerance = 2e-5
@@ -287,7 +289,7 @@ def make_check(
 
 
 def same_rows(got: jax.Array, wanted: jax.Array) -> jax.Array:
-    """int32, 1 for rows where both have the same bits."""
+    """int32: 1 for rows in which both have the same bits."""
     bits = {2: jnp.uint16, 4: jnp.uint32}[got.dtype.itemsize]
     equal = jnp.equal(*(jax.lax.bitcast_convert_type(y, bits) for y in (got, wanted)))
     return equal.astype(jnp.int32).min(axis=-1)

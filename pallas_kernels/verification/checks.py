@@ -1,4 +1,4 @@
-"""The checks that a model's kernels have to pass on a device."""
+"""The checks that a model's kernels must pass on a device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from pallas_kernels.verification.records import record_checks
 from pallas_kernels.verification.sampling import sampling_check
 
 WIDE_BYTES = (1 << 32) + (1 << 28)
-"""Pallas addresses arrays above 4 GiB with 64-bit offsets: another kernel, checked on its own."""
+"""Bytes of arrays above 4 GiB: Pallas addresses those with 64-bit offsets, by other kernels."""
 
 
 def checks(shape: ModelShape, ops: Ops, wide_bytes: int = WIDE_BYTES) -> list[Check]:
-    """The checks of every kernel that `ops` would run for a model of this shape. Nothing is
-    computed or allocated before a check runs. wide_bytes: size of the arrays that need 64-bit
-    offsets."""
+    """The checks of every kernel that `ops` runs for a model of this shape. Nothing is computed or
+    allocated before a check runs.
+
+    - `wide_bytes`: size of the arrays that need 64-bit offsets.
+    """
     # Products of equal sizes are one check.
     every = {check.key: check for check in _all(shape, ops, wide_bytes)}
     return [check for check in every.values() if ops.are_kernels(check.op, *check.beside)]

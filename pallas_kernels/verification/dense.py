@@ -1,4 +1,4 @@
-"""Checks of the ops that touch neither records nor pages: products, norms, sums, route, plan."""
+"""Checks of ops without records and pages: products, norms, sums, route, plan."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ from pallas_kernels.verification.check import (
 )
 
 ROUTED_ROWS = *FEW_ROWS, MOST_ROWS
-"""Rows of decode steps that one program routes, in a tile of just those."""
+"""Rows of decode steps that one program routes, in one tile."""
 
 ROW_TILES = 8, DECODE_ROWS, 64
 
 MORE_ROWS = 2 * DECODE_ROWS, 33, 4 * DECODE_ROWS
-"""Rows of larger decode steps: whole tiles of what takes several rows, and a part of one."""
+"""Rows of larger decode steps: whole tiles, and a part of a tile."""
 
 
 def product_rows(row_tile: int) -> tuple[int, ...]:
-    """Rows of the products that a check computes in tiles of so many and fewer: two whole tiles of
-    those that have several, and each of few."""
+    """Rows of the products that a check computes in tiles of `row_tile` and less: two whole tiles,
+    and each number of few rows."""
     most, *fewer = together(row_tile)
     return (most if most < DECODE_ROWS else 2 * most, *fewer)
 
@@ -119,7 +119,7 @@ def dense_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
 def _product_check(
     shape: ModelShape, product: tuple[int, int, bool, str], row_tile: int, shared_kib: int
 ) -> Check:
-    """linear; in parts too if it is a router's, and added to a residual if a layer adds it."""
+    """Checks linear; also in parts for a router, and with a residual if a layer adds one."""
     (outputs, inputs, bias, out), dtype = product, shape.dtype
     every = product_rows(row_tile)
     residual = (every[0], outputs) if (outputs, out) == (shape.hidden, dtype) else None
@@ -131,7 +131,7 @@ def _product_check(
             draw(1, (1, outputs, inputs), dtype, inputs**-0.5),
             jnp.int32(0),
             draw(2, (1, outputs), dtype) if bias else None,
-            # Small, since a sum that cancels shows the product's own rounding enlarged: on an H200
+            # Small, since a sum that cancels enlarges the product's own rounding: on an H200
             # normal residuals deviated by 8.8e-3, one bfloat16 step of a product between 2 and 4.
             None if residual is None else draw(3, residual, dtype, 1 / 8),
         )
@@ -157,7 +157,7 @@ def _product_check(
 
 
 def _add(operands: tuple, out_dtype: str, residual) -> tuple:
-    """linear with a residual; of decode's rows also whether it is the same beside its squares."""
+    """linear with a residual; for decode's rows also whether squares leave it unchanged."""
     out = linear(*operands, out_dtype=out_dtype, residual=residual)
     if operands[-1].row_tile >= 64:
         return (out,)
@@ -166,19 +166,19 @@ def _add(operands: tuple, out_dtype: str, residual) -> tuple:
 
 
 def _of(squares: jax.Array, x: jax.Array) -> jax.Array:
-    """int32, 1 for rows of which squares are XLA's tile_squares, of as many tiles."""
+    """int32: 1 for rows whose squares equal XLA's tile_squares with as many tiles."""
     tile = pl.next_power_of_2(pl.cdiv(x.shape[1], squares.shape[1]))
     return same_rows(squares, tile_squares(x, tile))
 
 
 def _squares_between(x: jax.Array) -> jax.Array:
-    """tile_squares of x as the router reads them: the output projection's, of its tiles."""
+    """tile_squares of x as the router reads them: with the tiles of the output projection."""
     return tile_squares(x, configuration(DECODE_ROWS, x.shape[1], x.dtype).columns)
 
 
 def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) -> Check:
-    """A product of few rows that it normalises: values, and the bits of rms_norm and linear, which
-    steps with more rows and prefill have in its place."""
+    """Checks a product that normalises its few rows: its values, and that it has the bits of
+    rms_norm and linear, which steps with more rows and prefill run."""
     d, dtype = shape.hidden, shape.dtype
 
     def operands():
@@ -206,7 +206,7 @@ def _normed_check(shape: ModelShape, outputs: int, bias: bool, shared_kib: int) 
 
 
 def _few_options(rows: int, name: str, shared_kib: int) -> LinearOptions:
-    """Of decode's rows, norm and product by one implementation."""
+    """Options for decode's rows, with norm and product by one implementation."""
     return LinearOptions(
         min(rows, DECODE_ROWS),
         implementation=name,
@@ -216,8 +216,8 @@ def _few_options(rows: int, name: str, shared_kib: int) -> LinearOptions:
 
 
 def _normed_parts_check(shape: ModelShape, shared_kib: int) -> Check:
-    """The router's product of few rows that it normalises and writes: both, and their bits, which
-    are those of rms_norm and linear_parts."""
+    """Checks the router's product that normalises and writes its few rows: both results, and that
+    they have the bits of rms_norm and linear_parts."""
     d, dtype = shape.hidden, shape.dtype
 
     def operands():
@@ -287,7 +287,7 @@ def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
     def references():
         chance = min(4 * rule.top_k / experts, 1.0)
         active = jax.random.bernoulli(jax.random.key(1), chance, (6, experts))
-        # Of those experts, and of padding.
+        # of those experts, and of padding
         size = 6, MORE_ROWS[-1], rule.top_k
         ids = jax.random.randint(jax.random.key(2), size, 0, experts)
         ids = jnp.where(jax.vmap(lambda mask, i: mask[i])(active, ids), ids, experts)
@@ -326,7 +326,7 @@ def table_checks(shape: ModelShape, shared_kib: int) -> Iterator[Check]:
 
 
 def _rows_apart(shape: ModelShape, *cells: int) -> list[int]:
-    """Rows of decode steps that route and plan with a kernel each, of one of these numbers of
+    """Rows of decode steps that route and plan in two kernels, for one of these numbers of
     cells."""
     options = shape.experts, shape.rule
     few = (n for n in ROUTED_ROWS if any(rows_of(n, c, *options) is None for c in cells))
@@ -334,7 +334,7 @@ def _rows_apart(shape: ModelShape, *cells: int) -> list[int]:
 
 
 def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
-    """route with the layer's record and the list of experts. what: of the rule."""
+    """Checks route with the layer's record and the list of experts. what: describes the rule."""
     experts = shape.experts
     parts = parts_of(experts, shape.hidden, shape.dtype).count
 
@@ -357,14 +357,16 @@ def _listed_check(shape: ModelShape, what: str, rows: int) -> Check:
         return ids, weights, kept, used, count, counters
 
     name = f"and list {what} {parts} parts rows {rows}"
-    # Only steps of kernels for both have it.
+    # Only steps with kernels for both run it.
     return make_check("route", name, "float32", scores, listed, beside=("plan",))
 
 
 def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> Check:
-    """The router's product, the last program of which routes and lists, with squares and without:
-    that it has the bits of the kernels that it is made of, whose values have checks. what: of the
-    rule."""
+    """Checks the router's product whose last program routes and lists, with squares and without: it
+    must have the bits of the kernels that it replaces, whose values have checks of their own.
+
+    - `what`: describes the rule.
+    """
     d, experts, dtype = shape.hidden, shape.experts, shape.dtype
 
     def operands():
@@ -400,7 +402,7 @@ def _scored_check(shape: ModelShape, what: str, rows: int, shared_kib: int) -> C
 
 
 def _planned_check(shape: ModelShape, what: str, rows: int, cells: int) -> Check:
-    """route and plan as one kernel. what: of the rule."""
+    """Checks route and plan as one kernel. what: describes the rule."""
     experts, versions, pairs = shape.experts, len(shape.versions), rows * shape.rule.top_k
     parts = parts_of(experts, shape.hidden, shape.dtype).count
 

@@ -21,7 +21,7 @@ from pallas_kernels.verification.dense import ROW_TILES, product_rows
 
 
 def head_checks(shape: ModelShape) -> Iterator[Check]:
-    """head_linear with both parts of a head's weights; none where nothing is latent."""
+    """Checks of head_linear with both parts of a head's weights; none without latent attention."""
     if not shape.latent:
         return
     keys, values = shape.up_projection
@@ -54,7 +54,8 @@ def head_checks(shape: ModelShape) -> Iterator[Check]:
 
 
 def latent_checks(shape: ModelShape, least: int) -> Iterator[Check]:
-    """latent_write and attention on an arena of at least so many bytes, the pages at its end."""
+    """Checks of latent_write and attention on an arena of at least `least` bytes, pages at its
+    end."""
     pages = Pages(shape, least)
     yield _latent_write_check(pages)
     yield _decode_check(pages)
@@ -87,7 +88,7 @@ def _latent_write_check(pages: Pages) -> Check:
 
 
 def _queries(pages: Pages, count: int):
-    """Operands of attention: both parts of so many queries, arena, table."""
+    """Operands of attention: both parts of `count` queries, arena, table."""
     shape = pages.shape
     size, rope = (count, shape.heads), shape.head_dim - shape.latent
     return lambda: (

@@ -1,4 +1,4 @@
-"""Checks one after the other on a device, compiled ahead by threads."""
+"""Runs checks one after the other on a device; threads compile them ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from pallas_kernels.verification.check import Check, Prepared, prepare
 
 MOST_THREADS = 16
-"""Checks that compile at once: more would wait for the interpreter's lock."""
+"""Most checks that compile at once: more would wait for Python's lock."""
 
 
 class Unverified(ValueError):
@@ -23,9 +23,12 @@ class Unverified(ValueError):
 def outcomes(
     wanted: Iterable[Check], device: jax.Device, threads: int | None = None
 ) -> Generator[tuple[Check, float | Unverified], None, None]:
-    """(check, its error or why it does not pass) of each, in order. A check runs when it is asked
-    for, so the device holds the arrays of one; threads (None: one for each processor, at most
-    MOST_THREADS) compile those after it meanwhile. Close it to leave the rest."""
+    """Yields (check, its error or why it does not pass), in order. A check runs when it is asked
+    for, so the device holds the arrays of one check. Meanwhile threads compile the next ones. Close
+    the generator to skip the rest.
+
+    - `threads`: None: one for each processor, at most MOST_THREADS.
+    """
     threads = threads or min(_processors(), MOST_THREADS)
     pool = ThreadPoolExecutor(threads, "moejax-check")
     rest = iter(wanted)
@@ -33,12 +36,13 @@ def outcomes(
 
     def compile_next() -> None:
         if (check := next(rest, None)) is not None:
-            # In this thread's context: whether kernels are interpreted is a context variable.
+            # In this thread's context, since a context variable says whether kernels are
+            # interpreted.
             run = contextvars.copy_context().run
             ahead.append((check, pool.submit(run, prepare, check, device)))
 
     try:
-        for _ in range(2 * threads):  # so that none waits while a check runs
+        for _ in range(2 * threads):  # so that no compilation waits while a check runs
             compile_next()
         while ahead:
             check, prepared = ahead.popleft()
@@ -50,18 +54,18 @@ def outcomes(
 
 
 def _processors() -> int:
-    """How many this process may use."""
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _outcome(check: Check, device: jax.Device, measure: Callable[[], float]) -> float | Unverified:
-    """The error that `measure` finds, or what is wrong where it is too large or fails."""
+    """The error that `measure` returns, or what is wrong if it is too large or measuring fails."""
     where = f"{device.device_kind} with jax {jax.__version__}"
     try:
         error = measure()
-    except Exception as problem:  # whatever the compiler or the device says, the kernel cannot run
+    except Exception as problem:  # any error of compiler or device means that the kernel cannot run
         first_line = (str(problem) or type(problem).__name__).splitlines()[0]
         refused = Unverified(
             f"the kernel for {check.key} does not run on {where} ({first_line}); "

@@ -1,5 +1,5 @@
-"""Records of any format with random contents, for checks on a device: what they hold is what they
-decode to, so nothing has to be encoded."""
+"""Records of any format with random contents, for checks on a device. Contents are random codes, so
+nothing must be encoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.verification.check import draw
 
 
 def random_records(seed: int, count: int, fmt: RecordFormat) -> jax.Array:
-    """uint16[1, count, rows, D]: weights such that products are of the order of 1."""
+    """uint16[1, count, rows, D]: records whose weights give products of about 1."""
     parts = [
         _part(seed + number, count, fmt, name, rows)
         for number, (name, (_, rows)) in enumerate(fmt.parts.items())
@@ -36,7 +36,7 @@ def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax
         scales = draw(seed, shape, "float16", size / 2 ** (fmt.bits - 1))
         return jax.lax.bitcast_convert_type(scales, jnp.uint16)
     if name == "tables":
-        # Each block's base exponent, then weights that only the table has.
+        # Each block's base exponent, then the weights of its table.
         elements = rows * fmt.hidden
         listed = draw(seed, (count, elements), "bfloat16", fmt.hidden**-0.5)
         base = 128 + round(math.log2(fmt.hidden**-0.5))
@@ -44,5 +44,5 @@ def _part(seed: int, count: int, fmt: RecordFormat, name: str, rows: int) -> jax
         bits = jax.lax.bitcast_convert_type(listed, jnp.uint16)
         return jnp.where(is_base, jnp.uint16(base), bits).reshape(shape)
     bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint16)
-    # An escape's byte is an index below `escapes`, all of whose bits are ones.
+    # The byte of an escape is an index below `escapes`, a number whose bits are all ones.
     return bits & ((fmt.escapes & 0xF7) * 0x101) if kind == "bytes" else bits

@@ -43,18 +43,18 @@ from pallas_kernels.verification.dense import empty_tables
 from pallas_kernels.verification.random_records import random_records
 
 KINDS = 4
-"""Experts of a version, at least: tiles do not depend on how many there are. By turns of all
-versions, the first and the third have a cell, where a check fills the second gets one, and others
-are read through."""
+"""Least number of experts of a version; tiles do not depend on the number. The first and the third
+expert of each version have a cell, the second gets one if a check fills, and the others are read
+through."""
 
 DECODED = 8, DECODE_ROWS, 32, 64
-"""Rows of decode steps, of the smaller ones `together` with others: 8 are one program's of each
-expert, so are 16; larger ones have two and more."""
+"""Rows of decode steps, smaller ones `together` with others. Up to 16 rows are one program for each
+expert; more rows are two or more."""
 
 
 def record_checks(shape: ModelShape, ops: Ops, least: int) -> Iterator[Check]:
-    """fill, stage, move, expert_ffn and fill_ffn on stores and an arena of at least so many
-    bytes."""
+    """Checks of fill, stage, move, expert_ffn and fill_ffn on stores and an arena of at least
+    `least` bytes."""
     records, shared_kib = _Records(shape, least), ops.shared_kib
     yield from _copy_checks(records)
     yield _move_check(records)
@@ -70,10 +70,10 @@ def record_checks(shape: ModelShape, ops: Ops, least: int) -> Iterator[Check]:
 
 
 class _Records:
-    """Stores and an arena of at least `least` bytes, the records at their ends.
+    """Stores and an arena of at least `least` bytes, with records at their ends.
 
-    Experts are of all versions in turns. A version has three cells and a free place in the arena,
-    and a place before them for the record of its second expert that has one (KINDS).
+    Experts have all versions in turn. In the arena a version has three cells, a free place, and
+    before them a place for its second expert with a cell (KINDS).
     """
 
     def __init__(self, shape: ModelShape, least: int):
@@ -120,7 +120,7 @@ class _Records:
         return jnp.zeros((self.total * self.rows, self.shape.hidden), jnp.uint16)
 
     def held(self) -> jax.Array:
-        """An arena with the experts that have a cell before anything is filled."""
+        """An arena with the experts that have a cell before any fill."""
         bits, arena, count = self.bits(), self.empty(), self.count
         for v, f in enumerate(self.formats):
             for place, row in ((v, self.cell_row[v]), (2 * count + v, self.before_row[v])):
@@ -131,19 +131,22 @@ class _Records:
         return arena
 
     def cells(self) -> jax.Array:
-        """int32[E]: where each expert lies in that arena, −1: in its store alone."""
+        """int32[E]: each expert's row in that arena; −1: it is only in its store."""
         first, third = slice(self.count), slice(2 * self.count, 3 * self.count)
         cells = jnp.full(self.experts, -1, jnp.int32).at[first].set(self.cell_row[first])
         return cells.at[third].set(self.before_row)
 
     def routed(self, tokens: int) -> jax.Array:
-        """ids of so many tokens, some of them padding. The first token has an expert with a cell,
-        one that checks fill and, of three, one that is read through. Of one version half of the
-        experts have more than 16 of 32 or 64 tokens, the others fewer, which other code computes:
-        experts with a cell and without of both."""
+        """ids of `tokens` tokens, some of them padding.
+
+        The first token has an expert with a cell, one that checks fill and, with three experts, one
+        that is read through. With one version and 32 or 64 tokens, half of the experts have more
+        than 16 tokens and the others fewer, since other code computes those. Both halves have
+        experts with and without a cell.
+        """
         experts, count = self.experts, self.count
         kind = jnp.arange(experts) // count
-        # Those that are filled are of the others, of 64 tokens of these.
+        # Filled experts have fewer tokens; with 64 tokens they have more.
         often = ((kind % 4 == 0) | (kind % 4 == 3)) != (tokens == 64)
         scores = draw(1, (tokens, experts), "float32") + jnp.where(often, 0.9, -0.9)
         first = jnp.asarray([0, count, 3 * count])
@@ -152,11 +155,11 @@ class _Records:
         return jnp.where(jnp.arange(tokens)[:, None] % 5 == 3, experts, ids)
 
     def options(self, name: str, shared_kib: int, row_tile: int) -> ExpertOptions:
-        """Those of an implementation."""
+        """The options of an implementation."""
         return ExpertOptions(self.shape.activation, row_tile, self.given, name, shared_kib)
 
     def places(self, stores: tuple[jax.Array, ...], cells: jax.Array) -> ExpertPlaces:
-        """Where experts are. cells: as of `cells`."""
+        """The places of experts. cells: see `cells`."""
         table, layer = (self.layers, self.experts), self.layer
         address = jnp.full(table, -1, jnp.int32).at[layer].set(cells)
         version = jnp.zeros(table, jnp.int32).at[layer].set(self.version_of)
@@ -182,7 +185,7 @@ class _Records:
 
 
 def _copy_checks(records: _Records) -> Iterator[Check]:
-    """fill and stage."""
+    """Checks of fill and stage."""
     count, cell_row = records.count, records.cell_row
 
     def filled(name, arena, stores):
@@ -257,8 +260,11 @@ def _expert_ffn_check(records: _Records, shared_kib: int, tokens: int, row_tile:
 
 
 def _combined_check(records: _Records, shared_kib: int, tokens: int, squares: bool) -> Check:
-    """Experts whose last product combines them: values, and the bits of the two kernels, which
-    prefill and other drivers have in its place. squares: whether it gives those too."""
+    """Checks experts whose last product combines: its values, and that it has the bits of the two
+    kernels that prefill and other drivers run.
+
+    - `squares`: whether it also returns squares.
+    """
     shape, k = records.shape, records.shape.rule.top_k
 
     def operands():
@@ -285,7 +291,7 @@ def _combined_check(records: _Records, shared_kib: int, tokens: int, squares: bo
 
 
 def _combined_operands(records: _Records, tokens: int) -> tuple[jax.Array, ...]:
-    """x, ids, residual and weights of so many tokens."""
+    """x, ids, residual and weights of `tokens` tokens."""
     shape, ids = records.shape, records.routed(tokens)
     weights = jax.nn.softmax(draw(2, ids.shape, "float32"))
     x, residual = (draw(seed, (tokens, shape.hidden), shape.dtype) for seed in (0, 3))
@@ -307,8 +313,8 @@ def _epilogue(
 def _as_combined(
     name: str, both: Combined, y: jax.Array, epilogue: Epilogue
 ) -> Iterator[jax.Array]:
-    """int32, 1 for rows of out, and of its squares where there are some, with the bits of combine
-    behind the experts, whose rows are y."""
+    """int32: 1 for rows of out, and of its squares if given, with the bits of combine after the
+    experts, whose rows are y."""
     residual, weights, index = epilogue[:3]
     operands = residual, y.reshape(*weights.shape, -1), weights, index
     if both.squares is None:
@@ -329,7 +335,7 @@ def _experts(
     ids: jax.Array,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """expert_ffn of the experts that are used."""
+    """expert_ffn of the used experts."""
     used = _used(ids, records.experts)
     y = jnp.zeros((ids.size, x.shape[1]), jnp.float32)
     places = records.places(stores, records.cells())
@@ -338,13 +344,13 @@ def _experts(
 
 
 def _used(ids: jax.Array, experts: int) -> jax.Array:
-    """bool[E]: those that are among the ids."""
+    """bool[E]: experts that occur in ids."""
     return jnp.any(jnp.arange(experts)[:, None] == ids.reshape(1, -1), axis=1)
 
 
 def _listed(used: jax.Array) -> jax.Array:
-    """int32[E]: those of bool[E] that are used, ascending, −1 behind them. By comparisons: XLA's
-    scatter has atomics that tests/ptx does not know."""
+    """int32[E]: the used experts, ascending, then −1. Computed by comparisons, since XLA's scatter
+    uses atomics that tests/ptx does not know."""
     expert = jnp.arange(used.size, dtype=jnp.int32)
     rank = jnp.sum(used & (expert < expert[:, None]), axis=1)
     chosen = used & (rank == expert[:, None])
@@ -375,8 +381,11 @@ def _fill_ffn_check(records: _Records, shared_kib: int, tokens: int) -> Check:
 
 
 def _fill_combined_check(records: _Records, shared_kib: int, tokens: int, squares: bool) -> Check:
-    """fill_ffn the last product of which combines: values, and the bits of combine behind it.
-    squares: as of _combined_check."""
+    """Checks fill_ffn whose last product combines: its values, and that it has the bits of combine
+    after it.
+
+    - `squares`: see _combined_check.
+    """
     shape, k = records.shape, records.shape.rule.top_k
 
     def operands():
@@ -410,8 +419,8 @@ def _fill_experts(
     place: int,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """fill_ffn of the experts that are used: the second of each version gets a cell that is empty
-    still, the place-th of the arena."""
+    """fill_ffn of the used experts. The second expert of each version gets an empty cell, at the
+    place `place` of the arena."""
     experts, count = records.experts, records.count
     row = records.cell_row[place * count : (place + 1) * count] if place < 3 else records.free_row
     expert, used = jnp.arange(experts), _used(ids, experts)

@@ -1,4 +1,4 @@
-"""The check of what samples tokens beside XLA's own kernels."""
+"""The check of truncate, the kernel of sampling."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pallas_kernels.verification.check import Check, ModelShape, draw, make_chec
 
 
 def sampling_check(shape: ModelShape) -> Check:
-    """truncate: rows that search by mass, by count, by both and not at all. Distances are few, of
-    many tokens each, so that the rounding of sums decides nothing and results are exact."""
+    """Checks truncate with rows that search by mass, by count, by both and not at all. There are
+    few distances with many tokens each, so rounding of sums decides nothing and results are
+    exact."""
     rows, vocabulary = 4, shape.vocabulary
 
     def operands():

@@ -1,4 +1,5 @@
-"""The table of checked configurations: in the package for known devices, else made at start-up."""
+"""The table of checked configurations: in the package for known devices, otherwise made at
+start."""
 
 from __future__ import annotations
 
@@ -33,15 +34,15 @@ class Entry:
 
     error: float
     source: str
-    """Digest of the sources at the time; others have to be checked again."""
+    """Digest of the checked sources; other sources must be checked again."""
     runtime: str
     """The backend's version (CUDA, driver) at the time."""
 
 
 @functools.cache
 def digest() -> str:
-    """sha256 over the sources of all kernels and of these checks: kernels share code, and a check
-    that was mended has to be made again."""
+    """sha256 over the sources of all kernels and checks: kernels share code, and a changed check
+    must run again."""
     root = Path(__file__).parent.parent
     files = sorted(root.rglob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
@@ -54,7 +55,7 @@ def file_name(device: jax.Device) -> str:
 
 
 def load_table(path: Path) -> dict[str, Entry]:
-    """Check key → entry; empty where there is no file. Raises ValueError for a damaged one."""
+    """Check key → entry; empty if there is no file. Raises ValueError for a damaged file."""
     if not path.exists():
         return {}
     try:
@@ -70,8 +71,7 @@ def load_table(path: Path) -> dict[str, Entry]:
 
 
 def write_table(path: Path, device: jax.Device, entries: dict[str, Entry]) -> None:
-    """Writes the table with device, versions and date, whole or not at all. Raises OSError where
-    that is not possible."""
+    """Writes the table with device, versions and date, atomically. Raises OSError if that fails."""
     table: dict[str, Any] = {
         "device": device.device_kind,
         "runtime": device.client.platform_version,
@@ -94,7 +94,7 @@ def write_table(path: Path, device: jax.Device, entries: dict[str, Entry]) -> No
 def unknown(
     wanted: Iterable[Check], device: jax.Device, entries: Mapping[str, Entry]
 ) -> list[Check]:
-    """Those that no entry shows for this source and runtime, in their order, each once."""
+    """The checks without an entry for this source and runtime, in order, each once."""
     now, runtime = digest(), device.client.platform_version
 
     def shown(check: Check) -> bool:
@@ -105,8 +105,8 @@ def unknown(
 
 
 def unverified(wanted: Iterable[Check], device: jax.Device, cache: Path) -> list[Check]:
-    """Those that neither the shipped table nor the one in the folder `cache` has for this device
-    kind, jax version and source. Raises ValueError for a damaged table."""
+    """The checks that neither the shipped table nor the one in the folder `cache` has for this
+    device kind, jax version and source. Raises ValueError for a damaged table."""
     name = file_name(device)
     return unknown(wanted, device, {**load_table(SHIPPED / name), **load_table(cache / name)})
 
@@ -118,14 +118,16 @@ def require_verified(
     report: Callable[[Check, float], None] | None = None,
     threads: int | None = None,
 ) -> int:
-    """Makes sure that every wanted check holds on the device; returns how many had to be run.
+    """Makes sure that every wanted check passes on the device. Returns how many had to run.
 
-    Those that are not `unverified` count as done. The others run now, compiled by so many threads
-    at once (None: as `outcomes`), and each goes to the cache when it has passed: who is killed
-    loses the one that runs. report: called after each that ran and was kept.
+    Checks that are not `unverified` count as done. The others run now, and each is written to the
+    cache when it has passed, so a killed process loses only the running check.
 
-    Raises Unverified, naming the op and what to use instead, for a configuration that is wrong or
-    does not run.
+    - `threads`: that compile at once; None: see `outcomes`.
+    - `report`: called after each check that ran and was kept.
+
+    Raises Unverified, which names the op and what to use instead, for a configuration that is wrong
+    or does not run.
     """
     path = cache / file_name(device)
     missing = unverified(wanted, device, cache)
@@ -144,12 +146,12 @@ def require_verified(
 
 
 def entry(check: Check, error: float, device: jax.Device) -> Entry:
-    """The entry of a check that gave this error on the device now."""
+    """The entry of a check that had this error on the device now."""
     return Entry(error, digest(), device.client.platform_version)
 
 
 def _keep(path: Path, device: jax.Device, entries: dict[str, Entry]) -> bool:
-    """Whether the table could be written."""
+    """Writes the table. Returns whether that was possible."""
     try:
         write_table(path, device, entries)
     except OSError as error:
