@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from host_offload.traces.reader import Trace
-from host_offload.traces.schema import KINDS, TraceError
+from host_offload.traces.schema import TraceError
 from host_offload.traces.step_sets import read_step_sets
 
 _NEVER = np.iinfo(np.int64).max
@@ -57,7 +57,7 @@ def read_references(trace: Trace, kind: str | None = None) -> References:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
     parts, places = [], []
     for place, step in enumerate(read_step_sets(trace)):
-        if kind is None or step.kind == KINDS.index(kind):
+        if kind is None or step.kind == kind:
             layer, expert = np.nonzero(step.active)
             parts.append((np.full(len(layer), len(places)), layer, expert))
             places.append(place)

@@ -16,13 +16,10 @@ import numpy as np
 from host_offload.control.interface import Moment, Policy, Spec, routed_counts
 from host_offload.control.rules import BETWEEN_LAYERS
 from host_offload.control.step_record import StepRecord
-from host_offload.policies.eviction.eviction_names import with_eviction
-from host_offload.policies.placement.placement_names import with_placement
 from host_offload.policies.placement.placement_policy import PlacementPolicy, costs_of
 from host_offload.policies.placement.presched import PlacementCosts
-from host_offload.policies.prefetch.prefetch_names import with_prefetch
 from host_offload.simulate.simulated_engine import SimulatedStep
-from host_offload.simulate.simulator import Simulation, simulate, spec_of
+from host_offload.simulate.simulator import Simulation, name_policies, simulate, spec_of
 from host_offload.simulate.step_timeline import StepLoad, StepTimeline
 from host_offload.simulate.timeline import Link, TimelineEvent
 from host_offload.sizing.cost_model import CostError, CostModel, RunCosts, Work, run_costs
@@ -126,9 +123,8 @@ def predict(
             "the trace is of {} MoE layers, {} experts and top-{}, ".format(*of_trace)
             + "the costs are of {}, {} and top-{}; calibrate the trace's model".format(*of_model)
         )
-    named = with_prefetch(options.get("prefetch"), options.get("policies", ()))
-    named = with_placement(options.get("placement"), named)
-    _, policies = with_eviction(options.get("eviction"), named)
+    names = (options.get(name) for name in ("eviction", "prefetch", "placement"))
+    policies = name_policies(options.get("policies", ()), *names)
     if link is not None:
         beside = max(each.beside_per_byte for each in costs.models)
         link = dataclasses.replace(link, beside=beside)

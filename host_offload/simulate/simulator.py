@@ -1,6 +1,6 @@
 """The simulator: what the routing of a trace costs under any policy, without a model or a device.
 
-`simulate` is for other policies and budgets than those of the run; host_offload.simulate.replay
+`simulate` takes other policies and budgets than those of the run; host_offload.simulate.replay
 runs the trace again as it was and compares everything. docs/explanation/simulator.md.
 """
 
@@ -17,7 +17,7 @@ from host_offload.control.interface import Costs, Policy, Spec
 from host_offload.control.paging import PagedSpec, read_paged
 from host_offload.control.rules import check_policies, check_search, gives_away
 from host_offload.memory.pager import resident_tables
-from host_offload.memory.placement import read_resident
+from host_offload.memory.placement import ResidentSpec, read_resident
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.eviction_names import EVICTION, with_eviction
 from host_offload.policies.placement.placement_names import with_placement
@@ -95,20 +95,24 @@ def simulate(
 ) -> Simulation:
     """What the steps of a trace would have moved under these policies, from a cold start.
 
-    eviction, prefetch, placement, policies: as of moejax.LLM, but a placement states all of its
-    costs, or `costs` has them. cells: of each layer, int[L], or int[L, V] of each version; None:
-    the trace's, which may be that every expert is resident. driver: `device` or `host`, which has
-    moments between layers; None: the trace's. spec: what policies are told, for a trace that does
-    not say it (a converted one) and for `router`. budgets: when which budget is carried out, as
-    Trace.budgets says of the run. costs: what policies are told of them; None: the spec's.
-    listener: called with each event of the Controller. watcher: called with each step, when it was
-    dispatched. clock: seconds from the start to the reading of a step, by its number; None: the
-    trace's. as_run: all this is as in the run that wrote the trace, so routing that favoured
-    residents is what it would be.
+    - `eviction`, `prefetch`, `placement`, `policies`: as of moejax.LLM, but a placement states all
+      of its costs, or `costs` has them.
+    - `cells`: of each layer, int[L], or int[L, V] of each version; None: the trace's, which may be
+      that every expert is resident.
+    - `driver`: `device` or `host`, which has moments between layers; None: the trace's.
+    - `spec`: what policies are told, for a trace that does not say it (a converted one) and for
+      `router`.
+    - `budgets`: which budget is carried out before which step, as Trace.budgets has the run's.
+    - `costs`: what policies are told of costs; None: the spec's.
+    - `listener`: called with each event of the Controller.
+    - `watcher`: called with each step after its dispatch.
+    - `clock`: seconds from the start to the reading of a step, by its number; None: the trace's.
+    - `as_run`: all of this is as in the run that wrote the trace, so routing that favoured
+      residents is what it would be.
 
     Steps are dispatched and read in the trace's order and at its times, whatever they would cost
     now; without times each is read when the next one was dispatched. Without `budgets` cells that a
-    policy wants are granted at once: KV is not simulated, and a policy that decides about it is
+    policy wants are granted at once: KV is not simulated, and a policy that decides about KV is
     refused.
 
     Raises TraceError for a trace that is damaged, of another model, or without what a policy needs;
@@ -118,52 +122,80 @@ def simulate(
     if (delta := header.spec.get("cache_aware_routing")) and not as_run:
         raise TraceError(
             f"{trace.directory}: cache_aware_routing was {delta:g}, so what was routed depends on "
-            "who was resident, and with other policies or cells it would be another; replay it, or "
-            "simulate a trace without"
+            "which experts were resident, and with other policies or cells it would be another; "
+            "replay the trace, or simulate one without"
         )
-    named = with_placement(placement, with_prefetch(prefetch, policies))
-    _, policies = with_eviction(eviction, named)
+    policies = name_policies(policies, eviction, prefetch, placement)
     driver = driver or str(spec.driver if spec else header.spec.get("driver", "device"))
     check_policies(policies, driver)
     check_search(policies, driver)
     check_fitted(policies, header.config_digest)
     granted = _cells(header, cells)
-    bound = max(header.experts, granted.cell_bound)
-    controller, weights = None, EVICTION["lru"]
-    if any(policy.moments for policy in policies):
-        spec = spec or spec_of(header)
-        if cells is not None:
-            capacity = granted.capacity if granted.cells.shape[1] > 1 else None
-            spec = dataclasses.replace(spec, resident=None, capacity=capacity, cell_bound=bound)
-        spec = dataclasses.replace(
-            spec,
-            driver=driver,
-            second_processor=gives_away(policies),
-            costs=spec.costs if costs is None else costs,
+    if not any(policy.moments for policy in policies):
+        device = _device_of_weights(header, policies, granted, as_in_trace=cells is None)
+        return _gather(trace, _steps_without_control(trace, device, budgets or ()), None, watcher)
+    spec = spec or spec_of(header)
+    if cells is not None:
+        capacity = granted.capacity if granted.cells.shape[1] > 1 else None
+        bound = max(header.experts, granted.cell_bound)
+        spec = dataclasses.replace(spec, resident=None, capacity=capacity, cell_bound=bound)
+    spec = dataclasses.replace(
+        spec,
+        driver=driver,
+        second_processor=gives_away(policies),
+        costs=spec.costs if costs is None else costs,
+    )
+    controller = Controller(spec, policies, listener=listener)
+    if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
+        raise ValueError(
+            "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
+            "budgets=, which say when which budget is carried out"
         )
-        controller = Controller(spec, policies, listener=listener)
-        if not controller.writes.isdisjoint({"kv_pages", "max_running"}) and budgets is None:
-            raise ValueError(
-                "a policy writes 'kv_pages', and the simulator has no KV; leave it out, or give "
-                "budgets=, when which budget is carried out"
-            )
-        resident, bound, sizes = spec.resident, spec.cell_bound, spec.link_bytes
-    else:
-        chosen = [getattr(policy, "victim_weights", None) for policy in policies]
-        weights = chosen[0] if chosen and chosen[0] is not None else weights
-        resident = read_resident(header.spec.get("resident")) if cells is None else None
-        said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
-        sizes = _sizes(said, header.layers)
+    weights, sizes = EVICTION["lru"], spec.link_bytes
+    device = _device(granted, spec.resident, weights, spec.cell_bound, sizes)
+    engine = SimulatedEngine(trace, device, controller, budgets, clock)
+    return _gather(trace, engine.run(trace.step_traces()), controller, watcher)
+
+
+def name_policies(
+    policies: Sequence[Policy],
+    eviction: str | None = None,
+    prefetch: str | None = None,
+    placement: str | None = None,
+) -> tuple[Policy, ...]:
+    """The policies with those that have these names, an eviction first. Raises ValueError for an
+    unknown name."""
+    named = with_placement(placement, with_prefetch(prefetch, policies))
+    return with_eviction(eviction, named)[1]
+
+
+def _device_of_weights(
+    header: TraceHeader, policies: Sequence[Policy], granted: PagedSpec, *, as_in_trace: bool
+) -> PagerDevice:
+    """The device of policies that are nothing but victim weights. as_in_trace: experts are resident
+    in the versions that the trace's run began with."""
+    chosen = [getattr(policy, "victim_weights", None) for policy in policies]
+    weights = chosen[0] if chosen and chosen[0] is not None else EVICTION["lru"]
+    resident = read_resident(header.spec.get("resident")) if as_in_trace else None
+    said = header.spec.get("link_bytes") or header.spec.get("version_bytes", {"": 0})
+    bound = max(header.experts, granted.cell_bound)
+    return _device(granted, resident, weights, bound, _sizes(said, header.layers))
+
+
+def _device(
+    granted: PagedSpec,
+    resident: ResidentSpec | None,
+    weights: tuple[int, ...],
+    bound: int,
+    sizes: Mapping[str, np.ndarray],
+) -> PagerDevice:
+    """A device with nothing in its cells, or with every expert resident."""
     if resident is None:
-        tables = cold_tables(granted.cells, header.experts, weights, bound, granted.fill_version)
+        experts = granted.fill_version.shape[1]
+        tables = cold_tables(granted.cells, experts, weights, bound, granted.fill_version)
     else:
         tables = resident_tables(resident, weights)
-    device = PagerDevice(tables, np.stack([*sizes.values()]))
-    if controller is None:
-        steps = _steps_without_control(trace, device, budgets or ())
-    else:
-        steps = SimulatedEngine(trace, device, controller, budgets, clock).run(trace.step_traces())
-    return _gather(trace, steps, controller, watcher)
+    return PagerDevice(tables, np.stack([*sizes.values()]))
 
 
 def spec_of(header: TraceHeader) -> Spec:
@@ -233,8 +265,7 @@ def _steps_without_control(
     for step in read_step_sets(trace):
         for budget in moves.get(step.number, ()):
             device.regrant(np.array(budget.cells))
-        kind = KINDS[step.kind] if step.kind >= 0 else None
-        done = device.begin_step(step.number, kind, step.waves)
+        done = device.begin_step(step.number, step.kind, step.waves)
         device.compute(step.active)
         yield done
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from host_offload.traces.reader import Trace
 from host_offload.traces.recency import Recency, cold_recency, reference, tails
-from host_offload.traces.schema import KINDS, TraceError
+from host_offload.traces.schema import TraceError
 from host_offload.traces.step_sets import in_waves, read_step_sets
 
 
@@ -111,15 +111,6 @@ def gather_curves(steps: Iterable[tuple[Iterable[np.ndarray], bool]]) -> MissCur
     return MissCurves(tails(by_layer)[:, :-1], largest, by_layer[:, -1], counted)
 
 
-def curves_of(references: Iterable[np.ndarray]) -> MissCurves:
-    """Curves of references to sets bool[L, E], one after the other, each a step. Raises ValueError
-    for none."""
-    found = gather_curves(([active], True) for active in references)
-    if found is None:
-        raise ValueError("a miss curve needs at least one reference")
-    return found
-
-
 def trace_curves(trace: Trace, *, kind: str | None = None, user: int | None = None) -> MissCurves:
     """Curves of the steps of a trace, from a cold start.
 
@@ -131,7 +122,7 @@ def trace_curves(trace: Trace, *, kind: str | None = None, user: int | None = No
     if kind is not None and "step.kind" in trace.header.absent:
         raise TraceError(f"{trace.directory} has no step.kind: it was converted or generated")
     found = gather_curves(
-        (in_waves(step.active, step.waves), kind is None or step.kind == KINDS.index(kind))
+        (in_waves(step.active, step.waves), kind is None or step.kind == kind)
         for step in read_step_sets(trace, user=user)
         if user is None or step.active.any()  # else others', which are no reference of this user's
     )

@@ -87,7 +87,12 @@ class Chunk:
             step["use"] = _in_order(step["use"], self.header.uses)
         absent = {name.split(".")[1]: None for name in self.header.absent}
         ended = dict(json.loads(self._file[1]["finished"]))
-        ends = np.cumsum(step.pop("tokens")).tolist()
+        ends = np.cumsum(counts := step.pop("tokens"), dtype=np.int64).tolist()
+        if (routed := len(token["ids"])) != (ends[-1] if ends else 0) or (counts < 0).any():
+            raise TraceError(
+                f"{self.path}: the steps have {ends[-1] if ends else 0} tokens, {routed} were "
+                "routed; copy the trace again"
+            )
         for i, end in enumerate(ends):
             begin = ends[i - 1] if i else 0
             fields: dict[str, Any] = dict(absent)

@@ -80,14 +80,14 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
 
 def _steps(trace: Trace) -> dict[str, Any]:
     """What is said of steps."""
-    kinds = dict.fromkeys((*range(len(KINDS)), -1), 0)
+    kinds: dict[str | None, int] = dict.fromkeys((*KINDS, None), 0)
     before = None
     shared: list[float] = []
     sizes: dict[int, list[float]] = {}
     for step in read_step_sets(trace):
         kinds[step.kind] += 1
         active = step.active
-        if step.kind == KINDS.index("prefill"):
+        if step.kind == "prefill":
             continue
         total = int(active.sum())
         if before is not None and total:
@@ -95,9 +95,9 @@ def _steps(trace: Trace) -> dict[str, Any]:
         before = active
         sizes.setdefault(step.tokens, []).append(total / active.size)
     return {
-        "prefill_steps": kinds[KINDS.index("prefill")],
-        "decode_steps": kinds[KINDS.index("decode")],
-        "unknown_steps": kinds[-1],
+        "prefill_steps": kinds["prefill"],
+        "decode_steps": kinds["decode"],
+        "unknown_steps": kinds[None],
         "step_overlap": _mean(shared),
         "activated_in_steps": {n: _mean(v) for n, v in sorted(sizes.items())},
     }

@@ -15,9 +15,10 @@ from host_offload.policies.prefetch.coactivation import fit
 from host_offload.sizing.cell_allocation import ALLOCATIONS, allocate, hull_misses
 from host_offload.sizing.coactivation_counts import predicted_use
 from host_offload.sizing.joint import DecodeModel, choose, widen
-from host_offload.sizing.miss_curves import curves_of, trace_curves
+from host_offload.sizing.miss_curves import trace_curves
 from host_offload.sizing.right_size import right_size, right_size_of_use, working_sets
 from host_offload.sizing.split import Division
+from tests.host_offload.sizing.curves import curves_of
 from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 

@@ -17,7 +17,7 @@ from host_offload.sizing.configurator import (
     histograms_of,
     turns_of,
 )
-from host_offload.sizing.miss_curves import PageRecency, curves_of, page_references
+from host_offload.sizing.miss_curves import PageRecency, page_references
 from host_offload.sizing.split import (
     Division,
     MissCosts,
@@ -28,6 +28,7 @@ from host_offload.sizing.split import (
 )
 from host_offload.traces.reader import TraceError
 from tests.host_offload.control.policy_runs import spec
+from tests.host_offload.sizing.curves import curves_of
 from tests.host_offload.traces.traces_of import random_routing, rewritten, write_trace
 
 pytestmark = pytest.mark.slow  # nothing here depends on the version of Python or jax
