@@ -67,8 +67,8 @@ class HostRecords(nnx.Variable):
 
 
 class ExpertMemory(NamedTuple):
-    """What is resident on the device, of all layers of one PagedExperts. Donate it to every step
-    and go on with what comes back."""
+    """The part of the experts that is on the device, for all layers of one PagedExperts. Donate it
+    to every step and continue with the one that comes back."""
 
     arena: jax.Array
     """uint16[rows, D]."""
@@ -78,21 +78,24 @@ class ExpertMemory(NamedTuple):
 
     @property
     def paging(self) -> Paging:
-        """The counts as numpy int32[L] each, active = hits + fills + read_through. Waits for the
-        steps so far."""
+        """Counts per layer since `allocate`, int32[L] each: active = hits + fills + read_through.
+        Waits for the steps so far."""
         return Paging(*np.asarray(self.counts).T)
 
 
 class PagedExperts(nnx.Module):
     """The experts of all MoE layers of a model, in pinned host memory.
 
-    PagedMoE layers share one by reference, so that `nnx.split` finds the records once. An expert
-    computes down(act(gate(x)) · up(x)); all have the same sizes.
+    An expert computes down(act(gate(x)) · up(x)), and all experts have the same sizes. PagedMoE
+    layers share one PagedExperts by reference, so `nnx.split` finds the records once.
     """
 
     def __init__(self, store: ExpertStore, dtype: str, activation: str = "silu"):
-        """store: version `dense`, such as LoadedModel.store. dtype: of its weights, "bfloat16",
-        "float16" or "float32". activation: one of pallas_kernels.expert_ffn.ACTIVATIONS.
+        """The experts of a loaded checkpoint; `from_arrays` takes arrays.
+
+        - `store`: experts in version `dense`, such as LoadedModel.store.
+        - `dtype`: of their weights: "bfloat16", "float16" or "float32".
+        - `activation`: one of pallas_kernels.expert_ffn.ACTIVATIONS.
 
         Raises UserError for a dtype that the records cannot have and an unknown activation.
         """
@@ -121,14 +124,16 @@ class PagedExperts(nnx.Module):
         device: jax.Device | None = None,
         activation: str = "silu",
     ) -> PagedExperts:
-        """Copies the weights of every layer into pinned host memory, one layer after the other.
+        """Copies the weights of all layers into pinned host memory, one layer after the other.
 
-        layers: (gate [E, I, D], up [E, I, D], down [E, D, I]) each, any float dtype; a sequence
-        that makes them when asked holds one at a time. dtype: what they are converted to. device:
-        jax's first by default.
+        - `layers`: for each layer (gate [E, I, D], up [E, I, D], down [E, D, I]), of any float
+          dtype. A lazy sequence needs memory for one layer only.
+        - `dtype`: what the weights are converted to.
+        - `device`: jax's first device by default.
+        - `activation`: one of pallas_kernels.expert_ffn.ACTIVATIONS.
 
-        Raises UserError for shapes that differ or do not fit together, and where the host's pinned
-        memory is too small.
+        Raises UserError for shapes that differ or do not fit together, and if pinned memory does
+        not suffice.
         """
         to = NUMPY_DTYPES[_dtype_name(dtype)]
         if not len(layers):
@@ -169,13 +174,14 @@ class PagedExperts(nnx.Module):
         return device
 
     def allocate(self, budget: int | str | Share = "100%", eviction: str = "lru") -> ExpertMemory:
-        """Device memory for some of the experts, empty at first.
+        """Device memory for a part of the experts, empty at first.
 
-        budget: bytes such as "6GiB", or a share such as "25%"; 0 is legal, everything is then read
-        through. Whole experts of it, spread evenly over the layers. eviction: "lru", "lfu" or
-        "lfru". Another size of the arena compiles another step; `grant` does not.
+        - `budget`: bytes such as "6GiB", or a share such as "25%"; 0 is legal, every expert is then
+          read from host memory. Rounded down to whole experts, spread evenly over the layers.
+        - `eviction`: "lru", "lfu" or "lfru".
 
-        Raises UserError for what is no budget and an unknown eviction.
+        Another budget compiles another step; `grant` does not. Raises UserError for an impossible
+        budget and an unknown eviction.
         """
         budget = parse_expert_budget(budget)
         if eviction not in EVICTION:
@@ -196,10 +202,13 @@ class PagedExperts(nnx.Module):
         return self.grant(memory, cells_per_layer(cells, self.layers, self.experts))
 
     def grant(self, memory: ExpertMemory, cells: Sequence[int]) -> ExpertMemory:
-        """The memory with so many cells for each layer, between two steps. Experts whose cell stays
-        stay resident; no step is compiled again. `memory` itself is used up.
+        """Memory with another number of cells for each layer, between two steps.
 
-        Raises UserError for more cells than a layer has experts, or than the arena has room for.
+        - `memory`: of the same PagedExperts; it is used up.
+        - `cells`: for each layer, from 0 to the number of experts.
+
+        Experts whose cell stays remain resident, and no step is compiled again. Raises UserError
+        for more cells than a layer has experts or than the arena has room for.
         """
         room = memory.arena.shape[0] // self._cell_rows
         if len(cells) != self.layers or any(not 0 <= n <= self.experts for n in cells):
@@ -221,7 +230,7 @@ class PagedExperts(nnx.Module):
 
 
 class PagedMoE(nnx.Module):
-    """One mixture-of-experts layer: router, and the experts of `layer` of a PagedExperts."""
+    """One Mixture-of-Experts layer: a router, and the experts of one layer of a PagedExperts."""
 
     def __init__(
         self,
@@ -235,13 +244,17 @@ class PagedMoE(nnx.Module):
         waves: int = 1,
         ops: str | Mapping[str, str] = "auto",
     ):
-        """layer: counted over MoE layers. rule: how logits become experts and weights. router:
-        [E, D], converted to the experts' dtype; None: random, from rngs.params().
+        """A layer.
 
-        row_tile: rows of one matrix product, a fixed shape that decides the bits; rows of x are
-        padded to whole tiles; 64 suits long prompts. waves: passes over the experts of a call; more
-        of them fill more of many active experts, with the same bits. ops: see
-        pallas_kernels.resolve_ops; kernels are first checked on the device, as LLM does.
+        - `experts`, `layer`: which experts; layers are counted over MoE layers.
+        - `rule`: how logits become experts and weights.
+        - `router`: [E, D], converted to the experts' dtype; None: random, from rngs.params().
+        - `row_tile`: rows of one matrix product, a fixed shape that decides the bits. Rows of x are
+          padded to whole tiles; 64 suits long prompts.
+        - `waves`: passes over the experts of a call. More waves fill more of many active experts,
+          with the same bits.
+        - `ops`: see pallas_kernels.resolve_ops; kernels are first checked on the device, as LLM
+          does.
 
         Raises UserError for a layer or sizes that do not exist, neither router nor rngs, and
         kernels that cannot run or are found wrong.
@@ -283,12 +296,15 @@ class PagedMoE(nnx.Module):
     def __call__(
         self, x: jax.Array, memory: ExpertMemory, valid: jax.Array | None = None
     ) -> tuple[jax.Array, ExpertMemory]:
-        """x [..., D] in the experts' dtype -> (Σ of its experts' outputs [..., D], memory).
+        """The weighted sum of the chosen experts' outputs, [..., D], and the new memory.
 
-        valid: bool[...], rows that hold a token; the others need no expert and get zeros. The bits
-        of a row depend on the row, row_tile and the device, not on other rows or on memory.
+        - `x`: [..., D] in the experts' dtype.
+        - `memory`: of the same PagedExperts.
+        - `valid`: bool[...], rows that hold a token; the others need no expert and get zeros.
 
-        Raises ValueError for a shape or dtype that does not fit, or memory of other experts.
+        The bits of a row depend on the row, row_tile and the device, not on other rows or on
+        memory. Raises ValueError for a shape or dtype that does not fit, or memory of other
+        experts.
         """
         experts, hidden = self.experts, self.experts.layout.hidden
         if x.shape[-1] != hidden or x.dtype != jnp.dtype(experts.dtype):

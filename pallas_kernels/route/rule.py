@@ -23,6 +23,7 @@ class RouteRule:
     """
 
     top_k: int
+    """Experts of a token."""
     normalize: bool = False
     """Divide the chosen scores by their sum (for a softmax with a correction, at least 1e-12)."""
     scoring: str = "softmax"
@@ -31,6 +32,7 @@ class RouteRule:
     """Number of groups of consecutive experts, of equal size. Only experts of the best `top_groups`
     groups can be chosen."""
     top_groups: int = 1
+    """Groups whose experts can be chosen."""
     group_score: str = "max"
     """A group's score: its best expert's ("max"), or the sum of its two best ("top2")."""
     scale: float = 1.0
