@@ -90,7 +90,7 @@ class _Check:
         self._next += 1
         for name in ("hits", "fills", "read_through", "missed", "placed"):
             found, was = getattr(step, name), getattr(wanted, name)
-            if was is None:  # nobody recorded it: there was no second processor
+            if was is None:  # not recorded: there was no second processor
                 was = np.zeros_like(found)
             if not np.array_equal(found, was):
                 layer = int(np.flatnonzero((found != was).reshape(len(was), -1).any(axis=1))[0])

@@ -68,11 +68,11 @@ class SimulatedStep:
         self.number, self.kind, self.waves, self._link_bytes = number, kind, waves, link_bytes
         shape = link_bytes.shape[1], experts
         self.active = np.zeros(shape, bool)
-        """bool[L, E]: those that were needed."""
+        """bool[L, E]: experts that were needed."""
         self.missed = np.zeros(shape, bool)
-        """bool[L, E]: those of them that were not there."""
+        """bool[L, E]: needed experts that were not resident."""
         self.placed = np.zeros(shape, bool)
-        """bool[L, E]: those of these that a second processor computed."""
+        """bool[L, E]: missed experts that a second processor computed."""
         self.row = np.full(shape, -1, np.int32)
         """int32[L, E]: the first arena row of the cell that a needed one was computed from; −1: of
         none, it was read through or placed."""
@@ -234,7 +234,7 @@ class StepSearch:
         self._trajectory: Trajectory = maps.trajectory(len(step.ids))
         found = maps.nearest_embedding(step.embedding)
         self.chosen = [device.fetch(layer, found, top_k, coming=0) for layer in range(distance)]
-        """As of StepRecord.ahead, one array a search and layer."""
+        """What StepRecord.ahead has, one array for each search and layer."""
 
     def after_layer(self, layer: int) -> None:
         """After the layer's experts."""
@@ -320,7 +320,7 @@ class TraceResizer:
 class SimulatedEngine:
     """Runs the steps of a trace on a device under a controller that asks something.
 
-    budgets: what moves before which step, as of TraceResizer. clock: as of simulator.simulate.
+    budgets: what moves before which step, see TraceResizer. clock: see simulator.simulate.
     Raises TraceError for what a policy needs and the trace does not have.
     """
 
@@ -457,12 +457,12 @@ def _check_needs(header: TraceHeader, controller: Controller) -> None:
             )
 
 
-def _check_array(header: TraceHeader, name: str, who: str, field: str | None = None) -> None:
-    """Raises TraceError for an array that whoever needs it does not find in the trace. field: of
-    the StepRecord, where policies see it by another name than in SEEN."""
+def _check_array(header: TraceHeader, name: str, what: str, field: str | None = None) -> None:
+    """Raises TraceError for an array that is needed and not in the trace. what: who needs it, for
+    the message. field: of the StepRecord, where policies see it by another name than in SEEN."""
     field = field or SEEN[name]
     if COLUMNS[field].optional and not getattr(header, field):
         raise TraceError(
-            f"{who} {name!r}, which this trace does not have; record one with --trace "
+            f"{what} {name!r}, which this trace does not have; record one with --trace "
             f"DIR,arrays={name}"
         )

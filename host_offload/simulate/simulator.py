@@ -163,8 +163,8 @@ def name_policies(
     prefetch: str | None = None,
     placement: str | None = None,
 ) -> tuple[Policy, ...]:
-    """The policies with those that have these names, an eviction first. Raises ValueError for an
-    unknown name."""
+    """All policies of a run: the given ones, and the policies with these names. The eviction comes
+    first. Raises ValueError for an unknown name."""
     named = with_placement(placement, with_prefetch(prefetch, policies))
     return with_eviction(eviction, named)[1]
 

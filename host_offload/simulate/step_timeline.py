@@ -26,8 +26,8 @@ from host_offload.traces.step_sets import in_waves
 PREFETCH = "prefetch"
 
 OUTSIDE = 0.25
-"""The share of StepCost.step before the first layer and after the last one; nobody looked into
-steps for it."""
+"""The share of StepCost.step before the first layer and after the last one, assumed and
+not measured."""
 
 
 class StepLoad(NamedTuple):
@@ -99,7 +99,7 @@ class StepTimeline:
         settled = [row for row, ticket in self._flying.items() if timeline.is_there(ticket)]
         for row in settled:
             del self._flying[row]
-        timeline.forget_settled()
+        timeline.drop_settled()
         return round(timeline.now - began, 9)
 
     def _products(self, load: StepLoad, step: SimulatedStep) -> np.ndarray:
@@ -134,8 +134,8 @@ class StepTimeline:
     def _compute_wave(
         self, layer: int, due: np.ndarray, step: SimulatedStep, products: np.ndarray
     ) -> None:
-        """A wave's misses are queued, and its experts (bool[E]) computed as they come: those that
-        are there, prefetches that have come among them, first."""
+        """A wave's misses are queued, and its experts (bool[E]) computed as they come: first
+        those in memory, also by prefetches that have arrived."""
         seconds, needs = 0.0, []
         if not self._queued:
             return self.timeline.compute_experts(layer, float(products[due].sum()), ())

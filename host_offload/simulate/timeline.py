@@ -102,7 +102,7 @@ class Timeline:
         """Whether a transfer needs no more waiting."""
         return self._queue.there(ticket)
 
-    def forget_settled(self) -> None:
+    def drop_settled(self) -> None:
         """Drops what is known of transfers that have settled: their tickets are no more."""
         for settled in self._queue.observe().settled:
             del self._transfers[settled.ticket]

@@ -77,7 +77,7 @@ def _total(curves: np.ndarray, cells: np.ndarray) -> float:
 
 
 def _uniform(layers: int, most: int, slots: int, floor: np.ndarray) -> np.ndarray:
-    """The floors, then one more for whoever has least, lower layers first."""
+    """The floors, then one more cell for the layer with the fewest, lower layers first."""
     filled = np.maximum(floor, np.arange(most + 1)[:, None]).sum(axis=1)
     level = int(np.searchsorted(filled, slots, "right"))
     cells = np.maximum(floor, level - 1)

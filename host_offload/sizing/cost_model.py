@@ -213,7 +213,7 @@ class RunCosts:
 
     def products(self, routed: np.ndarray, version: np.ndarray, rows: int | None) -> np.ndarray:
         """float64[L, E]: seconds of each expert's products in its version (int[L, E]) with rows
-        routed to it (int[L, E]); 0 without any. rows: as of CostModel.step_cost."""
+        routed to it (int[L, E]); 0 without any. rows: see CostModel.step_cost."""
         found = np.zeros(routed.shape)
         for number, model in enumerate(self.models):
             mine = (routed > 0) & (version == number)

@@ -23,7 +23,7 @@ from host_offload.traces.step_sets import in_waves, read_step_sets
 class LiveCurves(NamedTuple):
     """Miss curves of L layers of E experts while requests run: distances as they come, in
     histograms that forget. Never changed in place; first sights are left out, since at a cold start
-    they would pull memory to whom was seen least (WiSP, Algorithm 2)."""
+    they would move memory to the layers that were seen least (WiSP, Algorithm 2)."""
 
     recency: Recency
     gathered: np.ndarray

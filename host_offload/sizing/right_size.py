@@ -16,10 +16,10 @@ EPSILON = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class WorkingSet:
-    """The cells of each layer that are enough for a user, as if served alone, or for everybody."""
+    """The cells of each layer that are enough for one user, served alone, or for all users."""
 
     user: int | None
-    """Number of the session in the trace; None: everybody together."""
+    """Number of the session in the trace; None: all users together."""
     tokens: int
     by_reuse: tuple[int, ...]
     """right_size: what LRU needs, by the tokens' own reuse distances."""
@@ -29,8 +29,8 @@ class WorkingSet:
 
 
 def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list[WorkingSet]:
-    """The set of everybody in a trace, then of those users (sessions) who have the most tokens, at
-    most `most`, by their numbers. Raises TraceError as trace_curves does."""
+    """The working set of all users of a trace together, then that of the `most` users (sessions)
+    with the most tokens, by their numbers. Raises TraceError as trace_curves does."""
     users, ids = trace.array("token.user"), trace.array("token.ids")
     known, tokens = np.unique(users[users >= 0], return_counts=True)
     chosen = np.sort(known[np.argsort(-tokens, kind="stable")[:most]]).tolist()
@@ -48,7 +48,7 @@ def working_sets(trace: Trace, epsilon: float = EPSILON, most: int = 32) -> list
 
 def right_size(curves: MissCurves, epsilon: float = EPSILON) -> np.ndarray:
     """int64[L]: the fewest cells of each layer with a warm miss rate of at most `epsilon`, by the
-    user's own reuse distances (curves of trace_curves(…, user=…), or of everybody)."""
+    user's own reuse distances (curves of trace_curves(…, user=…)), or those of all users."""
     warm = curves.warm
     allowed = epsilon * (curves.references - curves.first)
     return (warm > allowed[:, None]).sum(axis=1)
@@ -57,6 +57,6 @@ def right_size(curves: MissCurves, epsilon: float = EPSILON) -> np.ndarray:
 def right_size_of_use(use: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
     """int64[L]: the fewest cells of each layer whose experts, the most used ones, have all of the
     predicted use but `epsilon`: the support of a converged working set. A cache that has to find
-    out who they are (LRU) needs as many or more."""
+    out which experts these are (LRU) needs as many or more."""
     shares = np.cumsum(-np.sort(-use, axis=1), axis=1)
     return (shares < 1 - epsilon - 1e-12).sum(axis=1) + 1

@@ -1,4 +1,4 @@
-"""Where each layer's experts are, of three tiers, and who moves between them: FluxMoE's
+"""Which of three tiers holds each expert of a layer, and when experts move: FluxMoE's
 bandwidth-balanced placement (equations 5 to 9) and its residency planner (Algorithm 2, equations 10
 to 13), by the readings of shared/papers.md, 3.3.
 
@@ -110,8 +110,8 @@ def move_one_each(placement: np.ndarray, source: int, target: int) -> np.ndarray
 def move_in_one_layer(
     placement: np.ndarray, source: int, target: int, layer: int | None = None
 ) -> np.ndarray | None:
-    """As many experts as move_one_each, all of one layer, by default the first of those that have
-    most of the source: the paper's arm without I/O balance. None where it has not as many."""
+    """As many experts as move_one_each, all of one layer, by default the first layer with the
+    most experts in the source: the paper's arm without I/O balance. None where it has fewer."""
     layer = int(np.argmax(placement[:, source])) if layer is None else layer
     count = len(placement)
     if placement[layer, source] < count:

@@ -125,7 +125,7 @@ def engine_columns(header: TraceHeader) -> list[str]:
 
 
 def _columns(header: TraceHeader, optional: bool) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Columns of a StepRecord's fields, either those of every trace or those that are asked for."""
+    """Columns of a StepRecord's fields: of every trace, or those that a trace has on request."""
     axes = {name: int(getattr(header, name)) for name in ("layers", "experts", "top_k")}
     axes |= {"gate_input": header.gate_input, "embedding": header.embedding}
     axes |= {

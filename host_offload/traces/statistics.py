@@ -110,7 +110,7 @@ def _tokens(trace: Trace) -> dict[str, Any]:
     generated, generated_tokens = np.zeros_like(routed), 0
     requests: set[int] = set()
     for chunk in trace.chunks:
-        ids, decoded = chunk.array("token.ids"), _mask_decoded(chunk)
+        ids, decoded = chunk.array("token.ids"), _mask_generated(chunk)
         routed += routed_counts(ids, header.experts)
         generated += routed_counts(ids[decoded], header.experts)
         generated_tokens += int(decoded.sum())
@@ -131,7 +131,7 @@ def _tokens(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _mask_decoded(chunk: Chunk) -> np.ndarray:
+def _mask_generated(chunk: Chunk) -> np.ndarray:
     """bool[N]: the tokens that were generated; all where the trace does not say."""
     if "token.phase" in chunk.header.absent:
         return np.ones(chunk.tokens, bool)
@@ -151,7 +151,7 @@ def _overlaps(trace: Trace) -> np.ndarray:
         # Where there are no positions, a request's tokens are taken as neighbours.
         placed = "token.position" not in header.absent
         place = chunk.array("token.position") if placed else np.zeros(len(request), np.int64)
-        decoded = _mask_decoded(chunk)
+        decoded = _mask_generated(chunk)
         found = (array[decoded] for array in (chunk.array("token.ids"), request, place))
         joined = [np.concatenate(pair) for pair in zip(ends, found, strict=True)]
         order = np.argsort(joined[1], kind="stable")

@@ -1,4 +1,4 @@
-"""What an expert takes on a CPU that has its weights: C and β of PreScope's t_c(m) = β·m + C,
+"""The time of an expert on a CPU that has its weights: C and β of PreScope's t_c(m) = β·m + C,
 equation (3)."""
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _in_place_seconds(runner: Executor) -> list[float]:
     @jax.jit
     def compute_in_place(stores, x, ids, layer, listed, count):
         y, nowhere = nothing_computed(ids.size, hidden), jnp.zeros((1, hidden), jnp.uint16)
-        nobody = jnp.full((layers, experts), -1, jnp.int32)
+        absent = jnp.full((layers, experts), -1, jnp.int32)
         batch = ExpertBatch(listed, count, ids, x)
-        places = ExpertPlaces(stores, layer, nobody, jnp.zeros_like(nobody))
+        places = ExpertPlaces(stores, layer, absent, jnp.zeros_like(absent))
         return compute(y, nowhere, batch, places, dataclasses.replace(context, stores=stores))
 
     listed = np.full(experts, -1, np.int32)

@@ -99,7 +99,7 @@ class ForcedRunner:
 
 
 class ForcedSteps:
-    """An engine over a runner that nobody uses. pages: of KV at a time.
+    """An engine over a runner that nothing else uses. pages: of KV at a time.
 
     Raises UserError for an arena without room for a token's experts and that KV.
     """
@@ -147,7 +147,7 @@ class ForcedSteps:
         params = SamplingParams(temperature=0.0, max_tokens=count + SLACK, ignore_eos=True)
         requests = [engine.add(ids, params) for ids in self._prompts(case.rows, case.prompt)]
         while not all(request.prefill_done for request in requests):
-            # Between two prefill steps those that are through decode.
+            # Between two prefill steps the requests whose prompts are done decode.
             if decoding := sum(request.prefill_done for request in requests):
                 self._plan(Case(decoding, self.top_k), 1)
             engine.step()

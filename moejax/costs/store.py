@@ -64,8 +64,8 @@ def find_cost_model(about: dict[str, Any]) -> CostModel | None:
 
 
 def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None = None) -> CostModel:
-    """The costs in a file. about: whose they must be; None: whoever's. Raises UserError for a file
-    that cannot be read, is damaged, of another version, or somebody else's."""
+    """The costs in a file. about: the identity they must have; None: any. Raises UserError for a
+    file that cannot be read, is damaged, of another version, or of another identity."""
     mend = "delete it, or run `moejax calibrate --force`"
     try:
         model = CostModel.from_json(json.loads(Path(path).read_text()))

@@ -166,7 +166,7 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
     wanted = {"model": header.config_digest, "machine": platform.node(), **others}
     found = []
     for file in sorted((cache_root() / "costs").glob("*.json")):
-        about = {}  # nobody's if it cannot be read, which is for who needs it to say
+        about = {}  # a file that cannot be read is refused where it is named
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             about = dict(json.loads(file.read_text())["about"])
         if all(about.get(name) == value for name, value in wanted.items()):

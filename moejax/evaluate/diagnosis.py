@@ -113,7 +113,7 @@ class Assembler:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What was found, judged by nobody."""
+    """What was found on a machine, before any judgement."""
 
     gpus: tuple[Gpu, ...]
     """None where nvidia-smi is missing or fails."""

@@ -1,4 +1,4 @@
-"""How likely a model finds texts: perplexity by sliding windows."""
+"""How likely texts are to a model: perplexity by sliding windows."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """What windows over one or more texts came to."""
+    """The likelihood of one or more texts."""
 
     tokens: int
     windows: int
     scored_tokens: int
     """All but the first of each text; with stride = window all but the first of each window."""
     scored_bytes: int | None
-    """Bytes of UTF-8 text that the scored tokens stand for; special tokens stand for none. None of
-    token ids, whose text nobody knows."""
+    """Bytes of UTF-8 text that the scored tokens stand for; special tokens stand for none. None
+    for token ids, whose text is not known."""
     nll: float
     """Sum over the scored tokens of −ln p(token | the window's tokens before it)."""
 
@@ -67,13 +67,13 @@ class Likelihood:
 
 @dataclasses.dataclass(frozen=True)
 class TextLikelihood(Likelihood):
-    """What was found of one text."""
+    """The likelihood of one text."""
 
     name: str
     sha256: str
     """SHA-256 of the whole text's UTF-8 bytes, or of the file of token ids."""
     logprobs: np.ndarray = dataclasses.field(repr=False, compare=False)
-    """float64[tokens]: ln p of each token, NaN of those that are not scored."""
+    """float64[tokens]: ln p of each token, NaN where a token is not scored."""
     scored: tuple[Window, ...] = dataclasses.field(default=(), repr=False, compare=False)
     """The windows that scored them."""
 
@@ -88,9 +88,9 @@ class PerplexityResult:
     limit: int | None
     texts: tuple[TextLikelihood, ...]
     model: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-    """As of model_report."""
+    """What `model_report` returns."""
     run: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-    """As of run_report, and cost_report."""
+    """What `run_report` and `cost_report` return."""
 
     @property
     def total(self) -> Likelihood:
@@ -194,7 +194,7 @@ def encode_texts(
     stride: int | None,
     limit: int | None,
 ) -> tuple[int, int, list[EncodedText]]:
-    """(window, stride, the texts with their windows), none scored. Arguments and what is raised as
+    """(window, stride, the texts with their windows), none scored. Arguments and errors are those
     of `perplexity`."""
     most = llm.engine.scheduler.max_model_len
     window = min(DEFAULT_WINDOW, most) if window is None else window
@@ -283,7 +283,7 @@ def cost_report(
     after: Sequence[Mapping[str, Any]],
     before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What it took to score these texts: layer-experts that prefill steps needed, bytes over the
+    """What scoring these texts cost: layer-experts that prefill steps needed, bytes over the
     link, rates without compilation.
 
     - `seconds`, `compile_s`: of the scoring, tokenizing left out, and of its steps that compiled.
@@ -322,7 +322,7 @@ def text_sha256(text: str | TokenIds) -> str:
 
 
 def window_units(result: PerplexityResult) -> list[Units]:
-    """What two runs over the same windows are compared by: each text's bits, window by window."""
+    """The bits of each text's windows, by which two runs over the same windows are compared."""
     found = []
     for text in result.texts:
         parts = [(w, -math.fsum(text.logprobs[w.first : w.end])) for w in text.scored]
@@ -339,7 +339,7 @@ def window_units(result: PerplexityResult) -> list[Units]:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedText:
-    """A text on its way. logprobs is filled in as windows are scored."""
+    """A text that is being scored: `logprobs` is filled in window by window."""
 
     name: str
     sha256: str
@@ -425,8 +425,8 @@ def _token_bytes(text: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def likelihood(text: EncodedText) -> TextLikelihood:
-    """What a text whose windows are all scored came to. Raises UserError for log-probabilities that
-    are not finite."""
+    """The likelihood of a text whose windows are all scored. Raises UserError for log-probabilities
+    that are not finite."""
     scored = np.zeros(len(text.ids), bool)
     for window in text.windows:
         scored[window.first : window.end] = True

@@ -25,7 +25,7 @@ from host_offload.traces.writer import TraceWriter, require_new
 from moejax.errors import UserError, user_errors
 
 PRESENT = ("request", "position", "phase", "ids", "weights", "kind")
-"""What generated routing has of a trace's columns, besides those that every trace has."""
+"""Columns that generated routing has beyond those of every trace."""
 
 
 def write_generated_trace(

@@ -141,7 +141,7 @@ def start_trace(
         "slots": runner.slots,
         "cells": cells.tolist(),
         "resident": None if runner.placement is None else runner.placement.resident.said,
-        "paged": _describe_paged(runner),
+        "paged": _describe_pages(runner),
         "shapes": dataclasses.asdict(runner.shapes),
         **settings,
     }
@@ -172,7 +172,7 @@ def _number(sizes: np.ndarray) -> int | list[int]:
     return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
 
 
-def _describe_paged(runner: Executor) -> dict[str, Any] | None:
+def _describe_pages(runner: Executor) -> dict[str, Any] | None:
     """The cells of each version and what misses fill, where experts are paged in several."""
     if len(runner.version_bytes) == 1 or runner.placement is not None:
         return None

@@ -20,7 +20,7 @@ from typing import Any
 
 from moejax.errors import UserError
 from moejax.evaluate.experiments.definition import Experiment, read_experiment
-from moejax.evaluate.experiments.grid import Write, learn, left_of, open_results, run_groups
+from moejax.evaluate.experiments.grid import Write, learn, open_results, run_groups, select_left
 from moejax.evaluate.experiments.records import KEYS, RECORDS, Records, read_results
 from moejax.progress import count_progress
 from moejax.serve.cluster.ray_cluster import Node, explain_end, nodes, require_ray
@@ -78,7 +78,7 @@ def _run(
             else:
                 counted = [run for run in runs if run not in measured]
                 chosen[group] = counted[part.number :: part.count]
-        run_groups(experiment, left_of(chosen, done), Path(scratch), tell)
+        run_groups(experiment, select_left(chosen, done), Path(scratch), tell)
 
 
 @contextlib.contextmanager

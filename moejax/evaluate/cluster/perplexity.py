@@ -85,7 +85,7 @@ def cluster_perplexity(
 ) -> PerplexityResult:
     """`perplexity` on the workers of a connected cluster: the same bits, however many there are.
     What it says of the run is of one worker, and the number of all; costs are sums over workers,
-    seconds those that passed. Raises UserError as perplexity does."""
+    seconds are wall-clock time. Raises UserError as perplexity does."""
     began = time.perf_counter()
     with Workers(worker_options(Scorer, model, options, scale), warn) as workers:
         prepare = functools.partial(

@@ -238,7 +238,7 @@ def _read_policy(
             parse_pairs(f"{base}=PATH, which has its own settings,", pairs, {})
             return PREFETCH.parse(f"{base}={at}"), {str(at): file_digest(at)}
     else:
-        made = _known_policy(name, {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})})
+        made = _find_policy(name, {**POLICIES, **PREFETCH.plain, **(MOVERS if shared else {})})
     with user_errors(where=where):
         settings = parse_pairs(name, pairs, setting_readers(made))
     if learns or made is oracle_of:
@@ -247,7 +247,7 @@ def _read_policy(
         return made(**settings), files
 
 
-def _known_policy(name: str, known: Mapping[str, Any]) -> Any:
+def _find_policy(name: str, known: Mapping[str, Any]) -> Any:
     if name in known:
         return known[name]
     with_files = ", ".join(f"{n}=PATH" for n in sorted(PREFETCH.from_path))

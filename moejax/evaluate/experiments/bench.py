@@ -183,7 +183,7 @@ class EngineBench:
         """Nothing resident, no KV held, and the policies as new; with two versions of experts the
         engine is as it started. Returns columns of what the budget came to."""
         if self.mixed:
-            return _grant_mixed(self.plan)
+            return _mixed_columns(self.plan)
         cells, columns = self.terms.grant(cell.budget, arm)
         policies: tuple[Policy, ...] = arm.policies_in(self._traces.get(_place(cell)))
         if cell.mode == PRICED:
@@ -289,7 +289,7 @@ class EngineBench:
         return {name: stats[name] for name in VERSION_COLUMNS if name in stats}
 
 
-def _grant_mixed(plan: StartPlan) -> dict[str, Any]:
+def _mixed_columns(plan: StartPlan) -> dict[str, Any]:
     """Columns of what a start came to that laid out cells of two versions."""
     experts = plan.spec.experts
     cells = [experts] * plan.spec.layers  # every expert is resident in one of them
@@ -316,7 +316,7 @@ class TraceBench:
                 costs = None
                 if "predicted" in self.experiment.modes:
                     costs = _costs(self.experiment, trace)
-                arms = teach_by_drawn(self.experiment, cell, self._root)
+                arms = teach_from_routing(self.experiment, cell, self._root)
                 known = Terms.of_trace(trace), arms, trace, costs
                 self._known[_place(cell)] = known
 
@@ -326,7 +326,7 @@ class TraceBench:
         return count_cell(terms, cell, arms.get(cell.policy) or Arm(cell.policy), trace, costs)
 
 
-def teach_by_drawn(experiment: Experiment, cell: Cell, root: Path) -> Mapping[str, Arm]:
+def teach_from_routing(experiment: Experiment, cell: Cell, root: Path) -> Mapping[str, Arm]:
     """The arms, taught by routing of a cell's place: as many tokens as the prompts have, all in
     decode steps. Raises UserError for routing that is not drawn."""
     if not any(arm.learns for arm in experiment.read_arms.values()):

@@ -21,7 +21,7 @@ from moejax.evaluate.experiments.bench import (
     engine_bench,
     keep_costs,
     loaded_model,
-    teach_by_drawn,
+    teach_from_routing,
 )
 from moejax.evaluate.experiments.definition import (
     MEASURE,
@@ -75,7 +75,7 @@ def ablate(
     with open_results(experiment, root) as (done, write):
         experiment = learn(experiment, root / TRACES)
         groups = experiment.runs()
-        left = left_of(groups, done)
+        left = select_left(groups, done)
         total = sum(map(len, groups.values()))
         begun = total - sum(map(len, left.values()))
         with count_progress("runs", total, begun, progress) as report:
@@ -106,7 +106,7 @@ def key_of(run: Run) -> tuple[Any, ...]:
     return *dataclasses.astuple(cell), repeat
 
 
-def left_of(groups: Mapping[Group, Sequence[Run]], done: set[tuple]) -> dict[Group, list[Run]]:
+def select_left(groups: Mapping[Group, Sequence[Run]], done: set[tuple]) -> dict[Group, list[Run]]:
     """The runs that are not done, of groups that have some."""
     left = {g: [run for run in runs if key_of(run) not in done] for g, runs in groups.items()}
     return {group: runs for group, runs in left.items() if runs}
@@ -194,7 +194,7 @@ def learn(experiment: Experiment, traces: Path) -> Experiment:
     if not experiment.learns:
         return experiment
     if experiment.drawn:
-        arms = teach_by_drawn(experiment, next(experiment.cells()), traces)
+        arms = teach_from_routing(experiment, next(experiment.cells()), traces)
         found = dataclasses.replace(experiment, arms=arms)
         check_experiment(found)
         return found

@@ -44,7 +44,8 @@ class PromptBatches:
     seed: int
 
     def play(self, engine: Engine) -> dict[str, Any]:
-        """As of Workload. Times are seconds of the steps, in all and a token."""
+        """Runs the prompts to their end; columns of their record, whose times are seconds of the
+        steps, in all and a token. Raises as Workload.play does."""
         statistics, requests = engine.statistics, []
         before = dict(statistics.seconds)
         try:

@@ -187,7 +187,7 @@ class MoejaxLM(TemplateLM):
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """(ln p, whether greedy decoding writes it) of each continuation. Each is a prompt whose
-        log-probabilities are asked for, and one token more, which nobody reads."""
+        log-probabilities are asked for, and one token more, which is not read."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         most, bar = self.max_length - 1, tqdm(total=len(requests), disable=disable_tqdm)
         bar.set_description("moejax: log-likelihoods")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from moejax.evaluate.experiments.records import Line
-from moejax.evaluate.experiments.report.tables import Panel, labels, moved
+from moejax.evaluate.experiments.report.tables import Panel, count_moved, labels
 
 MIB = 2**20
 
@@ -43,7 +43,7 @@ def plots_of(panel: Panel) -> Iterator[Plot]:
         steps = counted[0]["decode_steps"]
         waits = _series(counted, lambda line: _sure(line["decode_misses"] / line["decode_steps"]))
         yield Plot("misses", "misses a decode step", waits)
-        all_moved = _series(counted, lambda line: _sure(moved(line) / line["decode_steps"]))
+        all_moved = _series(counted, lambda line: _sure(count_moved(line) / line["decode_steps"]))
         all_moved += _bound(panel, "MIN", lambda line: line["decode_misses"] / steps)
         all_moved += _bound(panel, "MIN, one pool", lambda line: line["pool_misses"] / steps)
         yield Plot("moved", "experts moved a decode step", all_moved)

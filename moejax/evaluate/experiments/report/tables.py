@@ -127,11 +127,11 @@ def _panel(records: Records, place: tuple[Any, ...], lines: Sequence[Line]) -> P
         if line["mode"] != "bound" and (line["mode"] != "simulated" or identity(line) not in known)
     ]
     if shown and shown[0]["mode"] == "priced":
-        shown = _beside_held(records, shown)
+        shown = _compare_with_held(records, shown)
     return Panel(title, sorted(shown, key=order), [*bounds.values()], link)
 
 
-def _beside_held(records: Records, lines: Sequence[Line]) -> list[Line]:
+def _compare_with_held(records: Records, lines: Sequence[Line]) -> list[Line]:
     """Lines of conversations with `held_ratios`: of each seed, tokens a second over those of the
     split of the memory that is best on all other seeds, held on this one."""
     rates: dict[tuple[str, str], dict[int, float]] = {}
@@ -179,7 +179,7 @@ def panel_table(panel: Panel) -> Table:
     return Table(panel.title, ("policy", "budget", "", *COLUMNS), rows)
 
 
-def moved(line: Line) -> float:
+def count_moved(line: Line) -> float:
     """Experts of the decode steps that were moved, ahead of need too."""
     return line["decode_misses"] + line["decode_ahead"]
 
@@ -221,7 +221,9 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "MiB": lambda line: f"{line['expert_bytes'] / 2**20:.2f}",
     "high/low": _versions,
     "misses/step": _misses,
-    "+ ahead": lambda line: f"{moved(line) / line['steps']:.2f}" if line["ahead_done"] else NONE,
+    "+ ahead": lambda line: (
+        f"{count_moved(line) / line['steps']:.2f}" if line["ahead_done"] else NONE
+    ),
     "MIN": lambda line: (
         f"{line['least']['decode_misses'] / line['steps']:.2f}" if line["least"] else NONE
     ),
@@ -378,14 +380,14 @@ def _beside_baseline(baseline: str, shown: Sequence[Panel]) -> Table:
     rows = []
     for name in names if len(places) > 1 and len(names) > 1 else ():
         row = [name]
-        for count in (moved, lambda line: line["decode_misses"]):
+        for count in (count_moved, lambda line: line["decode_misses"]):
             both = [p for p in places.values() if name in p and baseline in p]
             pairs = [(count(p[name]), count(p[baseline])) for p in both]
             row.append(_range([mine / its for mine, its in pairs if its]))
             row += [f"{sum(a < b for a, b in pairs)}", f"{sum(a > b for a, b in pairs)}"]
         mine = [place[name] for place in places.values() if name in place]
         bounded = [(x, x["least"]["decode_misses"]) for x in mine if x["least"]]
-        rows.append([*row, _range([moved(line) / least for line, least in bounded if least])])
+        rows.append([*row, _range([count_moved(line) / least for line, least in bounded if least])])
     told = ("/ its", "less in", "more in")
     headings = (f"{what} {one}" for what in ("moved", "misses") for one in told)
     title = f"Beside {baseline}, over all places below full residency"

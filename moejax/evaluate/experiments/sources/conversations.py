@@ -233,7 +233,7 @@ def _draw_turns(
     return tuple(turns)
 
 
-def count_priced(engine: Engine) -> np.ndarray:
+def read_priced_counts(engine: Engine) -> np.ndarray:
     """int64[4]: decode steps, prefill steps, misses and KV pages moved so far, as in Prices."""
     statistics, cache = engine.statistics, engine.scheduler.cache
     misses = statistics.paging["fills"] + statistics.paging["read_through"]
@@ -254,7 +254,7 @@ class Conversations:
     def play(self, engine: Engine) -> dict[str, Any]:
         """Runs them to their end; the columns of their record, whose times are by the prices. A
         refusal ends them, and all turns that were left are unserved."""
-        first, prices = count_priced(engine), np.array(dataclasses.astuple(self.prices))
+        first, prices = read_priced_counts(engine), np.array(dataclasses.astuple(self.prices))
         now, seen, refusal = 0.0, first, None
         due = [(each.arrival_s, number, 0) for number, each in enumerate(self.sessions)]
         heapq.heapify(due)
@@ -273,7 +273,7 @@ class Conversations:
                     now = due[0][0]
                     continue
                 engine.step()
-                counts = count_priced(engine)
+                counts = read_priced_counts(engine)
                 now, seen = now + float((counts - seen) @ prices) / 1e3, counts
                 for number, (index, request, arrival) in [*running.items()]:
                     if request.output:

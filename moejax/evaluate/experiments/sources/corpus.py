@@ -15,8 +15,8 @@ Part = tuple[float, float]
 
 TRAIN: Part = (0.0, 0.6)
 TEST: Part = (0.8, 1.0)
-"""Contiguous parts of a text: what learns sees the first, figures are of the last; what is between
-is for whoever chooses settings (docs/how-to/compare_policies.md, "A fair comparison")."""
+"""Contiguous parts of a text: policies learn from the first, results are measured on the last, and
+settings are chosen on what is between (docs/how-to/compare_policies.md, "A fair comparison")."""
 
 WARM_UP_TOKENS = 16
 
