@@ -1,9 +1,9 @@
-"""Chat templates and texts, worked on in a process with a bound of time and memory.
+"""Renders chat templates and encodes texts in a process with limited time and memory.
 
-A template is a program of the checkpoint's, and a tokenizer's rules are nearly one: a nested range,
-a string that doubles or a rule that multiplies the text would take all time and memory of the
-engine's process. Here they end a process of their own. It is started at the first use, kept, and
-started anew after it was ended.
+A chat template is a program from the checkpoint, and a tokenizer's rules are nearly one. A nested
+range, a string that doubles or a rule that multiplies the text could use all time and memory of the
+engine's process. Here they can only end a separate process. It starts at the first use, stays, and
+starts again after it has ended.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 START_S = 120.0
-"""Most seconds until the process stands: imports from a slow disk on a busy machine."""
+"""Most seconds until the process is ready: imports from a slow disk on a busy machine."""
 
 WORK_S = 8.0
 """Most seconds for one prompt."""
 
 MEMORY = 2 << 30
-"""Bytes of address space of the process, beside a tokenizer and a text of usual size."""
+"""Bytes of address space of the process, beyond a tokenizer and a text of usual size."""
 
 MOST_ANSWER = 64 << 20
-"""Bytes of a rendered text, or of token ids."""
+"""Most bytes of a rendered text, or of token ids."""
 
 
 class BoundedProcess:
-    """Renders messages and encodes texts as the tokenizer does. For any thread; one prompt at a
-    time."""
+    """Renders messages and encodes texts as the tokenizer does, one prompt at a time. Any thread
+    may call it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._tokenizer, self._turn = tokenizer, threading.Lock()
@@ -49,39 +49,41 @@ class BoundedProcess:
         self._end: weakref.finalize | None = None
 
     def start(self) -> None:
-        """Starts it, so that the first prompt does not wait for that."""
+        """Starts the process, so that the first prompt does not wait for it."""
         with self._turn:
             self._connect()
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The messages as the chat template writes them, the answer's beginning included. Raises
-        UserError as encode does, and for what the template refuses."""
+        """Renders messages by the chat template, including the beginning of the answer. Raises
+        UserError as encode does, and for messages that the template refuses."""
         tokenizer = self._tokenizer
         given = {"template": tokenizer.get_chat_template(), "names": tokenizer.special_tokens_map}
         return self._ask("render", given, messages)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """The text's token ids. special_tokens: with those that begin and end a text.
+        """The token ids of a text.
 
-        Raises UserError when it takes more time or memory than there is.
+        - `special_tokens`: add the tokens that begin and end a text.
+
+        Raises UserError if it needs more time or memory than allowed.
         """
         backend = self._knows.get("tokenizer") or self._tokenizer.backend_tokenizer.to_str()
         return self._ask("encode", {"tokenizer": backend}, [text, special_tokens])
 
     def interrupt(self) -> None:
-        """Ends the work in progress, whose caller gets a UserError; the next use starts the process
-        anew."""
+        """Ends the work in progress; its caller gets a UserError. The next use starts the process
+        again."""
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process; the next use starts it anew."""
+        """Ends the process. The next use starts it again."""
         self.interrupt()
         with self._turn:
             self._stop()
 
     def _ask(self, what: str, given: dict[str, Any], work: Any) -> Any:
-        """given: what it must know, told once."""
+        """Sends work to the process. given: data that the process needs, sent once."""
         with self._turn:
             try:
                 connection = self._connect()
@@ -97,12 +99,12 @@ class BoundedProcess:
                     f"the process for it ended ({ended or 'killed'}); it may use "
                     f"{MEMORY >> 20} MB of memory, and {MOST_ANSWER >> 20} MB for the result"
                 ) from None
-            except BaseException:  # its answer would be taken for the next one's
+            except BaseException:  # its answer would be taken for that of the next prompt
                 self._stop()
                 raise
             if error is not None:
                 for name in new:
-                    del self._knows[name]  # it may have been what is wrong
+                    del self._knows[name]  # the process may be the cause
                 raise UserError(error)
             return answer
 
@@ -121,7 +123,7 @@ class BoundedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the parent's
+                start_new_session=True,  # the parent handles Ctrl-C
                 env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
             )
         self._connection = ours
@@ -155,7 +157,7 @@ def serve(connection: Connection) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection.send_bytes(b"")  # it stands
+    connection.send_bytes(b"")  # ready
     known: dict[str, Any] = {}
 
     def answer(what: str, new: dict[str, Any], work: Any) -> Any:
@@ -180,11 +182,11 @@ def serve(connection: Connection) -> None:
             asked = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        # If the parent was killed meanwhile, nobody else ends it.
+        # If the parent was killed, nothing else ends this process.
         signal.alarm(int(WORK_S) + 2)
         try:
             reply = json.dumps([answer(*asked), None])
-        except BaseException as error:  # a panic of tokenizers is no Exception
+        except BaseException as error:  # a panic of tokenizers is not an Exception
             reply = json.dumps([None, (str(error) or type(error).__name__)[:500]])
         signal.alarm(0)
         connection.send_bytes(reply.encode())

@@ -1,4 +1,4 @@
-"""What a request returns. Names are vLLM's, but those of RequestMetrics, which say their unit."""
+"""Results of a request. Names are vLLM's, except in RequestMetrics, whose names state units."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end-of-sequence token, a stop token or a stop string. `length`: max_tokens. `abort`:
-cancelled."""
+"""`stop`: an end-of-sequence token, stop token or stop string. `length`: max_tokens. `abort`: the
+request was cancelled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +26,17 @@ class CompletionOutput:
     """One generated sequence."""
 
     index: int
-    """Its place among the request's n sequences."""
+    """Its number among the request's n sequences."""
     text: str
-    """Empty without a tokenizer. Special tokens, and the stop string or token that ended it, are
-    left out unless the sampling parameters say otherwise; of a running sequence also what may
-    become part of a stop string."""
+    """The text; empty without a tokenizer. Special tokens, and the stop string or token that ended
+    the sequence, are left out unless the sampling parameters say otherwise. The text of a running
+    sequence also lacks characters that may become part of a stop string."""
     token_ids: list[int]
-    """All of them, those of a stop string and of what follows it in the same token too."""
+    """All token ids, including those of a stop string and of text after it in the same token."""
     cumulative_logprob: float | None = None
-    """Sum over token_ids; None unless logprobs were asked for."""
+    """Sum over token_ids; None if no logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """One dict a token, from token id to Logprob: the chosen token and the likeliest ones."""
+    """For each token, token id → Logprob of the chosen token and the likeliest ones."""
     finish_reason: FinishReason | None = None
     """None while the sequence is running."""
     stop_reason: int | str | None = None
@@ -49,9 +49,9 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of one monotonic clock, and what they cost.
+    """Times of a request, in seconds of one monotonic clock, and counts of its work.
 
-    Of several sequences: the first time, for finished_s the last one, and the sum of counts.
+    With several sequences: the first time, for finished_s the last, and the sum of counts.
     """
 
     arrival_s: float
@@ -59,41 +59,41 @@ class RequestMetrics:
     """When it first got a row."""
     first_token_s: float | None = None
     finished_s: float | None = None
-    """When its last sequence ended; None before."""
+    """When its last sequence ended; None while one runs."""
     tpot_s: list[list[float]] = dataclasses.field(default_factory=list)
-    """Time per output token: per sequence the seconds between its tokens, one fewer than tokens."""
+    """Time per output token: for each sequence, the seconds between its tokens."""
     missed_routes: int = 0
-    """Routed (layer, expert) pairs of its tokens, the prompt's included, that were not resident."""
+    """Routed (layer, expert) pairs of its tokens, prompt included, that were not resident."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV was already in pages."""
     preemptions: int = 0
-    """How often it was moved out while it ran."""
+    """How often it was preempted: moved out while it ran."""
     recomputed: bool = False
-    """Generated tokens went through the prefill path once more, which changes bits."""
+    """Whether generated tokens were computed again by the prefill path, which changes bits."""
 
     @property
     def queue_s(self) -> float | None:
-        """Time until it was first scheduled; None before."""
+        """Seconds until it was first scheduled; None before that."""
         return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token, waiting included; None before there is one."""
+        """Seconds to the first token, waiting included; None before the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """A request and what it has generated so far."""
+    """A request and its results so far."""
 
     request_id: str
     prompt: str | None
-    """None when the prompt was given as token ids."""
+    """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    """One a sequence, in order of their index."""
+    """One for each sequence, in order of index."""
     finished: bool
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One dict a prompt token, from token id to Logprob: the token itself and the likeliest ones at
-    its place; None for the first, which nothing precedes. None unless asked for."""
+    """For each prompt token, token id → Logprob of the token itself and the likeliest ones at its
+    place; None for the first token. The whole is None if it was not requested."""

@@ -1,4 +1,4 @@
-"""Prompts as callers write them, and as token ids."""
+"""From prompts, as callers write them, to token ids."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EncodedPrompt = tuple[str | None, list[int]]
-"""The text, None for a prompt that was given as token ids, and the ids."""
+"""(text, token ids); the text is None for a prompt that was given as token ids."""
 
 
 QUICK_TEXT = 1 << 15
-"""Characters of a text that a plain tokenizer encodes in some milliseconds, whatever the text."""
+"""Characters of a text that a plain tokenizer encodes within milliseconds, whatever they are."""
 
 
 class PromptEncoder:
-    """Prompts to token ids, each within bounds of time and memory. For any thread.
+    """Encodes prompts to token ids, within limits of time and memory. Any thread may call it.
 
-    model: its name, for messages. max_model_len: most tokens of a prompt; longer prompts are
-    refused, texts before they are encoded where no token is long enough for them to fit.
+    - `model`: its name, for messages.
+    - `max_model_len`: most tokens of a prompt. Longer prompts are refused; a text that cannot fit,
+      whatever its tokens are, is refused before it is encoded.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class PromptEncoder:
         self._longest = max(map(len, vocabulary), default=1)
 
     def __call__(self, prompt: Prompt) -> EncodedPrompt:
-        """Its text and token ids. Raises UserError for text without a tokenizer, messages without a
-        chat template, a mapping that has none of them, and what takes too much."""
+        """The prompt's text and token ids. Raises UserError for text without a tokenizer, messages
+        without a chat template, a mapping with none of the known keys, and prompts that take too
+        much time or memory."""
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self._token_ids(prompt["prompt_token_ids"])
@@ -61,7 +63,7 @@ class PromptEncoder:
         return prompt, self._encode(prompt, True)
 
     def quick(self, prompt: Prompt) -> bool:
-        """Whether a prompt is encoded in some milliseconds, so that others need not wait."""
+        """Whether the prompt is encoded within milliseconds, so that others need not wait."""
         if isinstance(prompt, Mapping):
             if prompt.get("prompt_token_ids") is None and prompt.get("messages") is not None:
                 return False
@@ -74,12 +76,12 @@ class PromptEncoder:
             self._bounded.start()
 
     def interrupt(self) -> None:
-        """Ends an encoding that takes long; its caller gets a UserError."""
+        """Ends the encoding in progress; its caller gets a UserError."""
         if self._bounded is not None:
             self._bounded.interrupt()
 
     def close(self) -> None:
-        """Ends the bounded process; another prompt would start it anew."""
+        """Ends the bounded process. Another prompt would start it again."""
         if self._bounded is not None:
             self._bounded.close()
 
@@ -124,23 +126,23 @@ class PromptEncoder:
             )
         try:
             if not messages:
-                raise UserError("there are none; provide at least one message")
+                raise UserError("there are no messages; provide at least one")
             return self._bounded.render([dict(message) for message in messages])
         except Exception as error:
-            # Templates refuse what they do not know by raising; but it is the checkpoint's program,
-            # and what else it does wrong is not the engine's to die of.
+            # Templates refuse messages by raising. A template is a program from the checkpoint,
+            # and none of its other errors may end the engine.
             raise UserError(
                 f"the chat template of {self._model} refuses these messages: {error}"
             ) from error
 
 
 def list_of_prompts(given: Any) -> list[Prompt]:
-    """One prompt, text, ids or a mapping, as a list of one; several as they are. Raises UserError
-    for anything else."""
+    """A list of prompts: one prompt (text, ids or a mapping) becomes a list of one. Raises
+    UserError for anything else."""
     prompts = given
     if not isinstance(given, str | Mapping | Sequence | np.ndarray):
         raise UserError(f"prompts are text, token ids, or a list of them, not {shown(given)}")
-    # The first says what all are: there may be very many.
+    # Only the first one is looked at, since there may be very many.
     single = isinstance(prompts, str | Mapping) or (
         len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     )
@@ -148,8 +150,8 @@ def list_of_prompts(given: Any) -> list[Prompt]:
 
 
 def one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
-    """A value of that kind for each of `count` prompts, from one for all or one each. Raises
-    UserError for anything else."""
+    """A value of `kind` for each of `count` prompts, from one value for all or a list of values.
+    Raises UserError for anything else."""
     if isinstance(given, kind):
         return [given] * count
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):

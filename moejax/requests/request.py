@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and the sequences that come of it."""
+"""Requests of callers, and the sequences that the engine makes of them."""
 
 from __future__ import annotations
 
@@ -22,64 +22,65 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt and how to go on from it; `LLM.generate_each` takes a stream of them."""
+    """One prompt and its parameters; `LLM.generate_each` takes a stream of these."""
 
     prompt: Prompt
     sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     session_id: str | None = None
-    """Requests with one session id are turns of one conversation: the KV of a finished turn is kept
-    for the next as long as there is room."""
+    """Requests with the same session id are turns of one conversation. The KV of a finished turn is
+    kept for the next turn as long as there is room."""
     priority: int = 0
     """A smaller number runs earlier, as in vLLM."""
     tag: object = None
-    """A value of the caller's, handed back with the result."""
+    """Any value of the caller; it is returned with the result."""
 
     def __post_init__(self):
-        """Raises UserError for a value of another type, and for several sequences in a session."""
+        """Raises UserError for a value of a wrong type, and for several sequences in a session."""
         params = self.sampling_params
         require_type("sampling_params", params, SamplingParams, "SamplingParams or None")
         require_type("session_id", self.session_id, str | None, "a string or None")
         require_type("priority", self.priority, int, "an integer")
         if self.session_id is not None and params.n > 1:
-            raise UserError("a session goes on from one answer; leave out session_id or n")
+            raise UserError("a session continues one answer; leave out session_id or n")
 
 
 def require_type(name: str, value: object, kind: Any, what: str) -> None:
-    """Raises UserError, naming what is expected, for a value that is not of that kind."""
+    """Raises UserError for a value that is not of `kind`. what: the expected kind, in words."""
     if isinstance(value, bool) or not isinstance(value, kind):
         raise UserError(f"{name} must be {what}, got {shown(value)}")
 
 
 PrefillKind = Literal["prefill", "score", "prompt_logprobs"]
-"""The executable that a prompt goes through."""
+"""The executable that computes a prompt."""
 
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """The turns of one conversation, one after the other."""
+    """A conversation: its turns run one after the other."""
 
     session_id: str
     number: int
     tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens whose KV `blocks` hold, in order."""
+    """Tokens whose KV is in `blocks`, in order."""
     pure: int = 0
-    """Leading tokens that went through the prefill path; generated ones went through decode, whose
-    KV has other bits."""
+    """Leading tokens that the prefill path computed. Decode computed generated tokens, whose KV has
+    different bits."""
     blocks: list[Block] = dataclasses.field(default_factory=list)
-    """A turn holds those it goes on from as well, and replaces them all when it ends."""
+    """Blocks of the session. A running turn also holds those that it continues, and replaces all of
+    them when it ends."""
     dropped: bool = False
-    """KV of its history was dropped, now or turns ago: computed again it has other bits, and all
-    later turns go on from them."""
+    """Whether KV of its history was dropped, now or some turns ago. Computed again it has other
+    bits, and all later turns continue from them."""
     turn: Request | None = None
-    """The turn that waits or runs."""
+    """The turn that waits or runs; None: none does."""
     queue: deque[Request] = dataclasses.field(default_factory=deque)
     """Later turns."""
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One sequence on its way through the engine. Counts run ahead of `output`: a step is
-    dispatched before the tokens of the one before it have been read."""
+    """One sequence in the engine. Counts are ahead of `output`, since a step is dispatched before
+    the tokens of the step before it were read."""
 
     request_id: str
     number: int
@@ -93,31 +94,32 @@ class Request:
     """Lower runs first."""
     session: Session | None = None
     targets: list[int] | None = None
-    """Scoring: the token to score at each prompt position. The request then generates nothing."""
+    """For scoring: the token to score at each prompt position. The request then generates
+    nothing."""
     row: int | None = None
     """Row in the decode batch and the block table while it runs."""
     blocks: list[Block] = dataclasses.field(default_factory=list)
     computed: int = 0
-    """Leading tokens whose KV is there or dispatched."""
+    """Leading tokens whose KV is computed or dispatched."""
     pure: int = 0
-    """Leading tokens of `computed` that came through the prefill path."""
+    """Leading tokens of `computed` that the prefill path computed."""
     prefill_to: int = 0
-    """Tokens that go through the prefill path: the prompt, after recomputation also what was
-    generated."""
+    """Tokens that the prefill path computes: the prompt, and after recomputation also generated
+    tokens."""
     dispatched: int = 0
-    """Generated tokens dispatched."""
+    """Generated tokens that are dispatched."""
     output: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[tuple[Logprob, dict[int, Logprob]]] = dataclasses.field(default_factory=list)
-    """Per token its own log-probability and the likeliest tokens', when asked for."""
+    """For each token, its log-probability and those of the likeliest tokens, if requested."""
     prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
-    """Per prompt token but the first, when asked for."""
+    """For each prompt token except the first, if requested."""
     scores: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: UserError | None = None
-    """What went wrong with this request alone; it has ended then."""
+    """Why this request alone failed; it has then ended."""
     admitted_pages: int = 0
-    """Pages it may come to need, once it has been admitted."""
+    """Pages that it may need at most, once it is admitted."""
     scheduled_s: float | None = None
     """When it first got a row."""
     first_token_s: float | None = None
@@ -151,7 +153,7 @@ class Request:
 
     @functools.cached_property
     def order(self) -> tuple[int, int]:
-        """Who goes first: by priority, then by arrival."""
+        """The order of requests: by priority, then by arrival."""
         return self.priority, self.number
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -163,7 +165,8 @@ class Request:
 def append_logprobs(request: Request, logprobs: Sequence[np.ndarray], row: int) -> None:
     """Adds the log-probabilities of the request's newest token, as many as it wants.
 
-    logprobs: what sampler.logprobs returns, on the host. row: the request's, when it was chosen.
+    - `logprobs`: the result of sampler.logprobs, on the host.
+    - `row`: the request's row when the token was chosen.
     """
     assert request.params.logprobs is not None
     chosen, rank, top_ids, top = (values[row] for values in logprobs)
@@ -176,9 +179,9 @@ def append_prompt_logprobs(
 ) -> None:
     """Adds the log-probabilities of the next prompt tokens, as many as the request wants.
 
-    scores: what step.parts.PromptLogprobs has of a prefill step, on the host. rows: places in that
-    chunk whose targets they were, ascending; so the first of them has the target
-    prompt[1 + len(request.prompt_logprobs)].
+    - `scores`: the PromptLogprobs of a prefill step, on the host.
+    - `rows`: places in that chunk, ascending, whose targets were the next tokens. The first one has
+      the target prompt[1 + len(request.prompt_logprobs)].
     """
     wanted = request.params.prompt_logprobs
     assert wanted is not None

@@ -17,10 +17,10 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**32 - 1
 
 MAX_COUNT = 2**31 - 1
-"""Most of what is counted in int32: top_k, tokens."""
+"""Largest value of what is counted in int32: top_k, tokens."""
 
 MAX_REPETITION = 1e10
-"""Logits stay finite in float32 when they are multiplied by it, or divided by the inverse."""
+"""Largest repetition_penalty: logits times it, or over its inverse, stay finite in float32."""
 
 MAX_N = 16384
 """Most sequences of a request (vLLM's default VLLM_MAX_N_SEQUENCES)."""
@@ -29,13 +29,13 @@ MAX_LOGIT_BIAS = 300
 """Most tokens that a request's logit_bias names (OpenAI's limit); they are a compiled shape."""
 
 MAX_STOP = 1024
-"""Most stop strings of a request: each is looked for after every token."""
+"""Most stop strings of a request: the engine looks for each of them after every token."""
 
 MAX_STOP_TOKEN_IDS = 128
 """Most stop_token_ids of a request: min_tokens bans them through the list of biases."""
 
 MAX_VALUES = 1 << 16
-"""Most values that a list is read to have, repetitions included: it may have no end."""
+"""Most values that are read from a list, repetitions included, since it may be endless."""
 
 MAX_BIASES = 512
 """Biases of a row, a compiled shape: logit_bias, stop_token_ids and end-of-sequence tokens."""
@@ -48,7 +48,7 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Sampling parameters of one request. Names, defaults and ranges are vLLM's.
 
-    Sequences and mappings become tuples, so that the whole is hashable. Raises UserError for a
+    Sequences and mappings become tuples, so that the object is hashable. Raises UserError for a
     value out of range and TypeError for an unknown name.
     """
 
@@ -61,41 +61,42 @@ class SamplingParams:
     top_k: int = 0
     """Draw from this many of the likeliest tokens, at most 2^31 - 1. 0 (or -1): all."""
     min_p: float = 0.0
-    """Draw from tokens at least this much as likely as the likeliest, in [0, 1]. 0: all."""
+    """Draw from tokens at least this share as likely as the likeliest one, in [0, 1]. 0: all."""
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in the prompt or generated
-    before; above 0, from 1e-10 to 1e10. Over 1 fewer repetitions, below 1 more."""
+    """Divides positive and multiplies negative logits of tokens that are in the prompt or were
+    generated; from 1e-10 to 1e10. Above 1 there are fewer repetitions, below 1 more."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens generated before, in [-2, 2]."""
+    """Subtracted from the logits of tokens that were generated, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it was generated before, in [-2, 2]."""
+    """Subtracted from a token's logit for each time it was generated, in [-2, 2]."""
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None
-    """Token id → what is added to its logit, clamped to [-100, 100]; at most 300 tokens. Kept as
-    ascending pairs; an empty one becomes None."""
+    """Token id → number that is added to its logit, clamped to [-100, 100]; at most 300 tokens.
+    Stored as ascending pairs; an empty mapping becomes None."""
     seed: int | None = None
     """Seed of this request's draws, in [0, 2^32). None (or -1): the engine chooses one."""
     max_tokens: int = 16
     """Most tokens to generate."""
     min_tokens: int = 0
-    """Tokens to generate before the sequence may end: until then end-of-sequence and stop tokens
-    cannot be chosen, and stop strings do not count. At most max_tokens."""
+    """Tokens to generate before the sequence may end, at most max_tokens. Until then
+    end-of-sequence and stop tokens cannot be chosen, and stop strings do not count."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     stop: str | Sequence[str] | None = None
-    """Strings, at most 1024, that end the sequence when they appear in its text; the text ends
-    before them. Kept as a tuple."""
+    """At most 1024 strings that end the sequence when they appear in its text. The text ends before
+    them. Stored as a tuple."""
     stop_token_ids: Sequence[int] | None = None
-    """Tokens that end the sequence, at most 128; token_ids has them, the text does not. Kept as a
-    tuple without repetitions."""
+    """At most 128 tokens that end the sequence. They are in token_ids but not in the text. Stored
+    as a tuple without repetitions."""
     include_stop_str_in_output: bool = False
-    """Leave in the text the stop string or stop token that ended it."""
+    """Keep the stop string or stop token that ended the sequence in the text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Log-probabilities of this many likeliest tokens at each position, beside the chosen one's;
-    0 to 20. None: none at all."""
+    """Return the log-probability of the chosen token and of this many likeliest tokens at each
+    position; 0 to 20. None: return none."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt. Such a prompt is computed whole, no prefix reused."""
+    """The same for the tokens of the prompt, which is then computed whole, without a shared
+    prefix."""
 
     def __post_init__(self):
         def put(name: str, value: object) -> None:
@@ -124,9 +125,10 @@ class SamplingParams:
 
 
 def child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of sequence `index` of a request for n: n = 1, and seed + index (modulo 2^32)
-    where there is a seed, so sequence i of seed s is the only one of seed s + i (vLLM's
-    ParentRequest). Only the first one computes prompt_logprobs, which are the same for all."""
+    """The parameters of sequence `index` of a request with n sequences: n = 1, and seed + index
+    (modulo 2^32) if there is a seed. So sequence i of seed s equals the only sequence of seed s +
+    i, as in vLLM's ParentRequest. Only the first sequence computes prompt_logprobs, which all
+    share."""
     seed = None if params.seed is None else (params.seed + index) % (MAX_SEED + 1)
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     return dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
@@ -157,18 +159,19 @@ def _integer(name: str, value: object) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """The values of one numeric parameter, from least to most inclusive."""
+    """The range of one numeric parameter, from least to most, both included."""
 
     least: float
     most: float
     demanded: str
-    """What a message asks for: an interval, or only the least, then the most is said by itself."""
+    """The allowed values in words, for messages: an interval, or only the least value."""
     number: Callable[[str, object], float] = _integer
     optional: bool = False
     hint: str = ""
 
     def check(self, name: str, given: object) -> float | None:
-        """The number as Python's own. Raises UserError for what is none or outside."""
+        """The number as int or float. Raises UserError for another type or a value outside the
+        range."""
         if given is None and self.optional:
             return None
         value = self.number(name, given)
@@ -200,11 +203,11 @@ _RANGES = {
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
 }
-"""Every numeric parameter. What the compiled step reads is within its dtype then."""
+"""The ranges of all numeric parameters. They fit the dtypes of the compiled step."""
 
 
 def _values(name: str, value: Iterable) -> tuple:
-    """What an iterable gives. Raises UserError beyond MAX_VALUES."""
+    """The values of an iterable. Raises UserError for more than MAX_VALUES."""
     found = tuple(itertools.islice(value, MAX_VALUES + 1))
     if len(found) > MAX_VALUES:
         raise UserError(f"{name} has more than {MAX_VALUES} values")

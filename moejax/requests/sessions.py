@@ -1,4 +1,4 @@
-"""Conversations whose KV stays after a turn."""
+"""Conversations whose KV is kept between turns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moejax.requests.request import Request, Session
 
 
 class Sessions:
-    """All conversations and the KV they hold between turns, the longest unused first.
+    """All conversations and the KV that they hold between turns, the longest unused first.
 
-    overflow: what making room for others does to that KV, see Scheduler.
+    - `overflow`: whether KV that makes room is swapped or dropped; see Scheduler.
     """
 
     def __init__(self, cache: KVCache, overflow: str):
@@ -41,8 +41,8 @@ class Sessions:
         return self._sessions[session_id]
 
     def end(self, session_id: str) -> None:
-        """Forgets a session and frees its KV. Raises UserError for an unknown one or while a turn
-        of it waits or runs."""
+        """Forgets a session and frees its KV. Raises UserError for an unknown session, or while one
+        of its turns waits or runs."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UserError(f"there is no session {session_id!r}")
@@ -53,15 +53,15 @@ class Sessions:
         session.blocks = []
 
     def begin_turn(self, request: Request, session: Session) -> bool:
-        """Gives the request the session's KV as well, as far as the tokens are the same. False: not
-        now, there is no room for a copy of the page where they differ."""
+        """Shares the session's KV with the request, as far as the tokens agree. Returns False if
+        there is no room for a copy of the page in which they differ; try again later."""
         same, size = common_prefix(session.tokens, request.prompt[:-1]), self.block_size
         rewritten = same < len(session.tokens)
         if rewritten and same <= session.pure:
             same = same // size * size  # cheaper than a copy, and the same bits
         blocks = session.blocks[: -(-same // size)]
         if rewritten and same % size:
-            # What follows in this page is the session's until the turn has ended.
+            # The rest of this page belongs to the session until the turn has ended.
             copy = self.cache.copy(blocks[-1])
             if copy is None:
                 return False
@@ -75,7 +75,7 @@ class Sessions:
         return True
 
     def end_turn(self, request: Request, session: Session, blocks: list[Block]) -> Request | None:
-        """Makes the request's blocks the session's; returns the turn that follows, if one waits. An
+        """Gives the request's blocks to the session. Returns the next turn, if one waits. An
         aborted turn leaves its session as it was."""
         if session.turn is not request:
             if request in session.queue:
@@ -89,7 +89,7 @@ class Sessions:
             session.tokens, session.pure = request.tokens(0, tokens), min(request.pure, tokens)
             session.dropped = request.recomputed
         elif request.finish_reason != "abort":
-            session.dropped = True  # its KV was, before its last token was read
+            session.dropped = True  # its KV was dropped before its last token was read
         self.cache.release(blocks)
         session.turn = session.queue.popleft() if session.queue else None
         if session.session_id in self._sessions:
@@ -97,8 +97,8 @@ class Sessions:
         return session.turn
 
     def evict(self, most: int | None = None) -> bool:
-        """Moves out the longest unused session that holds a page it can give, or `most` pages of
-        it; whether that made room."""
+        """Moves out the longest unused session with a movable page, or `most` of its pages. Returns
+        whether that made room."""
         for session in self._sessions.values():
             if not (movable := self.cache.movable(session.blocks)):
                 continue
@@ -116,7 +116,7 @@ class Sessions:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     n = min(len(a), len(b))
     different = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
     return int(different[0]) if len(different) else n

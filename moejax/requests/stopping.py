@@ -1,4 +1,4 @@
-"""Where a sequence ends, and what of its text can be shown before that is known."""
+"""Decides where a sequence ends, and which part of its text is certain before that."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def require_tokenizer(params: SamplingParams, tokenizer: PreTrainedTokenizerFast
 
 
 class Ending:
-    """Reads a sequence's tokens one by one, decides after which one it ends, and keeps its text.
+    """Reads a sequence's tokens one by one, decides where it ends, and keeps its text.
 
-    The rules are vLLM's: the end-of-sequence tokens unless ignore_eos, then stop_token_ids, then
-    max_tokens, none of the first two below min_tokens; a stop string, looked for only after
-    min_tokens tokens, overrules them. If one token completes several stop strings, the first in the
-    list of `stop` counts. The text ends before the stop string and leaves out a token that stopped
-    it, unless include_stop_str_in_output. Without a tokenizer the text is empty.
+    The rules are vLLM's. End-of-sequence tokens (unless ignore_eos) come first, then
+    stop_token_ids, then max_tokens; the first two count only after min_tokens tokens. A stop string
+    overrules them, also only after min_tokens tokens. If one token completes several stop strings,
+    the first one in `stop` counts. The text ends before the stop string, and without the stop
+    token, unless include_stop_str_in_output. Without a tokenizer the text is empty.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Ending:
         self._text = ""
         self._shown = 0
         self._closed = False
-        # A stop string may have begun in the last so many characters.
+        # A stop string may begin within this many last characters.
         hidden = not params.include_stop_str_in_output
         self._hold = max(map(len, self._stop), default=1) - 1 if hidden else 0
 
     def push(self, token: int) -> Finish | None:
-        """Reads the next token; returns why the sequence ends with it, None if it goes on. Nothing
-        may follow the end."""
+        """Reads the next token. Returns why the sequence ends with it; None: it continues. Must not
+        be called after the end."""
         assert not self._closed
         self._count += 1
         finish = self._finish_by_token(token)
@@ -83,27 +83,27 @@ class Ending:
         return finish
 
     def close(self) -> None:
-        """No token follows: all text is there to be shown. push does it at the end it finds; for
-        one that others decide, such as a cancellation. Idempotent."""
+        """Declares that no token follows, so that all text is certain. push does so at the end that
+        it finds; call this for another end, such as a cancellation. Idempotent."""
         if not self._closed:
             self._decode(whole=True)
             self._closed = True
 
     @property
     def text(self) -> str:
-        """The text so far, as far as it is certain to stay."""
+        """The certain text so far."""
         certain = self._certain()
         return self._text[:certain]
 
     def stream(self) -> str:
-        """What of the text became certain since the last call. All pieces make up the text."""
+        """The text that became certain since the last call. All pieces together are the text."""
         certain = self._certain()
         piece = self._text[self._shown : certain]
         self._shown = max(self._shown, certain)
         return piece
 
     def _certain(self) -> int:
-        """Decodes what was read; returns how many characters of the text are certain."""
+        """Decodes what was read. Returns how many characters of the text are certain."""
         if self._closed:
             return len(self._text)
         self._decode(whole=False)
@@ -118,7 +118,7 @@ class Ending:
         return Finish("length", None) if self._count >= self._params.max_tokens else None
 
     def _decode(self, whole: bool) -> None:
-        """Adds to the text what was not decoded. whole: also bytes that are no whole character."""
+        """Decodes the rest. whole: also bytes that do not form a whole character."""
         if self._detokenizer is None:
             return
         if self._undecoded:

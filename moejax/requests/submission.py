@@ -1,4 +1,4 @@
-"""A prompt in the engine, and what there is of its result."""
+"""A prompt in the engine, and its result so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Submission:
     """A prompt in the engine."""
 
     text: str | None
-    """The prompt's; None: it was given as token ids."""
+    """The prompt's text; None: it was given as token ids."""
     requests: tuple[Request, ...]
     """One for each of its n sequences, in order of index."""
     asked: GenerationRequest | None = None
@@ -32,11 +32,12 @@ class Submission:
     def output(
         self, tokenizer: PreTrainedTokenizerFast | None, before: RequestOutput | None = None
     ) -> RequestOutput:
-        """What there is of its result, finished or not.
+        """The result so far, finished or not.
 
-        before: an earlier result of it, whose log-probabilities are taken over: all results of a
-        long request then cost as much as its last one. Raises UserError where something went wrong
-        with one of its requests, or does now.
+        - `before`: an earlier result, whose log-probabilities are reused, so that all results of a
+          long request together cost as much as the last one.
+
+        Raises UserError if one of its requests failed.
         """
         for request in self.requests:
             if request.error is not None:

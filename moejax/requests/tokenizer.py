@@ -31,33 +31,33 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What transformers reads of a directory with tokenizer.json, besides TEMPLATES."""
+"""Files that transformers reads from a directory with tokenizer.json, beside TEMPLATES."""
 
 TEMPLATES = "additional_chat_templates"
 """A directory of further chat templates."""
 
 MOST_TABLE = 64 * 2**20
-"""Bytes of tokenizer.json; those of vocabularies with 260,000 tokens have 35 MB, and reading takes
+"""Most bytes of tokenizer.json. A vocabulary with 260,000 tokens has 35 MB, and reading takes
 several times as much memory."""
 
 MOST_ADDED = 1 << 16
-"""Added tokens of a tokenizer; real ones have some thousands."""
+"""Most added tokens of a tokenizer. Real ones have a few thousand."""
 
 MOST_SMALL_FILE = 8 * 2**20
-"""Bytes of a tokenizer's file besides tokenizer.json; large ones have some 100 KB."""
+"""Most bytes of a tokenizer's other files. Large ones have about 100 KB."""
 
 MOST_TOKEN = 10_000
-"""Characters of a token; the longest of real vocabularies are runs of some hundred spaces."""
+"""Most characters of a token. The longest real ones are runs of some hundred spaces."""
 
 MOST_GROWTH = 100
-"""How many times as long a decoder may make a text; it works in the engine's thread."""
+"""How many times longer a decoder may make a text. It runs in the engine's thread."""
 
 _NO_LIMIT = int(1e30)
-"""transformers' own figure for no limit. The engine refuses long prompts with its max_model_len; a
-limit in the tokenizer would only add a warning."""
+"""transformers' number for no limit. The engine refuses prompts beyond its max_model_len; a limit
+in the tokenizer would only add a warning."""
 
 _PROMPT_CONTEXT = 6
-"""Prompt tokens that may bear on how the first generated one is written (vLLM's number)."""
+"""Prompt tokens that may affect how the first generated token is written (vLLM's number)."""
 
 
 def load_tokenizer(
@@ -65,9 +65,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a Hugging Face model directory; None if it has none, unless it is required.
 
-    Reads local files only: ``tokenizer.json`` as it stands, with the special tokens and the chat
-    template of ``tokenizer_config.json``. Safe to call from another thread, so that the second it
-    takes to import transformers can pass while something compiles.
+    Reads local files only: ``tokenizer.json`` unchanged, with the special tokens and the chat
+    template of ``tokenizer_config.json``. Another thread may call it, so that the second of
+    importing transformers passes while something compiles.
 
     No code of the checkpoint runs (``auto_map`` is ignored), and files that are links out of the
     directory are refused (require_own_file). Raises UserError if the files are damaged, of a format
@@ -76,7 +76,7 @@ def load_tokenizer(
     directory = Path(directory)
     for name in [*FILES, *directory.glob(f"{TEMPLATES}/*")]:
         if os.path.lexists(directory / name):
-            # All of it would be read, holes too.
+            # Reading would load the whole file, holes included.
             most = MOST_TABLE if name == "tokenizer.json" else MOST_SMALL_FILE
             require_own_file(directory / name, directory, most, "a tokenizer")
     if not (directory / "tokenizer.json").exists():
@@ -91,7 +91,7 @@ def load_tokenizer(
             f".save_pretrained({str(directory)!r})"
         )
     _check_table(directory / "tokenizer.json")
-    # Else it advises on stderr to install PyTorch, which nothing here needs.
+    # Otherwise transformers advises on stderr to install PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
@@ -125,10 +125,10 @@ def load_tokenizer(
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerFast | None, config: ModelConfig, directory: str | os.PathLike
 ) -> PreTrainedTokenizerFast | None:
-    """The tokenizer; UserError if it has ids that the model has no embedding for, or a token that
-    would fill memory with its text.
+    """Returns the tokenizer. Raises UserError for ids without an embedding in the model, and for a
+    token whose text would fill memory.
 
-    Fewer ids than vocab_size are normal: tables of embeddings are padded.
+    Fewer ids than vocab_size are normal, since tables of embeddings are padded.
     """
     ids = {} if tokenizer is None else tokenizer.get_vocab()
     if (longest := max(map(len, ids), default=0)) > MOST_TOKEN:
@@ -146,12 +146,12 @@ def check_vocabulary(
 
 
 def _check_table(path: Path) -> None:
-    """Raises UserError for more than MOST_ADDED added tokens, each of which is looked for in every
-    text, and for a precompiled map of characters that says it is longer than it is: tokenizers
-    takes its word, and ends the process where there is no such memory."""
+    """Raises UserError for more than MOST_ADDED added tokens, each of which is searched in every
+    text, and for a precompiled map of characters that claims to be longer than it is: tokenizers
+    would allocate that memory and end the process."""
     raw = read_bounded(path, MOST_TABLE, "a tokenizer")
     many = raw.count(b'"content"') > MOST_ADDED
-    # A name may be written with escapes of its letters.
+    # Letters of a name may be written as escapes.
     if not many and b"recompiled" not in raw and not re.search(rb"\\u00[4-7]", raw):
         return
     table = read_json(path)
@@ -163,16 +163,16 @@ def _check_table(path: Path) -> None:
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         given = part.get("precompiled_charsmap") if isinstance(part, dict) else None
         data = b""
-        with contextlib.suppress(TypeError, ValueError):  # tokenizers refuses what is no base64
+        with contextlib.suppress(TypeError, ValueError):  # tokenizers refuses invalid base64
             data = base64.b64decode(given or "")
         if int.from_bytes(data[:4], "little") > max(len(data) - 4, 0):
             raise UserError(f"{path}: its precompiled_charsmap is damaged; download it again")
 
 
 def is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether encoding a text takes memory and time in proportion to its length, as the rules of
-    the tokenizer say: no normalizer that multiplies text, no pattern with a repeated group, which
-    may take exponential time, and no template that repeats its tokens or adds many."""
+    """Whether the tokenizer's rules encode a text in time and memory proportional to its length: no
+    normalizer that multiplies text, no pattern with a repeated group, which may take exponential
+    time, and no template that repeats or adds many tokens."""
     backend = tokenizer.backend_tokenizer
     every = backend.normalizer, backend.pre_tokenizer, backend.post_processor
     parts = [part.__getstate__() for part in every if part]
@@ -181,7 +181,7 @@ def is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def _decoder_growth(tokenizer: PreTrainedTokenizerFast) -> float:
-    """How many times as long text may become by the decoder's replacements."""
+    """How many times longer the decoder's replacements may make a text."""
     decoder, growth = tokenizer.backend_tokenizer.decoder, 1.0
     for rule in [] if decoder is None else _rules(json.loads(decoder.__getstate__())):
         if rule["type"] == "Replace":
@@ -200,7 +200,7 @@ _PLAIN_RULES = frozenset(
 """Types of normalizers, pre-tokenizers and post-processors without parameters that matter."""
 
 _MOST_TEMPLATE = 1 << 14
-"""Characters of a template of special tokens that adds few."""
+"""Most characters of a template of special tokens that counts as small."""
 
 
 def _rules(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -227,13 +227,13 @@ def _is_plain_rule(rule: dict[str, Any]) -> bool:
 
 
 class Detokenizer:
-    """Turns a growing list of token ids into text that is never taken back.
+    """Turns a growing list of token ids into text that never changes afterwards.
 
-    A character whose bytes are not all there yet is held until they are, or until `finish`. With a
-    byte-level tokenizer (Qwen, OLMoE, GPT) the pieces together equal
-    ``tokenizer.decode(ids, skip_special_tokens)`` of all ids; one that strips the first token's
-    space (SentencePiece) needs prompt_ids to keep the space after the prompt. Method: vLLM's
-    detokenize_incrementally, which compares two decodings of the last few tokens.
+    An incomplete character is held until all its bytes are there, or until `finish`. With a
+    byte-level tokenizer (Qwen, OLMoE, GPT) the pieces together equal ``tokenizer.decode(ids,
+    skip_special_tokens)`` of all ids. A tokenizer that strips the first token's space
+    (SentencePiece) needs prompt_ids to keep the space after the prompt. The method is that of
+    vLLM's detokenize_incrementally, which compares two decodings of the last few tokens.
     """
 
     def __init__(
@@ -243,16 +243,16 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ):
         self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
-        # Decoded before, and only there for what it does to the text after it.
+        # Already decoded, kept only for its effect on the text after it.
         self._context = list(prompt_ids[-_PROMPT_CONTEXT:])
         self._context_length = len(self._decode(self._context))
         self._pending: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add token ids; returns the text that became certain, possibly empty."""
+        """Adds token ids. Returns the text that became certain, possibly empty."""
         self._pending += map(int, token_ids)
         text = self._decode(self._context + self._pending)
-        # A replacement character at the end may be the start of a character still to come.
+        # A replacement character at the end may be the start of an incomplete character.
         if text.endswith("\ufffd") or len(text) <= self._context_length:
             return ""
         piece = text[self._context_length :]
@@ -261,7 +261,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was still held: a replacement character for each broken sequence of bytes."""
+        """Returns the held text: a replacement character for each broken sequence of bytes."""
         text = self._decode(self._context + self._pending)
         piece = text[self._context_length :]
         self._context, self._pending, self._context_length = [], [], 0

@@ -148,7 +148,7 @@ def test_what_is_no_prompt_leaves_nothing_of_those_beside_it(llm, prompt, messag
         ({"session_id": 5}, "session_id cannot be 5"),
         ({"session_id": ["a", 5]}, "session_id cannot be"),
         ({"sampling_params": "greedy"}, "sampling_params cannot be 'greedy'"),
-        ({"session_id": "s", "sampling_params": SamplingParams(n=2)}, "goes on from one answer"),
+        ({"session_id": "s", "sampling_params": SamplingParams(n=2)}, "continues one answer"),
         (
             {"session_id": "s", "sampling_params": SamplingParams(prompt_logprobs=1)},
             "leave out session_id or prompt_logprobs",
