@@ -1,4 +1,4 @@
-"""The model's config.json, read without transformers: every field honoured or refused by name."""
+"""Reads a model's config.json without transformers. Every field is honoured or refused by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from moejax.models.model_config import ModelConfig
 
 
 def load_config(directory: str | os.PathLike) -> ModelConfig:
-    """Reads config.json, and the end-of-sequence ids of generation_config.json where it has any.
+    """Reads config.json, and end-of-sequence ids of generation_config.json if it has any.
 
-    directory: a local Hugging Face checkpoint. Raises UserError naming the file and the field.
+    - `directory`: a local Hugging Face checkpoint.
+
+    Raises UserError, which names file and field.
     """
     path = checkpoint_directory(directory)
     config = parse_config(read_json(path / "config.json"), str(path / "config.json"))
@@ -31,9 +33,12 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     """The ModelConfig of a parsed config.json, with the defaults of its family's config class.
 
     Accepts the older key names (torch_dtype, rope_theta, rope_scaling) and those of transformers 5
-    (dtype, rope_parameters). Keys that transformers does not read for a model are ignored; those
-    that would change the computation are refused. source: the file's name, for messages. Raises
-    UserError.
+    (dtype, rope_parameters). Keys that transformers does not read for a model are ignored. Keys
+    that would change the computation are refused.
+
+    - `source`: the file's name, for messages.
+
+    Raises UserError.
     """
     if not isinstance(raw, dict):
         raise UserError(f"{source}: expected a JSON object, found {type(raw).__name__}")
@@ -56,7 +61,7 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
 
 
 def _refuse_scaled_part(config: ModelConfig, source: str) -> None:
-    """A factor on cosine and sine would reach the values that are not rotated too."""
+    """Refuses a factor on cosine and sine, which would also scale values that are not rotated."""
     rope = config.rope
     if config.rotary_width is None or rope.type not in ("yarn", "longrope"):
         return
@@ -107,7 +112,7 @@ def _refuse_quantization(raw: dict, source: str) -> None:
 
 
 def _refuse_other_computations(raw: dict, source: str) -> None:
-    """Keys that transformers reads for any model and that change what this one computes."""
+    """Refuses keys that transformers reads for any model and that would change the computation."""
     for key, plain in (
         ("is_causal", True),
         ("is_encoder_decoder", False),

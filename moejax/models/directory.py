@@ -1,7 +1,7 @@
-"""The checkpoint's directory and the gate that each of its files passes: they come from strangers.
+"""The checkpoint's directory, and checks of its files, which come from strangers.
 
-Whatever opens a file of a checkpoint opens it by open_regular or read_bounded, or, where another
-library opens it, after require_own_file.
+Code opens a file of a checkpoint by open_regular or read_bounded. If another library opens it, call
+require_own_file first.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ FOLLOW_LINKS = "MOEJAX_FOLLOW_LINKS"
 """Environment variable; "1" allows files that are links out of the checkpoint's directory."""
 
 MOST_JSON = 100 * 2**20
-"""Bytes of a JSON file; the index of a checkpoint with 100,000 tensors has 10 MB."""
+"""Most bytes of a JSON file. The index of a checkpoint with 100,000 tensors has 10 MB."""
 
 EMBEDDED = importlib.resources.files("moejax") / "demo"
 """The checkpoint "demo"."""
 
 
 def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
-    """The path as a pathlib.Path; UserError, saying what was expected, if it is no directory."""
+    """The path as a pathlib.Path. Raises UserError, which says what is expected, for no
+    directory."""
     directory = pathlib.Path(path).expanduser()
     try:
         if directory.is_dir():
             return directory
-    except OSError as error:  # a parent that may not be searched, a name that is too long
+    except OSError as error:  # a parent without permission to search, a name that is too long
         raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
     expected = "expected a local directory with config.json and model.safetensors"
     if directory.exists():
@@ -48,11 +49,12 @@ def checkpoint_directory(path: str | os.PathLike) -> pathlib.Path:
 def open_regular(
     path: pathlib.Path, most: int | None = None, what: str = "a checkpoint"
 ) -> io.FileIO:
-    """A file of at most so many bytes, opened for reading, without a buffer. what: it is for
-    messages.
+    """Opens a file of at most `most` bytes for reading, without a buffer.
 
-    Raises OSError, and at once UserError for a larger file or one that is not regular: opening a
-    pipe would wait for a writer.
+    - `what`: the file's content, for messages.
+
+    Raises OSError. Raises UserError at once for a larger file and for one that is not regular,
+    since opening a pipe would wait for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -64,9 +66,10 @@ def open_regular(
 
 
 def read_bounded(path: pathlib.Path, most: int, what: str) -> bytes:
-    """The bytes of a file. Arguments and errors as in open_regular."""
+    """The bytes of a file. Arguments and errors: see open_regular."""
     with io.BufferedReader(open_regular(path, most, what)) as file:
-        # No more than is there: a reader takes memory for all that it is asked for.
+        # Asks for the size of the file only, since a reader allocates all bytes that it is asked
+        # for.
         return file.read(min(most, os.fstat(file.fileno()).st_size))
 
 
@@ -76,12 +79,16 @@ def require_own_file(
     most: int | None = None,
     what: str = "a checkpoint",
 ) -> int:
-    """The size of a file. Raises UserError unless path is a regular file of the checkpoint, of at
-    most so many bytes.
+    """The size of a regular file of the checkpoint.
 
-    directory: the checkpoint's (default: path's parent). A link must lead to where may_lead_to
-    allows: a checkpoint from a stranger must not make moejax read, or copy into a converted
-    checkpoint, other files of this machine. what: it is, for messages.
+    A link must lead to a place that may_lead_to allows: a checkpoint from a stranger must not make
+    moejax read other files of this machine, or copy them into a converted checkpoint.
+
+    - `most`: bytes.
+    - `what`: the file's content, for messages.
+    - `directory`: of the checkpoint (default: path's parent).
+
+    Raises UserError for any other file, and for more bytes.
     """
     try:
         status = path.stat()
@@ -104,7 +111,8 @@ def require_own_file(
 def check_size(
     path: pathlib.Path, status: os.stat_result, most: int | None, what: str = "a checkpoint"
 ) -> None:
-    """Raises UserError for a file that is not regular, or larger. Arguments as in open_regular."""
+    """Raises UserError for a larger file or one that is not regular. Arguments: see
+    open_regular."""
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         found = "a directory" if kind == stat.S_IFDIR else "a pipe, socket or device"
@@ -114,10 +122,11 @@ def check_size(
 
 
 def may_lead_to(real: pathlib.Path, home: pathlib.Path) -> bool:
-    """Whether a checkpoint's link may lead to `real`: into the checkpoint, or, in the hub's cache
-    (``models--*/snapshots``), to one of the cache's blobs. FOLLOW_LINKS allows all.
+    """Whether a checkpoint's link may lead to `real`: into the checkpoint or, in the hub's cache
+    (``models--*/snapshots``), to a blob of the cache. FOLLOW_LINKS allows every place.
 
-    real, home: without links; home: the checkpoint's directory or one in it.
+    - `real`: the target, without links.
+    - `home`: the checkpoint's directory or one in it, without links.
     """
     if real.is_relative_to(home) or os.environ.get(FOLLOW_LINKS) == "1":
         return True
@@ -129,8 +138,11 @@ def may_lead_to(real: pathlib.Path, home: pathlib.Path) -> bool:
 
 
 def read_json(path: pathlib.Path, nan: bool = False) -> dict:
-    """The JSON object in a file; UserError if it is missing, malformed or something else. nan: as
-    in parse_json."""
+    """The JSON object in a file. Raises UserError for a missing or malformed file and for another
+    value.
+
+    - `nan`: see parse_json.
+    """
     if not os.path.lexists(path):
         raise UserError(f"{path}: no such file; is {path.parent} a Hugging Face checkpoint?")
     require_own_file(path)

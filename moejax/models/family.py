@@ -1,4 +1,4 @@
-"""What makes a model family: how its config.json is read and what its tensors are called."""
+"""The parts of a model family: how its config.json is read, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ MOST = {
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**16
     ),
 }
-"""Fields whose number of things is built while reading: a hostile one must not fill the memory."""
+"""Field → largest value. Reading builds that many things, and a hostile value must not fill
+memory."""
 MOST_EOS = 1000
-"""End-of-sequence ids, in which each generated token is looked for."""
+"""Most end-of-sequence ids. The engine looks for each generated token among them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """raw: the parsed config.json. source: the file's name, for messages. Every method raises
-    UserError, naming the field, for a value of the wrong type or out of range."""
+    """Reads and checks the fields of a config.json. Every method raises UserError, which names the
+    field, for a value of a wrong type or out of range.
+
+    - `raw`: the parsed config.json.
+    - `source`: the file's name, for messages.
+    """
 
     raw: dict
     source: str
@@ -40,11 +45,11 @@ class Fields:
         return UserError(f"{self.source}: {message}")
 
     def has(self, key: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self.raw.get(key) is not None
 
     def integer(self, key: str, default: int | None, least: int = 1) -> int:
-        """default None: the field must be there."""
+        """An integer, `least` or more. default None: the field must be present."""
         value = self.raw.get(key, default)
         if not is_integer(value):
             raise self.refuse(f"{key} must be an integer, not {value!r}")
@@ -55,7 +60,7 @@ class Fields:
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """None where the field is null, or absent without a default."""
+        """An integer; None if the field is null, or absent without a default."""
         if self.raw.get(key, default) is None:
             return None
         return self.integer(key, default)
@@ -90,7 +95,7 @@ class Fields:
             raise self.refuse(f"{key} {value!r} is not implemented for this model, only {wanted}")
 
     def alias(self, first: str, second: str) -> Any:
-        """The value under either name; UserError if they differ."""
+        """The value under either name. Raises UserError if both are present and differ."""
         values = {key: self.raw[key] for key in (first, second) if self.has(key)}
         if len(values) == 2 and values[first] != values[second]:
             raise self.refuse(
@@ -131,8 +136,10 @@ class Fields:
         return dict(hidden_size=hidden, **counts, head_dim=head_dim)
 
     def rotary_width(self, head_dim: int, default: float) -> int | None:
-        """How many values of a head partial_rotary_factor says are rotated; None: all. default: the
-        family's factor."""
+        """How many values of a head are rotated, by partial_rotary_factor; None: all.
+
+        - `default`: the family's factor.
+        """
         part = rotary_part(self.raw, self.source, default)
         width = int(head_dim * part)
         if width < 2 or width % 2:
@@ -145,7 +152,7 @@ class Fields:
     def routing(
         self, experts: int, default_top_k: int | None, older: str = "num_experts_per_tok"
     ) -> dict[str, int]:
-        """num_experts and num_experts_per_tok, which fit together. older: another name of the
+        """num_experts and num_experts_per_tok, checked together. older: another name of the
         latter."""
         self.alias("num_experts_per_tok", older)
         name = older if self.has(older) else "num_experts_per_tok"
@@ -155,21 +162,24 @@ class Fields:
         return dict(num_experts=experts, num_experts_per_tok=top_k)
 
     def dense_first(self, layers: int, default: int) -> tuple[bool, ...]:
-        """Per layer, whether it has experts: all but the first first_k_dense_replace. default: the
-        family's."""
+        """For each layer, whether it has experts: all except the first first_k_dense_replace
+        layers. default: the family's number."""
         first = self.integer("first_k_dense_replace", default, least=0)
         moe = tuple(i >= first for i in range(layers))
         return self.some_experts(moe, f"first_k_dense_replace {first} of {layers} layers")
 
     def some_experts(self, moe: tuple[bool, ...], by: str) -> tuple[bool, ...]:
-        """moe: per layer, whether it has experts. Refuses a model of which none has; by: the fields
-        that say so, with their values."""
+        """Returns `moe`, and refuses a model without any layer of experts.
+
+        - `moe`: for each layer, whether it has experts.
+        - `by`: the fields that decide it, with values, for the message.
+        """
         if not any(moe):
             raise self.refuse(f"no layer has experts ({by}); moejax runs mixture-of-experts models")
         return moe
 
     def integers(self, key: str) -> frozenset[int]:
-        """The integers of a list, in which each layer is looked for; none if null or absent."""
+        """The integers of a list of layers; empty if the field is null or absent."""
         value = self.raw.get(key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(map(is_integer, value)):
@@ -177,7 +187,7 @@ class Fields:
         return frozenset(value)
 
     def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
-        """Per layer, whether it has the sliding window: layer_types, or the default."""
+        """For each layer, whether it has the sliding window: layer_types, or the default."""
         types = self.raw.get("layer_types")
         if types is None:
             return tuple(default)
@@ -194,7 +204,7 @@ class Fields:
         return tuple(known[t] for t in types)
 
     def same_attention(self, window: int | None, layers: int) -> None:
-        """Refuses layer_types other than the one window (tokens; None: none) in every layer."""
+        """Refuses layer_types unless every layer has this window (in tokens; None: no window)."""
         everywhere = (window is not None,) * layers
         if self.layer_types(everywhere) != everywhere:
             wanted = "full_attention" if window is None else "sliding_attention"
@@ -204,7 +214,7 @@ class Fields:
             )
 
     def window_everywhere(self, layers: int) -> int | None:
-        """sliding_window, of every layer."""
+        """sliding_window, if every layer has it."""
         window = self.optional_integer("sliding_window")
         self.same_attention(window, layers)
         return window
@@ -227,9 +237,12 @@ class Fields:
         partial: bool = False,
         tied: bool = False,
     ) -> dict[str, Any]:
-        """What every decoder has, under ModelConfig's names; the arguments are the family's
-        defaults. mscales: its longrope has short_mscale and long_mscale. partial: its
-        partial_rotary_factor is read, by rotary_width. tied: the head is the embedding."""
+        """Fields of ModelConfig that every decoder has. Arguments are the family's defaults.
+
+        - `mscales`: its longrope has short_mscale and long_mscale.
+        - `partial`: rotary_width reads its partial_rotary_factor.
+        - `tied`: the head is the embedding.
+        """
         longest = self.integer("max_position_embeddings", max_positions)
         rope = parse_rope(self.raw, longest, self.source, theta=theta, partial=partial)
         if not mscales and (rope.short_mscale, rope.long_mscale) != (None, None):
@@ -249,7 +262,7 @@ class Fields:
 
 
 def token_ids(value: Any, source: str) -> tuple[int, ...]:
-    """eos_token_id: one, a list, or none."""
+    """The ids of eos_token_id, which may be one id, a list or null."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_integer(i) and i >= 0 for i in ids):
         raise UserError(
@@ -261,23 +274,25 @@ def token_ids(value: Any, source: str) -> tuple[int, ...]:
 
 
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
-"""Tensor names and shapes, in the order in which a parameter concatenates them."""
+"""(name, shape) of the tensors that a parameter concatenates, in order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One architecture of transformers over the shared layers (moejax.models.layers).
 
-    architecture, model_type: as in config.json. aliases: names that published config.json files
-    give the architecture too. parse: its fields → ModelConfig; raises UserError.
-    layer_params: (config, whether the layer has experts) → the parameters of one layer except its
-    routed experts, by the names that LayerStack knows, each the tensors it is made of, named after
-    ``model.layers.N.``. experts: where routed experts are, after ``model.layers.N.``.
-    matrices: what gate, up and down are called there, of one expert; None: experts are always
-    stacked. stacked: what [E, 2·F, D], gate rows before up rows, and [E, D, F] are called there, of
-    all experts. wide_params: parameters kept in float32 whatever the run's dtype. final_norm_bias:
-    the final norm is a LayerNorm. ignores: (config, tensor name) → a tensor that transformers does
-    not read either.
+    - `architecture`, `model_type`: as in config.json.
+    - `parse`: its fields → ModelConfig; raises UserError.
+    - `layer_params`: (config, whether the layer has experts) → the parameters of one layer except
+      its routed experts, by the names of LayerStack; each lists its tensors, named after
+      ``model.layers.N.``.
+    - `aliases`: other names of the architecture in published config.json files.
+    - `experts`: where routed experts are, after ``model.layers.N.``.
+    - `matrices`: names of gate, up and down of one expert; None: experts are always stacked.
+    - `stacked`: names of [E, 2·F, D], gate rows before up rows, and [E, D, F] of all experts.
+    - `wide_params`: parameters that stay in float32, whatever the run's dtype.
+    - `final_norm_bias`: whether the final norm is a LayerNorm.
+    - `ignores`: (config, tensor name) → whether transformers does not read the tensor either.
     """
 
     architecture: str
@@ -294,15 +309,17 @@ class Family:
 
 
 def later_layer(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor belongs to the layers after the last, which predict several tokens and which
-    transformers leaves out."""
+    """Whether a tensor belongs to layers after the last one, which predict several tokens.
+    transformers leaves these out."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= config.num_hidden_layers
 
 
 def attention_params(config: ModelConfig, *, output_bias: bool) -> dict[str, Parts]:
-    """Norms and projections of grouped-query attention, without norms of q and k. output_bias:
-    o_proj has a bias too where q, k and v have one."""
+    """Norms and projections of grouped-query attention, without norms of q and k.
+
+    - `output_bias`: whether o_proj has a bias if q, k and v have one.
+    """
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     heads = (("q", queries), ("k", keys), ("v", keys))
@@ -322,7 +339,7 @@ def attention_params(config: ModelConfig, *, output_bias: bool) -> dict[str, Par
 def feed_forward_params(
     config: ModelConfig, width: int, name: str = "mlp.", key: str = ""
 ) -> dict[str, Parts]:
-    """gate, up and down of a gated feed-forward; key: in front of the parameters' names."""
+    """gate, up and down of a gated feed-forward. key: prefix of the parameters' names."""
     hidden, into = config.hidden_size, (f"{name}gate_proj", f"{name}up_proj")
     params: dict[str, Parts] = {
         f"{key}gate_up": tuple((f"{matrix}.weight", (width, hidden)) for matrix in into),

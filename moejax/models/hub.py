@@ -1,4 +1,4 @@
-"""Models by their names: the one in the package, and those of the Hugging Face hub."""
+"""Models by name: the one in the package, and those of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CONFIG = ("config.json", "generation_config.json")
 WORDS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 TEMPLATES = ("chat_template*", "*.jinja")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
-"""Not consolidated*.safetensors, *.bin or *.gguf, which hold the same weights again."""
+"""Files of weights. consolidated*.safetensors, *.bin and *.gguf would repeat the same weights."""
 
 SPARE_BYTES = 1 << 30
-"""What a download leaves free on the disk."""
+"""Bytes of the disk that a download leaves free."""
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -26,11 +26,12 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 def model_directory(
     model: str | os.PathLike[str], *, config_only: bool = False
 ) -> str | os.PathLike[str]:
-    """The checkpoint that a user names: "demo" is the one in the package; NAME/NAME[@REVISION],
-    where no path is called so, one of the hub. Anything else is a path, given back as it is.
+    """The checkpoint that a user names. "demo" is the one in the package. NAME/NAME[@REVISION] is a
+    model of the hub, unless a path has that name. Any other value is a path and returned unchanged.
 
-    config_only: of a model of the hub its config.json, and nothing else is downloaded. Raises
-    UserError as fetch_model.
+    - `config_only`: downloads only config.json of a model of the hub.
+
+    Raises UserError as fetch_model.
     """
     if model == "demo":
         config = pathlib.Path(str(directory.EMBEDDED / "config.json"))
@@ -42,22 +43,23 @@ def model_directory(
 
 
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
-    """Whether this is NAME/NAME or NAME/NAME@REVISION, as models of the hub are called, and no
-    path of this machine."""
+    """Whether this is NAME/NAME or NAME/NAME@REVISION, the form of the hub's names, and not a path
+    of this machine."""
     found = isinstance(model, str) and _ID.fullmatch(model)
     return bool(found) and not pathlib.Path(str(model)).expanduser().exists()
 
 
 def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
-    """The directory of a hub's model in its cache (HF_HOME, HF_HUB_CACHE), with what a run reads:
-    config, tokenizer, chat template and model*.safetensors. What is there needs no network; the
-    rest is downloaded, with bars, and goes on where an earlier try ended.
+    """Downloads what a run reads of a hub's model: config, tokenizer, chat template and
+    model*.safetensors. Returns the directory in the hub's cache (HF_HOME, HF_HUB_CACHE). Files in
+    the cache need no network, and an interrupted download continues.
 
-    hub_id: NAME/NAME, or NAME/NAME@REVISION of a branch, tag or commit. config_only: config.json
-    alone.
+    - `hub_id`: NAME/NAME, or NAME/NAME@REVISION with a branch, tag or commit.
+    - `config_only`: only config.json.
 
-    Raises UserError: no such model or revision, one that must be asked for, no safetensors in it,
-    no room on the disk, no network (or HF_HUB_OFFLINE=1) and not all of it in the cache.
+    Raises UserError for an unknown model or revision, a model that needs permission, one without
+    safetensors, too little room on the disk, and files that are not in the cache without a network
+    (or with HF_HUB_OFFLINE=1).
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -73,7 +75,7 @@ def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
         found = huggingface_hub.snapshot_download(repository, local_files_only=True, **options)
         if _is_whole(pathlib.Path(found), config_only):
             return pathlib.Path(found)
-    except (OSError, ValueError):  # nothing or not all of it is in the cache
+    except (OSError, ValueError):  # the cache lacks some or all files
         pass
     try:
         files = huggingface_hub.snapshot_download(repository, dry_run=True, **options)
@@ -91,7 +93,7 @@ def fetch_model(hub_id: str, *, config_only: bool = False) -> pathlib.Path:
 
 
 def _is_whole(snapshot: pathlib.Path, config_only: bool) -> bool:
-    """Whether config.json and, but for config_only, all shards are there."""
+    """Whether config.json and, unless config_only, all shards are present."""
     if config_only or not (snapshot / "config.json").is_file():
         return (snapshot / "config.json").is_file()
     index = snapshot / "model.safetensors.index.json"
@@ -120,13 +122,13 @@ def _check_room(hub_id: str, cache: pathlib.Path, nbytes: int) -> None:
     free = shutil.disk_usage(there).free
     if nbytes > free - SPARE_BYTES:
         raise UserError(
-            f"{hub_id}: {nbytes / 1e9:.1f} GB are to be downloaded, and {cache} has "
-            f"{free / 1e9:.1f} GB free; make room, or name another place by HF_HUB_CACHE"
+            f"{hub_id}: {nbytes / 1e9:.1f} GB must be downloaded, and {cache} has "
+            f"{free / 1e9:.1f} GB free; make room, or set HF_HUB_CACHE to another place"
         )
 
 
 def _why(error: Exception) -> str:
-    """A hub's error for people."""
+    """The reason of an error of the hub, in words."""
     from huggingface_hub import errors
 
     kinds = {
@@ -140,7 +142,7 @@ def _why(error: Exception) -> str:
         errors.OfflineModeIsEnabled: "not all of it is in the hub's cache, and HF_HUB_OFFLINE "
         "forbids to download it",
     }
-    # A snapshot that cannot be planned is an error of its own, because of the hub's answer.
+    # An error of planning a snapshot has the hub's answer as its cause.
     because = [error, error.__cause__, error.__context__]
     for kind, text in kinds.items():
         if any(isinstance(one, kind) for one in because):

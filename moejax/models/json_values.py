@@ -1,4 +1,4 @@
-"""JSON and YAML from strangers: what is accepted, and which numbers its values are."""
+"""Reads JSON and YAML from strangers, within limits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import yaml
 from moejax.errors import UserError
 
 MOST_VALUES = 4_000_000
-"""Values of a JSON text, a few seconds of parsing; the header of 100,000 tensors has 800,000."""
+"""Most values of a JSON text: a few seconds of parsing. A header of 100,000 tensors has 800,000."""
 
 MOST_YAML = 256 << 10
-"""Characters of a YAML text, a few seconds of parsing."""
+"""Most characters of a YAML text: a few seconds of parsing."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer; true and false, which Python counts as such, are none."""
+    """Whether a value is an integer. True and False are not, although Python counts them as
+    integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -29,11 +30,13 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def parse_json(text: str | bytes, nan: bool = False) -> Any:
-    """The value of a JSON text as the standard has it; ValueError otherwise.
+    """The value of a standard JSON text. Raises ValueError for anything else.
 
-    Unlike json.loads, refuses a key given twice (readers disagree on which one counts), NaN and
-    infinite numbers and names that are not Unicode, brackets nested beyond Python's stack, and more
-    than MOST_VALUES values. nan: NaN and infinite numbers are allowed.
+    Unlike json.loads it refuses a key given twice (readers disagree on which one counts), NaN and
+    infinite numbers, names that are not Unicode, brackets nested beyond Python's stack, and more
+    than MOST_VALUES values.
+
+    - `nan`: allow NaN and infinite numbers.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -74,9 +77,10 @@ def _finite(digits: str) -> float:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text without aliases, which make a short text a value without end.
+    """The value of a YAML text. Aliases are refused, since they make an endless value of a short
+    text.
 
-    ValueError for those, for more than MOST_YAML characters and for what is no YAML.
+    Raises ValueError for aliases, more than MOST_YAML characters, and invalid YAML.
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"{len(text)} characters of YAML; at most {MOST_YAML} are read")
@@ -84,27 +88,31 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _PlainLoader)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
-    except Exception as error:  # of YAML, and whatever int, float and datetime raise
+    except Exception as error:  # errors of YAML, int, float and datetime
         raise ValueError(str(error) or repr(error)) from None
 
 
 def read_yaml_mapping(path: str | os.PathLike[str], of: str) -> dict[str, Any]:
-    """The mapping that a YAML or JSON file is; `of` says what it holds. Raises UserError for a file
-    that cannot be read or is something else."""
+    """The mapping in a YAML or JSON file.
+
+    - `of`: what the mapping holds, for messages.
+
+    Raises UserError for a file that cannot be read or holds something else.
+    """
     try:
         with open(path, "rb") as file:  # which may be a pipe
             found = parse_yaml(file.read(MOST_YAML + 1).decode())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
+        raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} must be a mapping {of}, not {type(found).__name__}")
     return found
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML's plain values; of integers those that Python prints."""
+    """Reads YAML's plain values, and integers that Python can print."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

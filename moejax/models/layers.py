@@ -43,7 +43,7 @@ from pallas_kernels.route import (
 
 
 def linear_options(ops: Ops, tokens: Tokens | None = None) -> LinearOptions:
-    """How the ops compute products, of the tokens' row tiles or, without tokens, of all rows."""
+    """Options of products: for the tokens' row tiles or, without tokens, for all rows."""
     rows = {} if tokens is None else {"row_tile": tokens.row_tile, "tiles": tokens.tiles}
     return LinearOptions(
         **rows,
@@ -54,15 +54,16 @@ def linear_options(ops: Ops, tokens: Tokens | None = None) -> LinearOptions:
 
 
 class LayerStack(nnx.Module):
-    """A run of consecutive equal layers; parameters have a leading axis over the run's layers.
+    """A run of consecutive equal layers. Parameters have a leading axis over the run's layers.
 
-    Which parameters there are decides what is computed: norms of q and k, biases, LayerNorm instead
-    of RMSNorm, latent attention, a shared expert. Methods take `i`, the layer's index in the run,
-    and pass the stacks whole to the ops, so that a scan over i copies nothing where the ops are
-    kernels. `first_layer` counts all layers, `first_moe_layer` those with experts; `window` is the
-    run's sliding window.
+    The parameters decide what is computed: norms of q and k, biases, LayerNorm instead of RMSNorm,
+    latent attention, a shared expert. Methods take `i`, the layer's index in the run, and pass
+    whole stacks to the ops, so a scan over i copies nothing if the ops are kernels. `first_layer`
+    counts all layers, `first_moe_layer` only layers with experts, and `window` is the run's sliding
+    window.
 
-    params: the run's arrays as moejax.checkpoints.load returns them, weights in [out, in] order.
+    - `params`: the run's arrays as moejax.checkpoints.load returns them, weights in [out, in]
+      order.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class LayerStack(nnx.Module):
         self.size = params["input_norm"].shape[0]
         self.weights = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
         frequencies, self.attention_factor = inverse_frequencies(config.rope, config.rotary_dim)
-        if config.rotary_width is not None:  # what is not rotated is turned by no angle
+        if config.rotary_width is not None:  # values that are not rotated have angle 0
             frequencies = np.pad(frequencies, (0, config.head_dim // 2 - frequencies.size))
         self.inverse_frequencies = nnx.Variable(jnp.asarray(frequencies, jnp.float32))
 
@@ -92,19 +93,19 @@ class LayerStack(nnx.Module):
         return self.weights[name][...] if name in self.weights else None
 
     def gives_squares(self, rows: int) -> bool:
-        """Whether the router's product normalises so many rows of x itself, so that the `squares`
-        of x that attend gives save its programs reading them."""
+        """Whether the router's product normalises this many rows of x itself. Then the `squares` of
+        x that attend returns save its programs from reading the rows."""
         within = normalises_within(rows, linear_options(self.ops))
         made = self.config.residual_multiplier == 1 and self.ops.ends_layers
         return self.is_moe and within and made and "post_norm_bias" not in self.weights
 
     def takes_squares(self, rows: int) -> bool:
-        """As gives_squares, of the first product of attention, for which attend takes those of its
-        x."""
+        """The same as gives_squares for attention's first product, for which attend takes squares
+        of x."""
         return self.gives_squares(rows) and self.config.attention.takes_squares
 
     def _product_operands(self, name, i, tokens):
-        """Weights, their layer, the bias and options of a product."""
+        """Weights, layer index, bias and options of a product."""
         bias = self.optional_weight(f"{name}_bias")
         return self.weight(name), i, bias, linear_options(self.ops, tokens)
 
@@ -113,13 +114,13 @@ class LayerStack(nnx.Module):
         return linear(x, *operands, out_dtype=out_dtype, residual=residual)
 
     def _plus(self, x, y, name, i, tokens):
-        """x plus the product of y, one op where the model has no factor between."""
+        """x plus the product of y: one op if the model has no factor between them."""
         if self.config.residual_multiplier == 1:
             return self.linear(y, name, i, tokens, residual=x)
         return x + self._scale_added(self.linear(y, name, i, tokens))
 
     def _plus_with_squares(self, x, y, name, i, tokens):
-        """(_plus where there is no factor, its tile_squares)."""
+        """(_plus without a factor, its tile_squares)."""
         return linear_with_squares(y, *self._product_operands(name, i, tokens), residual=x)
 
     def norm(self, x, name, i, eps=None):
@@ -127,14 +128,14 @@ class LayerStack(nnx.Module):
         return norm(x, self.weight(name), self.optional_weight(f"{name}_bias"), i, eps, self.ops)
 
     def norm_linear(self, x, norm_name, name, i, tokens, squares=None):
-        """The product of x behind its norm, where nothing else reads what is normalised."""
+        """The product of normalised x, if nothing else reads the normalised values."""
         if f"{norm_name}_bias" in self.weights:  # a LayerNorm
             return self.linear(self.norm(x, norm_name, i), name, i, tokens)
         norm = Norm(self.weight(norm_name), self.config.rms_norm_eps, squares)
         return norm_linear(x, norm, *self._product_operands(name, i, tokens))
 
     def _scale_added(self, y):
-        """What a layer adds to its input; of routed experts the weights have the factor."""
+        """Scales what a layer adds to its input. For routed experts the weights have the factor."""
         return scale(y, self.config.residual_multiplier)
 
     def attend(
@@ -148,11 +149,13 @@ class LayerStack(nnx.Module):
         counters: jax.Array | None = None,
         with_squares: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """x [T, D] plus its attention; keys and values of the tokens go to their pages. squares:
-        tile_squares of x, where the stack takes them. counters: as for write_and_attend.
-        with_squares: whether to give those of the sum, see gives_squares.
+        """Adds attention to x [T, D] and writes the tokens' keys and values to their pages.
 
-        Returns (x, arena, squares of that x, or None without them, counters).
+        - `squares`: tile_squares of x, if the stack takes them.
+        - `counters`: see write_and_attend.
+        - `with_squares`: return squares of the sum; see gives_squares.
+
+        Returns (x, arena, squares of the new x or None, counters).
         """
         with jax.named_scope("attend"):
             given = i, x, arena, tokens, page, squares, counters
@@ -161,7 +164,7 @@ class LayerStack(nnx.Module):
                 x, squares = self._plus_with_squares(x, attended, "o", i, tokens)
             else:
                 x, squares = self._plus(x, attended, "o", i, tokens), None
-            # The borders between a layer's parts are fixed points of rounding (contract 1e).
+            # Values between a layer's parts are always rounded here (contract 1e).
             x, squares = lax.optimization_barrier((x, squares))
             return x, arena, squares, counters
 
@@ -173,10 +176,15 @@ class LayerStack(nnx.Module):
         favour: jax.Array | None = None,
         squares: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """x [T, D] -> (x plus its shared expert where there is one, normalised x, ids [T, K]
-        ascending, weights [T, K]). favour float32[E]: added to the scores for the choice, not for
-        the weights, beside the model's own correction; None: nothing is. squares: as attend gives
-        them with x, here and below."""
+        """Routes x [T, D].
+
+        - `favour`: float32[E], added to the scores for the choice, not for the weights, beside the
+          model's correction; None: nothing.
+        - `squares`: of x, as attend returns them, here and below.
+
+        Returns (x plus its shared expert if there is one, normalised x, ids [T, K] ascending,
+        weights [T, K]).
+        """
         with jax.named_scope("route"):
             x, normed, logits = self._score(i, x, tokens, squares)
             correction, row = self._correction(), i
@@ -204,7 +212,7 @@ class LayerStack(nnx.Module):
         squares: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, Tables, jax.Array, Plan]:
         """(x, normed, ids, weights) as `route` returns them, then the tables, records and plan that
-        the op returns: kernels do all of it in one launch where the rows are few."""
+        the op returns. Kernels do all of it in one launch if the rows are few."""
         with jax.named_scope("route"):
             x, normed, logits = lax.optimization_barrier(self._score(i, x, tokens, squares))
             routed = route_and_plan(
@@ -226,7 +234,7 @@ class LayerStack(nnx.Module):
         counters: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         """(x, normed, ids, weights) as `route` returns them, then the records, the list of experts,
-        its length and the counters, as the op returns them."""
+        its length and the counters that the op returns."""
         with jax.named_scope("route"):
             operands = RouteOperands(tokens.valid, self._correction(), i)
             kept = operands, records, self.first_moe_layer + i, counters
@@ -244,7 +252,7 @@ class LayerStack(nnx.Module):
             return lax.optimization_barrier((x, normed, *routed))
 
     def _score(self, i, x, tokens, squares):
-        """(x plus its shared expert where there is one, normalised x, router logits in parts)."""
+        """(x plus its shared expert if there is one, normalised x, router logits in parts)."""
         if "post_norm_bias" in self.weights:  # a LayerNorm
             normed = self.norm(x, "post_norm", i)
             logits = self._router_logits(i, normed, tokens)
@@ -264,17 +272,16 @@ class LayerStack(nnx.Module):
         return None if correction is None else correction.reshape(len(correction), -1)
 
     def router_scores(self, i: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
-        """normed [T, D], as route gives it -> float32[T, E]: what the router chooses from."""
+        """The router's scores float32[T, E] for normed [T, D], which route returned."""
         logits = sum_of_parts(self._router_logits(i, normed, tokens))
         return route_scores(logits, self.config.route_rule)
 
     def _router_logits(self, i, normed, tokens):
-        """float32[S, T, E], in parts."""
+        """Router logits in parts, float32[S, T, E]."""
         return linear_parts(normed, self.weight("router"), i, linear_options(self.ops, tokens))
 
     def _plus_shared_expert(self, i, x, normed, tokens):
-        """x plus the expert that every token goes through, behind a gate of its own in
-        Qwen2-MoE."""
+        """x plus the expert that every token uses. In Qwen2-MoE it has a gate."""
         with jax.named_scope("shared_expert"):
             hidden = self._gate(normed, "shared_", i, tokens)
             if "shared_gate" not in self.weights:
@@ -291,14 +298,14 @@ class LayerStack(nnx.Module):
             return lax.optimization_barrier(self._plus(x, hidden, "down", i, tokens))
 
     def _gate(self, normed, key, i, tokens):
-        """The activated gate times the other half, before the product with `down`."""
+        """The activated gate times up, before the product with `down`."""
         gate_up = self.linear(normed, f"{key}gate_up", i, tokens, out_dtype=jnp.float32)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         return (ACTIVATIONS[self.config.hidden_act](gate) * up).astype(normed.dtype)
 
 
 def scale(x: jax.Array, factor: float) -> jax.Array:
-    """x times a factor that x's dtype may not hold, rounded once."""
+    """x times a factor that x's dtype may not represent, rounded once."""
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
@@ -310,17 +317,17 @@ def norm(
     eps: float,
     ops: Ops,
 ) -> jax.Array:
-    """RMSNorm over the last axis, or LayerNorm where there are biases; both [L, D]."""
+    """RMSNorm over the last axis, or LayerNorm if there are biases; both [L, D]."""
     if biases is None:
         return rms_norm(x, weights, layer, eps, implementation=ops.rms_norm)
     return layer_norm(x, weights, biases, layer, eps, implementation=ops.layer_norm)
 
 
 class Decoder(nnx.Module):
-    """The dense part of a model; routed experts live in the store and the arena.
+    """The dense part of a model. Routed experts are in the store and the arena.
 
-    params: the tree that moejax.checkpoints.load returns. ops: which implementation of each op
-    runs.
+    - `params`: the tree that moejax.checkpoints.load returns.
+    - `ops`: the implementation of each op.
     """
 
     def __init__(self, config: ModelConfig, params: dict[str, Any], ops: Ops):
@@ -345,14 +352,16 @@ class Decoder(nnx.Module):
         self.runs = nnx.List(runs)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """tokens int32[...] -> [..., D]."""
+        """Embeddings [..., D] of tokens int32[...]."""
         x, factor = self.embedding[...][tokens], self.config.embedding_multiplier
-        # A border between parts: no layer's sum may take in the product.
+        # A barrier between parts, so that no layer's sum is fused with this product.
         return x if factor == 1 else lax.optimization_barrier(scale(x, factor))
 
     def logits(self, x: jax.Array, row_tile: int, tiles: jax.Array | None = None) -> jax.Array:
-        """Hidden states [T, D] after the last layer -> float32 logits [T, V]. row_tile, tiles: as
-        linear's."""
+        """float32 logits [T, V] of hidden states [T, D] after the last layer.
+
+        - `row_tile`, `tiles`: see linear.
+        """
         with jax.named_scope("logits"):
             weight, bias = self.final_norm[...][None], self.final_norm_bias
             bias = None if bias is None else bias[...][None]

@@ -1,4 +1,4 @@
-"""The numbers that define a model's computation, whatever its family."""
+"""The numbers that define a model's computation, for every family."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pallas_kernels.route import RouteRule
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense, all
-    with the same sliding window (tokens; None: all are seen)."""
+    """Consecutive layers of one kind: `count` layers from layer `start`, all MoE or all dense, with
+    the same sliding window (in tokens; None: no window)."""
 
     moe: bool
     start: int
@@ -31,21 +31,27 @@ class Run:
 class ModelConfig:
     """The numbers that define the computation, under transformers' names.
 
-    moe_layers: per layer, whether its MLP is a mixture of experts. hidden_act: one of ACTIVATIONS
-    ("swish" is read as "silu"). rms_norm_eps: of LayerNorms too. sliding_window: tokens each query
-    sees, itself included, in the layers of window_layers (None: in every layer); None: all.
-    attention_bias: of q, k and v. clip_qkv: q, k and v are clipped to ± this. attention_scale: of
-    scores; None: head_dim^-0.5. qk_norm: heads of q and k are normalised, in families where that
-    is a choice. rotary_width: first values of a head that are rotated; None: all.
-    rope_interleave: the rotated values are pairs (2i, 2i + 1), not halves. attention: how a layer
-    attends, and what its pages hold. embedding_multiplier, residual_multiplier: factors of
-    embeddings, and of all that a layer adds to its input; logits_scaling: divides logits.
-    shared_width: intermediate size of the expert that every token goes through; 0: none. dtype:
-    the checkpoint's, one of DTYPES; None where the config does not say (`load_checkpoint` fills
-    it in from the weights). eos_token_ids: empty if there is none.
-
-    Routing: scoring_func "softmax", "sigmoid" or "sparsemixer", see pallas_kernels.route.RouteRule
-    for the others.
+    - `moe_layers`: for each layer, whether its MLP is a mixture of experts.
+    - `hidden_act`: one of ACTIVATIONS ("swish" is read as "silu").
+    - `rms_norm_eps`: of LayerNorms too.
+    - `sliding_window`: tokens that each query sees, itself included, in the layers of
+      `window_layers` (None: in every layer); None: all tokens.
+    - `attention_bias`: whether q, k and v have biases.
+    - `clip_qkv`: q, k and v are clipped to ± this.
+    - `attention_scale`: factor of scores; None: head_dim^-0.5.
+    - `qk_norm`: whether heads of q and k are normalised, in families with that choice.
+    - `rotary_width`: how many first values of a head are rotated; None: all.
+    - `rope_interleave`: rotated values are pairs (2i, 2i + 1), not halves.
+    - `attention`: the kind of attention, which owns the layout of pages.
+    - `embedding_multiplier`, `residual_multiplier`: factors of embeddings, and of all that a layer
+      adds to its input.
+    - `logits_scaling`: divides logits.
+    - `shared_width`: intermediate size of the expert that every token uses; 0: there is none.
+    - `dtype`: the checkpoint's, one of DTYPES; None: the config does not say, and `load_checkpoint`
+      takes it from the weights.
+    - `eos_token_ids`: empty if there is none.
+    - `scoring_func`: "softmax", "sigmoid" or "sparsemixer". Other fields of routing: see
+      pallas_kernels.route.RouteRule.
     """
 
     architecture: str
@@ -108,7 +114,7 @@ class ModelConfig:
 
     @property
     def route_rule(self) -> RouteRule:
-        """How router logits become experts and weights, the residual multiplier among them."""
+        """The rule from router logits to experts and weights, including the residual multiplier."""
         return RouteRule(
             top_k=self.num_experts_per_tok,
             normalize=self.norm_topk_prob,
@@ -126,7 +132,7 @@ class ModelConfig:
         return self.attention.rotary_dim(self)
 
     def page(self, block_size: int) -> KVPage:
-        """How KV lies in a page of so many tokens."""
+        """The layout of a page of `block_size` tokens."""
         return self.attention.page(self, block_size)
 
     def expert_layout(self, itemsize: int) -> RecordFormat:
@@ -140,8 +146,11 @@ class ModelConfig:
         versions: Sequence[str] = ("dense",),
         dtype: str | None = None,
     ) -> SlotLayout:
-        """How slots of an arena are cut for this model. itemsize: bytes of a weight. versions,
-        dtype: see host_offload.memory.layout.slot_layout."""
+        """The layout of this model's slots.
+
+        - `itemsize`: bytes of a weight.
+        - `versions`, `dtype`: see host_offload.memory.layout.slot_layout.
+        """
         page = self.page(1)
         return slot_layout(
             hidden=self.hidden_size,
@@ -156,7 +165,8 @@ class ModelConfig:
 
 
 def config_digest(config: ModelConfig) -> str:
-    """Names a model's configuration: SHA-256 of its fields as JSON with sorted keys, in hex."""
+    """The digest of a model's configuration: SHA-256, in hex, of its fields as JSON with sorted
+    keys."""
     fields = dataclasses.asdict(config)
     # Files of older releases have digests with this name and None for grouped-query attention.
     fields["mla"] = fields.pop("attention") or None

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: what config.json says about them, and their frequencies."""
+"""Rotary position embeddings: their fields in config.json, and their frequencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moejax.errors import UserError
 from moejax.models.json_values import is_integer, is_number
 
 LARGEST = 1e30
-"""The largest number of a config; a float32 still holds it. JSON's integers have no end."""
+"""The largest number of a config. A float32 holds it, while JSON's integers have no limit."""
 
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -21,7 +21,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor", "short_mscale", "long_mscale"),
 }
-"""The numbers among Rope's fields that a type reads, beside theta and the context length."""
+"""Type → the numbers of Rope that it reads, beside theta and the context length."""
 
 ROPE_TYPES = tuple(_NUMBERS)
 
@@ -35,11 +35,14 @@ _REFUSED_TYPES = {
 class Rope:
     """The parameters of one kind of rotary embedding, named as in config.json's rope_parameters.
 
-    type: one of ROPE_TYPES. Fields that the type does not use keep their defaults.
-    original_max_position_embeddings: tokens, the context length before scaling. short_factor,
-    long_factor: of each pair of values (longrope). short_mscale, long_mscale: the factor on cosine
-    and sine instead of attention_factor (Phi-3.5-MoE). long: whether the long ones are used, see
-    for_length.
+    Fields that a type does not use keep their defaults.
+
+    - `type`: one of ROPE_TYPES.
+    - `original_max_position_embeddings`: the context length before scaling, in tokens.
+    - `short_factor`, `long_factor`: one for each pair of values (longrope).
+    - `short_mscale`, `long_mscale`: the factor of cosine and sine in place of attention_factor
+      (Phi-3.5-MoE).
+    - `long`: whether the long factors are used; see for_length.
     """
 
     theta: float = 10_000.0
@@ -61,13 +64,13 @@ class Rope:
     long: bool = False
 
     def for_length(self, max_model_len: int) -> Rope:
-        """The rope of an engine whose sequences have at most so many tokens.
+        """The rope of an engine whose sequences have at most `max_model_len` tokens.
 
         Longrope has one set of factors up to the original context length and another beyond it.
-        Keys stay in the pages, so the set cannot change within a sequence: as in vLLM it is chosen
+        Keys stay in the pages, so the set cannot change within a sequence. As in vLLM it is chosen
         once, by the longest sequence that the engine allows. transformers chooses by each call's
-        longest position; for Phi-3.5-MoE its 5.24 takes the short factors for any length (with
-        long_mscale beyond the original one), unlike that model's own code.
+        longest position. For Phi-3.5-MoE transformers 5.24 takes the short factors for any length
+        (with long_mscale beyond the original one), unlike that model's own code.
         """
         longer = max_model_len > self.original_max_position_embeddings
         return dataclasses.replace(self, long=self.type == "longrope" and longer)
@@ -84,10 +87,13 @@ def parse_rope(
     """The Rope of a whole config.json, from the older keys (rope_theta, rope_scaling with "type"
     or "rope_type") and those of transformers 5 (rope_parameters), which may both be present.
 
-    raw: the parsed config.json. max_position_embeddings: tokens, the original context length where
-    the config names none. theta: the family's default. partial: the family may rotate a part of
-    each head, see rotary_part. Raises UserError, naming source and field,
-    for contradictions, wrong types and what is not implemented.
+    - `raw`: the parsed config.json.
+    - `max_position_embeddings`: the original context length, in tokens, if the config names none.
+    - `theta`: the family's default.
+    - `partial`: whether the family may rotate a part of each head; see rotary_part.
+
+    Raises UserError, which names source and field, for contradictions, wrong types and values that
+    are not implemented.
     """
     new = _table(raw, "rope_parameters", source)
     old = _table(raw, "rope_scaling", source)
@@ -112,7 +118,7 @@ def parse_rope(
             f"supported: {', '.join(ROPE_TYPES)}"
         )
     fields: dict[str, Any] = {"theta": _number(table, "rope_theta", source, above=1.0)}
-    if kind not in ("default", "linear"):  # which read no length, whatever it is
+    if kind not in ("default", "linear"):  # these types read no length
         original = _original_length(raw, table, max_position_embeddings, source)
         fields["original_max_position_embeddings"] = original
         # A factor of null means the ratio of the context lengths, as in transformers.
@@ -121,9 +127,12 @@ def parse_rope(
 
 
 def rotary_part(raw: dict, source: str, default: float) -> float:
-    """The part of each head's values that is rotated, above 0 and at most 1: partial_rotary_factor
-    of a whole config.json's rope_parameters or rope_scaling, else its own: transformers writes a
-    default of 0.5 beside the value that it reads. Raises UserError."""
+    """The share of each head's values that is rotated, above 0 and at most 1.
+
+    It is partial_rotary_factor of config.json's rope_parameters or rope_scaling, otherwise of
+    config.json itself: transformers writes a default of 0.5 there, beside the value that it reads.
+    Raises UserError.
+    """
     field = "partial_rotary_factor"
     tables = *(_table(raw, key, source) for key in ("rope_parameters", "rope_scaling")), raw
     value = next((table[field] for table in tables if table.get(field) is not None), default)
@@ -133,7 +142,7 @@ def rotary_part(raw: dict, source: str, default: float) -> float:
 
 
 def _scaling(table: dict[str, Any], kind: str, source: str) -> dict[str, Any]:
-    """What a table of this type says of the scaling, under Rope's names; no null."""
+    """The fields of scaling in a table of this type, under Rope's names, without null."""
 
     def lacks(field: str, what: str = "") -> UserError:
         return UserError(f"{source}: rope type {kind!r} needs rope_parameters.{field}{what}")
@@ -167,7 +176,7 @@ def _scaling(table: dict[str, Any], kind: str, source: str) -> dict[str, Any]:
 
 
 def _number(table: dict[str, Any], field: str, source: str, above: float = 0.0) -> float | None:
-    """A number of rope_parameters, None where it is null or absent."""
+    """A number of rope_parameters; None if it is null or absent."""
     value = table.get(field)
     if value is None:
         return None
@@ -181,16 +190,17 @@ def _number(table: dict[str, Any], field: str, source: str, above: float = 0.0) 
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """The angle per token of each pair of a head's values, and the factor on cos and sin.
+    """The angle per token of each pair of a head's values, and the factor of cosine and sine.
 
-    Returns (float32[head_dim / 2], attention_factor); the angle of pair i at position p is
-    p · frequencies[i] radians, and pair i is the values i and i + head_dim/2. The formulas are
-    those of transformers' modeling_rope_utils: linear (kaiokendev), llama3 (Llama 3.1), yarn (YaRN,
-    arXiv:2309.00071, section 3), longrope (arXiv:2402.13753). Raises ValueError for longrope
+    Pair i is values i and i + head_dim/2, and its angle at position p is p · frequencies[i]
+    radians. The formulas are those of transformers' modeling_rope_utils: linear (kaiokendev),
+    llama3 (Llama 3.1), yarn (YaRN, arXiv:2309.00071, section 3), longrope (arXiv:2402.13753).
+
+    Returns (frequencies float32[head_dim / 2], attention_factor). Raises ValueError for longrope
     factors of another number of pairs.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # Powers in float64 and rounded once: within one unit of torch's float32 pow on every platform.
+    # Powers in float64, rounded once: within one unit of torch's float32 pow on every platform.
     periods = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / periods
     if rope.type == "default":
@@ -213,7 +223,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _longrope_attention_factor(rope: Rope) -> float:
-    """LongRoPE, arXiv:2402.13753, with transformers' rule for models that give no factor."""
+    """LongRoPE's factor (arXiv:2402.13753), by transformers' rule for models that state none."""
     mscale = rope.long_mscale if rope.long else rope.short_mscale
     if mscale is not None:
         return mscale
@@ -225,7 +235,7 @@ def _longrope_attention_factor(rope: Rope) -> float:
 
 
 def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
-    """Long waves divided by the factor, short ones kept, those between blended."""
+    """Divides the frequencies of long waves by the factor, keeps short ones, and blends between."""
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = rope.original_max_position_embeddings * plain / np.float32(2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0).astype(np.float32)
@@ -249,7 +259,8 @@ def _yarn_ramp(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's growth of scores with the context length, section 3.4; weight: `mscale`."""
+    """YaRN's factor of scores, which grows with the context length (section 3.4). weight:
+    `mscale`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

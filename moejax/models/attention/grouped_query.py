@@ -17,14 +17,14 @@ def reorders_heads(config: AttentionNumbers) -> bool:
 
 
 def norms_apart(config: AttentionNumbers) -> bool:
-    """Whether clipping or another order comes between the norms of q and k and the rotation, so
-    that kv_write, which does both at once, cannot do the norms."""
+    """Whether clipping or reordering comes between the norms of q and k and the rotation. kv_write,
+    which does both at once, then cannot compute the norms."""
     return config.clip_qkv is not None or reorders_heads(config)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedQueryAttention:
-    """As AttentionKind. q, k and v are one product."""
+    """Grouped-query attention, an AttentionKind. q, k and v are one product."""
 
     ops = ("kv_write",)
     products = ()
@@ -40,7 +40,7 @@ class GroupedQueryAttention:
         return config.rotary_width or config.head_dim
 
     def project(self, stack: AttentionLayer, i, x, tokens, squares):
-        """Heads of q, then of k, then of v [T, N] of normalised x."""
+        """Normalises and projects x. Returns the heads of q, then k, then v [T, N]."""
         return stack.norm_linear(x, "input_norm", "qkv", i, tokens, squares)
 
     def attend(self, stack, i, x, arena, tokens, page, squares, counters):
@@ -74,8 +74,8 @@ GROUPED_QUERY = GroupedQueryAttention()
 
 
 def _norm_projections(stack: AttentionLayer, i, qkv, page):
-    """qkv with q and k normalised, over as many values at once as the norms have: all heads
-    (OLMoE) or one."""
+    """qkv with q and k normalised, over as many values at once as the norms have weights: all heads
+    (OLMoE) or one head."""
     width = page.kv_heads * page.head_dim
     q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * width, qkv.shape[1] - width), axis=1)
 
@@ -87,9 +87,9 @@ def _norm_projections(stack: AttentionLayer, i, qkv, page):
 
 
 def _pair_by_halves(config: AttentionNumbers, qkv, page):
-    """qkv with the values of each head of q and k in the order that kv_write rotates, pair i
-    being the values i and i + hd/2: the rotated pairs first, then those that have no angle.
-    The same order for q and k changes no score but by the order of its sum."""
+    """qkv with the values of each head of q and k in the order that kv_write rotates: pair i is
+    values i and i + hd/2, rotated pairs first, then values without an angle. q and k have the same
+    order, so scores change only by the order of their sums."""
     width, rotated = page.kv_heads * page.head_dim, config.rotary_width or config.head_dim
     qk, v = jnp.split(qkv, [qkv.shape[1] - width], axis=1)
     turned, passed = jnp.split(qk.reshape(len(qk), -1, page.head_dim), [rotated], axis=2)

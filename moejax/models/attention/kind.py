@@ -1,4 +1,4 @@
-"""What a kind of attention owns: the page that it writes and reads, and the ops that do so."""
+"""The interface of a kind of attention: its page, and the ops that write and read it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pallas_kernels.paged_attention import AttentionOptions
 
 
 class Tokens(NamedTuple):
-    """The tokens a step computes, T rows of which the first `tiles` · row_tile are in use."""
+    """The tokens of a step: T rows, of which the first `tiles` · row_tile are in use."""
 
     positions: jax.Array
-    """int32[T]: within their sequences."""
+    """int32[T]: positions within their sequences."""
     valid: jax.Array
     """bool[T]: rows that hold a token."""
     pages: jax.Array
-    """int32[T]: KV row of the page each token is written to; −1: none."""
+    """int32[T]: KV row of the page that each token is written to; −1: it is not written."""
     tiles: jax.Array
     """int32: row tiles in use."""
     row_tile: int
     """Rows of one matrix product."""
     attention: Callable[..., jax.Array]
-    """Decode's or prefill's reading of the pages: (q [T, H, hd], arena, layer=, options=) ->
+    """Attention of decode or prefill: (q [T, H, hd], arena, layer=, options=) ->
     [T, H·hd]; of latent pages (q [T, H, latent], arena, q_rope=[T, H, hd − latent], ...) ->
     [T, H·latent]."""
     write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]] | None = None
-    """Decode's kv_write and attention in one, of the step's block table; None: one by one."""
+    """Decode's kv_write and attention as one op; None: they are two ops."""
 
 
 OPS = ("kv_write", "latent_write", "head_linear")
-"""Ops that steps have for some kinds only."""
+"""Ops that only some kinds use."""
 
 
 class AttentionNumbers(Protocol):
@@ -66,7 +66,7 @@ class AttentionNumbers(Protocol):
 
 
 class AttentionLayer(Protocol):
-    """The run of layers that a kind attends for: `LayerStack`, which has the weights."""
+    """The run of layers that calls a kind: `LayerStack`, which has the weights."""
 
     config: Any
     """AttentionNumbers."""
@@ -87,16 +87,16 @@ class AttentionLayer(Protocol):
 
 
 class AttentionKind(Protocol):
-    """One way to attend, a frozen dataclass with the numbers that only this way has."""
+    """A kind of attention: a frozen dataclass with the numbers that only this kind has."""
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Ops that steps have for this kind alone, that which writes pages first."""
+        """Ops that only this kind uses; the one that writes pages comes first."""
         ...
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Those of `ops` that are matrix products."""
+        """The matrix products among `ops`."""
         ...
 
     @property
@@ -105,11 +105,11 @@ class AttentionKind(Protocol):
         ...
 
     def page(self, config: AttentionNumbers, block_size: int) -> KVPage:
-        """The rows of a page of so many tokens."""
+        """The layout of a page of `block_size` tokens."""
         ...
 
     def kernel_shape(self) -> dict[str, Any]:
-        """Fields of verification.ModelShape that this kind alone has."""
+        """Fields of verification.ModelShape that only this kind has."""
         ...
 
     def rotary_dim(self, config: AttentionNumbers) -> int:
@@ -127,12 +127,12 @@ class AttentionKind(Protocol):
         squares: jax.Array | None,
         counters: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """x [T, D] of layer i of the stack -> (what its heads read, before the output projection,
-        arena with the tokens' rows written, counters)."""
+        """Attention of layer i of the stack over x [T, D]. Returns (output of the heads, before the
+        output projection; arena with the tokens' rows written; counters)."""
         ...
 
 
 def attention_options(stack: AttentionLayer, page: KVPage) -> AttentionOptions:
-    """How the stack's layers read a page."""
+    """Options by which the stack's layers read a page."""
     scale, ops = stack.config.attention_scale, stack.ops
     return AttentionOptions(page, stack.window, scale, ops.paged_attention, ops.shared_kib)

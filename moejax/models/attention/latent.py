@@ -11,17 +11,19 @@ from pallas_kernels.kv_write import KVPage, KVPlaces, WriteOptions
 from pallas_kernels.latent_write import LatentHeads, latent_write
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms inside: transformers' default, whatever rms_norm_eps is."""
+"""Epsilon of the inner norms: transformers' default, independent of rms_norm_eps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """As AttentionKind, with fields named as in config.json. The products of queries and outputs
-    with kv_b's halves are moved out of the sum over keys ("absorbed"), so that pages hold the
-    latent. Several products read what is normalised, so it has a kernel for that.
+    """Multi-head latent attention, an AttentionKind, with fields named as in config.json.
 
-    q_lora_rank: None where queries are not compressed. rope_interleave: the checkpoint's rotated
-    values are pairs (2i, 2i + 1), not halves.
+    The products of queries and outputs with kv_b's halves are moved out of the sum over keys
+    ("absorbed"), so pages hold the latent. Several products read the normalised input, so the norm
+    is a kernel of its own.
+
+    - `q_lora_rank`: None: queries are not compressed.
+    - `rope_interleave`: the checkpoint's rotated values are pairs (2i, 2i + 1), not halves.
     """
 
     q_lora_rank: int | None

@@ -1,4 +1,4 @@
-"""Every family that this release runs; a new one is a file of its own and a line here."""
+"""All model families. A new family is one file and a line here."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def parse_v2(fields: Fields) -> ModelConfig:
 
 
 def parse_v3(fields: Fields) -> ModelConfig:
-    """DeepseekV3Config's fields and defaults. Layers for predicting several tokens
-    (num_nextn_predict_layers) are left out, as transformers leaves them out."""
+    """DeepseekV3Config's fields and defaults. Layers that predict several tokens
+    (num_nextn_predict_layers) are left out, as in transformers."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     shared = fields.integer("n_shared_experts", 1)
@@ -102,8 +102,11 @@ def _layers(
     alias: str,
     top_k: int | None,
 ) -> dict[str, Any]:
-    """What the layers are made of. alias: the other name that transformers reads for
-    n_routed_experts. The others are the family's defaults."""
+    """Fields of ModelConfig that V2 and V3 share.
+
+    - `alias`: the other name that transformers reads for n_routed_experts.
+    - Other arguments: the family's defaults.
+    """
     fields.only("moe_layer_freq", 1)
     count = fields.integer("num_hidden_layers", layers)
     fields.only("sliding_window", None)
@@ -143,7 +146,7 @@ def _attention(fields: Fields, *, heads: int, interleave: bool) -> dict[str, Any
 
 
 def _attention_scale(fields: Fields, config: ModelConfig) -> float:
-    """Factor on scores: yarn's mscale_all_dim makes them larger too."""
+    """The factor of scores, which yarn's mscale_all_dim increases."""
     rope = config.rope
     scale = config.head_dim**-0.5
     tables = [fields.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]

@@ -50,7 +50,7 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def _moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Per layer, whether it has experts."""
+    """For each layer, whether it has experts."""
     start = fields.integer("moe_layer_start_index", 1, least=0)
     end = fields.integer("moe_layer_end_index", -1, least=-1)
     interval = fields.integer("moe_layer_interval", 1)
@@ -74,7 +74,7 @@ def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
 
 
 def _of_later_tokens(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor belongs to the blocks that predict several tokens, which transformers leaves
+    """Whether a tensor belongs to the blocks that predict several tokens. transformers leaves these
     out."""
     return name.startswith("model.mtp_")
 

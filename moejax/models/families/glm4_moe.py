@@ -17,8 +17,8 @@ from moejax.models.model_config import ModelConfig
 
 
 def parse(fields: Fields) -> ModelConfig:
-    """Glm4MoeConfig's fields and defaults. Layers for predicting several tokens are left out, as
-    transformers leaves them out."""
+    """Glm4MoeConfig's fields and defaults. Layers that predict several tokens are left out, as in
+    transformers."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("sliding_window", None)

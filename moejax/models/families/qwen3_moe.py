@@ -37,7 +37,7 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def sparse_layers(fields: Fields, layers: int, experts: int) -> tuple[bool, ...]:
-    """Which layers have experts, by decoder_sparse_step and mlp_only_layers."""
+    """For each layer, whether it has experts, by decoder_sparse_step and mlp_only_layers."""
     step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     moe = tuple(i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(layers))
     by = f"num_experts {experts}, decoder_sparse_step {step}, mlp_only_layers {dense}"

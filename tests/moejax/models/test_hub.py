@@ -169,7 +169,7 @@ def test_no_network_is_said(hub, tmp_path):
         ("org/gated", (), False, "accept their terms"),
         ("org/demo@nowhere", (), False, "it has no such revision"),
         ("org/demo", (), True, "not all of it is in the hub's cache"),
-        ("org/demo", ("all", "1000"), False, "make room, or name another place by HF_HUB_CACHE"),
+        ("org/demo", ("all", "1000"), False, "make room, or set HF_HUB_CACHE to another place"),
     ],
 )
 def test_what_cannot_be_had_is_said(hub, tmp_path, name, more, offline, message):

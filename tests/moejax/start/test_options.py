@@ -148,7 +148,7 @@ def test_every_way_refuses_the_same(name, value, message, tmp_path, capsys):
         ("memory: {max_num_seqs: 4}", "unknown option 'max_num_seqs'; known: memory, exper"),
         ("memory: {kv_budget: 4}\nkv_budget: 5", "has kv_budget twice"),
         ("- 1", "must be a mapping of options, not list"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not valid YAML"),
         ("memory: &m 1GiB\nkv_budget: *m", "aliases (*name) are not read"),
         (f"cells: [{'1, ' * 100_000}]", "characters of YAML; at most"),
     ],

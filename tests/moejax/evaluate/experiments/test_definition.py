@@ -178,7 +178,7 @@ def test_mistakes_are_refused_with_what_to_write(home, monkeypatch, change, said
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("policies: [lru", "is no YAML"),
+        ("policies: [lru", "is not valid YAML"),
         ("- lru\n", "must be a mapping such as policies: [lru, lfu]"),
         ("polices: [lru]\n", "grid.yaml: unknown key 'polices'"),
     ],
