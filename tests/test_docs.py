@@ -58,6 +58,12 @@ def test_what_the_pages_link_and_name_is_there():
     assert not {str(page): wrong for page, wrong in found.items() if any(wrong)}
 
 
+def test_every_page_has_a_place_in_the_sites_menu():
+    menu = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {str(page.relative_to(REPOSITORY / "docs")) for page in REPOSITORY.glob(PAGES[1])}
+    assert pages == set(re.findall(r": (\S+\.md)$", menu, re.MULTILINE))
+
+
 @pytest.mark.parametrize(
     "text", ["`moejax/gone.py`", "[a](gone.md)", "[a](#gone)", "[a](b.md#gone)"]
 )

@@ -48,26 +48,28 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Run a grid of policies, budgets, batches and texts that a YAML file describes, with one\n"
         "engine and one compilation for all that agree in batch and precision.",
     )
-    ablate.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="what is to be compared")
+    ablate.add_argument(
+        "config", nargs="?", metavar="CONFIG.yaml", help="the grid (docs/reference/grids.md)"
+    )
     ablate.add_argument(
         "--output",
         metavar="DIR",
-        help="results, gone on with if they are there (default: CONFIG without .yaml)",
+        help="directory of results; existing ones are continued (default: CONFIG without .yaml)",
     )
     ablate.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="another value of a key of the file, such as repeats=1 or model=DIR; repeatable",
+        help="replace the value of a key, such as repeats=1 or model=DIR; repeatable",
     )
-    ablate.add_argument("--new", metavar="DIR", help="write an example to begin from, and end")
+    ablate.add_argument("--new", metavar="DIR", help="write an example grid and policy into DIR")
     workers = dataclasses.replace(
-        CLUSTER["workers"], help="workers for what is simulated or predicted (default: one a node)"
+        CLUSTER["workers"], help="workers for simulated and predicted cells (default: one per node)"
     )
     cores = dataclasses.replace(
         CLUSTER["cores_per_worker"],
-        help="CPU cores of each of them (default: 1); what is measured has a node to itself",
+        help="CPU cores of a worker (default: 1); measured cells get a whole node",
     )
     described = {**CLUSTER, "workers": workers, "cores_per_worker": cores}
     add_described(ablate.add_argument_group("several machines"), described)
@@ -82,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "Write report.html, one page that needs nothing else, and report.md with its figures and\n"
         "tables, of the results of `moejax ablate`, as far as a grid is done.",
     )
-    report.add_argument("directory", metavar="DIR", help="of results")
+    report.add_argument("directory", metavar="DIR", help="directory of results")
     report.add_argument(
         "--output", metavar="DIR", help="where the report goes (default: into the results)"
     )

@@ -41,11 +41,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_model(calibrate)
     calibrate.add_argument(
-        "--force", action="store_true", help="measure again, whatever was measured before"
+        "--force", action="store_true", help="measure again, even if costs exist"
     )
     add_model_options(calibrate, without=("trace",))
     output = calibrate.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="the file's content, and no table")
+    output.add_argument("--json", action="store_true", help="print the file instead of the table")
     output.add_argument("--quiet", action="store_true", help="no progress")
 
 

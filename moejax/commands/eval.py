@@ -44,27 +44,30 @@ _WINDOWS = {
         "tokens that are computed together (default: 2048, at most --max-model-len)", type=int
     ),
     "stride": Description(
-        "tokens from one window's beginning to the next one's (default: half a window)", type=int
+        "tokens from the start of one window to the next (default: half a window)", type=int
     ),
     "limit": Description(
-        "only the first N tokens of each file; of lm-eval's tasks the first N documents", type=int
+        "only the first N tokens of each file, or the first N documents of an lm-eval task",
+        type=int,
     ),
 }
 _TASKS = {
-    "num_fewshot": Description("examples before each document (default: the task's)", type=int),
+    "num_fewshot": Description(
+        "examples before each document (default: that of the task)", type=int
+    ),
     "include_path": Description("a directory with .yaml files of tasks", metavar="DIR"),
     "apply_chat_template": Description(
-        "documents as messages, by the tokenizer's chat template", type=bool, default=False
+        "format documents as messages with the tokenizer's chat template", type=bool, default=False
     ),
 }
 _STEPS = {
     "timeout": Description(
-        "end when no new step came for so many seconds; 0: only the steps that are there (default: "
-        "wait without end)",
+        "end when no new step came for that many seconds; 0: take the steps that exist (default: "
+        "wait forever)",
         type=float,
         metavar="SECONDS",
     ),
-    "until_step": Description("end after this step, or a later one", type=int),
+    "until_step": Description("end after this step or a later one", type=int),
 }
 _EPILOG = """\
 examples:
@@ -110,16 +113,22 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     task.add_argument("--data", nargs="+", metavar="FILE", default=[], help="text files in UTF-8")
     task.add_argument(
-        "--token-ids", nargs="+", metavar="FILE", default=[], help=".npy, .bin or .jsonl files"
+        "--token-ids",
+        nargs="+",
+        metavar="FILE",
+        default=[],
+        help="files of token ids: .npy, .bin or .jsonl",
     )
     task.add_argument(
-        "--token-dtype", default="uint16", help="numbers of a .bin file (default: uint16)"
+        "--token-dtype",
+        default="uint16",
+        help="type of the numbers in a .bin file (default: uint16)",
     )
     add_described(task, _WINDOWS)
     add_described(task, _TASKS)
     runs = evaluate.add_argument_group("training runs, and pairs of runs")
     runs.add_argument(
-        "--every-step", action="store_true", help="MODEL is an Orbax root: a row a step"
+        "--every-step", action="store_true", help="evaluate each step of MODEL, an Orbax root"
     )
     add_described(runs, _STEPS)
     runs.add_argument(
@@ -133,7 +142,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     output.add_argument(
         "--output",
         metavar="FILE",
-        help="also write a JSON line a run, or a step, for --compare; steps that it has are not "
+        help="also write one JSON line per run or step, for --compare; existing steps are not "
         "computed again",
     )
 

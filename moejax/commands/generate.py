@@ -52,7 +52,7 @@ SAMPLING = of_fields(
             metavar="P",
         ),
         "seed": Description(
-            "seed of the draws; another seed, another text (default: one that never changes)"
+            "seed of the random draws (default: a fixed one; the same command gives the same text)"
         ),
         "ignore_eos": Description("go on after the end-of-sequence token"),
     },
@@ -61,16 +61,16 @@ SAMPLING = of_fields(
 
 _FILES = {
     "output": Description(
-        "JSON lines, appended as they finish; results that are there are kept and not made "
-        "again; - writes to stdout",
+        "file of results, JSON lines, appended as they finish; existing results are kept and not "
+        "computed again; - writes to stdout",
         metavar="FILE",
     ),
     "on_error": Description(
-        "a bad line ends the job, or gets an error as its result (default: fail)",
+        "a bad line ends the job (fail), or its result is an error (skip) (default: fail)",
         choices=("fail", "skip"),
     ),
     "overwrite": Description(
-        "remove the results in --output, start anew", type=bool, default=False
+        "delete the results in --output and start again", type=bool, default=False
     ),
 }
 _EPILOG = """\
@@ -84,28 +84,27 @@ examples:
   moejax generate - < prompt.txt > out.txt
       the prompt from standard input; only generated text goes to standard output
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
-      a result for every line {"id": …, "prompt": …}; the same command again goes on after an end
-      of any kind. OpenAI batch lines work too; docs/reference/file_jobs.md has all fields
+      a result for every line {"id": …, "prompt": …}; the same command continues after a kill.
+      OpenAI batch lines work too; docs/reference/file_jobs.md has all fields
   moejax generate --input prompts.jsonl --output out.jsonl --ray local --workers 2
-      the same job on two workers; with HOST:PORT of a Ray cluster's head on all its GPUs
+      the same job on two workers; HOST:PORT of a Ray cluster's head uses all its GPUs
       (docs/how-to/ray.md)
   moejax generate "The old house" --expert-budget 25% --timeline run.json
       what every op did when, for https://ui.perfetto.dev
 
 files:
-  Sampling options are those of lines that do not say otherwise. --seed is the job's: a line
-  without a seed gets one that comes from it and from the line's id, so neither order nor
-  interruption changes a result.
+  Sampling options are defaults; a line may have its own. A line without a seed gets one from --seed
+  and its id, so neither order nor interruption changes a result.
 
 memory:
-  The arena is one fixed piece of device memory that holds experts and KV. --memory is its size,
+  The arena is one fixed buffer on the device that holds experts and KV. --memory is its size,
   --expert-budget and --kv-budget are its parts; two of the three fix the third. Without any,
-  everything is resident, cut to what fits. Less memory makes a run slower, never different.
+  everything is resident, cut to what fits. Less memory makes a run slower and changes no token.
   Sizes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB powers of 1000.
 
 exit status:
-  0 done, 2 a mistake that the message explains, also a bad line, 3 a file is done but some of its
-  results are errors (--on-error skip), 130 interrupted (Ctrl-C), 141 stdout was closed
+  0 done; 2 a mistake that the message explains, or a bad line; 3 a file is done and some results
+  are errors (--on-error skip); 130 interrupted (Ctrl-C); 141 stdout was closed
 """
 
 
@@ -116,8 +115,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         _run,
         "generate text from a prompt",
         _EPILOG,
-        "Generate text from a prompt. The text goes to stdout as it is made, without the prompt;\n"
-        "progress and a summary go to stderr. Or, with --input, from every line of a file.",
+        "Generate text from a prompt or, with --input, from every line of a file. Only generated\n"
+        "text goes to stdout; progress and a summary go to stderr.",
     )
     generate.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
@@ -127,7 +126,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     files.add_argument(
         "--input",
         metavar="FILE",
-        help="JSON lines with a prompt each, instead of PROMPT; - reads stdin",
+        help="file of JSON lines with a prompt each, instead of PROMPT; - reads stdin",
     )
     add_described(files, _FILES)
     add_described(generate.add_argument_group("several machines"), CLUSTER)
@@ -137,14 +136,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     output.add_argument(
         "--json",
         action="store_true",
-        help="no progress, and the statistics as one JSON object on stderr, not the summary",
+        help="no progress; the statistics as one JSON object on stderr instead of the summary",
     )
     output.add_argument("--quiet", action="store_true", help="no progress and no summary")
     output.add_argument(
         "--timeline",
         metavar="FILE",
-        help="what native CPU ops and the queue did when: FILE.json for https://ui.perfetto.dev; "
-        "of a prompt, not of --input",
+        help="write when native CPU ops and the transfer queue did what, FILE.json for "
+        "https://ui.perfetto.dev; only for a prompt, not for --input",
     )
 
 

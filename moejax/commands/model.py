@@ -45,9 +45,8 @@ def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] 
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a YAML file of options by name (max_num_seqs: 4), flat or in their groups "
-        "(runtime: {max_num_seqs: 4}), or what `moejax plan --output FILE` wrote; those that are "
-        "given here go before it",
+        help="a YAML file of options (max_num_seqs: 4), flat or in groups (runtime: {max_num_seqs: "
+        "4}), or what `moejax plan --output FILE` wrote; flags override it",
     )
     for title, kind in GROUPS.items():
         flags = {n: one for n, one in options_of(kind).items() if one.flag and n not in without}
@@ -84,10 +83,11 @@ CLUSTER = {
         metavar="ADDRESS",
     ),
     "workers": Description(
-        "models to run at once (default: one a GPU; one a machine where there is none)", type=int
+        "models that run at the same time (default: one per GPU, or one per machine without GPUs)",
+        type=int,
     ),
     "cores_per_worker": Description(
-        "CPU cores of each (default: its machine's, divided among its workers)", type=int
+        "CPU cores of a worker (default: the machine's, divided among its workers)", type=int
     ),
 }
 """Options of commands that run on several machines."""

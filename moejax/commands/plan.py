@@ -38,18 +38,18 @@ Figures are predictions from miss curves and measured costs (docs/how-to/memory.
 
 _OF_A_TRACE = {
     "costs": Description(
-        "of moejax calibrate (default: the newest of the trace's model on this machine)",
+        "costs that moejax calibrate wrote (default: the newest of the trace's model here)",
         metavar="FILE",
     ),
     "timeline": Description(
-        "what the trace's steps would do when with that split: FILE.json for "
+        "write what the trace's steps would do when with that split, FILE.json for "
         "https://ui.perfetto.dev",
         metavar="FILE",
     ),
     "output": Description("write the split as options for --config FILE", metavar="FILE"),
     "remember": Description(
-        "runs of the trace's model that name no split, and for which costs were measured, are "
-        "split by this trace where not everything fits",
+        "from now on, split runs of the trace's model by this trace, if they name no split, costs "
+        "were measured and not everything fits",
         type=bool,
         default=False,
     ),
@@ -68,16 +68,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "machine's costs.",
     )
     plan.add_argument(
-        "model", nargs="?", metavar="MODEL", help="of --dry-run: a checkpoint directory, or demo"
+        "model", nargs="?", metavar="MODEL", help="with --dry-run: a checkpoint directory, or demo"
     )
     plan.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what a run of MODEL with these options would decide at its start; no weight is "
-        "read",
+        help="print what a run of MODEL with these options would decide at its start, without "
+        "reading weights",
     )
     plan.add_argument(
-        "--trace", dest="workload", metavar="DIR", help="of the workload, see generate"
+        "--trace",
+        dest="workload",
+        metavar="DIR",
+        help="trace of the workload, from generate --trace DIR",
     )
     add_described(plan, _OF_A_TRACE)
     plan.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
