@@ -124,7 +124,7 @@ class RecordFiles:
 
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
         path, into, there = self.paths[layer][expert], record.data.cast("B"), 0
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
             self._require_same(path, file.fileno())
             while there < len(into) and (count := file.readinto(into[there:])):
                 there += count
@@ -180,6 +180,11 @@ def _reader(count: int):
         return jax.device_put(found, jax.memory.Space.Device)[0]
 
     return jax.jit(read)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe in the file's place would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

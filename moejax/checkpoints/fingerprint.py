@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from moejax.checkpoints.orbax.steps import Step, find_items, is_orbax
 from moejax.errors import UserError
-from moejax.models.directory import checkpoint_directory
+from moejax.models.directory import checkpoint_directory, open_regular
 
 WHOLE = 1 << 25
 """Files up to so many bytes are read whole."""
@@ -70,9 +70,9 @@ def _digest(files: Mapping[str, pathlib.Path]) -> str:
 
 def _pieces(path: pathlib.Path) -> Iterator[bytes]:
     """What counts of a file."""
-    size = path.stat().st_size
-    yield size.to_bytes(8, "little")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        yield size.to_bytes(8, "little")
         if size <= WHOLE:
             yield file.read()
             return

@@ -32,8 +32,12 @@ from moejax.commands import (
     train_predictor,
 )
 from moejax.errors import UserError
+from moejax.interrupt import end_where_stuck
 from moejax.start.options import OPTIONS
 from pallas_kernels.option_text import nearest
+
+STUCK_S = 1.5
+"""How long Ctrl-C waits for the main thread to leave native code."""
 
 COMMANDS = (
     *(generate, chat, eval, ablate, info, convert, trace, calibrate, plan),
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """The command `moejax`: ends the process with main's status, at once after Ctrl-C, without what
     compiles in the background meanwhile."""
+    end_where_stuck(STUCK_S, EXIT_INTERRUPTED)
     status = main()
     if status == EXIT_INTERRUPTED:
         sys.stdout.flush()

@@ -27,6 +27,9 @@ namespace {
 // What O_DIRECT wants of places in files, of addresses and of sizes; 512 would do on many disks.
 constexpr int64_t kBlock = 4096;
 
+// A pipe in a file's place does not wait for a writer: it is no regular file, or another one.
+constexpr int kOpen = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+
 // Reads of a block in pieces, none of which is the wanted one.
 constexpr int kStuck = 100;
 
@@ -178,7 +181,7 @@ TransferQueue::~TransferQueue() {
 }
 
 int32_t TransferQueue::add_file(const std::string& path, bool direct, std::string* why) {
-  int flags = O_RDONLY | O_CLOEXEC;
+  int flags = kOpen;
 #ifdef O_DIRECT
   int fd = ::open(path.c_str(), flags | (direct ? O_DIRECT : 0));
   if (fd < 0 && direct && errno == EINVAL) {  // a filesystem without it
@@ -612,21 +615,20 @@ std::string TransferQueue::open_file(Transfer& transfer, size_t part) {
   const File& file = *transfer.opened[part].file;
   Held held(transfer.opening);
   if (transfer.opened[part].fd >= 0) return "";
-  int flags = O_RDONLY | O_CLOEXEC;
+  int flags = kOpen;
 #ifdef O_DIRECT
   if (file.direct) flags |= O_DIRECT;
 #endif
   const int fd = ::open(file.path.c_str(), flags);
   struct stat s {};
-  if (fd < 0 || fstat(fd, &s)) {
-    const int error = errno;
+  const int error = fd < 0 ? errno : 0;
+  // What is no file any more may not open as one: a pipe takes no O_DIRECT.
+  if ((fd < 0 ? ::stat(file.path.c_str(), &s) : fstat(fd, &s)) == 0 &&
+      !(Identity(s) == file.identity)) {
     if (fd >= 0) ::close(fd);
-    return file.path + ": " + reason(error);
-  }
-  if (!(Identity(s) == file.identity)) {
-    ::close(fd);
     return file.path + ": changed since it was opened first";
   }
+  if (fd < 0) return file.path + ": " + reason(error);
   transfer.opened[part].fd = fd;
   return "";
 }

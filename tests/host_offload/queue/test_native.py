@@ -225,6 +225,9 @@ def test_a_file_that_changes_or_vanishes_fails_its_transfers_alone(queue, path, 
     path.write_bytes(BYTES.tobytes())  # the same bytes, at another time
     assert read(path).message == f"{path}: changed since it was opened first"
     path.unlink()
+    os.mkfifo(path)  # nobody writes into it
+    assert read(path).message == f"{path}: changed since it was opened first"
+    path.unlink()
     assert read(path).message == f"{path}: No such file or directory"
     assert read(other).state == "done"
 

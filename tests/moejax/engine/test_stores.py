@@ -171,6 +171,12 @@ def truncate(path: Path) -> None:
     os.truncate(path, 5000)
 
 
+def to_pipe(path: Path) -> None:
+    """Nobody writes into it."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def replace(path: Path) -> None:
     """The same bytes in another file."""
     shutil.copy(path, path.with_name("other"))
@@ -212,6 +218,8 @@ CHANGED = "changed since it was opened first"
         (flip_kept_time, "do not have their checksum", CACHED | {"expert_budget": "25%"}),
         (vanish, "No such file", CACHED | {"expert_budget": 0}),
         (truncate, CHANGED, QUEUE | UNCHECKED),
+        (to_pipe, CHANGED, THROUGH),
+        (to_pipe, CHANGED, CACHED | {"expert_budget": 0}),
     ],
 )
 def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_path):
@@ -233,7 +241,7 @@ def test_a_file_that_fails_while_it_runs(harm, message, options, converted, tmp_
         assert not llm.engine.runner.faults()
         if isinstance(llm.engine.runner.store.arrays.get("dense"), CachedRecords):
             assert llm.stats()["transfers"]["failed"] >= len(errors)
-        if path.exists() and path.stat().st_ino == status.st_ino:
+        if path.is_file() and path.stat().st_ino == status.st_ino:
             path.write_bytes(kept)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             assert answered(llm, tokens) == wanted
