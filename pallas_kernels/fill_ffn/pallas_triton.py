@@ -39,7 +39,7 @@ With 8 or with 2, ptxas spills registers of the products of 64 rows (H200)."""
 COPIES = {99: 16, 163: 16, 227: 32}
 """Class of GPU → most programs that copy. A link of 48 GB/s and 2 µs has 96 KB in flight, and 32
 programs have 2.6 times as much. With them a step on an H200 takes the time of its bytes
-(docs/research/benchmarks.md); 16 programs are not measured. Each program takes the place of one that
+(docs/research/benchmarks.md); 16 programs are not measured. Each takes the place of a program that
 computes, of which a multiprocessor has one or two."""
 
 LATE = 32

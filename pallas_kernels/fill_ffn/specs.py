@@ -35,5 +35,5 @@ SPECS = (
     Spec(5, hits=3, fills=3, hidden=64, width=32, versions=("dense", "dense")),
 )
 """Some of each, all hits, all filled, all read through, two blocks of tokens, the other dtype,
-sizes that tiles do not divide, records of several chunks, no token routed (tokens 0: two of padding),
+sizes that tiles do not divide, records of several chunks, no routed token (tokens 0: only padding)
 and versions: codes, and two that are dense."""
