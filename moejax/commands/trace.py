@@ -1,4 +1,4 @@
-"""``moejax trace``: what a trace's routing is like; converted and generated traces."""
+"""``moejax trace``: statistics of a trace's routing; traces of other programs."""
 
 from __future__ import annotations
 
@@ -39,17 +39,6 @@ examples:
   moejax trace convert dump.npz other.trace --experts 64
 """
 
-_GENERATE_EPILOG = """\
-kinds:
-  qwen3-like  fitted to what is published of Qwen3-30B-A3B
-  uniform     every expert as likely
-  zipf        Zipf's law
-  phases      qwen3-like, and the hot experts change every --phase-tokens tokens
-
-examples:
-  moejax trace generate qwen.trace --kind qwen3-like --sequences 8 --tokens 512
-"""
-
 _OF_A_DUMP = {
     name: Description(text, type=int)
     for name, text in (
@@ -62,21 +51,6 @@ _OF_A_DUMP = {
 } | {"dense_layers": Description("first layers without experts", type=int, default=0)}
 """Keywords of convert_trace."""
 
-_OF_ROUTING = {
-    name: Description(f"{text} (default: {default})", type=int, default=default)
-    for name, default, text in (
-        ("layers", 48, "MoE layers"),
-        ("experts", 128, "routed experts of a layer"),
-        ("top_k", 8, "experts of a token"),
-        ("sequences", 1, "sequences that every step goes on with"),
-        ("tokens", 256, "tokens of a sequence, prompt included"),
-        ("prompt_tokens", 0, "tokens of its prompt, all in one prefill step"),
-        ("phase_tokens", 64, "tokens until hot experts change, for phases"),
-        ("seed", 0, "of the random numbers"),
-    )
-}
-"""Keywords of write_generated_trace."""
-
 PAIRS = 20
 """Most pairs of domains that are shown one by one; --json has all."""
 
@@ -84,8 +58,8 @@ PAIRS = 20
 def add_parser(commands: argparse._SubParsersAction) -> None:
     trace = commands.add_parser(
         "trace",
-        help="look at routing traces, convert and generate them",
-        description="Look at routing traces (generate --trace DIR), convert and generate them.",
+        help="look at routing traces, and convert them",
+        description="Look at routing traces (generate --trace DIR), and convert them.",
         allow_abbrev=False,
     )
     actions = trace.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -102,14 +76,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     convert.add_argument("destination", metavar="DST", help="the new trace's directory")
     _add_model(convert, "of this model; gives the number of experts, and checks shapes")
     add_described(convert, _OF_A_DUMP)
-
-    text = "write a trace of synthetic routing"
-    generate = add_command(actions, "generate", _generate, text, _GENERATE_EPILOG)
-    generate.add_argument("destination", metavar="DST", help="the new trace's directory")
-    generate.add_argument(
-        "--kind", default="qwen3-like", metavar="KIND", help="(default: qwen3-like)"
-    )
-    add_described(generate, _OF_ROUTING)
 
 
 # ---- the model that a trace has to be of
@@ -255,7 +221,7 @@ def _domains(s: TraceStatistics) -> Iterator[tuple[str, ...]]:
             yield row(f"mean of {name}", *means)
 
 
-# ---- convert and generate
+# ---- convert
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -270,12 +236,4 @@ def _convert(args: argparse.Namespace) -> int:
         "steps"
     )
     print(textwrap.fill(f"absent: {', '.join(header.absent)}", 80, break_on_hyphens=False))
-    return 0
-
-
-def _generate(args: argparse.Namespace) -> int:
-    from moejax.traces.generated_traces import write_generated_trace
-
-    write_generated_trace(args.destination, args.kind, **pick_arguments(args, _OF_ROUTING))
-    print(f"{args.destination}: {args.sequences} sequences of {args.tokens} tokens, {args.kind}")
     return 0

@@ -51,14 +51,15 @@ Listener = Callable[[Step], None]
 
 
 class Engine:
-    """Continuous batching over a Executor: a request joins and leaves at any step.
+    """Continuous batching over an Executor: a request joins and leaves at any step. Not for several
+    threads.
 
-    seed: of requests that bring none; such a request draws from it and from its number in the
-    engine's life. listener: called with each step after its dispatch (for tests, recorders and
-    integrity checks); it may wait for the device, which only costs time. control: the policies'.
-    resizer: the control's (default: one of the engine's own). tracer: gets a record of every step.
-    tokenizer: for stop strings; without one, requests with them are refused. planner: moves experts
-    between tiers. Not for several threads.
+    - `seed`: of requests without one, each of which draws from it and from its number.
+    - `control`: asks the policies; None: there is nothing to ask.
+    - `resizer`: carries out the budgets of `control` (default: a new one).
+    - `tracer`: gets a record of every step.
+    - `tokenizer`: for stop strings; without one, requests with them are refused.
+    - `planner`: moves experts between tiers.
     """
 
     def __init__(
@@ -69,7 +70,6 @@ class Engine:
         *,
         eos_token_ids: Iterable[int],
         seed: int = 0,
-        listener: Listener | None = None,
         control: Control | None = None,
         resizer: ArenaResizer | None = None,
         tracer: Tracer | None = None,
@@ -79,7 +79,9 @@ class Engine:
         self.runner, self.scheduler, self.statistics = runner, scheduler, statistics
         self.planner = planner
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.seed, self.listener, self.control = seed, listener, control
+        self.seed, self.control = seed, control
+        self.listener: Listener | None = None
+        """Called with each step after its dispatch; it may wait for the device."""
         self.resizer = ArenaResizer(runner, scheduler) if resizer is None else resizer
         self.tracer, self.tokenizer = tracer, tokenizer
         self.hooks: StepHooks | None = None if control is None else layer_hooks(control, runner)

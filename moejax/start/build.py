@@ -197,7 +197,6 @@ def _engine(
         Statistics(runner.link_bytes),
         eos_token_ids=plan.steps.config.eos_token_ids,
         seed=options.runtime.seed,
-        listener=options.runtime.listener,
         control=control,
         resizer=resizer,
         tracer=tracer,

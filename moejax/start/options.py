@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # the command line answers before jax is imported
 
     from host_offload.control.interface import Policy
     from host_offload.policies.precision.precision_names import Precision
-    from moejax.engine.loop import Listener
 
 
 def _model(value: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -318,11 +317,6 @@ class RuntimeOptions:
     progress: bool = same_bits(
         "show progress bars on stderr while loading and generating",
         default=True,
-        in_file=False,
-    )
-    listener: Listener | None = same_bits(
-        "a function that is called with each step after its dispatch (moejax.engine.loop)",
-        default=None,
         in_file=False,
     )
 

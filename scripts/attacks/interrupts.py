@@ -189,7 +189,7 @@ class CallbackError(Exception):
 
 @dataclasses.dataclass
 class Raising:
-    """A listener, of which one call raises."""
+    """A callback, of which one call raises."""
 
     left: int = -1
     """Calls until then; negative: never."""
@@ -221,7 +221,6 @@ def attack_callbacks(scene: Scene) -> None:
     """What a callback raises reaches the caller, and ends nothing else."""
     raising, known = Raising(), scene.known
     ways: tuple[dict[str, Any], ...] = (
-        {"listener": raising},
         {"policies": (RaisingPolicy(raising),)},
         {"driver": "host", "policies": (RaisingPolicy(raising, frozenset({Moment.ROUTED})),)},
     )

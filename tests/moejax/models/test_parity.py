@@ -267,9 +267,9 @@ def _run(case: Case, directory) -> Run:
         save(model, directory, **case.saved),
         dtype="float32",
         progress=False,
-        listener=record,
         **options | case.engine,
     ) as llm:
+        llm.engine.listener = record
         params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
         outputs = llm.generate(prompts, params)
         sequences = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]

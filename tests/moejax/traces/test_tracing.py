@@ -122,7 +122,8 @@ def traced(tmp_path_factory):
         routing[step.number] = ids, weights, np.asarray(step.output.missed)
 
     options = dict(expert_budget="25%", progress=False, **LIMITS)
-    with LLM("demo", trace=directory, listener=listen, **options) as llm:
+    with LLM("demo", trace=directory, **options) as llm:
+        llm.engine.listener = listen
         outputs = llm.generate(PROMPTS, PARAMS)
         stats = llm.stats()
         tracer, llm.engine.tracer = llm.engine.tracer, None
