@@ -72,7 +72,11 @@ def _refuse_scaled_part(config: ModelConfig, source: str) -> None:
 
 
 def _family(raw: dict, source: str) -> Family:
-    kinds = {family.model_type: family for family in FAMILIES.values()}
+    kinds = {
+        kind: family
+        for family in FAMILIES.values()
+        for kind in (family.model_type, *family.other_types)
+    }
     supported = ", ".join(FAMILIES)
     kind, names = raw.get("model_type"), raw.get("architectures")
     if names is not None and not (
@@ -90,7 +94,7 @@ def _family(raw: dict, source: str) -> Family:
                 f"{source}: architecture {found!r} is not supported; supported: {supported}"
             )
     family = known[names[0]] if names else kinds[str(kind)]
-    if kind is not None and kind != family.model_type:
+    if kind is not None and kinds[kind] is not family:
         raise UserError(
             f"{source}: model_type {kind!r} contradicts the architecture {family.architecture}"
         )

@@ -161,6 +161,26 @@ class Fields:
             raise self.refuse(f"{name} ({top_k}) exceeds num_experts ({experts})")
         return dict(num_experts=experts, num_experts_per_tok=top_k)
 
+    def corrected_routing(
+        self, *, normalize: bool, scale: float, groups: int = 1, top_groups: int = 1
+    ) -> dict[str, Any]:
+        """The router of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid scores, groups by
+        their two best, a correction of the choice. The arguments are the family's defaults."""
+        self.only("scoring_func", "sigmoid")
+        self.only("topk_method", "noaux_tc")
+        return dict(
+            norm_topk_prob=self.flag("norm_topk_prob", normalize),
+            scoring_func="sigmoid",
+            group_score="top2",
+            n_group=self.integer("n_group", groups),
+            topk_group=self.integer("topk_group", top_groups),
+            routed_scaling_factor=self.number("routed_scaling_factor", scale),
+        )
+
+    def shared_width(self, width: int, default: int | None = 1) -> int:
+        """How wide n_shared_experts of this width are as one. default: the family's number."""
+        return width * self.integer("n_shared_experts", default, least=0)
+
     def dense_first(self, layers: int, default: int) -> tuple[bool, ...]:
         """For each layer, whether it has experts: all except the first first_k_dense_replace
         layers. default: the family's number."""
@@ -286,7 +306,8 @@ class Family:
     - `layer_params`: (config, whether the layer has experts) → the parameters of one layer except
       its routed experts, by the names of LayerStack; each lists its tensors, named after
       ``model.layers.N.``.
-    - `aliases`: other names of the architecture in published config.json files.
+    - `aliases`, `other_types`: other names of the architecture and of the model_type in published
+      config.json files.
     - `experts`: where routed experts are, after ``model.layers.N.``.
     - `matrices`: names of gate, up and down of one expert; None: experts are always stacked.
     - `stacked`: names of [E, 2·F, D], gate rows before up rows, and [E, D, F] of all experts.
@@ -306,6 +327,7 @@ class Family:
     final_norm_bias: bool = False
     ignores: Callable[[ModelConfig, str], bool] = lambda config, name: False
     aliases: tuple[str, ...] = ()
+    other_types: tuple[str, ...] = ()
 
 
 def later_layer(config: ModelConfig, name: str) -> bool:
@@ -351,5 +373,34 @@ def feed_forward_params(
     return params
 
 
+def head_norm_params(config: ModelConfig) -> dict[str, Parts]:
+    """Norms of each head of q and k."""
+    return {
+        f"{head}_norm": ((f"self_attn.{head}_norm.weight", (config.head_dim,)),) for head in "qk"
+    }
+
+
+def whole_norm_params(config: ModelConfig) -> dict[str, Parts]:
+    """Norms over all heads of q together, and of k."""
+    counts = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    return {
+        f"{head}_norm": ((f"self_attn.{head}_norm.weight", (count * config.head_dim,)),)
+        for head, count in counts.items()
+    }
+
+
+def shared_expert_params(config: ModelConfig) -> dict[str, Parts]:
+    """The expert that every token goes through, where there is one."""
+    if not config.shared_width:
+        return {}
+    return feed_forward_params(config, config.shared_width, "mlp.shared_experts.", "shared_")
+
+
 def router_params(config: ModelConfig, name: str = "mlp.gate.weight") -> dict[str, Parts]:
     return {"router": ((name, (config.num_experts, config.hidden_size)),)}
+
+
+def corrected_moe_params(config: ModelConfig) -> dict[str, Parts]:
+    """DeepSeek-V3's router with its correction of the choice, and the shared expert."""
+    correction: Parts = (("mlp.gate.e_score_correction_bias", (config.num_experts,)),)
+    return router_params(config) | shared_expert_params(config) | {"correction": correction}

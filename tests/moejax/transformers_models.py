@@ -52,6 +52,22 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "Glm4MoeLite": {k: v for k, v in _LATENT.items() if k != "first_k_dense_replace"},
+    "Dots1": {
+        **_NARROW,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+    "SolarOpen": {**_NARROW, "head_dim": 16, "n_routed_experts": 8},
+    "MiniMaxM2": {
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
     "Ernie4_5_Moe": {**_NARROW, "moe_num_experts": 6, "tie_word_embeddings": False},
     "GraniteMoe": {"intermediate_size": 32, "num_local_experts": 6, "attention_multiplier": 0.25},
 }

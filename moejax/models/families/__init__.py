@@ -16,6 +16,10 @@ _PLACES = (
     "deepseek:V3",
     "granitemoe:FAMILY",
     "glm4_moe:FAMILY",
+    "glm4_moe_lite:FAMILY",
+    "dots1:FAMILY",
+    "solar_open:FAMILY",
+    "minimax_m2:FAMILY",
     "ernie4_5_moe:FAMILY",
 )
 

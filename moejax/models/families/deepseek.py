@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and Moonlight: multi-head latent attention (DeepSeek-V2,
+"""DeepSeek-V2, DeepSeek-V3, Kimi-K2 and Moonlight: multi-head latent attention (DeepSeek-V2,
 arXiv:2405.04434, section 2.1), shared experts beside the routed ones, dense first layers.
 
 V2 routes by softmax, greedily or within the best groups (its section 2.2.2); V3 (arXiv:2412.19437,
@@ -15,9 +15,11 @@ from moejax.models.family import (
     Family,
     Fields,
     Parts,
+    corrected_moe_params,
     feed_forward_params,
     later_layer,
     router_params,
+    shared_expert_params,
 )
 from moejax.models.model_config import ModelConfig
 from moejax.models.rope import yarn_mscale
@@ -35,7 +37,6 @@ def parse_v2(fields: Fields) -> ModelConfig:
             "'group_limited_greedy'"
         )
     grouped = method == "group_limited_greedy"
-    shared = fields.integer("n_shared_experts", 2)
     config = ModelConfig(
         architecture=V2.architecture,
         norm_topk_prob=False,
@@ -43,7 +44,7 @@ def parse_v2(fields: Fields) -> ModelConfig:
         n_group=fields.integer("n_group", None) if grouped else 1,
         topk_group=fields.integer("topk_group", None) if grouped else 1,
         routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        shared_width=shared * fields.integer("moe_intermediate_size", 1407),
+        shared_width=fields.shared_width(fields.integer("moe_intermediate_size", 1407), 2),
         **_layers(
             fields,
             hidden=4096,
@@ -54,27 +55,19 @@ def parse_v2(fields: Fields) -> ModelConfig:
             alias="num_experts",
             top_k=None,
         ),
-        **_attention(fields, heads=32, interleave=True),
+        **latent_attention(fields, heads=32, interleave=True),
         **fields.decoder(eps=1e-6, max_positions=2048, vocabulary=102400, eos=2),
     )
-    return dataclasses.replace(config, attention_scale=_attention_scale(fields, config))
+    return dataclasses.replace(config, attention_scale=latent_scale(fields, config))
 
 
 def parse_v3(fields: Fields) -> ModelConfig:
     """DeepseekV3Config's fields and defaults. Layers that predict several tokens
     (num_nextn_predict_layers) are left out, as in transformers."""
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
-    shared = fields.integer("n_shared_experts", 1)
     config = ModelConfig(
         architecture=V3.architecture,
-        norm_topk_prob=fields.flag("norm_topk_prob", True),
-        scoring_func="sigmoid",
-        group_score="top2",
-        n_group=fields.integer("n_group", 8),
-        topk_group=fields.integer("topk_group", 4),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
-        shared_width=shared * fields.integer("moe_intermediate_size", 2048),
+        shared_width=fields.shared_width(fields.integer("moe_intermediate_size", 2048)),
+        **fields.corrected_routing(normalize=True, scale=2.5, groups=8, top_groups=4),
         **_layers(
             fields,
             hidden=7168,
@@ -85,10 +78,10 @@ def parse_v3(fields: Fields) -> ModelConfig:
             alias="num_local_experts",
             top_k=8,
         ),
-        **_attention(fields, heads=128, interleave=fields.flag("rope_interleave", True)),
+        **latent_attention(fields, heads=128, interleave=fields.flag("rope_interleave", True)),
         **fields.decoder(eps=1e-6, max_positions=4096, vocabulary=129280, eos=1),
     )
-    return dataclasses.replace(config, attention_scale=_attention_scale(fields, config))
+    return dataclasses.replace(config, attention_scale=latent_scale(fields, config))
 
 
 def _layers(
@@ -123,15 +116,25 @@ def _layers(
     )
 
 
-def _attention(fields: Fields, *, heads: int, interleave: bool) -> dict[str, Any]:
+def latent_attention(
+    fields: Fields,
+    *,
+    heads: int,
+    interleave: bool,
+    q_lora: int = 1536,
+    nope: int = 128,
+    v: int = 128,
+) -> dict[str, Any]:
+    """The fields of latent attention. q_lora, nope, v: a family's defaults of q_lora_rank,
+    qk_nope_head_dim and v_head_dim."""
     count = fields.integer("num_attention_heads", heads)
     fields.only("num_key_value_heads", count)
     attention = LatentAttention(
-        q_lora_rank=fields.optional_integer("q_lora_rank", 1536),
+        q_lora_rank=fields.optional_integer("q_lora_rank", q_lora),
         kv_lora_rank=fields.integer("kv_lora_rank", 512),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim", 128),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim", nope),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim", 64, least=2),
-        v_head_dim=fields.integer("v_head_dim", 128),
+        v_head_dim=fields.integer("v_head_dim", v),
         rope_interleave=interleave,
     )
     if attention.qk_rope_head_dim % 2:
@@ -145,7 +148,7 @@ def _attention(fields: Fields, *, heads: int, interleave: bool) -> dict[str, Any
     )
 
 
-def _attention_scale(fields: Fields, config: ModelConfig) -> float:
+def latent_scale(fields: Fields, config: ModelConfig) -> float:
     """The factor of scores, which yarn's mscale_all_dim increases."""
     rope = config.rope
     scale = config.head_dim**-0.5
@@ -160,21 +163,17 @@ def _attention_scale(fields: Fields, config: ModelConfig) -> float:
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
-    params = _attention_params(config)
+    params = latent_params(config)
     if not moe:
         return params | feed_forward_params(config, config.intermediate_size)
-    shared = feed_forward_params(config, config.shared_width, "mlp.shared_experts.", "shared_")
-    return params | router_params(config) | shared
+    return params | router_params(config) | shared_expert_params(config)
 
 
 def layer_params_v3(config: ModelConfig, moe: bool) -> dict[str, Parts]:
-    params = layer_params(config, moe)
-    if moe:
-        params["correction"] = (("mlp.gate.e_score_correction_bias", (config.num_experts,)),)
-    return params
+    return layer_params(config, moe) | (corrected_moe_params(config) if moe else {})
 
 
-def _attention_params(config: ModelConfig) -> dict[str, Parts]:
+def latent_params(config: ModelConfig) -> dict[str, Parts]:
     mla, hidden, heads = config.attention, config.hidden_size, config.num_attention_heads
     assert isinstance(mla, LatentAttention)
     latent, queries = mla.kv_lora_rank, heads * config.head_dim
@@ -215,4 +214,5 @@ V3 = Family(
     layer_params_v3,
     wide_params=frozenset({"correction"}),
     ignores=later_layer,
+    other_types=("kimi_k2",),
 )

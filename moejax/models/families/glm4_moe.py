@@ -9,9 +9,10 @@ from moejax.models.family import (
     Fields,
     Parts,
     attention_params,
+    corrected_moe_params,
     feed_forward_params,
+    head_norm_params,
     later_layer,
-    router_params,
 )
 from moejax.models.model_config import ModelConfig
 
@@ -19,8 +20,6 @@ from moejax.models.model_config import ModelConfig
 def parse(fields: Fields) -> ModelConfig:
     """Glm4MoeConfig's fields and defaults. Layers that predict several tokens are left out, as in
     transformers."""
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
     fields.only("sliding_window", None)
     layers = fields.integer("num_hidden_layers", 46)
     fields.same_attention(None, layers)
@@ -36,13 +35,8 @@ def parse(fields: Fields) -> ModelConfig:
         moe_intermediate_size=width,
         **fields.routing(fields.experts("n_routed_experts", "num_local_experts", 128), 8),
         moe_layers=fields.dense_first(layers, 1),
-        shared_width=width * fields.integer("n_shared_experts", 1),
-        norm_topk_prob=fields.flag("norm_topk_prob", True),
-        scoring_func="sigmoid",
-        group_score="top2",
-        n_group=fields.integer("n_group", 1),
-        topk_group=fields.integer("topk_group", 1),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_width=fields.shared_width(width),
+        **fields.corrected_routing(normalize=True, scale=1.0),
         attention_bias=fields.flag("attention_bias", False),
         sliding_window=None,
         **fields.decoder(eps=1e-5, max_positions=131072, vocabulary=151552, partial=True),
@@ -52,13 +46,10 @@ def parse(fields: Fields) -> ModelConfig:
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
     params = attention_params(config, output_bias=False)
     if config.qk_norm:
-        for head in "qk":
-            params[f"{head}_norm"] = ((f"self_attn.{head}_norm.weight", (config.head_dim,)),)
+        params |= head_norm_params(config)
     if not moe:
         return params | feed_forward_params(config, config.intermediate_size)
-    shared = feed_forward_params(config, config.shared_width, "mlp.shared_experts.", "shared_")
-    correction: Parts = (("mlp.gate.e_score_correction_bias", (config.num_experts,)),)
-    return params | router_params(config) | shared | {"correction": correction}
+    return params | corrected_moe_params(config)
 
 
 FAMILY = Family(

@@ -3,7 +3,14 @@ positions, softmax-top-k experts in every layer."""
 
 from __future__ import annotations
 
-from moejax.models.family import Family, Fields, Parts, attention_params, router_params
+from moejax.models.family import (
+    Family,
+    Fields,
+    Parts,
+    attention_params,
+    router_params,
+    whole_norm_params,
+)
 from moejax.models.model_config import ModelConfig
 
 
@@ -38,11 +45,8 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
-    params = attention_params(config, output_bias=True) | router_params(config)
-    for head, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
-        width = heads * config.head_dim
-        params[f"{head}_norm"] = ((f"self_attn.{head}_norm.weight", (width,)),)
-    return params
+    params = attention_params(config, output_bias=True) | whole_norm_params(config)
+    return params | router_params(config)
 
 
 FAMILY = Family("OlmoeForCausalLM", "olmoe", parse, layer_params)

@@ -9,6 +9,7 @@ from moejax.models.family import (
     Parts,
     attention_params,
     feed_forward_params,
+    head_norm_params,
     router_params,
 )
 from moejax.models.model_config import ModelConfig
@@ -45,9 +46,7 @@ def sparse_layers(fields: Fields, layers: int, experts: int) -> tuple[bool, ...]
 
 
 def layer_params(config: ModelConfig, moe: bool) -> dict[str, Parts]:
-    params = attention_params(config, output_bias=True)
-    for head in ("q", "k"):
-        params[f"{head}_norm"] = ((f"self_attn.{head}_norm.weight", (config.head_dim,)),)
+    params = attention_params(config, output_bias=True) | head_norm_params(config)
     if moe:
         return params | router_params(config)
     return params | feed_forward_params(config, config.intermediate_size)

@@ -73,6 +73,19 @@ SMALL: dict[str, dict[str, Any]] = {
         use_qk_norm=True,
         attention_bias=True,
     ),
+    "Glm4MoeLiteForCausalLM": dict(
+        {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"}, q_lora_rank=24
+    ),
+    "Dots1ForCausalLM": dict(
+        head_dim=16,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        sliding_window=70,
+        max_window_layers=2,
+    ),
+    "SolarOpenForCausalLM": dict(n_routed_experts=8, head_dim=16, attention_bias=True),
+    "MiniMaxM2ForCausalLM": dict(num_local_experts=8, head_dim=16, rotary_dim=8),
     "Ernie4_5_MoeForCausalLM": dict(
         moe_num_experts=8, moe_num_shared_experts=1, moe_layer_end_index=1, use_bias=True
     ),

@@ -104,7 +104,7 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
         (V3 | {"first_k_dense_replace": 61}, "no layer has experts .*61 of 61 layers"),
         (V3 | {"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, not 63"),
         (V3 | {"v_head_dim": None}, "v_head_dim must be an integer"),
-        (V3 | {"n_shared_experts": 0}, "n_shared_experts must be at least 1"),
+        (V3 | {"n_shared_experts": -1}, "n_shared_experts must be at least 0"),
         (
             V3 | {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
             "mscale_all_dim is not implemented for rope type 'linear'",
@@ -157,6 +157,15 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
 def test_refusals_of_other_families(fields, message):
     with pytest.raises(UserError, match=f"^some.json: .*{message}"):
         parse_config(fields, "some.json")
+
+
+def test_kimi_k2_names_its_own_model_type():
+    """Published beside the architecture of DeepSeek-V3, or alone."""
+    fields = {"num_attention_heads": 64, "n_group": 1, "topk_group": 1}
+    deepseek = parse_config({"model_type": "deepseek_v3", **fields})
+    assert parse_config({"model_type": "kimi_k2", **fields}) == deepseek
+    named = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", **fields}
+    assert parse_config(named) == deepseek
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moejax.checkpoints.tensors import expected_tensors
 from moejax.errors import UserError
 from moejax.models.config import parse_config
 from moejax.models.families import FAMILIES
@@ -22,8 +24,14 @@ from moejax.models.families import FAMILIES
 KINDS = tuple(family.model_type for family in FAMILIES.values())
 
 GLM, ERNIE, GRANITE = "glm4_moe", "ernie4_5_moe", "granitemoe"
-GQA = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe", GLM, ERNIE, GRANITE)
-MLA = ("deepseek_v2", "deepseek_v3")
+LITE, DOTS, SOLAR, MINIMAX = "glm4_moe_lite", "dots1", "solar_open", "minimax_m2"
+CORRECTED = ("deepseek_v3", GLM, LITE, DOTS, SOLAR)
+GQA = (
+    *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"),
+    *(GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
+)
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+MLA = (*DEEPSEEK, LITE)
 
 BASE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},  # has no default
@@ -31,18 +39,36 @@ BASE: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": True},  # without it other fields have no effect
     "qwen3_moe": {"use_sliding_window": True},
     GLM: {"head_dim": 128, "norm_topk_prob": False, "n_group": 8, "topk_group": 2},
+    LITE: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
+    DOTS: {  # routing has no defaults
+        "num_hidden_layers": 24,
+        "max_window_layers": 20,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 2,
+    },
+    SOLAR: {"norm_topk_prob": False, "n_group": 8, "topk_group": 2},
 }
-LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM: 46, ERNIE: 28}
+LAYERS = {"olmoe": 16, "qwen2_moe": 24, "qwen3_moe": 24, "deepseek_v3": 61, GLM: 46, ERNIE: 28} | {
+    LITE: 47,
+    SOLAR: 48,
+    MINIMAX: 62,
+}
 """Default number of layers; 32 elsewhere."""
 
 HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "vocab_size": (KINDS, 77),
     "hidden_size": (KINDS, 1280),
-    "intermediate_size": (KINDS, 96),
+    "intermediate_size": (tuple(kind for kind in KINDS if kind != SOLAR), 96),
     "num_hidden_layers": (KINDS, 30),
     "num_attention_heads": (KINDS, 64),
     "num_key_value_heads": (GQA, 2),
-    "head_dim": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", GLM, ERNIE, GRANITE), 48),
+    "head_dim": (
+        ("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", GLM, ERNIE, GRANITE, DOTS, SOLAR, MINIMAX),
+        48,
+    ),
     "hidden_act": (KINDS, "gelu"),
     "max_position_embeddings": (KINDS, 777),
     "rms_norm_eps": (KINDS, 1e-3),
@@ -50,47 +76,63 @@ HONOURED: dict[str, tuple[tuple[str, ...], Any]] = {
     "tie_word_embeddings": (KINDS, True),
     "eos_token_id": (KINDS, 3),
     "num_experts_per_tok": (
-        ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", GLM, ERNIE, GRANITE, *MLA),
+        tuple(kind for kind in KINDS if kind != "phimoe"),
         3,
     ),
-    "num_experts": (("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE), 32),
-    "num_local_experts": (
-        ("qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v3", GLM, GRANITE),
+    "num_experts": (
+        ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", ERNIE, MINIMAX),
         32,
     ),
-    "n_routed_experts": ((GLM, *MLA), 32),
-    "moe_intermediate_size": (("qwen3_moe", "qwen2_moe", GLM, ERNIE, *MLA), 96),
-    "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", "deepseek_v3", GLM), True),
-    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", GLM, GRANITE, *MLA), True),
+    "num_local_experts": (
+        (
+            "qwen3_moe",
+            "mixtral",
+            "olmoe",
+            "phimoe",
+            GRANITE,
+            MINIMAX,
+            "deepseek_v3",
+            GLM,
+            LITE,
+            SOLAR,
+        ),
+        32,
+    ),
+    "n_routed_experts": ((*CORRECTED, "deepseek_v2"), 32),
+    "moe_intermediate_size": (("qwen3_moe", "qwen2_moe", ERNIE, "deepseek_v2", *CORRECTED), 96),
+    "norm_topk_prob": (("qwen3_moe", "olmoe", "qwen2_moe", *CORRECTED), True),
+    "attention_bias": (("qwen3_moe", "olmoe", "phimoe", GRANITE, "deepseek_v2", *CORRECTED), True),
     "decoder_sparse_step": (("qwen3_moe", "qwen2_moe"), 2),
     "mlp_only_layers": (("qwen3_moe", "qwen2_moe"), [3]),
-    "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe"), 33),
+    "sliding_window": (("qwen3_moe", "mixtral", "qwen2_moe", "phimoe", DOTS), 33),
     "use_sliding_window": (("qwen3_moe", "qwen2_moe"), False),
-    "max_window_layers": (("qwen2_moe",), 5),
-    "layer_types": (("qwen2_moe",), ["full_attention"] * 23 + ["sliding_attention"]),
+    "max_window_layers": (("qwen2_moe", DOTS), 5),
+    "layer_types": (("qwen2_moe", DOTS), ["full_attention"] * 23 + ["sliding_attention"]),
     "qkv_bias": (("qwen2_moe",), False),
     "shared_expert_intermediate_size": (("qwen2_moe",), 48),
     "clip_qkv": (("olmoe",), 5.0),
     "router_jitter_noise": (("phimoe",), 0.5),
     "lm_head_bias": (("phimoe",), True),
-    "first_k_dense_replace": ((GLM, *MLA), 2),
+    "first_k_dense_replace": ((GLM, DOTS, *DEEPSEEK), 2),
+    "mlp_layer_types": ((LITE,), ["sparse"] * 47),
     "kv_lora_rank": (MLA, 32),
     "q_lora_rank": (MLA, None),
     "qk_nope_head_dim": (MLA, 32),
     "qk_rope_head_dim": (MLA, 32),
     "v_head_dim": (MLA, 32),
-    "n_shared_experts": ((GLM, *MLA), 3),
+    "n_shared_experts": ((*CORRECTED, "deepseek_v2"), 3),
     "mlp_bias": (("deepseek_v2",), True),
-    "routed_scaling_factor": ((GLM, *MLA), 3.5),
+    "routed_scaling_factor": ((*CORRECTED, "deepseek_v2"), 3.5),
     "topk_method": (("deepseek_v2",), "group_limited_greedy"),
-    "n_group": ((GLM, *MLA), 4),
-    "topk_group": ((GLM, *MLA), 3),
-    "rope_interleave": (("deepseek_v3",), False),
+    "n_group": ((*CORRECTED, "deepseek_v2"), 4),
+    "topk_group": ((*CORRECTED, "deepseek_v2"), 3),
+    "rope_interleave": (("deepseek_v3", LITE), False),
     "embedding_multiplier": ((GRANITE,), 12.0),
     "attention_multiplier": ((GRANITE,), 0.015625),
     "residual_multiplier": ((GRANITE,), 0.22),
     "logits_scaling": ((GRANITE,), 6.0),
-    "partial_rotary_factor": ((GLM,), 0.25),
+    "partial_rotary_factor": ((GLM, MINIMAX), 0.25),
+    "rotary_dim": ((MINIMAX,), 64),
     "use_qk_norm": ((GLM,), True),
     "use_bias": ((ERNIE,), True),
     "moe_k": ((ERNIE,), 3),
@@ -117,30 +159,38 @@ REFUSED: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
     "num_experts_per_tok": {("phimoe",): (1, "num_experts_per_tok 1 is not implemented")},
     "norm_topk_prob": {("deepseek_v2",): (True, "norm_topk_prob True is not implemented")},
     "sliding_window": {
-        ("olmoe", GLM, ERNIE, GRANITE, *MLA): (64, "sliding_window 64 is not implemented")
+        ("olmoe", GLM, ERNIE, GRANITE, SOLAR, MINIMAX, *MLA): (
+            64,
+            "sliding_window 64 is not implemented",
+        )
     },
     "layer_types": {
-        ("qwen3_moe", "mixtral", "olmoe", "phimoe", GLM, ERNIE, GRANITE, *MLA): (
+        tuple(kind for kind in KINDS if kind not in ("qwen2_moe", DOTS)): (
             SLIDING,
             "layer_types must be",
         ),
     },
     "scoring_func": {
         ("deepseek_v2",): ("sigmoid", "scoring_func 'sigmoid' .*only 'softmax'"),
-        ("deepseek_v3", GLM): ("softmax", "scoring_func 'softmax' .*only 'sigmoid'"),
+        (*CORRECTED, MINIMAX): ("softmax", "scoring_func 'softmax' .*only 'sigmoid'"),
     },
     "topk_method": {
         ("deepseek_v2",): ("noaux_tc", "topk_method 'noaux_tc' .*only 'greedy'"),
-        ("deepseek_v3", GLM): ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
+        CORRECTED: ("greedy", "topk_method 'greedy' .*only 'noaux_tc'"),
     },
-    "moe_layer_freq": {MLA: (2, "moe_layer_freq 2 is not implemented")},
+    "moe_layer_freq": {DEEPSEEK: (2, "moe_layer_freq 2 is not implemented")},
     "partial_rotary_factor": {
-        tuple(kind for kind in KINDS if kind != GLM): (
+        tuple(kind for kind in KINDS if kind not in (GLM, MINIMAX)): (
             0.5,
             "partial_rotary_factor 0.5 is not implemented",
         ),
         (GLM,): (0.51, r"partial_rotary_factor 0.51 of head_dim \d+ must leave an even number"),
     },
+    "num_local_experts": {(DOTS,): (32, r"n_routed_experts \(64\) contradicts num_local_experts")},
+    "use_qk_norm": {(MINIMAX,): (False, "use_qk_norm False is not implemented")},
+    "use_routing_bias": {(MINIMAX,): (False, "use_routing_bias False is not implemented")},
+    "attn_type_list": {(MINIMAX,): ([0] * 62, "attn_type_list .* is not implemented")},
+    "shared_intermediate_size": {(MINIMAX,): (64, "shared_intermediate_size 64 is not impl")},
     "moe_norm_min": {(ERNIE,): (1e-3, "moe_norm_min 0.001 is not implemented")},
     "is_causal": {KINDS: (False, "is_causal False is not implemented")},
     "is_encoder_decoder": {KINDS: (True, "is_encoder_decoder True is not implemented")},
@@ -176,7 +226,8 @@ WITHOUT_EFFECT: dict[str, Any] = {
 }
 NOT_ALWAYS = {
     "head_dim": MLA,  # transformers overwrites it by qk_rope_head_dim
-    "router_jitter_noise": ("mixtral",),  # in training only
+    "router_jitter_noise": ("mixtral", MINIMAX),  # in training only
+    "intermediate_size": (SOLAR,),  # no layer is dense
     "original_max_position_embeddings": KINDS,  # of scaled ropes, see test_rope
 }
 """Fields without effect in these families."""
@@ -233,9 +284,8 @@ def plain(kind: str, **fields: Any) -> dict[str, Any]:
 )
 def test_honoured_field_changes_the_computation(kind, field):
     base = plain(kind, **(WITH.get(field, {}) if kind == "deepseek_v2" else {}))
-    value = HONOURED[field][1]
-    if (kind, field) == (ERNIE, "tie_word_embeddings"):
-        value = not value  # tied by default
+    others = {(ERNIE, "tie_word_embeddings"): False, (SOLAR, "num_attention_heads"): 32}
+    value = others.get((kind, field), HONOURED[field][1])
     assert parse_config({**base, field: value}) != parse_config(base)
 
 
@@ -280,3 +330,22 @@ def test_defaults_are_those_of_transformers(family):
     for whole in (True, False):
         written = json.loads(theirs.to_json_string(use_diff=not whole))
         assert parse_config(written) == ours
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_a_model_has_as_many_parameters_as_in_transformers(family):
+    """At its config class's own size, corrections of the router included."""
+    import torch
+    import transformers
+
+    of_family = getattr(transformers, family.architecture.replace("ForCausalLM", "Config"))
+    with torch.device("meta"):
+        config = of_family(**BASE.get(family.model_type, {}))
+        model = getattr(transformers, family.architecture)._from_config(config)
+    corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
+    theirs = sum(p.numel() for p in [*model.parameters(), *corrections])
+    places = expected_tensors(parse_config(plain(family.model_type)), ()).values()
+    assert sum(math.prod(place.shape) for place in places) == theirs

@@ -190,6 +190,9 @@ CASES = {
         {"expert_budget": "0%"},
         family="DeepseekV3",
     ),
+    "DeepSeek-V3: no shared expert": Case(
+        {"n_shared_experts": 0}, {"expert_budget": "50%"}, family="DeepseekV3"
+    ),
     "Granite: factors everywhere, biases, fewer KV heads, llama3 rope": Case(
         {
             "attention_bias": True,
@@ -213,6 +216,43 @@ CASES = {
         },
         {"expert_budget": "50%"},
         family="Glm4Moe",
+    ),
+    "GLM-4.7-Flash: groups, two shared experts, a dense layer in between": Case(
+        {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        {"expert_budget": "50%"},
+        family="Glm4MoeLite",
+    ),
+    "dots.llm1: a window in the last layer, biases, groups, normalised weights": Case(
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+        {"expert_budget": "50%"},
+        family="Dots1",
+    ),
+    "Solar-Open: biases, yarn": Case(
+        {"attention_bias": True, "rope_parameters": YARN, "routed_scaling_factor": 1.5},
+        {"expert_budget": "50%"},
+        {"older_keys": True},
+        family="SolarOpen",
+    ),
+    "MiniMax-M2: half of each head rotated": Case(
+        {"rotary_dim": 8, "num_experts_per_tok": 3},
+        {"expert_budget": "50%"},
+        family="MiniMaxM2",
     ),
     "ERNIE-4.5: pairs rotated, biases, a dense layer on each side": Case(
         {
@@ -384,6 +424,10 @@ WRONG = {
     "DeepseekV3": _other("model.layers.1.mlp.gate.topk_group", lambda groups: groups + 1),
     "GraniteMoe": _other("config.logits_scaling", lambda scaling: 1.01 * scaling),
     "Glm4Moe": _one_pair_at_rest,
+    "Glm4MoeLite": _one_pair_at_rest,
+    "Dots1": _swapped_norms,
+    "SolarOpen": _one_pair_at_rest,
+    "MiniMaxM2": _one_pair_at_rest,
     "Ernie4_5_Moe": _other("model.layers.1.mlp.gate.top_k", lambda count: count - 1),
 }
 """Family → what makes transformers' model another one, beyond its parameters."""
