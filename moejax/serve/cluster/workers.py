@@ -34,7 +34,7 @@ MOST_IN_A_ROW = 6
 """Workers that may end without a result in between, before the job ends."""
 
 PLACE_S = 600.0
-"""How long Ray may take to find the first worker a place."""
+"""How long Ray may take to find a place for a worker, while no other one has a place."""
 ANSWER_S = 60.0
 """How long a worker may take to say that it lives."""
 MOVE_S = 1800.0
@@ -237,8 +237,7 @@ class Workers:
         self._members: list[_Member] = []
         self._suspects: collections.deque[_Item] = collections.deque()
         """Pieces whose workers ended: they run last, each alone with a worker."""
-        self._numbers, self._began = itertools.count(1), time.monotonic()
-        self._in_a_row = 0
+        self._numbers, self._in_a_row = itertools.count(1), 0
         self.ended = 0
         """Workers that ended before their time."""
         # One a node first: by then what compiles is in the cache, and the shared experts are there.
@@ -381,7 +380,7 @@ class Workers:
 
     def _end_hung(self) -> Iterator[tuple[Any, Any]]:
         now = time.monotonic()
-        if now - self._began > PLACE_S and not any(member.beat for member in self._members):
+        if all(member.beat is None and now - member.heard > PLACE_S for member in self._members):
             asks = f"{self._asked.cpus:g} CPUs and {self._asked.gpus:g} GPUs"
             raise UserError(
                 f"Ray found no room for a worker of {asks} within {PLACE_S:.0f} s (ray status)"

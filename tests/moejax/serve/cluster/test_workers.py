@@ -210,6 +210,18 @@ def test_a_cluster_without_room(run, monkeypatch):
     with pytest.raises(UserError, match="no room for a worker of 1 CPUs and 0 GPUs"):
         run(Nowhere, range(6))
 
+    class Late(Doubler):
+        ended = False
+
+        async def _work(self, piece):
+            await asyncio.sleep(0.4)  # longer than a place may take
+            if not Late.ended:
+                Late.ended = True
+                raise RuntimeError("killed")
+            return piece
+
+    assert run(Late, [7], count=1)[0] == [(7, 7)]  # the next worker has its own time
+
 
 def test_turns_of_a_session_are_one_piece_of_work(monkeypatch):
     monkeypatch.setattr(workers_module, "nodes", lambda: NODES)
