@@ -34,7 +34,7 @@ from moejax.start.options import OPTIONS
 if TYPE_CHECKING:
     from moejax.evaluate.comparison import Comparison
     from moejax.evaluate.evaluation import Likelihood, PerplexityResult
-    from moejax.evaluate.results_file import ResultLines
+    from moejax.evaluate.json_lines import LineFile
     from moejax.evaluate.token_ids import TokenIds
     from moejax.serve.llm import LLM
 
@@ -315,7 +315,7 @@ def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
     if "step" in options:
         raise UserError("--every-step is all steps; leave out --step")
     with _lines(args, job) as lines:
-        done = set() if lines is None else lines.steps
+        done = {line["step"] for line in lines.lines} - {None} if lines is not None else set()
         present = finished_steps(Path(args.model)) if done else ()
         for line in lines.lines if lines is not None else ():
             if line["step"] in present:
@@ -345,7 +345,7 @@ def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
 
 def _lines(
     args: argparse.Namespace, job: _Job
-) -> contextlib.AbstractContextManager[ResultLines | None]:
+) -> contextlib.AbstractContextManager[LineFile | None]:
     """The open --output, None without one."""
     from moejax.evaluate.results_file import open_lines
 

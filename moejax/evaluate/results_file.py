@@ -1,33 +1,27 @@
-"""The file of an evaluation's results: one JSON line a run, or one a step of a training run."""
+"""The file of an evaluation's results: one JSON line per run, or per step of a training run."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from moejax.errors import UserError, shown
 from moejax.evaluate.json_lines import LineFile, open_line_file, parsed_lines, read_line_file
 
 
-class ResultLines(LineFile):
-    """An open file of results. Made by `open_lines`."""
+def open_lines(
+    name: str, asked: Mapping[str, Any], *, resume: bool
+) -> AbstractContextManager[LineFile]:
+    """The file, locked while it is open.
 
-    @property
-    def steps(self) -> set[int]:
-        """The steps that have a line."""
-        return {line["step"] for line in self.lines if line["step"] is not None}
+    - `asked`: what decides the figures, as plain data for JSON; each line has it.
+    - `resume`: go on after the lines that are there.
 
-
-@contextmanager
-def open_lines(name: str, asked: Mapping[str, Any], *, resume: bool) -> Iterator[ResultLines]:
-    """The file, locked while it is open. asked: what decides the figures, as plain data for JSON;
-    each line has it. resume: go on after the lines that are there.
-
-    Raises UserError for a file that another process writes, that is something else than results,
-    that has any without resume, or results of other options, and says which.
+    Raises UserError for a file that another process writes, for something else than results, for
+    results of other options, naming the option, and, without `resume`, for any results.
     """
 
     def read(data: bytes) -> list[dict[str, Any]]:
@@ -38,8 +32,7 @@ def open_lines(name: str, asked: Mapping[str, Any], *, resume: bool) -> Iterator
             _require_same(name, line["asked"], json.loads(json.dumps(asked)))
         return lines
 
-    with open_line_file(name, read) as file:
-        yield ResultLines(file.name, file.descriptor, file.lines)
+    return open_line_file(name, read)
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
