@@ -84,7 +84,7 @@ def test_a_step_that_is_deleted_before_it_is_read_is_passed_over(tmp_path, capsy
         shutil.rmtree(tmp_path / str(options["step"]))
         raise UserError("no such step")
 
-    monkeypatch.setattr("moejax.commands.eval.started", gone)
+    monkeypatch.setattr("moejax.commands.eval.start_llm", gone)
     asked = ["--task", "perplexity", "--token-ids", str(tmp_path / "val.npy")]
     assert main(["eval", str(tmp_path), *asked, "--every-step", "--timeout", "0"]) == 0
     out, err = capsys.readouterr()
