@@ -19,7 +19,7 @@ from host_offload.traces.step_sets import in_waves, step_set
 
 
 class Turn(NamedTuple):
-    """What happened up to the end of a turn, since the end of the one before it."""
+    """The references between the end of one turn and the end of the next."""
 
     active: Sequence[np.ndarray]
     """bool[L, E] each: the references in order, waves one by one."""
@@ -74,7 +74,7 @@ class Streams(NamedTuple):
         return tails(self.pages)[:-1]
 
     def then(self, later: Streams, decay: float = 1.0) -> Streams:
-        """Both together, this one decayed."""
+        """The sum of both, this one decayed."""
         return Streams(decay * self.experts + later.experts, decay * self.pages + later.pages)
 
 

@@ -53,14 +53,14 @@ def reference(recency: Recency, active: np.ndarray) -> tuple[Recency, Distances]
     seen = recency.seen
     if first.any():
         seen = seen + np.bincount(np.repeat(np.arange(rows), sizes)[first], minlength=rows)
-    # Who is not used moves back by as many of the used ones as stood behind it: all of its row but
-    # those before it. `used` counts from row 0 on, as `ends` does.
+    # An item that is not used moves back by the number of used items that stood behind it: all of
+    # its row but those before it. `used` counts from row 0 on, as `ends` does.
     used = np.zeros(rows * items, np.int64)
     used[found] = 1
     moved = place - np.cumsum(used).take(place)
     by_row = moved.reshape(rows, items)
     by_row += ends[:, None]
-    # Who is used comes to the front of its row, the larger id first.
+    # Used items come to the front of their row, the larger id first.
     moved[member] = np.repeat(starts + ends, sizes) - np.arange(1, len(member) + 1)
     return Recency(by_row, seen), Distances(found, first, sizes)
 

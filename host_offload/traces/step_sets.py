@@ -1,4 +1,4 @@
-"""What a trace's steps need: for each step and layer the set of experts that were routed to."""
+"""The experts that a trace's steps need: a set for each step and layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from host_offload.traces.schema import TraceError
 
 
 class StepSet(NamedTuple):
-    """What one step needs."""
+    """The experts that one step needs."""
 
     number: int
     kind: str | None

@@ -1,4 +1,4 @@
-"""What the machine can do: the rates that floors and cost models are computed from."""
+"""The machine's rates, from which floors and cost models are computed."""
 
 from __future__ import annotations
 

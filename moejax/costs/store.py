@@ -1,4 +1,4 @@
-"""What steps cost, by what they are steps of: figures that were measured once and are kept.
+"""Costs of steps that were measured once and are kept, by machine, device, model and shapes.
 
 moejax.costs.measure measures them. docs/explanation/cost_model.md.
 """
@@ -23,7 +23,8 @@ from moejax.step.step_parts import StepSpec
 
 
 def identity(steps: StepSpec) -> dict[str, Any]:
-    """What figures depend on; others are not taken for these. As JSON would give it back."""
+    """Everything that costs depend on, as JSON gives it back. Costs of another identity are not
+    used."""
     found = {
         "machine": platform.node(),
         "processors": os.cpu_count(),

@@ -15,11 +15,11 @@ from moejax.errors import UserError
 from pallas_kernels.cpu.spans import OpSpan
 
 WRITERS = ("kv_write", "latent_write")
-"""The ops of a layer that know which one it is."""
+"""The ops that know which layer they belong to."""
 
 
 def check_timeline(path: str | os.PathLike[str]) -> None:
-    """Raises UserError for a file that write_timeline would not know how to write."""
+    """Raises UserError for a file that write_timeline cannot write."""
     if Path(path).suffix != ".json":
         raise UserError(f"{path}: a timeline is FILE.json, for https://ui.perfetto.dev")
     if not Path(path).absolute().parent.is_dir():  # before all that would be drawn

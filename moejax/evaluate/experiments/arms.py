@@ -1,4 +1,4 @@
-"""What a grid compares: policies as a definition names them."""
+"""The arms of a grid: policies as a definition names them."""
 
 from __future__ import annotations
 
@@ -100,15 +100,15 @@ class Later:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One of the things that are compared."""
+    """A policy, or several together, that a grid compares with others."""
 
     name: str
     given: tuple[Policy | Later, ...] = ()
-    """What the name says, in its order."""
+    """The policies of the name, in its order."""
     files: tuple[tuple[str, str], ...] = ()
     """Files that it was read from, with their SHA-256: another content is another experiment."""
     shared: bool = False
-    """It may move the line between experts and KV."""
+    """Whether it may move the line between experts and KV."""
 
     @functools.cached_property
     def policies(self) -> tuple[Policy, ...]:
@@ -117,7 +117,7 @@ class Arm:
 
     @property
     def learns(self) -> tuple[str, ...]:
-        """Names of policies that were not taught yet."""
+        """Names of its policies that have not learned yet."""
         return tuple(p.name for p in self.given if isinstance(p, Later) and p.name != ORACLE)
 
     @property
@@ -126,7 +126,7 @@ class Arm:
 
     @property
     def train_arrays(self) -> frozenset[str]:
-        """What a trace must have to teach it, beside the routing."""
+        """Arrays that a trace must have to teach it, beside the routing."""
         return frozenset().union(*(_LEARNED_FROM.get(name, ()) for name in self.learns))
 
     def teach(self, trace: Trace, router: np.ndarray | None = None) -> Arm:
@@ -164,12 +164,12 @@ class Arm:
 
     @property
     def moves_cells(self) -> bool:
-        """It decides how many cells the layers have, which no engine of a grid lets it."""
+        """Whether it decides how many cells layers have, which a grid's engines do not allow."""
         return any("cells" in policy.writes for policy in self.policies)
 
     @property
     def pooled(self) -> bool:
-        """Cells go from layer to layer under it."""
+        """Whether cells move from layer to layer under it."""
         return any(map(wants_pool, self.policies))
 
     def learned_bytes(self, spec: Spec) -> int:
@@ -178,22 +178,22 @@ class Arm:
 
     @property
     def needs_host(self) -> bool:
-        """It looks between layers."""
+        """Whether it looks between layers."""
         return any(policy.moments & BETWEEN_LAYERS for policy in self.policies)
 
     @property
     def in_step(self) -> bool:
-        """Compiled steps search maps for it."""
+        """Whether compiled steps search maps for it."""
         return search_of(self.policies) is not None or "expert_map_in_step" in self.learns
 
     @property
     def arrays(self) -> frozenset[str]:
-        """What steps must give out for it."""
+        """Arrays that steps must output for it."""
         return TRACE_ARRAYS & {need for policy in self.policies for need in policy.needs}
 
     @property
     def simulated_arrays(self) -> frozenset[str]:
-        """What a trace must have to simulate it: also what its steps search maps by."""
+        """Arrays that a trace must have to simulate it, also for its steps' search of maps."""
         return self.arrays | (_MAPS if search_of(self.policies) is not None else set())
 
 

@@ -1,4 +1,4 @@
-"""A grid as data: what a YAML file or a mapping says, checked before anything is loaded."""
+"""A grid as data: a YAML file or a mapping, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PRICED = "priced"
 """The mode of conversations: the engine's own counts, and times by stated prices."""
 
 DRIVERS = ("device", "host")
-"""Those that page by policies; the stream driver has none."""
+"""The drivers that page by policies; the stream driver has none."""
 
 OPTIONS = (
     *("dtype", "ops", "device", "threads", "max_num_batched_tokens", "tokenizer"),
@@ -46,13 +46,13 @@ OPTIONS = (
 """Options of LLM that a definition may give under `options`, for all of its cells."""
 
 NO_LINK = "none"
-"""A link rate: experts move within steps, as fast as memory is."""
+"""The link rate of a grid without a link: experts move within steps, as fast as memory is."""
 
 TEXTS = ("story", "math", "code")
 """Texts in the package; moejax/evaluate/experiments/texts/README.md says whose they are."""
 
 MEASURE = "measure"
-"""Costs of predicted cells: measured before the first of them where none are kept."""
+"""The costs of predicted cells are measured before the first such cell, unless they are kept."""
 
 Reader = Callable[[Any], Any]
 """Reads the value of a key. Raises ValueError with the end of a sentence: "must be …"."""
@@ -190,7 +190,7 @@ MEANINGLESS: Mapping[str, Sequence[str]] = {
         "modes",
     ),
 }
-"""Key → keys that say nothing beside it."""
+"""Key → keys that have no meaning beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,14 +216,14 @@ Run = tuple[Cell, int]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What one engine is for: cells that agree in these."""
+    """The cells of one engine, which agree in these fields."""
 
     driver: str
     precision: str
     link_rate: str
     batch: int
     arrays: frozenset[str]
-    """What its steps give out for policies; steps that do are others, and slower."""
+    """Arrays that its steps output for policies; such steps are compiled apart, and slower."""
     budget: str | None = None
     """The budget of experts in two versions, which each start lays out anew; None: any."""
     run: Run | None = None
@@ -233,10 +233,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment(Definition):
-    """A checked definition, with what its names stand for."""
+    """A checked definition, with the objects that its names stand for."""
 
     home: Path
-    """From where on paths are meant."""
+    """The directory that relative paths begin at."""
     arms: Mapping[str, Arm]
     read_arms: Mapping[str, Arm]
     """The arms before they learned: drawn routing teaches them at each place anew."""
@@ -251,7 +251,7 @@ class Experiment(Definition):
 
     @property
     def learns(self) -> bool:
-        """Something of it learns within the grid, before its runs."""
+        """Whether a policy or a precision learns within the grid, before its runs."""
         return any(each.learns for each in (*self.arms.values(), *self.mixes.values()))
 
     @property
@@ -260,7 +260,7 @@ class Experiment(Definition):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What decides the records, as plain data: the definition and digests of its files."""
+        """What decides the records, as plain data: the definition, and its files' digests."""
         found = {name: getattr(self, name) for name in KEYS}
         found = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}
         files = {name: file_digest(path) for name, path in self.sources.items()}
@@ -275,12 +275,12 @@ class Experiment(Definition):
         return {**found, "files": dict(sorted(files.items()))}
 
     def arm_of(self, cell: Cell) -> Arm:
-        """The cell's arm; that of MIN has no policies."""
+        """The cell's arm; the arm of MIN has no policies."""
         return self.arms.get(cell.policy) or Arm(cell.policy)
 
     def drivers(self, arm: Arm) -> tuple[str, ...]:
-        """Who walks through the layers for an arm: the baseline runs with every driver that another
-        one needs, since times are compared within a driver."""
+        """The drivers that an arm runs with. The baseline runs with every driver that another arm
+        needs, since times are compared within a driver."""
         if self.driver != "auto":
             return (self.driver,)
         if arm.needs_host:
@@ -347,7 +347,7 @@ class Experiment(Definition):
         return Group(cell.driver, cell.precision, cell.link_rate, cell.batch, arrays)
 
     def engine_options(self, group: Group) -> Config:
-        """Those of the group's engine: for prompts of all lengths, with an arena for the largest
+        """The options of the group's engine: for prompts of all lengths, an arena for the largest
         budget; with two versions of experts for that budget; of conversations with slots that can
         go from experts to KV and back."""
         if self.conversations:
@@ -493,7 +493,7 @@ def check_experiment(asked: Experiment) -> None:
 
 
 def _conflicts(asked: Experiment) -> Iterator[tuple[object, str]]:
-    """(whether it is so, what to say then)"""
+    """(whether two keys contradict each other, the message)"""
     yield (
         asked.baseline not in asked.arms,
         f"baseline {asked.baseline!r} is none of the policies; write one of "

@@ -1,4 +1,4 @@
-"""Running a grid: every cell that has no record yet, repeats by turns."""
+"""Runs a grid: every cell that has no record yet, repeats by turns."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def open_results(experiment: Experiment, root: Path) -> Iterator[tuple[set[tuple
 
 
 def key_of(run: Run) -> tuple[Any, ...]:
-    """What tells its record from all others."""
+    """The values that tell a run's record from all others."""
     cell, repeat = run
     return *dataclasses.astuple(cell), repeat
 
 
 def select_left(groups: Mapping[Group, Sequence[Run]], done: set[tuple]) -> dict[Group, list[Run]]:
-    """The runs that are not done, of groups that have some."""
+    """Group → its runs that have no record yet; groups without such runs are left out."""
     left = {g: [run for run in runs if key_of(run) not in done] for g, runs in groups.items()}
     return {group: runs for group, runs in left.items() if runs}
 

@@ -1,4 +1,4 @@
-"""What budgets come to: the cells of each layer for an arm."""
+"""The cells of each layer that a budget gives an arm."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ def grant_columns(cells: Sequence[int], experts: int, nbytes: int) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What budgets are measured with, and what policies are told, with an engine or without."""
+    """The sizes that budgets are measured with, and what policies are told, with or without an
+    engine."""
 
     spec: Spec
-    """What policies are told by an engine of all budgets."""
+    """What an engine of all budgets tells policies."""
     slot_bytes: int
-    """What an expert takes."""
+    """Bytes of an expert's slot."""
     record: RecordFormat | None = None
-    """How one lies; None: routing without a model."""
+    """The format of an expert's weights; None: routing without a model."""
     kv_bytes: int = 0
     router: np.ndarray | None = None
     """float32[L, D, E]; None: routing without a model."""
 
     @classmethod
     def of_plan(cls, plan: StartPlan, router: np.ndarray | None = None) -> Terms:
-        """Those of an engine."""
+        """The terms of an engine."""
         layout = plan.steps.layout
         kv_bytes = plan.budget.kv_slots * layout.slot_bytes
         return cls(plan.spec, layout.slot_bytes, layout.records[0], kv_bytes, router)
 
     @classmethod
     def of_trace(cls, trace: Trace) -> Terms:
-        """Those of routing without a model. Raises UserError for a trace that does not say what
+        """The terms of routing without a model. Raises UserError for a trace that does not say what
         policies are told."""
         with user_errors(TraceError):
             spec = spec_of(trace.header)
@@ -58,7 +59,7 @@ class Terms:
 
     @property
     def experts(self) -> int:
-        """In all layers."""
+        """Experts in all layers."""
         return self.spec.layers * self.spec.experts
 
     def budget_bytes(self, budget: str) -> int:

@@ -1,4 +1,4 @@
-"""One run of a workload through an engine, and what it counted."""
+"""One run of a workload through an engine, and its counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ link."""
 
 
 class Workload(Protocol):
-    """What is run."""
+    """What an engine is given to do: prompts, or conversations."""
 
     def play(self, engine: Engine) -> dict[str, Any]:
         """Runs it to its end; columns of its record, `tokens` among them. Raises what a policy or

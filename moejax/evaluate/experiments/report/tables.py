@@ -19,7 +19,7 @@ from moejax.sizes import parse_rate
 NONE = "–"
 
 PANEL = ("link_rate", "batch", "prompt_tokens", "text")
-"""What one table and one row of plots is of."""
+"""The columns that cells of one table, and of its plots, agree in."""
 
 
 class Table(NamedTuple):
@@ -42,7 +42,7 @@ class Panel:
 
 
 def tables_of(records: Records) -> Iterator[Table]:
-    """All that the records have something for, without the columns that have nothing."""
+    """The tables that have rows, without columns in which no row has a value."""
     shown = panels(records)
     found = [panel_table(panel) for panel in shown]
     found += [_quality(records), prediction_table(mean_over_seeds(records))]
