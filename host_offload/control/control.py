@@ -50,7 +50,7 @@ class Device(Protocol):
         ...
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
-        """Who computes what a layer misses, as of controller.Assigned, before its experts; asked of
+        """Says who computes what a layer misses (controller.Assigned), before its experts. Asked of
         devices with a second processor."""
         ...
 

@@ -93,7 +93,7 @@ class Assigned(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a moment shows, beside the tables and transfers; fields as of Observation."""
+    """What a moment shows, beside the tables and transfers. The fields are an Observation's."""
 
     moment: Moment
     step: int

@@ -67,7 +67,7 @@ class Transitions(TransferLedger):
         self.pools = placed.pools
         self.cell_row, self.cell_version = contents["cell_row"], contents["cell_version"]
         self.column = contents["owner"][:, : spec.experts]
-        """int32[L, E]: the cell that each expert's entry points to, as of the last step read."""
+        """int32[L, E]: the cell that each entry points to after the last step that was read."""
         self.version = contents["version"]
         """int32[L, E], likewise."""
         self.evicting: list[tuple[int, int]] = []
@@ -253,7 +253,7 @@ class Transitions(TransferLedger):
     # ---- what there is
 
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
-        """As of Transfers. peak_bytes: since the slots changed."""
+        """See TransferLedger. peak_bytes counts since the slots changed."""
         moves, moved_bytes = self._compacted.tolist()
         return {
             "precision": {

@@ -45,7 +45,7 @@ class RecordSource(Protocol):
 
     @property
     def turned(self) -> tuple[int, int]:
-        """As of Sources: of the record's last part."""
+        """How the record's last part lies in the file, see Sources."""
         ...
 
     def read(self, layer: int, expert: int, record: np.ndarray) -> None:
@@ -197,7 +197,7 @@ def locate_records(
     layers: int,
     number_file: Callable[[str], int],
 ) -> Sources:
-    """What native threads know of all versions. places: as of ExpertStore.places, by version.
+    """What native threads know of all versions. places: ExpertStore.places of each version.
     layers: of the model. Raises what number_file does."""
     table = np.zeros((len(sources), layers, sources[0].shape[1]), SOURCE)
     table["file"] = NOWHERE

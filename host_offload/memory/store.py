@@ -189,8 +189,8 @@ class StoreBuilder:
         self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
     ) -> Iterator[np.ndarray]:
         """uint16[experts, rows, D] to be filled inside of the `with`, and written then: the store's
-        own memory where that can be. Arguments and errors as of put. Where the block raises, the
-        rows stay missing.
+        own memory where that can be. The arguments and errors are put's. Where the block raises,
+        the rows stay missing.
         """
         region = self._claim(layer, first_expert, experts, first_row, rows)
         try:
@@ -207,7 +207,7 @@ class StoreBuilder:
     def _write(
         self, records: np.ndarray | jax.Array, layer: int, first_expert: int, first_row: int
     ) -> None:
-        """Puts a piece where it belongs. records: as of put."""
+        """Puts a piece where it belongs."""
         with self._lock:
             self._array = _updater(self._sharding)(
                 self._array, records[None], layer, first_expert, first_row

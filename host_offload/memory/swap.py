@@ -17,8 +17,8 @@ be freed without the others."""
 def read_pages(
     arena: jax.Array | OwnedArena, rows: jax.Array, page: PageLayout
 ) -> tuple[jax.Array, ...]:
-    """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. arena uint16[rows, D], or
-    owned, as of the others."""
+    """The pages at KV rows `rows` int32[S], each uint16[page.nbytes / 2]. An arena that is an array
+    is uint16[rows, D]."""
     if isinstance(arena, OwnedArena):
         return read_rows(arena, rows, page.rows, width=page.row_elements)
     kv = arena.reshape(-1, page.row_elements)

@@ -196,7 +196,7 @@ def hand_over_cells(tables: Tables, moves: HandOvers) -> Tables:
     """Tables in which the cells of a list int32[S] (giver −1: not used) are other layers', with
     their rows and versions; what was in them is absent, and they hold nothing yet.
 
-    As of `hand_over`, but for single cells under any numbers, one after the other. An entry that
+    Unlike `hand_over` it takes single cells under any numbers, one after the other. An entry that
     does not fit the tables is left out. Nothing of the arena is touched: who fills a cell next has
     to come after what read it last. Jit-able.
     """

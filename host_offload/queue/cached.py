@@ -39,7 +39,7 @@ class CacheSpec:
     threads: int = 4
     """That read and verify; also how many records are held ahead of need."""
     chunk_bytes: int | None = None
-    """As of piece_edges."""
+    """Most bytes of a piece, see piece_edges."""
 
 
 @dataclasses.dataclass(frozen=True)

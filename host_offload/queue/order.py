@@ -79,7 +79,8 @@ class TransferQueue:
         return ticket
 
     def next_chunk(self, ready: Callable[[int], bool] | None = None) -> TransferChunk | None:
-        """Begins the chunk whose turn it is; None where none waits. ready: as of in_turn."""
+        """Begins the chunk whose turn it is; None where none waits. ready: says of a
+        ticket whether its chunks can begin."""
         tickets = self.in_turn(ready)
         return self.begin_chunk(tickets[0]) if tickets else None
 

@@ -84,7 +84,7 @@ class PinnedRecords(InPieces):
         return found
 
     def devices(self) -> set[jax.Device]:
-        """As of a jax.Array."""
+        """The device that the arrays are of, as jax.Array.devices says it."""
         return self.of(0, 0)[0].devices()
 
     def read(self, layer: int, first: int, count: int) -> np.ndarray:
@@ -151,7 +151,7 @@ class PinnedBuilder(StoreBuilder):
     """A StoreBuilder of PinnedRecords: a piece becomes a pinned array when its last row is written,
     so host memory is the store and the pieces that are not whole.
 
-    chunk_bytes, whole: as of piece_edges.
+    chunk_bytes, whole: how piece_edges cuts records.
     """
 
     def __init__(

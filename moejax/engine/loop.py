@@ -246,7 +246,7 @@ class Engine:
         contents of tables only; all that may be compiled is what no policy before asked for, such
         as steps with stage lists. KV keeps its slots, and cached prefixes and sessions stay.
 
-        spec: what the policies are told. cells_per_layer: as of set_budget. Raises PolicyError or
+        spec: what the policies are told. cells_per_layer: see set_budget. Raises PolicyError or
         what a policy's `init` does, leaving an engine without policies; ValueError as set_budget
         does, and for a traced engine or experts in two versions, changing nothing.
         """
@@ -302,7 +302,7 @@ class Engine:
     def drain(self) -> None:
         """Reads a step that is still pending although no request is left: one that had been
         dispatched before the last request was found to have ended."""
-        if not self._busy:  # as of abort: what is to be aborted is drained after it
+        if not self._busy:  # else what is aborted at the end is drained after it
             with self.undisturbed():
                 self._drain()
 

@@ -194,7 +194,7 @@ def step_record(
 
 
 def entries_ahead(output: StepOutput) -> np.ndarray | None:
-    """As of StepRecord.ahead."""
+    """int32[n, 4]: the transfers that the step chose itself (StepRecord.ahead)."""
     if output.ahead is None:
         return None
     entries = np.asarray(output.ahead).swapaxes(1, 2).reshape(-1, 4)

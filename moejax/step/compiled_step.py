@@ -62,7 +62,7 @@ class _Carry(NamedTuple):
     x: jax.Array
     memory: DeviceMemory
     y: jax.Array | None = None
-    """As of page_and_compute; None: each layer has its own."""
+    """float32[T·K, D] of page_and_compute; None: each layer has its own."""
     records: jax.Array | None = None
     """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
     squares: jax.Array | None = None
@@ -147,7 +147,7 @@ def device_step(
     x, memory = carry.x, carry.memory
     if carry.records is not None:
         trace = LayerTrace.unpacked(carry.records, trace, x.shape[0], k)
-        if context.resident:  # counts and tables are as of plans, where there were none
+        if context.resident:  # counts and tables become what plans would have made them
             tables, counts = plan_resident(memory.tables, carry.records[:, : x.shape[0] * k])
             memory, trace = memory._replace(tables=tables), trace._replace(counts=counts)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))

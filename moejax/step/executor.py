@@ -322,11 +322,11 @@ class Executor:
         return self.tokens.follow(self.walk.run(request))
 
     def failures(self, writes: int) -> list[TransferFailure]:
-        """As of Transport."""
+        """The experts that a step could not compute, see Transport."""
         return self.transport.failures(writes)
 
     def link_use(self) -> LinkUse:
-        """As of Device."""
+        """The queue of transfers beside compute as it is now."""
         return link_use(self.transport.totals())
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
@@ -337,7 +337,7 @@ class Executor:
         self.processor.assign(layer, beside, order)
 
     def carried_out(self) -> np.ndarray:
-        """As of Device: of the list that was carried out last between two layers."""
+        """int32[STAGES], 1 for each entry that was carried out of the last list between layers."""
         return np.asarray(self.walk.transfers[-1].done)
 
     # ---- pages, between steps
@@ -444,7 +444,7 @@ class Executor:
         return describe_faults(counts)
 
     def _is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
-        """As of count_faults."""
+        """Whether the record at an arena row is the expert's."""
         buffers, rows = self.buffers, self.steps.cells[version].rows
         if buffers.memory is not None:
             record = buffers.memory.view()[row : row + rows]

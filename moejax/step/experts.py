@@ -94,7 +94,7 @@ class StepContext(ExpertContext):
     arrays: frozenset[str] = frozenset()
     """The TRACE_ARRAYS that the step gives out."""
     cache_aware: float | None = None
-    """As of StepSpec, where some experts may be missing; None: no router knows who is resident."""
+    """StepSpec.cache_aware where some experts may be missing; None: routers ignore residency."""
 
 
 class Paging(NamedTuple):
@@ -186,8 +186,8 @@ def compute_planned(
     context: ExpertContext,
     epilogue: Epilogue | None = None,
 ) -> tuple[Any, DeviceMemory]:
-    """(y, memory) as of page_and_compute, of a layer whose plan `work` the tables have already.
-    epilogue: as of expert_ffn."""
+    """Fills and computes a layer whose plan `work` the tables have already. epilogue: what the last
+    kernel does too (expert_ffn). Returns (y, memory) like page_and_compute."""
     arena, tables = memory
     batch = ExpertBatch(work.active, work.active_count, ids, x)
     places = context.places(tables, layer)
@@ -225,7 +225,8 @@ def plan_wave(
     context: ExpertContext,
 ) -> tuple[jax.Array, jax.Array, Tables, Plan]:
     """(due bool[E]: the active experts that the wave computes, those of them that are not resident
-    before it, tables after it, its plan). ids: as of page_and_compute; active: of all experts."""
+    before it, tables after it, its plan). ids: int32[T, K], E for padding. active: bool[E], of all
+    waves."""
     waves, experts = context.waves, active.shape[0]
     with jax.named_scope("plan"):
         if waves == 1:
@@ -284,7 +285,7 @@ def compute(
     context: ExpertContext,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """y with the rows of the batch's experts. arena: as of DeviceMemory."""
+    """y with the rows of the batch's experts. arena: of a DeviceMemory."""
     with jax.named_scope("expert_ffn"):
         options = context.expert_options(context.ops.expert_ffn)
         return expert_ffn(y, arena, batch, places, options, epilogue)

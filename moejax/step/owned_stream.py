@@ -22,7 +22,7 @@ from moejax.step.step_parts import StepSpec
 from moejax.step.transports.transport import Transport
 
 SetTables = Callable[[Mapping[str, np.ndarray]], None]
-"""As of Executor.set_tables."""
+"""Executor.set_tables."""
 
 
 class OwnedStream:

@@ -119,7 +119,7 @@ class Processor:
         """[L, E]: experts that it computed in the running step."""
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
-        """As of host_offload.control.control.Device."""
+        """Takes the experts of a layer that policies give it, see control.Device."""
         self._assigned = layer, beside, order
 
     def _share(self, parts: Parts, layer: int, ids: np.ndarray) -> tuple[Elsewhere, dict[int, int]]:
@@ -168,8 +168,8 @@ class Processor:
     def _compute(
         self, step: ProgramKey, layer: int, mine: Mapping[int, int], x: jax.Array, ids: np.ndarray
     ) -> _Beside:
-        """The rows of some experts, in its thread. mine: as of _share. x [T, D] and ids [T, K] of
-        the layer."""
+        """The rows of some experts, in its thread. mine: expert → version number. x [T, D] and ids
+        [T, K]: the layer's."""
         seen, top_k = np.asarray(x), ids.shape[1]
         began = time.perf_counter()
         found: list[np.ndarray] = []

@@ -251,7 +251,9 @@ class Programs:
             return ()
         if isinstance(self.arena, OwnedArena):
             return (self.arena.token,)
-        return (self.array(*TOKEN.shape, dtype=TOKEN.dtype),)  # as of CopyTransport.begin_output
+        return (
+            self.array(*TOKEN.shape, dtype=TOKEN.dtype),
+        )  # what CopyTransport.begin_output gives
 
     @property
     def params(self) -> tuple:
@@ -466,7 +468,7 @@ class Programs:
         context = self.context(ProgramKey("stage"))
 
         def stage(arena, tables, stores, layer, ahead, entries, done):
-            """One layer's part of a stage list. ahead: as of stage_layer. done int32[STAGES]: of
+            """One layer's part of a stage list. ahead: see stage_layer. done int32[STAGES]: of
             other layers."""
             given = dataclasses.replace(context, stores=stores)
             memory, now = stage_layer(DeviceMemory(arena, tables), layer, entries, given, ahead)

@@ -45,9 +45,9 @@ class ResultShape:
         counts: Any,
         writes: Any = _NONE,
     ) -> Any:
-        """The results of a step. tokens int32[R]: current after it. missed_routes: as of Results,
-        of as many rows or chunks as the step computes. counts [L, counts_size]: of
-        experts.page_and_compute. writes int32[1]: as of Results."""
+        """The results of a step. tokens int32[R]: current after it. missed_routes:
+        int32, of as many rows or chunks as the step computes. counts [L, counts_size]: of
+        experts.page_and_compute. writes: int32[1]."""
         missing = self.routes - missed_routes.shape[0]
         missed_routes = jnp.pad(missed_routes, (0, missing))
         parts = tokens, missed_routes, counts.reshape(-1), writes

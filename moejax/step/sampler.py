@@ -84,7 +84,7 @@ def sample(
 
 
 def truncates_any(top_k: Array, top_p: Array) -> Array:
-    """bool ``[]``: whether any row leaves out tokens by top-k or top-p, as of `sample`."""
+    """bool ``[]``: whether any row leaves out tokens by top-k or top-p."""
     return ((top_k > 0) | (top_p < 1)).any()
 
 
@@ -163,7 +163,7 @@ def adjust(
 
     logits: float32 ``[R, V]``. counts: int32 ``[R, V]``, bit 0: the token is in the row's prompt;
     the bits above it: how often the row has generated it. repetition, presence, frequency: float32
-    ``[R]``, neutral at 1, 0, 0. bias_ids, bias: as of `add_bias`. Returns float32 ``[R, V]``; a
+    ``[R]``, neutral at 1, 0, 0. bias_ids, bias: the ids and bias of `add_bias`. Returns float32 ``[R, V]``; a
     neutral row without biases keeps its bits.
     """
     biased = add_bias(logits, bias_ids, bias)
@@ -179,14 +179,14 @@ def adjust(
 
 
 def tally(counts: Array, tokens: Array, update: Array) -> Array:
-    """counts, as of `adjust`, with tokens int32 ``[R]`` as generated, in the rows under update
+    """The counts of `adjust` with tokens int32 ``[R]`` as generated, in the rows under update
     bool ``[R]``. Returns int32 ``[R, V]``."""
     row = jnp.arange(counts.shape[0])
     return counts.at[row, tokens].add(jnp.where(update, 2, 0))
 
 
 def recount(counts: Array, row: Array, ids: Array, is_output: Array) -> Array:
-    """counts, as of `adjust`, with one row made anew.
+    """The counts of `adjust` with one row made anew.
 
     counts: int32 ``[R, V]``. row: int32 ``[]``. ids: int32 ``[M]``, prompt and generated tokens in
     any order, padded with −1. is_output: bool ``[M]``, the generated ones. Returns int32

@@ -170,7 +170,7 @@ class StepSpec:
 
     @property
     def packed(self) -> RecordFormat | None:
-        """As of ExpertContext."""
+        """The format of packed residents that are decoded into the window; None: there are none."""
         if self.tiers != "flux" or self.formats is None:
             return None
         return self.formats[PACKED_VERSION].cell
@@ -251,8 +251,7 @@ class Routing(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """What raw logits say of the targets of a prefill step, as of sampler.logprobs with n
-    likeliest."""
+    """What raw logits say of the targets of a prefill step: sampler.logprobs with n likeliest."""
 
     chosen: Leaf
     """float32[N, C]: log-probabilities of the targets."""
@@ -304,7 +303,7 @@ class StepOutput(NamedTuple):
     placed: np.ndarray | None = None
     """bool[L, E]: experts that a second processor computed; None without one."""
     ahead: jax.Array | None = None
-    """int32[·, 4, S]: transfers that the step chose itself, as of map_search.Lookahead.fetch."""
+    """int32[·, 4, S]: transfers that the step chose itself (map_search.Lookahead.fetch)."""
 
     def read(self) -> Results:
         """The results on the host. Waits for the step."""
@@ -312,7 +311,7 @@ class StepOutput(NamedTuple):
 
     @property
     def paging(self) -> Paging:
-        """As of Results, as are the others. Waits for the step."""
+        """Results.paging. Waits for the step."""
         return self.read().paging
 
     @property
@@ -342,7 +341,7 @@ class LayerTrace(NamedTuple):
 
 
 def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
-    """The ids int32[T] of a step's tokens, and where they are. batch: as of device_step."""
+    """The ids int32[T] of a step's tokens, and where they are. batch: see device_step."""
     if isinstance(batch[0], PrefillBatch):
         prefill, block_table, _ = batch
         return prefill.tokens.reshape(-1), _prefill_tokens(prefill, block_table, context)
@@ -457,8 +456,8 @@ def step_output(
     shape: ResultShape,
     writes: tuple[jax.Array, ...] = (),
 ) -> StepOutput:
-    """x [T, D]: after the last layer. batch, kind: as of device_step. trace: of all MoE
-    layers. staged, shape: as of StepOutput. writes: what knows the writes of the arena after them,
+    """x [T, D]: after the last layer. batch, kind: see device_step. trace: of all MoE
+    layers. staged, shape: fields of the result. writes: what knows the writes of the arena after them,
     uint32[2] as an owned one's token, where anyone asks for them."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
@@ -483,7 +482,7 @@ def step_output(
 
 
 def _writes(tokens: tuple[jax.Array, ...]) -> jax.Array:
-    """int32[1], as of Results."""
+    """int32[1]: Results.writes, as signed bits."""
     if not tokens:
         return jnp.zeros(1, jnp.int32)
     return lax.bitcast_convert_type(tokens[0][1:], jnp.int32)

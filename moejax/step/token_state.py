@@ -35,7 +35,7 @@ class TokenState:
         self.results: jax.Array | None = None
         """StepOutput.results of the step dispatched last, with the tokens that were chosen."""
         self.counts: jax.Array | None = None
-        """int32[R, V], as of sampler.adjust, from the first request with penalties on."""
+        """int32[R, V], the counts of sampler.adjust, from the first request with penalties on."""
 
     @property
     def choices(self) -> tuple[Kind, ...]:

@@ -125,8 +125,8 @@ class CopyTransport(Transport):
         planned: Sequence[Sequence[int]],
         share: Elsewhere | None,
     ) -> jax.Array:
-        """y with the rows of the experts that are due. planned: what the plan says of each expert,
-        as of layer_programs._planned."""
+        """y with the rows of the experts that are due. planned: what the plan says of each expert
+        (layer_programs._planned)."""
         buffers, layer = self._buffers, inputs.layer
         rows, filled, versions = planned
         self.queue_admitted()

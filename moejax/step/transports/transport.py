@@ -89,7 +89,7 @@ class Transport:
         """Carries out a layer's part of a stage list; returns `done` with the entries that were.
 
         - `done`: int32[STAGES], 1 for each entry that was carried out so far.
-        - `ahead`: before the layer's plan, as of `experts.stage_layer`.
+        - `ahead`: before the layer's plan (`experts.stage_layer`).
         """
         buffers = self._buffers
         memory = buffers.arena, buffers.tables, buffers.stores

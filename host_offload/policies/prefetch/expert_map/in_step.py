@@ -56,7 +56,7 @@ class ExpertMapInStep(MapPolicy):
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "map_rows"})
     """The prior is written by the steps themselves."""
     victim_weights: tuple[int, int, int] = (0, 1, 1)
-    """As of ExpertMap."""
+    """Those of ExpertMap."""
 
     @property
     def moments(self) -> frozenset[Moment]:

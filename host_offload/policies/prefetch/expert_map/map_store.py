@@ -101,7 +101,7 @@ class Trajectory(NamedTuple):
     O(N·C·E)."""
 
     products: Any
-    """int32[N, C]: as of whole_products."""
+    """int32[N, C]: sums of whole_products."""
     squares: Any
     """int32[N]: of the rows themselves."""
 
