@@ -39,9 +39,9 @@ from moejax.step.experts import (
     ExpertContext,
     Paging,
     add_experts,
-    nothing_computed,
     page_and_compute,
     zero_after,
+    zero_outputs,
 )
 from pallas_kernels import Ops, resolve_ops
 from pallas_kernels.cards import shared_class
@@ -337,7 +337,7 @@ class PagedMoE(nnx.Module):
         )
         device = DeviceMemory(memory.arena, memory.tables)
         y, (arena, tables), counts = page_and_compute(
-            nothing_computed(ids.size, hidden), rows, ids, device, jnp.int32(self.layer), context
+            zero_outputs(ids.size, hidden), rows, ids, device, jnp.int32(self.layer), context
         )
         # For the next layer's plan, where both take the same x.
         tables = tables._replace(clock=tables.clock + zero_after(y))

@@ -288,7 +288,7 @@ class Controller:
             self.see(tables)
         step = record.number
         if record.ahead is not None:
-            self.staging.record_made(step, record.ahead)
+            self.staging.record_transfers(step, record.ahead)
         self.staging.settle(step, record.staged, self.tables)
         counts = None
         if self.staging.watching or "counts" in self.needs:

@@ -26,7 +26,7 @@ def last_used(tables: Residency) -> np.ndarray:
     return found
 
 
-def making_room(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
+def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
     """(cell, owner, −1 of a free one) of all cells of the layer and version, in the order in which
     they make room: the free ones, then by whose owner the next reference of the layer would evict
     first (plan's order: victim key, last use, expert id, cell)."""
@@ -92,7 +92,7 @@ class Staging(TransferLedger):
             if (layer, version) in full:
                 return None
             if (layer, version) not in orders:
-                orders[layer, version] = making_room(tables, layer, version)
+                orders[layer, version] = rank_cells(tables, layer, version)
             busy = taken.setdefault(layer, set())
             for kept in self._list_kept(entry):
                 cell = first_room(orders[layer, version], busy, kept)

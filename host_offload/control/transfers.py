@@ -191,7 +191,7 @@ class TransferLedger(abc.ABC):
         a later step."""
         return False
 
-    def record_made(self, step: int, entries: np.ndarray) -> None:
+    def record_transfers(self, step: int, entries: np.ndarray) -> None:
         """Transfers that a step chose itself, before the layers that they are for: int32[n, 4], the
         layer, expert and cell of each, and whether it was carried out."""
         for layer, expert, cell, done in entries.tolist():

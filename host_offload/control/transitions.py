@@ -88,7 +88,7 @@ class Transitions(TransferLedger):
     @property
     def used_bytes(self) -> int:
         """What all copies take: complete ones, those on their way, and those to be given back."""
-        return sum(self.pools.taken_cells(v) * size for v, size in enumerate(self._sizes))
+        return sum(self.pools.count_taken(v) * size for v, size in enumerate(self._sizes))
 
     # ---- more and fewer slots
 
@@ -186,7 +186,7 @@ class Transitions(TransferLedger):
         """The arena row of a cell of that version."""
         assert self.capacity is not None
         most = self.capacity, *self.resident.capacity[1:]
-        if self.pools.taken_cells(version) >= most[version] + self.resident.spares:
+        if self.pools.count_taken(version) >= most[version] + self.resident.spares:
             return None
         row = self.pools.allocate(version, self.keep_free)
         while row is None and self._compact(version):

@@ -114,8 +114,8 @@ def slot_layout(
     the smaller ones fits where that wastes less, and as many whole pages as fit into it.
 
     The arguments are those of RecordFormat and PageLayout. itemsize is that of weights and of KV;
-    layers are all attention layers. block_size: by default the one of 16, 32, 64 that wastes least of a slot,
-    the smaller of equals. Where not even one page of the smallest block fits into a record (few
+    layers are all attention layers. block_size: by default the one of 16, 32, 64 that wastes least
+    of a slot, the smaller of equals. Where not even one page of the smallest block fits into a record (few
     narrow experts, many layers), the slot grows to hold one. versions: those that can be resident,
     in the order of their numbers.
 

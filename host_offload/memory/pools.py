@@ -49,7 +49,7 @@ class CellPools:
         """Free cells of the slots cut for that version."""
         return self._free_cells[version]
 
-    def taken_cells(self, version: int) -> int:
+    def count_taken(self, version: int) -> int:
         cut = sum(map(len, self._by_free[version]))
         return cut * self.cells_per_slot[version] - self._free_cells[version]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from host_offload.sizing.cost_model import fit_costs
 from moejax.step.executor import Executor
-from moejax.step.experts import compute, nothing_computed
+from moejax.step.experts import compute, zero_outputs
 from moejax.step.programs import ProgramKey
 from pallas_kernels.expert_ffn import ExpertBatch, ExpertPlaces
 
@@ -45,7 +45,7 @@ def _in_place_seconds(runner: Executor) -> list[float]:
 
     @jax.jit
     def compute_in_place(stores, x, ids, layer, listed, count):
-        y, nowhere = nothing_computed(ids.size, hidden), jnp.zeros((1, hidden), jnp.uint16)
+        y, nowhere = zero_outputs(ids.size, hidden), jnp.zeros((1, hidden), jnp.uint16)
         absent = jnp.full((layers, experts), -1, jnp.int32)
         batch = ExpertBatch(listed, count, ids, x)
         places = ExpertPlaces(stores, layer, absent, jnp.zeros_like(absent))

@@ -24,10 +24,10 @@ from moejax.step.experts import (
     compute_materialized,
     compute_planned,
     materialize,
-    nothing_computed,
     page_and_compute,
     stage_layer,
     zero_after,
+    zero_outputs,
 )
 from moejax.step.map_search import Lookahead
 from moejax.step.results import ResultShape
@@ -115,7 +115,7 @@ def device_step(
     counts = few and context.ops.ends_layers and not (stages or look or context.arrays)
     most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
-        carry = _with_shared(carry, k, context, counts)
+        carry = _share_outputs(carry, k, context, counts)
 
     def layer(stack: LayerStack, i: jax.Array, carry: _Carry):
         x, memory, trajectory = carry.x, carry.memory, carry.trajectory
@@ -172,7 +172,7 @@ def _attend(
     return carry._replace(x=x, memory=memory, squares=squares, counters=counters)
 
 
-def _with_shared(carry: _Carry, k: int, context: StepContext, counts: bool) -> _Carry:
+def _share_outputs(carry: _Carry, k: int, context: StepContext, counts: bool) -> _Carry:
     """With one y for all layers, so that none is zeroed in a layer: which tokens are padding is the
     same in every one. Of many tokens it would be held beside all that attention needs, and taking
     records apart would copy megabytes. Traces too are one array, written in place. k: experts a
@@ -185,7 +185,7 @@ def _with_shared(carry: _Carry, k: int, context: StepContext, counts: bool) -> _
     if counts and context.ops.merges_by_counters:
         heads = carry.x.shape[0] * context.page.kv_heads
         counters = jnp.zeros(max(counters_size(*carry.x.shape), heads), jnp.int32)
-    y = nothing_computed(pairs, carry.x.shape[1])
+    y = zero_outputs(pairs, carry.x.shape[1])
     return carry._replace(y=y, records=records, counters=counters)
 
 
@@ -226,7 +226,7 @@ def _sparse(
         carry = carry._replace(memory=memory, records=records)
         return _add_experts(stack, carry, x, y, weights, context), (normed, ids, weights), None
     x, normed, ids, weights = route_layer(stack, i, x, tokens, forced, favour, carry.squares)
-    y = nothing_computed(ids.size, x.shape[1]) if shared is None else shared
+    y = zero_outputs(ids.size, x.shape[1]) if shared is None else shared
     counts = None
     if records is not None and not (context.window or context.in_place):
         with jax.named_scope("plan"):

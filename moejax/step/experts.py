@@ -128,7 +128,7 @@ def page_and_compute(
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
     """Every active expert of one MoE layer on its tokens, in waves over the experts.
 
-    y float32[T·K, D]: nothing_computed, or what the layer before made of the same tokens: the
+    y float32[T·K, D]: zero_outputs, or what the layer before made of the same tokens: the
     pairs of padding keep their rows, all others get theirs.
     x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
     its share of the active experts (ranges of ids) without evicting what it needs itself; what
@@ -272,7 +272,7 @@ def plan_elsewhere(
     return due, missing, tables._replace(fill_version=wanted), work
 
 
-def nothing_computed(pairs: int, hidden: int) -> jax.Array:
+def zero_outputs(pairs: int, hidden: int) -> jax.Array:
     """y float32[T·K, D] of page_and_compute before any layer."""
     return jnp.zeros((pairs, hidden), jnp.float32)
 
@@ -412,17 +412,17 @@ def stage_layer(
     with jax.named_scope("stage"):
         arena, tables, done = stage(
             arena,
-            clock_moved(tables, layer, ahead),
+            move_clock(tables, layer, ahead),
             context.stores,
             layer,
             entries,
             formats=context.formats,
             implementation=context.ops.stage,
         )
-    return DeviceMemory(arena, clock_moved(tables, layer, -ahead)), done
+    return DeviceMemory(arena, move_clock(tables, layer, -ahead)), done
 
 
-def clock_moved(tables: Tables, layer: jax.Array, by: jax.Array | int) -> Tables:
+def move_clock(tables: Tables, layer: jax.Array, by: jax.Array | int) -> Tables:
     """The tables with a layer's clock so many references later."""
     if isinstance(by, int) and by == 0:
         return tables

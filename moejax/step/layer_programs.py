@@ -19,10 +19,10 @@ from moejax.step.experts import (
     add_experts,
     compute,
     compute_materialized,
-    nothing_computed,
     page_and_compute,
     plan_elsewhere,
     plan_wave,
+    zero_outputs,
 )
 from moejax.step.programs import Program, ProgramKey, Programs
 from moejax.step.step_parts import (
@@ -186,13 +186,13 @@ class _StepPart:
     def experts(self, stores, arena, tables, x, normed, ids, weights, layer):
         context, memory = self.context(stores), DeviceMemory(arena, tables)
         find = compute_materialized if context.window else page_and_compute
-        y = nothing_computed(ids.size, normed.shape[1])
+        y = zero_outputs(ids.size, normed.shape[1])
         y, memory, counts = find(y, normed, ids, memory, layer, context)
         return add_experts(x, y, weights, context.ops), *memory, counts
 
     @_part()
     def blank(self, tables, ids):
-        y = nothing_computed(ids.size, self.programs.steps.config.hidden_size)
+        y = zero_outputs(ids.size, self.programs.steps.config.hidden_size)
         versions = len(self.programs.stores)
         return y, jnp.zeros(counts_size(tables.address.shape[1], versions), jnp.int32)
 
@@ -259,7 +259,7 @@ class _StepPart:
     def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
         """(y of all experts that are not elsewhere, arena, tables, counts)."""
         context, memory = self.context(stores), DeviceMemory(arena, tables)
-        y = nothing_computed(ids.size, x.shape[1])
+        y = zero_outputs(ids.size, x.shape[1])
         y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
         return y, *memory, counts
 
@@ -300,7 +300,7 @@ def beside_program(programs: Programs, key: ProgramKey, rows: int, version: int 
         nothing = jnp.zeros((1, 1), jnp.int32)
         batch = ExpertBatch(jnp.zeros(1, jnp.int32), jnp.int32(1), ids, x)
         places = ExpertPlaces(stores, 0, nothing, nothing)
-        return expert_ffn(nothing_computed(rows, hidden), record, batch, places, options)
+        return expert_ffn(zero_outputs(rows, hidden), record, batch, places, options)
 
     x = jax.ShapeDtypeStruct((rows, hidden), steps.dtype)
     held = jax.ShapeDtypeStruct((record.rows, hidden), jnp.uint16)

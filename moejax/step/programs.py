@@ -35,8 +35,8 @@ from moejax.step.compiled_step import device_step
 from moejax.step.experts import (
     DeviceMemory,
     StepContext,
-    clock_moved,
     load_seated,
+    move_clock,
     seat,
     stage_layer,
 )
@@ -479,11 +479,11 @@ class Programs:
             entry's expert, version and the arena row of its cell, −1 where it is not carried
             out."""
             tables, row = admit_entries(
-                *(clock_moved(tables, layer, ahead), layer, entries),
+                *(move_clock(tables, layer, ahead), layer, entries),
                 versions=len(self.stores),
                 formats=self.steps.formats,
             )
-            tables = clock_moved(tables, layer, -ahead)
+            tables = move_clock(tables, layer, -ahead)
             now = (row >= 0).astype(jnp.int32)
             return tables, jnp.maximum(done, now), jnp.stack([entries.expert, entries.version, row])
 

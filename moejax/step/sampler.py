@@ -163,8 +163,8 @@ def adjust(
 
     logits: float32 ``[R, V]``. counts: int32 ``[R, V]``, bit 0: the token is in the row's prompt;
     the bits above it: how often the row has generated it. repetition, presence, frequency: float32
-    ``[R]``, neutral at 1, 0, 0. bias_ids, bias: the ids and bias of `add_bias`. Returns float32 ``[R, V]``; a
-    neutral row without biases keeps its bits.
+    ``[R]``, neutral at 1, 0, 0. bias_ids, bias: the ids and bias of `add_bias`. Returns
+    float32 ``[R, V]``; a neutral row without biases keeps its bits.
     """
     biased = add_bias(logits, bias_ids, bias)
     count = (counts >> 1).astype(jnp.float32)

@@ -457,8 +457,8 @@ def step_output(
     writes: tuple[jax.Array, ...] = (),
 ) -> StepOutput:
     """x [T, D]: after the last layer. batch, kind: see device_step. trace: of all MoE
-    layers. staged, shape: fields of the result. writes: what knows the writes of the arena after them,
-    uint32[2] as an owned one's token, where anyone asks for them."""
+    layers. staged, shape: fields of the result. writes: what knows the writes of the arena after
+    them, uint32[2] like an owned arena's token, where something asks for them."""
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))

@@ -79,7 +79,7 @@ class Completeness:
                 self.looked, self.complete = None, tables if int(least) >= 0 else None
         return tables is self.complete
 
-    def stepped(self, before: Tables, after: Tables) -> None:
+    def follow_step(self, before: Tables, after: Tables) -> None:
         """A step without transfers made `after` of `before`."""
         self.steps += 1
         if self.complete is before:
@@ -186,7 +186,7 @@ class CompiledWalk:
             key, self._params, buffers.stores, buffers.arena, before, *args, *extras
         )
         if not transfers:
-            self._completeness.stepped(before, buffers.tables)
+            self._completeness.follow_step(before, buffers.tables)
         return output
 
     def _is_resident(self, key: ProgramKey) -> bool:

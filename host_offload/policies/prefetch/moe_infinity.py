@@ -82,7 +82,7 @@ class MoEInfinity:
 
     def decide(self, state: Traced, seen: Observation) -> tuple[Traced, Decision]:
         if seen.moment == Moment.TURN_END:
-            return self._ended(state, seen.turn), Decision()
+            return self._end_sequence(state, seen.turn), Decision()
         if seen.moment == Moment.EMBEDDED:
             popular = popular_experts(state.collection, self.first, state.top_k)
             return state, Decision(stages=self._queue(popular, -1))
@@ -111,7 +111,7 @@ class MoEInfinity:
         places = zip(layer[first].tolist(), expert[first].tolist(), strict=True)
         return tuple(Stage(*place, cause=NAME) for place in places)
 
-    def _ended(self, state: Traced, request: int) -> Traced:
+    def _end_sequence(self, state: Traced, request: int) -> Traced:
         running = {**state.running}
         matrix = running.pop(request, None)
         if matrix is None:

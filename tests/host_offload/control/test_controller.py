@@ -20,7 +20,7 @@ from host_offload.control.interface import (
     StagedTransfer,
 )
 from host_offload.control.rules import PolicyError
-from host_offload.control.staging import first_room, making_room
+from host_offload.control.staging import first_room, rank_cells
 from host_offload.control.step_record import LinkUse, StepRows
 from host_offload.memory.tables import Residency, empty_tables, read_snapshot, snapshot
 from host_offload.policies.eviction.eviction_names import EVICTION
@@ -262,9 +262,9 @@ def test_a_wrong_formula_would_be_noticed():
     for active in ({0}, {1}):
         pager.reference(active, (1, 0, 0))
     tables = Residency(*tables_of([pager], (1, 0, 0)))
-    order = making_room(tables, 0, 0)
+    order = rank_cells(tables, 0, 0)
     assert first_room(order, (), ()) == 0
-    other = making_room(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0)
+    other = rank_cells(tables._replace(victim_weights=INT([-1, 0, 0])), 0, 0)
     assert first_room(other, (), ()) == 1
     assert first_room(order, {0}, ()) == first_room(order, (), {0}) == 1
     assert first_room(order, {0}, {1}) is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from host_offload.control.controller import Controller
 from host_offload.control.interface import Moment, Observation, Spec
-from host_offload.control.staging import making_room
+from host_offload.control.staging import rank_cells
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.prefetch.expert_map import expert_map_policy as expert_map
 from host_offload.policies.prefetch.expert_map.expert_map_policy import ExpertMap
@@ -226,7 +226,7 @@ def test_evicted_is_the_least_probability_times_frequency(trace, told):
         victim_weights=np.array(policy.victim_weights, np.int32),
     )
     order = np.argsort(PROBABILITIES[1, 0].astype(np.float64) * (1 + frequency[0]))
-    assert [owner for _, owner in making_room(tables, 0, 0)] == order.tolist()
+    assert [owner for _, owner in rank_cells(tables, 0, 0)] == order.tolist()
 
 
 def test_refusals(trace, told, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import Moment, Observation, Spec, State
-from host_offload.control.staging import first_room, making_room
+from host_offload.control.staging import first_room, rank_cells
 from host_offload.memory.tables import cold_tables
 from host_offload.policies.eviction.arc import Directory
 from host_offload.policies.prefetch import moe_infinity, promoe, training
@@ -78,7 +78,7 @@ def test_what_was_speculated_goes_before_whoever_was_used(told):
     tables.last_used[layer] = np.where(np.isin(np.arange(EXPERTS), [first, second]), 90, 7)
 
     def order(prior: np.ndarray) -> list[int]:
-        return [owner for _, owner in making_room(tables._replace(prior=prior), layer, 0)]
+        return [owner for _, owner in rank_cells(tables._replace(prior=prior), layer, 0)]
 
     others = [e for e in range(EXPERTS) if e not in (first, second)]
     assert decision.prior is not None
@@ -139,7 +139,7 @@ def test_fate_evicts_by_arc(told):
         tables.last_used[layer, : len(owners)] = rng.integers(0, 9, len(owners))
         taken: list[int] = []
         for expert in (unknown, *order):
-            cell = first_room(making_room(tables, layer, 0), taken, ())
+            cell = first_room(rank_cells(tables, layer, 0), taken, ())
             assert cell is not None and tables.owner[layer, cell] == expert
             taken.append(cell)
 

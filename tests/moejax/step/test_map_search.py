@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from host_offload.control.interface import MapSearch
-from host_offload.control.staging import making_room
+from host_offload.control.staging import rank_cells
 from host_offload.memory.tables import Residency, Tables
 from host_offload.policies.prefetch.expert_map import in_step
 from host_offload.policies.prefetch.expert_map.map_store import (
@@ -146,7 +146,7 @@ def test_entries_are_those_of_a_brute_force():
 def check_entries(listed, rng: np.random.Generator) -> None:
     tables = random_tables(rng, int(rng.integers(0, E + 1)))
     wanted = np.where(rng.random(E) < 0.6, rng.random(E), 0).astype(np.float32)
-    room = making_room(tables, 1, 0)
+    room = rank_cells(tables, 1, 0)
     worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
     cells = [cell for cell, _ in room if worth[cell] == 0]
     cells += sorted((cell for cell, _ in room if worth[cell] > 0), key=worth.__getitem__)

@@ -32,7 +32,7 @@ def test_an_answer_counts_for_what_steps_made_meanwhile():
     first, second, third = tables(3)
     asked, known = answer(0, ready=False), Completeness()
     known.look(asked, first)
-    known.stepped(first, second)
+    known.follow_step(first, second)
     assert not known.is_complete(second)
     asked.is_ready.return_value = True
     assert known.is_complete(second)
@@ -48,7 +48,7 @@ def test_an_absent_expert_is_looked_for_again():
     assert not known.due(first) and not known.is_complete(first) and not known.due(first)
     for _ in range(LOOK_EVERY):
         assert not known.due(first)
-        known.stepped(first, second)
+        known.follow_step(first, second)
     assert known.due(second)
 
 

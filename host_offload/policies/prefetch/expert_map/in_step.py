@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from host_offload.control.interface import Decision, MapSearch, Moment, Observation, Spec
-from host_offload.control.staging import making_room
+from host_offload.control.staging import rank_cells
 from host_offload.memory.tables import Entry, Residency
 from host_offload.policies.prefetch.expert_map import expert_map_policy
 from host_offload.policies.prefetch.expert_map.expert_map_policy import MapPolicy
@@ -131,7 +131,7 @@ def entries_of(tables: Residency, layer: int, wanted: np.ndarray) -> Sequence[En
     float32[E], 0: not wanted, the likeliest first. Free cells make room first, then those whose
     owner nobody wants, by plan's victim key, then those whose owner is wanted less than who
     comes."""
-    room = making_room(tables, layer, 0)
+    room = rank_cells(tables, layer, 0)
     worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
     cells = sorted(worth, key=lambda cell: worth[cell] > 0 and worth[cell])
     absent = np.flatnonzero((wanted > 0) & (tables.address[layer] < 0))
