@@ -115,9 +115,9 @@ def slot_layout(
 
     The arguments are those of RecordFormat and PageLayout. itemsize is that of weights and of KV;
     layers are all attention layers. block_size: by default the one of 16, 32, 64 that wastes least
-    of a slot, the smaller of equals. Where not even one page of the smallest block fits into a record (few
-    narrow experts, many layers), the slot grows to hold one. versions: those that can be resident,
-    in the order of their numbers.
+    of a slot, the smaller of equals. Where not even one page of the smallest block fits into a
+    record (few narrow experts, many layers), the slot grows to hold one. versions: those that can
+    be resident, in the order of their numbers.
 
     Raises ValueError for a block_size that is not legal, for no version or one named twice, and for
     what RecordFormat and PageLayout refuse.

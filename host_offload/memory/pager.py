@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from host_offload.memory.arena import place_cells
 from host_offload.memory.placement import ResidentSpec, place
 from host_offload.memory.tables import Entry, HandOver, Move, Residency, cold_tables
 from pallas_kernels.plan.victim import victim_key
@@ -82,17 +83,13 @@ class Pager:
         """Gives each layer cells[l] cells, as SlotArena.grant_cells and tables.regrant do: the last
         ones go, the first ungranted ones come; who owned a cell that went is absent."""
         tables = self.tables
-        for layer, wanted in enumerate(cells):
-            row, owner = tables.cell_row[layer], tables.owner[layer]
-            for cell in np.flatnonzero(row >= 0)[wanted:]:
-                if owner[cell] >= 0 and tables.address[layer, owner[cell]] == row[cell]:
-                    tables.address[layer, owner[cell]] = -1
-                row[cell] = owner[cell] = -1
-        # Cells that went to other layers took their rows with them.
-        unused = iter(np.setdiff1d(np.arange(tables.cell_row.size), tables.cell_row))
-        for row, wanted in zip(tables.cell_row, cells, strict=True):
-            for cell in np.flatnonzero(row < 0)[: wanted - np.count_nonzero(row >= 0)]:
-                row[cell] = next(unused)
+        cell_row = place_cells(tables.cell_row, cells.tolist(), range(tables.cell_row.size), 1)
+        layer, cell = np.nonzero((tables.owner >= 0) & (tables.cell_row != cell_row))
+        owner = tables.owner[layer, cell]
+        current = tables.address[layer, owner] == tables.cell_row[layer, cell]
+        tables.address[layer[current], owner[current]] = -1
+        tables.owner[layer, cell] = -1
+        tables.cell_row[:] = cell_row
 
     def reference(self, active: np.ndarray, layer: int | None = None) -> Referenced:
         """One reference of each layer, or of one, to its set of active experts bool[M, E]: plan
