@@ -1,4 +1,4 @@
-"""Batch width, KV and experts decided together while requests run."""
+"""Decides batch width, KV and experts together while requests run."""
 
 from __future__ import annotations
 
@@ -34,34 +34,35 @@ class MemoryLoad(NamedTuple):
     """Decayed sums over decode steps, of their rows and of themselves."""
     steps: float = 0.0
     pages: float = 0.0
-    """Decayed mean of the pages that a turn ends with."""
+    """Decayed mean of a turn's pages at its end."""
     chosen: JointChoice | None = None
     limit: int = 0
-    """The max_running that was decided with it."""
+    """The max_running of the last decision."""
     model: DecodeModel | None = None
-    """Made at the last turn's end."""
+    """The model from the end of the last turn."""
     demand: int = 0
-    """Sequences that ran or waited when this was looked at last."""
+    """Sequences that ran or waited at the last decision."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JointBudget:
     """Chooses how many sequences run at once, how much KV they get and how many cells a layer has,
-    for the most predicted tokens a second (ours; docs/how-to/memory.md, host_offload.sizing.joint),
-    whenever a turn ends, and as soon as more want to run than when it chose last: what was right
-    for a few would else keep arrivals waiting until one of the few ends.
+    for the most predicted tokens a second (ours; docs/how-to/memory.md, host_offload.sizing.joint).
 
-    Fewer sequences than can run at once are let run only where a narrower batch than the demand is
-    predicted to be faster. Where the pool is not what was asked for, since the device refused it or
-    requests were stuck, a turn's end asks again. Misses by width are those of the decode steps
-    seen, carried over as if sequences were independent. A sequence needs the KV that turns ended
-    with lately; one that waits, its prompt's if that is more. Needs measured costs.
+    It chooses when a turn ends, and when more sequences want to run than at the last choice: new
+    requests would otherwise wait until one of a few running ones ends. The batch is narrower than
+    the demand only if that is predicted to be faster. If the pool is not as requested, since the
+    device refused it or requests were stuck, the end of a turn asks again.
+
+    Misses by width come from the decode steps seen, applied to other widths as if sequences were
+    independent. A sequence needs the KV of recent turns at their end; a waiting one needs its
+    prompt's KV if that is more. Needs measured costs.
     """
 
     decay: float = 0.8
-    """Factor on all that is learned, once a turn."""
+    """Factor of everything learned, once a turn."""
     gate: float = 0.02
-    """The least predicted gain that changes anything."""
+    """The least predicted gain for a change."""
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
     needs: frozenset[str] = frozenset(
@@ -70,7 +71,7 @@ class JointBudget:
     writes: frozenset[str] = frozenset({"cells", "kv_pages", "max_running"})
 
     def init(self, spec: Spec) -> MemoryLoad:
-        """Raises SplitError where KV's floor does not fit."""
+        """Raises SplitError if KV's floor does not fit."""
         assert spec.costs is not None, "the controller refuses a policy without its costs"
         rows = max(spec.costs.step_s)
         widths = np.arange(1, min(spec.max_num_seqs or rows, rows) + 1)
@@ -99,7 +100,7 @@ class JointBudget:
             pages=turn if not state.pages else keep * state.pages + (1 - keep) * turn,
         )
         model = self.model(state) if state.steps >= 1 else state.model
-        # As the curves do at the next turn's end.
+        # as the curves do at the end of the next turn
         state = state._replace(model=model, rows=keep * state.rows, steps=keep * state.steps)
         return (state, Decision()) if model is None else self._choose(state, model, seen)
 
@@ -125,7 +126,7 @@ class JointBudget:
         return Decision(cells=cells, kv_pages=choice.pages, max_running=state.limit)
 
     def model(self, state: MemoryLoad) -> DecodeModel:
-        """Steps by width and cap, by what is known."""
+        """Predicted steps by width and cap."""
         misses = state.curves.misses[:, : state.division.caps + 1].sum(axis=0) / state.steps
         layers, experts = state.curves.histogram.shape
         absent = layers * (experts - np.arange(len(misses), dtype=np.float64))
@@ -136,7 +137,8 @@ class JointBudget:
     def _is_gain(
         self, state: MemoryLoad, model: DecodeModel, found: JointChoice, limit: int, pages: float
     ) -> bool:
-        """Whether it is better enough than what was chosen last, by what is known now."""
+        """Whether the choice is better than the last one by at least the gate, by current
+        knowledge."""
         last = state.chosen
         if last is None:
             return True
@@ -149,7 +151,7 @@ class JointBudget:
 
 
 def pages_each(state: MemoryLoad, seen: Observation) -> float:
-    """Pages that a sequence needs, the mean of those that run and wait."""
+    """Pages that a sequence needs: the mean over running and waiting sequences."""
     if not seen.waiting:
         return state.pages
     prompt = -(-seen.waiting_tokens // (seen.waiting * state.division.page_tokens))

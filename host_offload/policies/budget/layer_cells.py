@@ -1,4 +1,4 @@
-"""Cells moved between layers, by live miss curves."""
+"""Moves cells between layers by live miss curves."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class Layers(NamedTuple):
     least: np.ndarray
     """int64[L]"""
     most: int
-    """Cells that a layer can have."""
+    """Most cells of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCells:
-    """Shares the cells that there are over the layers anew, where that is predicted to save enough
-    (ours; WiSP gives every layer as many). The number of cells stays as it is.
+    """Shares a fixed number of cells over the layers again, if that is predicted to save enough
+    misses (ours; WiSP gives every layer the same number).
 
-    allocation: see cell_allocation. decay: of the distances, once an
-    interval. gate: the least saving that moves cells, as a part of the misses.
+    - `allocation`: see cell_allocation.
+    - `decay`: of the distances, once an interval.
+    - `gate`: the least saving that moves cells, as a share of the misses.
     """
 
     allocation: str = "marginal"

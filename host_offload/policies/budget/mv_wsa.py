@@ -22,7 +22,7 @@ from host_offload.traces.reader import read_trace
 from host_offload.traces.recency import tails
 
 FLOOR_SHARE = 0.5
-"""Part of the memory that the admission floor takes at most."""
+"""Largest share of the memory that the admission floor takes."""
 
 
 class LearnedCurves(NamedTuple):
@@ -36,40 +36,43 @@ class LearnedCurves(NamedTuple):
     """float64[P]: the decayed histogram of KV's distances."""
     held: PageRecency = PageRecency()
     load: tuple[tuple[int, int], ...] = ((0, 0),)
-    """(sequences that ran or waited, summed over steps; steps): of the turn that runs, then of
-    those before it."""
+    """(sequences that ran or waited, summed over steps; steps) of the running turn, then of earlier
+    turns."""
     rows: int = 0
     """Rows of the largest executable seen."""
     turns: tuple[int, ...] = ()
     """Pages of the last turns, the newest first."""
     split: float | None = None
-    """None: as it is, until the first turn ends."""
+    """None until the first turn ends: the split stays."""
     cells: np.ndarray | None = None
-    """int32[L] that was decided last."""
+    """int32[L] of the last decision."""
     shared: int = 0
-    """Turns since layers were last looked at, which is every `window` turns."""
+    """Turns since the last look at layers, which happens every `window` turns."""
     ended: int = 0
     """Turns that have ended."""
     most_running: int | None = None
     """Spec.max_num_seqs"""
     pool: int | None = None
-    """KV pages that were asked for last."""
+    """KV pages of the last request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MvWsa:
-    """Moves the line between experts and KV to where a byte more is worth as much on either side
-    (WiSP, MV-WSA, Algorithm 2), at the end of every turn. docs/explanation/miss_curves.md has what
+    """Moves the split between experts and KV to where one more byte has equal value on both sides,
+    at the end of every turn (WiSP, MV-WSA, Algorithm 2). docs/explanation/miss_curves.md says what
     is ours, why, and how much the values matter.
 
-    A step is one reference of every layer, a prefill step's waves taken together.
+    A step is one reference of every layer; the waves of a prefill step count together. The
+    admission floor (6) has room for the average number of sequences that ran or waited in the steps
+    of the last `window` turns (at most as many as can run at once), each with the context of these
+    turns. It takes at most FLOOR_SHARE of the memory.
 
-    allocation: how cap·L slots are shared over layers; other than `uniform` is ours. kv_miss: see
-    split.miss_costs. costs: instead of measured ones. expect_returns: see expected_returns. trace:
-    of the workload; the histograms begin with its turns, as if they had just ended, recency lists
-    and the floor empty. The admission floor (6) has room for as many sequences as ran or waited in
-    the mean over the steps of the last `window` turns, no more than can run at once, each with the
-    context of these turns, but takes at most FLOOR_SHARE of the memory.
+    - `allocation`: how cap·L slots are shared over layers; other than `uniform` is ours.
+    - `kv_miss`: see split.miss_costs.
+    - `costs`: used in place of measured ones.
+    - `expect_returns`: see expected_returns.
+    - `trace`: of the workload. The histograms begin with its turns, as if they had just ended, with
+      recency lists and floor empty.
     """
 
     rule: SplitRule = dataclasses.field(default_factory=SplitRule)
@@ -89,9 +92,9 @@ class MvWsa:
         return frozenset(needs if self.costs is not None else needs | {"costs"})
 
     def init(self, spec: Spec) -> LearnedCurves:
-        """Knows the trace at most. Raises SplitError where KV's floor does not fit the budget,
-        ValueError for an unknown allocation or a trace of another model, TraceError for one that
-        cannot be read or has no turns."""
+        """The state before the first turn. Raises SplitError if KV's floor does not fit the budget,
+        ValueError for an unknown allocation or a trace of another model, TraceError for a trace
+        that cannot be read or has no turns."""
         if self.allocation not in ALLOCATIONS:
             raise ValueError(f"cells are {', '.join(ALLOCATIONS)}, not {self.allocation!r}")
         if self.window < 1:
@@ -121,7 +124,7 @@ class MvWsa:
         for found in histograms_of(turns_of(trace), len(state.pages)):
             known = known.then(found, self.rule.decay)
         curves = state.curves._replace(histogram=known.experts)
-        # What is beyond the largest pool is forgotten here.
+        # Distances beyond the largest pool are dropped here.
         return state._replace(curves=curves, pages=known.pages[:-1], ended=ended)
 
     def decide(self, state: LearnedCurves, seen: Observation) -> tuple[LearnedCurves, Decision]:
@@ -135,7 +138,7 @@ class MvWsa:
         return self._after_turn(state, seen)
 
     def division_now(self, state: LearnedCurves) -> Division:
-        """What is divided, with the admission floor by what was seen."""
+        """The memory to divide, with the admission floor from what was seen."""
         division, rows = state.division, max(state.rows, 1)
         load, steps = np.sum(state.load, axis=0).tolist()
         concurrent = min(-(-load // max(steps, 1)), state.most_running or rows, rows)
@@ -174,7 +177,7 @@ class MvWsa:
         if split != before:
             cells = allocate(self.allocation, misses, slots).cells
         elif self.allocation != "uniform" and state.shared == self.window - 1:
-            # The line stays; layers may have changed among themselves.
+            # The split stays; cells may have moved between layers.
             had = np.full(len(misses), cap) if state.cells is None else state.cells
             cells = share_anew(self.allocation, misses, slots, had, gate=self.rule.gate)
         if cells is None:
@@ -188,8 +191,8 @@ class MvWsa:
 
 
 def again(state: LearnedCurves, seen: Observation) -> Decision:
-    """The last resize request once more where the pool is not what it says: it still waits, the
-    device refused it, or KV was given slots because requests were stuck."""
+    """Repeats the last resize request if the pool differs from it: the request still waits, the
+    device refused it, or KV got slots because requests were stuck."""
     if state.pool in (None, seen.kv_pages):
         return Decision()
     return Decision(cells=state.cells, kv_pages=state.pool)

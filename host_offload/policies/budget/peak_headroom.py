@@ -1,5 +1,5 @@
-"""WiSP's closed-form split: KV gets its peak and headroom, experts the rest, of one version or of
-two with every expert resident."""
+"""WiSP's closed-form split: KV gets its peak plus headroom, experts get the rest. For one version,
+or for two with every expert resident."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Peaks(NamedTuple):
     now: int = 0
     """Most pages in use since the last turn ended, on the device and swapped out."""
     short: bool = False
-    """A request waited since, because its prompt did not fit."""
+    """Whether a request has waited since then because its prompt did not fit."""
     before: tuple[int, ...] = ()
     """Peaks of the last turns."""
 
@@ -30,10 +30,10 @@ class Peaks(NamedTuple):
 class PeakHeadroom:
     """Equations (8) to (10) of WiSP's Appendix D at the end of every turn, while requests run.
 
-    The peak is that of the last `window` turns. Pages that were swapped out count as in use, and
-    where a prompt had to wait for pages the pool grows at least by the dead zone, since a full pool
-    hides how much is wanted (docs/explanation/miss_curves.md). The values are ours, the paper's
-    are lost. Every layer has as many cells.
+    The peak is that of the last `window` turns. Pages that were swapped out count as in use. If a
+    prompt had to wait for pages, the pool grows at least by the dead zone, since a full pool hides
+    how much is wanted (docs/explanation/miss_curves.md). The paper does not give the values, so
+    they are ours. Every layer has the same number of cells.
     """
 
     headroom: float = 0.1
@@ -42,7 +42,7 @@ class PeakHeadroom:
     """Δ_C, in cells of each layer."""
     window: int = 16
     least_cap: int | None = None
-    """C_min; None: top-k, as the paper's, or less where KV's floor leaves less. This engine can run
+    """C_min; None: top-k, as in the paper, or less if KV's floor leaves less. This engine can run
     without any cell."""
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END, Moment.TURN_END})
@@ -52,7 +52,7 @@ class PeakHeadroom:
     writes: frozenset[str] = frozenset({"cells", "kv_pages"})
 
     def init(self, spec: Spec) -> Peaks:
-        """Raises SplitError where KV's floor does not fit, ValueError for other numbers."""
+        """Raises SplitError if KV's floor does not fit, ValueError for settings out of range."""
         if self.headroom < 0 or self.dead < 1 or self.window < 1:
             raise ValueError(f"headroom is at least 0, dead and window at least 1: {self}")
         least = self.least_cap
@@ -88,11 +88,12 @@ class PeakHeadroom:
 
 @dataclasses.dataclass(frozen=True)
 class ResidentHeadroom(PeakHeadroom):
-    """PeakHeadroom that says KV's pages only: experts have all other slots, and how many of them
-    are high follows (ResidentSpec.most_high).
+    """PeakHeadroom that decides only KV's pages. Experts have all other slots, and the number of
+    high experts follows from that (ResidentSpec.most_high).
 
-    The unit of C is one slot for each layer, as there, and the least C the slots of all experts in
-    the low version with the spares, rounded up to that unit. Ours: the paper has one version.
+    The unit of C is one slot for each layer, as in PeakHeadroom. The least C has the slots of all
+    experts in the low version and the spares, rounded up to that unit. Ours: the paper has one
+    version.
     """
 
     writes: frozenset[str] = frozenset({"kv_pages"})

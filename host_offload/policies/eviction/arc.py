@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Directory(NamedTuple):
-    """Who is in a cache of some cells, and who was lately; every list from the least to the most
-    recently used."""
+    """The experts that are in the cache, and those that were in it lately. Every list goes from the
+    least to the most recently used."""
 
     once: tuple[int, ...] = ()
     """T1: seen once lately."""
@@ -21,7 +21,7 @@ class Directory(NamedTuple):
     """p: how many of the cells `once` should have."""
 
     def reference(self, expert: int, cells: int) -> Directory:
-        """After a reference to the expert, with so many cells, at least 1."""
+        """The directory after a reference to the expert. cells: of the layer, 1 or more."""
         now, gone, was_often = self._trim(cells), False, False
         if expert in now.once or expert in now.often:
             now = now._replace(once=_without(now.once, expert))
@@ -41,7 +41,7 @@ class Directory(NamedTuple):
         return now._replace(once=(*now.once, expert))._trim(cells)
 
     def order(self) -> tuple[int, ...]:
-        """Who is in the cache, the next one to be evicted first."""
+        """The experts in the cache, the next one to evict first."""
         now, order = self, []
         while now.once or now.often:
             after = now._evict()
@@ -60,7 +60,7 @@ class Directory(NamedTuple):
         return self._replace(often=self.often[1:], gone_often=gone)
 
     def _trim(self, cells: int) -> Directory:
-        """With no more than `cells` in the cache, in T1 and B1, and twice that in all lists."""
+        """Trims to `cells` experts in the cache, and in T1 and B1, and twice that in all lists."""
         now = self
         while len(now.once) + len(now.often) > cells:
             now = now._evict()

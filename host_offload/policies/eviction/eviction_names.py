@@ -23,22 +23,26 @@ POLICIES = Registry(
         "hot-table": "static:HotTable",
     },
 )
-"""Name → policy with victim_weights, whose victim is the smallest w0·(−log2 age) +
-w1·log2(1 + frequency) + w2·prior: what LLM(eviction=…) and --eviction take."""
+"""The names of LLM(eviction=…) and --eviction → policy with victim_weights, whose victim is the
+smallest w0·(−log2 age) + w1·log2(1 + frequency) + w2·prior."""
 
 EVICTION: dict[str, tuple[int, int, int]] = {
     name: policy.victim_weights
     for name, policy in ((name, make()) for name, make in POLICIES.items())
     if not policy.moments
 }
-"""Name → weights of pallas_kernels.plan.victim_key, of the policies that are nothing else."""
+"""Name → weights of pallas_kernels.plan.victim_key, for policies that consist of weights only."""
 
 
 def with_eviction(
     eviction: str | None, policies: Sequence[Policy]
 ) -> tuple[str, tuple[Policy, ...]]:
-    """(name of what decides eviction, all policies). eviction None: a policy that writes
-    victim_weights, where there is one, else LRU. Raises ValueError for an unknown name."""
+    """(name of the policy that decides eviction, all policies).
+
+    - `eviction`: None: a policy that writes victim_weights, if there is one, otherwise LRU.
+
+    Raises ValueError for an unknown name.
+    """
     if not isinstance(policies, list | tuple):
         raise ValueError(f"policies must be a list of policies, not {type(policies).__name__}")
     if eviction is None:

@@ -13,13 +13,13 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 class FIFO:
     """Evicts the expert of the layer that has been in its cell for longest, whatever its use.
 
-    The rank of insertion within the layer is the prior, 0 the oldest, and the only term of the
-    key. Experts that one step inserted rank by id, as the device fills them.
+    The prior is the rank of insertion within the layer, 0 for the oldest, and the only term of the
+    key. Experts that one step inserted rank by id, in the order in which the device fills them.
 
-    The host sees an insertion one step late. Until then the newcomer carries the prior of absent
-    experts, which is the newest of all, so it never goes before those that were there; only among
-    those of the last two steps the order is not known, and the least recently used goes first. An
-    expert that was evicted and inserted again within that time keeps its old place.
+    The host sees an insertion one step late. Until then a new expert has the prior of absent
+    experts, the newest of all, so it never leaves before older ones. The order is unknown only
+    among experts of the last two steps, where the least recently used leaves first. An expert that
+    was evicted and inserted again within that time keeps its old rank.
     """
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END})
@@ -34,7 +34,7 @@ class FIFO:
     def decide(self, state: np.ndarray, seen: Observation) -> tuple[np.ndarray, Decision]:
         present = ~np.isin(seen.state, (State.ABSENT, State.ARRIVING))
         experts = state.shape[1]
-        # Who was there keeps its order; newcomers still have rank E and go behind, by id.
+        # Older experts keep their order; new ones still have rank E and follow by id.
         order = np.argsort(np.where(present, state, experts + 1), axis=1, kind="stable")
         rank = np.empty_like(state)
         np.put_along_axis(rank, order, np.arange(experts, dtype=np.int32)[None], axis=1)

@@ -20,41 +20,41 @@ class SeenExperts(NamedTuple):
     """int64[L, E] so far."""
     rows: int = 0
     cells: np.ndarray | None = None
-    """int32[L] that the hot set was made for; None: still warming up."""
+    """int32[L]: the cells for which the hot set was made; None: still warming up."""
     again: int = 0
-    """Steps until the hot set is staged once more; 0: it was."""
+    """Steps until the hot set is staged a second time; 0: that is done."""
     shared: int = -1
-    """Cells that were shared over layers by a ranking of all of them (HotTable)."""
+    """Cells that a ranking over all layers shared (HotTable)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Keeps in each layer the experts that are used most, and lets no other one in.
+    """Keeps the most used experts of each layer resident, and caches no others.
 
-    The hot set is as large as the layer has cells: those of the largest `counts`, or those that
-    most rows were routed to during the first `warmup` rows (ties: the lower id), while LRU runs.
-    From then on the hot ones have the largest prior, are staged until they are resident, and fill
-    when they miss; the others are read through. The set is staged a second time, because steps that
-    were under way may have evicted some of it, and cut anew when the budget moves.
+    The hot set has as many experts as the layer has cells: those with the largest `counts`, or
+    those to which most of the first `warmup` rows were routed, while LRU runs (ties: the lower id).
+    From then on hot experts have the largest prior, are staged until they are resident, and fill
+    when they miss. Others are read through. The set is staged a second time, because running steps
+    may have evicted some of it, and chosen again when the budget changes.
     """
 
     warmup: int = 2048
     """Token rows of prompts and output that are counted."""
     counts: tuple[tuple[int, ...], ...] | None = None
-    """Uses of each expert in each layer, of a profile (fit); None: from the warm-up."""
+    """Uses of each expert in each layer, from a profile (fit); None: from the warm-up."""
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END})
     needs: frozenset[str] = frozenset({"counts", "phase", "cells"})
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "fill_version", "stages"})
-    """Without "stages" nobody is staged: the hot ones come when they miss, and transfers are
-    somebody else's."""
+    """Without "stages" nothing is staged: hot experts come when they miss, and another policy
+    decides transfers."""
     victim_weights: tuple[int, int, int] = (1, 0, 0)
     spare: int = 0
-    """Cells of each layer that the hot set leaves to who comes ahead of need."""
+    """Cells of each layer that the hot set leaves to prefetched experts."""
 
     @classmethod
     def fit(cls, trace: Trace) -> Static:
-        """With the experts of each layer that most tokens of a trace chose."""
+        """The policy with the counts of a trace."""
         counts = routed_counts(trace.array("token.ids"), trace.header.experts)
         return cls(counts=tuple(map(tuple, counts.tolist())))
 
@@ -102,15 +102,17 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class HotTable(Static):
-    """The hot table of PreScope (section 5): Static, but the hot set is the most used experts of
-    all layers together, so that a layer with flat routing gets fewer cells than one with a few
-    favourites. Once it is known the cells that there are move between layers accordingly, and again
-    when their number has changed. A layer keeps its least cells and never has more than it can.
+    """The hot table of PreScope (section 5): Static, with the most used experts of all layers
+    together as the hot set. So a layer with flat routing gets fewer cells than one with a few hot
+    experts.
+
+    When the set is known, cells move between layers accordingly, and again when their number
+    changes. A layer keeps `least` cells and never has more than experts.
     """
 
     writes: frozenset[str] = Static.writes | {"cells"}
     least: int = 0
-    """Cells that each layer keeps in any case."""
+    """Cells that each layer keeps at least."""
 
     def decide(self, state: SeenExperts, seen: Observation) -> tuple[SeenExperts, Decision]:
         state, decision = super().decide(state, seen)
@@ -121,8 +123,11 @@ class HotTable(Static):
 
 
 def share_by_rank(counts: np.ndarray, slots: int, least: int = 0) -> np.ndarray:
-    """int32[L]: how many of the `slots` most used experts of all layers each layer has, but at
-    least `least`. counts: int[L, E]."""
+    """int32[L]: how many of the `slots` most used experts of all layers each layer has, at least
+    `least`.
+
+    - `counts`: int[L, E].
+    """
     best = -np.sort(-counts, axis=1)
     left = best.sum(axis=1)[:, None] - np.cumsum(best, axis=1)
     misses = np.concatenate([best.sum(axis=1)[:, None], left], axis=1)
@@ -130,9 +135,11 @@ def share_by_rank(counts: np.ndarray, slots: int, least: int = 0) -> np.ndarray:
 
 
 def hot_beside_prefetches(spare: int) -> HotTable:
-    """The hot table of PreScope beside its buffers (section 4.4): of each layer `spare` cells are
-    left to who comes ahead of need, the layer's own prefetch group, so that what comes for one
-    layer never overwrites what another one reads. Who is loaded on demand and is not hot gets no
-    cell: it is read through, by way of the two buffers of the native queue, one of which is filled
-    while the other one is read. It stages nobody, since prefetches are the placement's."""
+    """The hot table of PreScope beside its buffers (section 4.4).
+
+    `spare` cells of each layer are left to prefetched experts, so a prefetch for one layer never
+    overwrites what another layer reads. An expert that is loaded on demand and not hot gets no
+    cell: it is read through the two buffers of the native queue, one of which is filled while the
+    other is read. The policy stages nothing, since the placement decides prefetches.
+    """
     return HotTable(spare=spare, writes=HotTable.writes - {"stages"})

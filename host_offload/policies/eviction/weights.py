@@ -1,6 +1,6 @@
-"""Policies that are nothing but the weights of the victim's key: the device does the rest, and
-nothing runs on the host; but for those over one pool, whose cells host_offload.control.pool hands
-from layer to layer."""
+"""Policies that are only weights of the victim's key: the device does the rest, and nothing runs on
+the host. Exception: with one pool over all layers, host_offload.control.pool moves cells between
+layers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class _WeightsOnly:
 
 @dataclasses.dataclass(frozen=True)
 class LRU(_WeightsOnly):
-    """Evicts the expert of the layer that was not used for longest (WiSP, Algorithm 1)."""
+    """Evicts the layer's least recently used expert (WiSP, Algorithm 1)."""
 
     victim_weights: tuple[int, int, int] = (1, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class LFU(_WeightsOnly):
-    """Evicts the expert that the fewest references of the layer needed since the start, of equals
-    the least recently used."""
+    """Evicts the layer's least often used expert since the start; of equals, the least recently
+    used."""
 
     victim_weights: tuple[int, int, int] = (0, 1, 0)
 
@@ -48,7 +48,7 @@ class LFRU(_WeightsOnly):
 
 @dataclasses.dataclass(frozen=True)
 class _Pooled(_WeightsOnly):
-    """Asked between layers, where it has nothing to say, since cells are handed over there."""
+    """Asked between layers, so that cells can move there; it decides nothing."""
 
     moments: frozenset[Moment] = frozenset({Moment.EXPERTS_BEGIN})
     pool: bool = True
@@ -56,23 +56,23 @@ class _Pooled(_WeightsOnly):
 
 @dataclasses.dataclass(frozen=True)
 class GlobalLRU(_Pooled):
-    """Evicts the expert of all layers that was not used for longest. Layers run in order, so that
-    is one of those that are needed next; fMoE (arXiv:2502.05370, section 4.5) gives this reason for
-    its cache without recency."""
+    """Evicts the least recently used expert of all layers. Layers run in order, so that expert is
+    one of those needed next; fMoE (arXiv:2502.05370, section 4.5) gives this reason for its cache
+    without recency."""
 
     victim_weights: tuple[int, int, int] = LRU.victim_weights
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalLFU(_Pooled):
-    """Evicts the expert of all layers that the fewest references needed since the start, of equals
-    the least recently used."""
+    """Evicts the least often used expert of all layers since the start; of equals, the least
+    recently used."""
 
     victim_weights: tuple[int, int, int] = LFU.victim_weights
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalLFRU(_Pooled):
-    """As LFRU, over all layers."""
+    """LFRU over all layers."""
 
     victim_weights: tuple[int, int, int] = LFRU.victim_weights

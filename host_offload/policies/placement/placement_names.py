@@ -15,7 +15,7 @@ from host_offload.traces.reader import read_trace
 from pallas_kernels.option_text import Reader, one_of, parse_option, seconds, share, whole
 
 PREFIX = "recorded="
-"""What the name of a placement begins with that repeats a run's; a trace's directory follows."""
+"""Prefix of a placement that repeats a run; a trace's directory follows."""
 
 _SETTINGS: dict[str, Reader] = {
     **dict.fromkeys(COSTS, seconds),
@@ -24,15 +24,15 @@ _SETTINGS: dict[str, Reader] = {
     "hit": share,
     "buffers": whole(),
 }
-"""Readers of the keys that every placement has; a load of None is what the stated link takes."""
+"""Readers of the keys of every placement. A load of None is the time of the stated link."""
 
 
 def placement_policy(placement: str) -> PlacementPolicy:
     """The policy called NAME[,KEY=VALUE…].
 
-    NAME is one of SCHEDULERS. Keys: costs as times (COSTS; load=link: what the
-    stated link takes), predict=gates, hit=R_hit at the start, buffers=N (with_placement). Raises
-    ValueError as parse_option.
+    NAME is one of SCHEDULERS. Keys: costs as times (COSTS; load=link: the time of the stated link),
+    predict=gates, hit=R_hit at the start, buffers=N (see with_placement). Raises ValueError as
+    parse_option.
     """
     names = dict.fromkeys(SCHEDULERS, _SETTINGS)
     option = parse_option("placement", placement, names, known=(f"{PREFIX}TRACE",))
@@ -46,10 +46,12 @@ def placement_policy(placement: str) -> PlacementPolicy:
 
 
 def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
-    """The policies, with the placement of that name behind them. LLaPor's networks among them
-    become what it predicts by, if it looks ahead; with buffers there is a hot table beside it.
-    recorded=TRACE repeats that run's. Raises ValueError as placement_policy, and for two ways to
-    predict; TraceError."""
+    """Adds the placement of that name to the policies.
+
+    If it looks ahead, it predicts by LLaPor's networks among the policies. With buffers a hot table
+    is added too. recorded=TRACE repeats the decisions of that run. Raises ValueError as
+    placement_policy and for two ways to predict, and TraceError.
+    """
     if placement is None:
         return policies
     if placement.startswith(PREFIX):
@@ -65,7 +67,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
     if policy.predict:
         raise ValueError("prefetch learned=FILE and predict=gates both predict; leave one out")
     if type(learned[0]) is not Learned:
-        raise ValueError("a placement predicts by networks that stay as they are: learned=FILE")
+        raise ValueError("a placement needs networks that do not change: use learned=FILE")
     policy = dataclasses.replace(policy, fitted=learned[0].fitted)
     if not policy.looks_ahead:
         raise ValueError(
@@ -75,7 +77,7 @@ def with_placement(placement: str | None, policies: Sequence[Policy]) -> Sequenc
 
 
 def said(policy: PlacementPolicy, spec: Spec) -> str:
-    """NAME,KEY=VALUE… with every cost that the policy goes by, so that a replay, which measures
+    """NAME,KEY=VALUE… with every cost that the policy uses, so that a replay, which measures
     nothing, decides the same."""
     record = max(int(sizes.max()) for sizes in spec.link_bytes.values())
     costs = dataclasses.asdict(costs_of(policy, spec, record))

@@ -1,5 +1,6 @@
-"""A scheduler of placement.SCHEDULERS as a policy of the engine: at each layer it says which missed
-experts the second processor computes, in which order the others are loaded, and what comes ahead.
+"""A scheduler of placement.SCHEDULERS as a policy of the engine. At each layer it decides which
+missed experts the second processor computes, in which order the others are loaded, and what is
+prefetched.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from host_offload.policies.prefetch.llapor import scores
 from host_offload.policies.prefetch.next_layers import finite, gate_scores, of_layer
 
 DISTANCE = 2
-"""Layers ahead that are predicted, the second one for Q4."""
+"""How many layers ahead are predicted; the second one is for Q4."""
 
 COSTS = tuple(field.name for field in dataclasses.fields(PlacementCosts))
 
@@ -34,46 +35,46 @@ class Placed(NamedTuple):
 
     costs: PlacementCosts
     record_bytes: int
-    """What an expert takes over the link."""
+    """Bytes of an expert over the link."""
     top_k: int
     router: np.ndarray | None
-    """float32[L, D, E] where the routers predict."""
+    """float32[L, D, E] if routers predict."""
     hit: float
     """R_hit."""
     critical: tuple[tuple[int, int], ...] = ()
-    """(layer, expert) of critical prefetches whose layer is to come."""
+    """(layer, expert) of critical prefetches for later layers."""
     ahead: tuple[tuple[int, np.ndarray], ...] = ()
-    """(layer, int[E] rows that are predicted) of layers to come."""
+    """(layer, int[E] predicted rows) of later layers."""
     later: tuple[Stage, ...] | None = None
-    """What is prefetched when this layer's experts are computed."""
+    """Prefetches that begin when this layer's experts are computed."""
     layers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacementPolicy:
-    """Which processor computes a missed expert (PreScope, section 4.3; the other arms are
-    docs/explanation/prescope.md's). Resident experts stay on the accelerator. Needs driver="host".
+    """Decides which processor computes a missed expert (PreScope, section 4.3; the other arms are
+    in docs/explanation/prescope.md). Resident experts stay on the accelerator. Needs driver="host".
 
-    The work of a layer is known at its routing; that of the layers to come is predicted by the
-    networks of `fitted` (LLaPor) or by the routers on this layer's input (`predict` "gates"), or
-    not at all: then nothing is prefetched. Cells that hold nobody are filled first, whatever the
-    rule: engines start cold, and some rules never load. α is what the link still has to bring, at
-    `load` an expert. R_hit follows what critical prefetches turned out to be.
+    The work of a layer is known at its routing. The work of later layers is predicted by the
+    networks of `fitted` (LLaPor), by the routers on this layer's input (`predict` "gates"), or not
+    at all: then nothing is prefetched. Empty cells are filled first, whatever the rule, since
+    engines start cold and some rules never load. α is the time of what the link still has to bring,
+    `load` for each expert. R_hit follows how often critical prefetches were used.
     """
 
     scheduler: str = "prescope"
     stated: tuple[tuple[str, float], ...] = ()
-    """(name, seconds) of PlacementCosts that are given; the others are measured (Spec.costs)."""
+    """(name, seconds) of the stated PlacementCosts; the others are measured (Spec.costs)."""
     load_of_link: bool = False
-    """A load takes what the stated link does (Spec.link)."""
+    """Whether a load takes the time of the stated link (Spec.link)."""
     predict: str = ""
-    """"gates", or empty: by `fitted` where that is given, else nothing is predicted."""
+    """"gates"; empty: predict by `fitted`, or nothing without it."""
     hit: float = 1.0
     """R_hit at the start."""
     fitted: Fitted | None = None
     buffers: int | None = None
-    """Cells of each layer for who comes ahead, beside a hot table (static.hot_beside_prefetches,
-    which is a policy of its own); None: residents are whom eviction leaves."""
+    """Cells of each layer for prefetched experts, beside a hot table (static.hot_beside_prefetches,
+    a separate policy); None: residents are the experts that eviction leaves."""
 
     @property
     def looks_ahead(self) -> bool:
@@ -100,7 +101,7 @@ class PlacementPolicy:
         return frozenset({"execute", "load_order", *(["stages"] if self.looks_ahead else [])})
 
     def init(self, spec: Spec) -> Placed:
-        """Nobody was seen. Raises ValueError for networks of another model."""
+        """The state before the first step. Raises ValueError for networks of another model."""
         if self.fitted is not None:
             self.fitted.check(spec)
         sizes = max(spec.link_bytes.values(), key=np.max)
@@ -128,7 +129,7 @@ class PlacementPolicy:
         resident = queue_of(layer, counts, ~there[layer])
         given = LayerWork(current, ahead, state.costs, alpha, state.hit, resident)
         plan = SCHEDULERS[self.scheduler](given)
-        # Residents stay where they are, whatever the rule says of them.
+        # Residents stay on the accelerator, whatever the rule says.
         stay = {*resident}
         plan = plan._replace(cpu=tuple(work for work in plan.cpu if work not in stay))
         cells = int(seen.cells[layer]) - (self.buffers or 0)
@@ -138,7 +139,7 @@ class PlacementPolicy:
     def _make_decision(
         self, state: Placed, plan: LayerPlan, active: np.ndarray
     ) -> tuple[Placed, Decision]:
-        """The plan as a decision. active: experts of the layer that have rows, ascending."""
+        """The plan as a decision. active: the layer's experts with rows, ascending."""
         beside = {work.expert for work in plan.cpu}
         order = {work.expert: place for place, work in enumerate(plan.load)}
         experts = active.tolist()
@@ -171,8 +172,12 @@ class PlacementPolicy:
 
 
 def costs_of(policy: PlacementPolicy, spec: Spec, record: int) -> PlacementCosts:
-    """What is stated, and what was measured of the rest. record: bytes of an expert over the link.
-    Raises ValueError where neither says it."""
+    """The stated costs, and measured ones for the rest.
+
+    - `record`: bytes of an expert over the link.
+
+    Raises ValueError for a cost that is neither stated nor measured.
+    """
     found = dict(policy.stated)
     if policy.load_of_link and spec.link is not None:
         found["load"] = float(spec.link[0] + spec.link[1] * record)
@@ -196,13 +201,13 @@ def costs_of(policy: PlacementPolicy, spec: Spec, record: int) -> PlacementCosts
 
 
 def rows_of(said: np.ndarray, top_k: int) -> np.ndarray:
-    """int[E]: how many rows of scores [N, E] have the expert among their k best."""
+    """int[E]: how many rows of scores [N, E] have the expert among their top_k best."""
     best = np.argsort(-said, axis=1, kind="stable")[:, :top_k]
     return np.bincount(best.ravel(), minlength=said.shape[1])
 
 
 def _filling(plan: LayerPlan, free: int) -> LayerPlan:
-    """The plan, but with loads for the layer's free cells, of the heaviest."""
+    """The plan with additional loads of the heaviest experts, for the layer's free cells."""
     more = min(max(free - len(plan.load), 0), len(plan.cpu))
     if not more:
         return plan
@@ -211,7 +216,7 @@ def _filling(plan: LayerPlan, free: int) -> LayerPlan:
 
 
 def _judge(state: Placed, layer: int, counts: np.ndarray) -> Placed:
-    """The state after the critical prefetches of the layer were used, or were not."""
+    """The state after it is known whether the layer's critical prefetches were used."""
     hit = state.hit
     for of, expert in state.critical:
         if of == layer:

@@ -1,4 +1,4 @@
-"""PreSched: who loads an expert, who computes it beside its weights, and what comes ahead.
+"""PreSched: which experts are loaded, which are computed on the CPU, and which are prefetched.
 
 The prefetch-aware cross-layer scheduler of PreScope (section 4.3), as pure functions of lists of
 work, costs, the delay α and the hit rate of critical prefetches. Nothing here knows a device. Where
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Work(NamedTuple):
-    """Rows that one expert, which is neither resident nor on its way, has to compute."""
+    """Rows that one expert has to compute, if it is neither resident nor in flight."""
 
     tokens: int
     layer: int
@@ -29,12 +29,12 @@ Queue = tuple[Work, ...]
 
 @dataclasses.dataclass(frozen=True)
 class PlacementCosts:
-    """What a layer's parts take, in seconds (the paper's Timer)."""
+    """Times of a layer's parts, in seconds (the paper's Timer)."""
 
     per_token: float
     """β: one row of an expert on the CPU."""
     startup: float
-    """C: what an expert on the CPU takes beside its rows."""
+    """C: fixed time of an expert on the CPU, beside its rows."""
     load: float
     """t_io: an expert over the link, at the queue depth that is used."""
     accelerator: float
@@ -48,30 +48,30 @@ class PlacementCosts:
 
 
 class LayerPlan(NamedTuple):
-    """What becomes of one layer's misses, and of the link after them."""
+    """What happens to one layer's misses, and the use of the link after them."""
 
     cpu: Queue
     """Computed where their weights are, in this order."""
     load: Queue
     """Loaded on demand, in this order."""
     prefetch: Queue = ()
-    """Loaded ahead afterwards, in this order; the last one is the critical one."""
+    """Prefetched afterwards, in this order; the last one is the critical one."""
     distance: int = 1
     """How many layers ahead the prefetches are for."""
     after_experts: bool = False
-    """Prefetches begin only when the layer's experts are computed, as in HybriMoE."""
+    """Whether prefetches begin only when the layer's experts are computed, as in HybriMoE."""
 
 
 class LayerWork(NamedTuple):
-    """What a scheduler goes by at a layer's routing."""
+    """The input of a scheduler at a layer's routing."""
 
     current: Queue
     """The layer's work."""
     ahead: Sequence[Queue]
-    """The predicted work of the layers that follow, the next one first; the last layer has none."""
+    """The predicted work of later layers, the next one first; empty for the last layer."""
     costs: PlacementCosts
     alpha: float
-    """α: seconds until the link is free of a prefetch that was begun."""
+    """α: seconds until the link has finished the prefetch that it has begun."""
     hit: float
     """R_hit, 0…1."""
     resident: Queue = ()
@@ -82,22 +82,25 @@ Scheduler = Callable[[LayerWork], LayerPlan]
 
 
 def queue_of(layer: int, tokens: np.ndarray, there: np.ndarray) -> Queue:
-    """The work of a layer: tokens int[E] rows of each expert, there bool[E] who is resident or on
-    its way. Of equal ones the lower id comes first."""
+    """The work of a layer. Of equal experts the lower id comes first.
+
+    - `tokens`: int[E], rows of each expert.
+    - `there`: bool[E], whether an expert is resident or in flight.
+    """
     (missing,) = np.nonzero((tokens > 0) & ~there)
     return tuple(sorted(Work(int(tokens[e]), layer, int(e)) for e in missing))
 
 
 def merge_queues(current: Queue, ahead: Queue) -> Queue:
-    """E_all: both in ascending order. Of equal ones the current layer's are the heavier ones, since
-    they are needed first."""
+    """E_all: both queues in ascending order. Of equal experts those of the current layer count as
+    heavier, since they are needed first."""
     here = current[0].layer if current else None
     return tuple(sorted((*current, *ahead), key=lambda w: (w.tokens, w.layer == here, w)))
 
 
 def accelerator_queue(every: Queue, costs: PlacementCosts, alpha: float) -> int:
-    """Q1, equation (4): the first index of E_all from which on all belong on the accelerator,
-    len(every) where none does. every[i] is in both costs, as printed."""
+    """Q1, equation (4): the first index of E_all from which on all experts belong on the
+    accelerator; len(every) if none does. every[i] is in both costs, as printed."""
     cpu = costs.attention
     for i, work in enumerate(every):
         cpu += costs.on_cpu((work,))
@@ -107,9 +110,9 @@ def accelerator_queue(every: Queue, costs: PlacementCosts, alpha: float) -> int:
 
 
 def on_demand(current: Queue, wanted: Queue, costs: PlacementCosts, alpha: float) -> int:
-    """Q1, equation (5): the first index of E_cur among `wanted` (GPU_Q) from which on all are
-    loaded: loading them takes less than computing those before it. len(current) where none is: the
-    printed initial value would load one that does not qualify."""
+    """Q1, equation (5): the first index of E_cur among `wanted` (GPU_Q) from which on all experts
+    are loaded, because loading them takes less time than computing those before. len(current) if
+    none is: the printed initial value would load an expert that does not qualify."""
     there = set(wanted)
     cpu = 0.0
     for i, work in enumerate(current):
@@ -122,29 +125,29 @@ def on_demand(current: Queue, wanted: Queue, costs: PlacementCosts, alpha: float
 
 def count_overlapped(current: Queue, first: int, costs: PlacementCosts, alpha: float) -> float:
     """Q2, equation (6): f, how many prefetches fit between the last on-demand load and the next
-    layer's routing, where E_cur is loaded from index `first` on. Negative: not even the loads
-    do."""
+    layer's routing, if E_cur is loaded from index `first` on. Negative: not even the loads fit."""
     gap = costs.on_cpu(current[:first]) - alpha - (len(current) - first) * costs.load
     return (gap + costs.attention) / costs.load
 
 
 def benefit(f: float, count: int, hit: float) -> float:
-    """Q3, equation (7): ξ in loads, of the critical prefetch if `count` are issued; hit is
-    R_hit. R_miss is 1 − R_hit."""
+    """Q3, equation (7): ξ of the critical prefetch, in loads, if `count` prefetches are issued. hit
+    is R_hit; R_miss is 1 − R_hit."""
     return hit * (f - count + 1) - (1 - hit) * (count - f)
 
 
 def prefetches(f: float, most: int, hit: float) -> int:
-    """Q2 and Q3: how many prefetches are issued of `most` candidates: F, the nearest integer to f,
-    where the critical one pays, else one fewer."""
+    """Q2 and Q3: how many of `most` candidates are prefetched: F, the nearest integer to f, if the
+    critical prefetch pays, otherwise one fewer."""
     count = min(max(math.floor(f + 0.5), 0), most)
     return count if count == 0 or benefit(f, count, hit) > 0 else count - 1
 
 
 def accelerator_seconds(loads: int, costs: PlacementCosts, alpha: float) -> float:
-    """T_G of a layer: seconds from its routing until the accelerator has computed so many experts,
-    which land one after the other once the link is free, in `alpha` seconds. With t_g below t_io it
-    is the paper's α + loads·t_io + t_g (Premise 5); else experts wait for the accelerator."""
+    """T_G of a layer: seconds from its routing until the accelerator has computed `loads` experts.
+    These arrive one after the other once the link is free, in `alpha` seconds. With t_g below t_io
+    it is the paper's α + loads·t_io + t_g (Premise 5); otherwise experts wait for the
+    accelerator."""
     if not loads:
         return 0.0
     waiting = alpha + costs.load + loads * costs.accelerator
@@ -152,8 +155,8 @@ def accelerator_seconds(loads: int, costs: PlacementCosts, alpha: float) -> floa
 
 
 def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
-    """Equation (2): the index from which on all are loaded, where the slower of both processors is
-    done first; of equal ones the one with fewest loads."""
+    """Equation (2): the index from which on all experts are loaded, so that the slower processor is
+    done as early as possible; of equal choices the one with the fewest loads."""
 
     def slower(first: int) -> float:
         accelerator = accelerator_seconds(len(current) - first, costs, alpha)
@@ -163,10 +166,11 @@ def greedy_split(current: Queue, costs: PlacementCosts, alpha: float) -> int:
 
 
 def presched(seen: LayerWork) -> LayerPlan:
-    """Algorithm 1 for one layer. For the last one there is nothing to be weighed against, and
-    equation (2) decides (ours). Where the next layer wants nobody on the accelerator (Q4), the same
-    rule is asked for the layer after it, as far as `ahead` goes. Residents are not looked at
-    (Premise 5).
+    """Algorithm 1 for one layer.
+
+    The last layer has no later work to weigh against, so equation (2) decides there (ours). If the
+    next layer wants no expert on the accelerator (Q4), the rule is applied to the layer after it,
+    as far as `ahead` goes. Residents are not considered (Premise 5).
     """
     current, ahead, costs, alpha, hit, _ = seen
     if not ahead:
@@ -186,6 +190,9 @@ def presched(seen: LayerWork) -> LayerPlan:
 
 
 def follow_hit_rate(hit: float, found: bool, weight: float = 0.1) -> float:
-    """R_hit after one more critical prefetch was used, or was not: an exponential average, which
-    the paper leaves open."""
+    """R_hit after one more critical prefetch, an exponential average (ours; the paper leaves it
+    open).
+
+    - `found`: whether the prefetch was used.
+    """
     return hit + weight * (found - hit)

@@ -1,4 +1,4 @@
-"""Who else decides where misses are computed: the arms that PreScope is compared with.
+"""Other rules for where misses are computed: the arms that PreScope is compared with.
 
 Each is a Scheduler (presched.py). Sources: docs/explanation/prescope.md.
 """
@@ -18,11 +18,11 @@ from host_offload.policies.placement.presched import (
 )
 
 FIDDLER_CPU, FIDDLER_LOAD = 7, 70
-"""What a token on the CPU and a load cost in Fiddler's public code (`latency_cpu` and `latency_gpu`
-in src/fiddler/mixtral.py of efeslab/fiddler, commit f2c111c2)."""
+"""Costs of a token on the CPU and of a load in Fiddler's public code (`latency_cpu` and
+`latency_gpu` in src/fiddler/mixtral.py of efeslab/fiddler, commit f2c111c2)."""
 
 LLAMA_UPLOADS = 4
-"""Most loads a layer of the arm that is capped; a setting of ours."""
+"""Most loads a layer of the capped arm; our setting."""
 
 KLOTSKI_HOT = 2
 """Experts that Klotski's public code prefetches for a layer: its model's top-k
@@ -31,8 +31,8 @@ KLOTSKI_HOT = 2
 
 
 def greedy(seen: LayerWork) -> LayerPlan:
-    """Layer by layer: equation (2), and the link full of whom the next layer is predicted to need,
-    the heaviest first, until that layer is routed (section 3.3)."""
+    """Layer by layer: equation (2), then prefetches of the next layer's predicted experts, the
+    heaviest first, until that layer is routed (section 3.3)."""
     first = greedy_split(seen.current, seen.costs, seen.alpha)
     return LayerPlan(seen.current[:first], seen.current[first:], _heaviest(seen))
 
@@ -49,27 +49,27 @@ def fiddler(seen: LayerWork) -> LayerPlan:
 
 
 def fiddler_code(seen: LayerWork) -> LayerPlan:
-    """Fiddler's public code: of all configurations the one whose sum of costs is least, 7 a token
-    on the CPU against 70 a load, so each expert by itself (its comment says the larger of both
-    sums). Of equal ones the load."""
+    """Fiddler's public code: the configuration with the least sum of costs, 7 for a token on the
+    CPU and 70 for a load, so each expert is decided by itself (its comment says the larger of both
+    sums). Of equal costs the load is taken."""
     first = sum(FIDDLER_CPU * work.tokens < FIDDLER_LOAD for work in seen.current)
     return LayerPlan(seen.current[:first], seen.current[first:])
 
 
 def capped(seen: LayerWork, *, uploads: int = LLAMA_UPLOADS) -> LayerPlan:
-    """A cap on the loads of a layer, the heaviest, the rest on the CPU: llama.cpp's way as the
-    issue describes it."""
+    """Loads the heaviest experts of a layer, at most `uploads`, and computes the rest on the CPU:
+    llama.cpp's way, as its issue describes it."""
     first = max(len(seen.current) - uploads, 0)
     return LayerPlan(seen.current[:first], seen.current[first:])
 
 
 def fate(seen: LayerWork) -> LayerPlan:
-    """Fate: everybody is loaded, and after them whom the next layer is predicted to need."""
+    """Fate: all experts are loaded, then the predicted experts of the next layer."""
     return LayerPlan((), seen.current, _heaviest(seen))
 
 
 def unpredicted(seen: LayerWork) -> LayerPlan:
-    """PreSched that knows nothing of the layers to come: equation (2), and nothing ahead."""
+    """PreSched without predictions: equation (2), and no prefetch."""
     return presched(seen._replace(ahead=()))
 
 
@@ -77,10 +77,10 @@ def hybrimoe_code(seen: LayerWork) -> LayerPlan:
     """HybriMoE's public code (`HSS` in ktransformers/operators/experts.py of
     PKU-SEC-Lab/HybriMoE, 508a85b9), for a layer of a decode step.
 
-    One queue, residents before misses, each the heaviest first. The accelerator takes its head, the
-    CPU its tail, whoever would be done earlier with it, so the CPU may compute residents too. A
-    load takes its time beside what the accelerator has to do already; the CPU's start counts once a
-    layer. α is not looked at. What comes ahead begins behind the loads.
+    There is one queue, residents before misses, the heaviest first in each. The accelerator takes
+    the head and the CPU the tail, whichever would be done earlier, so the CPU may also compute
+    residents. A load runs beside the accelerator's earlier work; the CPU's startup counts once a
+    layer. α is ignored. Prefetches begin after the loads.
     """
     costs = seen.costs
     waiting = deque((*seen.resident[::-1], *seen.current[::-1]))
@@ -105,10 +105,10 @@ def hybrimoe_code(seen: LayerWork) -> LayerPlan:
 
 
 def klotski(seen: LayerWork, *, hot: int = KLOTSKI_HOT) -> LayerPlan:
-    """Klotski (Fang et al., ASPLOS 2025, as PreScope describes it and in its public code):
-    everybody is loaded, the heaviest first, and serves the rows of all interleaved batches; during
-    the next layer's attention come the `hot` experts that it is predicted to need most. Who
-    interleaves the batches is the caller."""
+    """Klotski (Fang et al., ASPLOS 2025, as PreScope describes it and in its public code): all
+    experts are loaded, the heaviest first, and each serves the rows of all interleaved batches.
+    During the next layer's attention its `hot` most likely experts are prefetched. The caller
+    interleaves the batches."""
     return LayerPlan((), seen.current[::-1], _heaviest(seen)[:hot], after_experts=True)
 
 
@@ -127,12 +127,12 @@ SCHEDULERS: dict[str, Scheduler] = {
 """Name → arm."""
 
 AHEAD = frozenset({"prescope", "greedy", "hybrimoe", "fate", "klotski"})
-"""Those of SCHEDULERS that prefetch, given predictions."""
+"""The SCHEDULERS that prefetch if there are predictions."""
 
 AFTER_EXPERTS = frozenset({"hybrimoe", "klotski"})
-"""Those whose prefetches wait until the layer's experts are computed."""
+"""The SCHEDULERS whose prefetches wait until the layer's experts are computed."""
 
 
 def _heaviest(seen: LayerWork) -> Queue:
-    """The next layer's work, as far as it is predicted."""
+    """The next layer's predicted work, the heaviest first."""
     return seen.ahead[0][::-1] if seen.ahead else ()

@@ -327,5 +327,5 @@ def test_what_cannot_be_is_refused(trace, begun, tmp_path):
     for wrong in ({"rows": 0}, {"iterations": 0}, {"rate": 0.0}):
         with pytest.raises(ValueError, match="learning on needs rows, iterations and a rate"):
             dataclasses.replace(begun, **wrong).init(spec_of(trace.header))
-    with pytest.raises(ValueError, match="networks that stay as they are"):
+    with pytest.raises(ValueError, match="networks that do not change"):
         with_placement("prescope", [policy])
