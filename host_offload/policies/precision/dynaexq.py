@@ -18,7 +18,7 @@ class Hotness(NamedTuple):
     score: np.ndarray
     """float64[L, E]: S, selections an interval."""
     high: np.ndarray
-    """bool[L, E]: H, who is wanted in the high version."""
+    """bool[L, E]: H, the experts wanted in the high version."""
     capacity: int
     """High experts of all layers."""
 
@@ -28,31 +28,31 @@ class DynaExq:
     """High and low versions by long-horizon hotness (DynaExq).
 
     At each interval's end S ← α·S + (1 − α)·c, c the interval's counts of selections. A layer's
-    high set H becomes the n experts of largest S with hysteresis: free places go to whoever was
-    used most; then outsiders by S descending are paired with insiders by S ascending, and a pair
-    is swapped while the outsider's S is larger than the insider's by more than m. Ties go to
-    insiders, then to the lower id. What differs from the resident versions is the queue of
-    transitions, the largest difference of scores first. When they run is not decided here, and how
-    many high experts there are is the budget's (Spec.capacity).
+    high set H becomes the n experts of largest S, with hysteresis. Free places go to the most used
+    experts. Then outsiders by S descending are paired with insiders by S ascending, and a pair is
+    swapped while the outsider's S exceeds the insider's by more than m. Ties go to insiders, then
+    to the lower id. The differences from the resident versions are the queue of transitions, the
+    largest difference of scores first. Other code decides when they run, and the budget decides how
+    many high experts there are (Spec.capacity).
 
-    The paper gives no values, and leaves open which term α weighs (here the past), what m is
-    measured in (here shares of the mean score) and what a step of several intervals counts as
-    (here one). docs/how-to/precision.md has the settings.
+    The paper gives no values. It leaves open which term α weighs (here the past), the unit of m
+    (here shares of the mean score), and how a step over several intervals counts (here as one).
+    docs/how-to/precision.md has the settings.
     """
 
     alpha: float = 0.5
-    """α, from 0 to below 1: how much of the past stays; 0: only the last interval counts."""
+    """α, from 0 to below 1: the weight of the past; 0: only the last interval counts."""
     margin: float = 0.1
     """m as a share of the layer's mean score; 0: no hysteresis."""
     slack: int | None = None
     """r, the paper's alternative to the margin: insiders stay while their rank is at most n + r,
-    and outsiders take only places that became free."""
+    and outsiders take only free places."""
     scores: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """float[L, E]: S of an earlier run, a warm start; None: S = 0 and all low."""
     paged: bool = False
-    """There are misses, which fill the version that is wanted."""
+    """Whether there are misses, which fill the wanted version."""
     resized: bool = False
-    """The capacity changes while it runs: n follows it at once, by the scores of the last
+    """Whether the capacity changes while it runs. n then follows at once, by the scores of the last
     interval."""
     interval: str = "4096 tokens"
 
@@ -77,8 +77,8 @@ class DynaExq:
         return frozenset({"transitions", "fill_version"} if self.paged else {"transitions"})
 
     def init(self, spec: Spec) -> Hotness:
-        """All low and S = 0, or the warm start. Raises ValueError for other than two versions and
-        scores of another model."""
+        """All experts low and S = 0, or the warm start. Raises ValueError unless there are two
+        versions, and for scores of another model."""
         capacity, shape = hi_capacity(spec), (spec.layers, spec.experts)
         if self.scores is not None:
             check_shape(self.scores, shape, "scores")
@@ -129,7 +129,7 @@ class DynaExq:
         outside = outside[free:]
         pairs = min(len(inside), len(outside))
         inside, outside = inside[:pairs], outside[:pairs]
-        # The differences fall along the pairs, so those to be swapped are the first ones.
+        # The differences fall along the pairs, so the pairs to swap are the first ones.
         swapped = value[outside] > value[inside] + self.margin * value.mean()
         high[inside[swapped]], high[outside[swapped]] = False, True
         return high
@@ -138,11 +138,13 @@ class DynaExq:
 def list_transitions(
     value: np.ndarray, high: np.ndarray, version: np.ndarray, state: np.ndarray
 ) -> tuple[Transition, ...]:
-    """What turns the residents into the high set: per layer promotions by value descending paired
-    with demotions by value ascending, the largest difference of a pair first.
+    """The transitions from the residents to the high set: in each layer promotions by value
+    descending, paired with demotions by value ascending, the largest difference of a pair first.
 
-    value: float[L, E]. high: bool[L, E], as wanted. version: int8[L, E], −1: absent, which needs no
-    transition. state: int8[L, E], policy.State; who is on the way counts as arrived.
+    - `value`: float[L, E].
+    - `high`: bool[L, E], the wanted high set.
+    - `version`: int8[L, E]; −1: absent, which needs no transition.
+    - `state`: int8[L, E], policy.State; an expert in flight counts as arrived.
     """
     hi = ((version == HI) & (state != State.DEMOTING)) | (state == State.PROMOTING)
     pairs = []
@@ -152,7 +154,7 @@ def list_transitions(
         up = up[np.argsort(-value[layer, up], kind="stable")]
         down = down[np.argsort(value[layer, down], kind="stable")]
         for place in range(max(len(up), len(down))):
-            # A demotion alone frees a place of those that other layers wait for.
+            # A demotion alone frees a place, for which other layers may wait.
             gap = value[layer, up[place]] if place < len(up) else 0.0
             gap -= value[layer, down[place]] if place < len(down) else 0.0
             pair = [(HI, up[place])] if place < len(up) else []

@@ -21,11 +21,10 @@ HI, LO = 0, 1
 
 
 def top_map(values: np.ndarray, capacity: int) -> np.ndarray:
-    """The map int8[L, E] that has the experts of largest value in the high version; ties: the lower
-    id.
+    """The map int8[L, E] with the experts of largest value in the high version; ties: the lower id.
 
-    values: [L, E], such as counts of selections. capacity: high experts of all layers together, of
-    each layer as many as can be (cells_per_layer).
+    - `values`: [L, E], such as counts of selections.
+    - `capacity`: high experts of all layers together, shared evenly (cells_per_layer).
     """
     counts = np.array(cells_per_layer(capacity, *values.shape))[:, None]
     rank = np.argsort(np.argsort(-values, axis=1, kind="stable"), axis=1)
@@ -33,7 +32,7 @@ def top_map(values: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def random_map(layers: int, experts: int, capacity: int, seed: int) -> np.ndarray:
-    """The map int8[L, E] with as many high experts in each layer as top_map has, drawn evenly."""
+    """A map int8[L, E] with as many high experts in each layer as top_map has, drawn at random."""
     return top_map(np.random.default_rng(seed).random((layers, experts)), capacity)
 
 
@@ -43,9 +42,9 @@ def count_selections(trace: Trace) -> np.ndarray:
 
 
 def mean_selections(trace: Trace, interval: str) -> np.ndarray:
-    """float64[L, E]: the selections of an interval such as "4096 tokens", in the mean over a trace,
-    which DynaExq's scores come to if routing stays as it was. Raises ValueError for an interval of
-    seconds where the trace has no times."""
+    """float64[L, E]: the mean selections of an interval, such as "4096 tokens", over a trace.
+    DynaExq's scores approach them if routing does not change. Raises ValueError for an interval of
+    seconds if the trace has no times."""
     count, unit = parse_interval(interval, "dynaexq")
     if unit == "seconds":
         length = float(trace.array("step.read_s")[-1] - trace.array("step.start_s")[0])
@@ -55,8 +54,12 @@ def mean_selections(trace: Trace, interval: str) -> np.ndarray:
 
 
 def read_array(path: str | os.PathLike[str], what: str) -> np.ndarray:
-    """An array [L, E] of real numbers from a .npy file. what: for messages, such as "map". Raises
-    ValueError naming the file for what is none."""
+    """An array [L, E] of real numbers from a .npy file.
+
+    - `what`: its name in messages, such as "map".
+
+    Raises ValueError, which names the file, for anything else.
+    """
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -81,7 +84,7 @@ def check_shape(array: np.ndarray, shape: Sequence[int], what: str) -> None:
 
 
 def check_map(array: np.ndarray, versions: int) -> np.ndarray:
-    """The map as int8[L, E]. Raises ValueError for what is no version number."""
+    """The map as int8[L, E]. Raises ValueError for values that are not version numbers."""
     if array.dtype.kind not in "iu" or np.any(array >= versions):
         raise ValueError(
             f"a map has version numbers from 0 to {versions - 1} (0 is the high version), as "
@@ -91,7 +94,7 @@ def check_map(array: np.ndarray, versions: int) -> np.ndarray:
 
 
 def hi_capacity(spec: Spec) -> int:
-    """High experts that there is room for. Raises ValueError unless there are a high and a low
+    """The number of high experts that fit. Raises ValueError unless there are a high and a low
     version, in that order, and cells that layers share."""
     sizes = [int(np.sum(size)) for size in spec.version_bytes.values()]
     if len(sizes) != 2 or sizes[HI] <= sizes[LO]:

@@ -28,19 +28,18 @@ class Counted(NamedTuple):
     pairs: tuple[np.ndarray, ...]
     """Each layer's float32[reach, E, E], see sizing.coactivation."""
     fired: tuple[np.ndarray, ...] = ()
-    """int[N, k] of the layers routed last in this step: who was chosen."""
+    """int[N, k] of the latest layers of this step: the chosen experts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CoActivation:
-    """Prefetches for the next layer whom co-activation counts predict (WiSP, Appendix C):
-    P(j in l' | i in l) = n[(l,i)→(l',j)] / n[(l,i)], and the score of j is
+    """Prefetches the experts of the next layer that co-activation counts predict (WiSP, Appendix
+    C): P(j in l' | i in l) = n[(l,i)→(l',j)] / n[(l,i)], and the score of j is
     Σ_{l < l'} decay^(l'−l−1) · Σ_{i chosen in l} P(j | i).
 
-    Counts are of tokens, from all steps so far, beginning with those of `fitted` if there are some
-    (see `fit`). Each row's best top-k are wanted, those of most rows first. The decay is ours, as
-    the paper's value is lost, and so is `reach`. The first layer has no prediction. Needs
-    driver="host".
+    Counts are of tokens, over all steps so far, beginning with those of `fitted` (see `fit`). Each
+    row's best top-k are wanted, experts of most rows first. `decay` and `reach` are ours, since the
+    paper gives no values. The first layer has no prediction. Needs driver="host".
     """
 
     fitted: Fitted | None = None
@@ -52,7 +51,7 @@ class CoActivation:
     writes: frozenset[str] = frozenset({"stages"})
 
     def init(self, spec: Spec) -> Counted:
-        """The counts that are given, or none. Raises ValueError for another model."""
+        """The fitted counts, or none. Raises ValueError for counts of another model."""
         if not 0 < self.decay <= 1 or self.reach < 1:
             raise ValueError(
                 f"decay must lie in (0, 1] and reach be at least 1, not {self.decay} and "
@@ -84,7 +83,7 @@ class CoActivation:
         for d, chosen in enumerate(fired[: -self.reach - 1 : -1]):
             likely = likelihoods(pairs[layer + 1][d], state.top_k)
             scores += self.decay**d * likely[chosen].sum(axis=1)  # see pair_counts
-        # Who was never seen together with them is no prediction.
+        # Experts that were never seen together with them are not predicted.
         wanted = [e for e in rank_chosen(scores, state.top_k) if scores[:, e].any()]
         return state, Decision(stages=stages_of(layer + 1, wanted, NAME))
 

@@ -13,21 +13,23 @@ from host_offload.policies.prefetch.next_layers import stages_of
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedInference(LFU):
-    """DeepSpeed-Inference (Aminabadi et al. 2022, arXiv:2207.00032) in fMoE's words, section 6.1:
-    expert-agnostic, "pure on-demand loading", no prefetch, with the expert cache that fMoE added to
-    it. Which cache that is the paper does not say; it was built on MoE-Infinity's code, whose cache
-    is by frequency, so the least frequently used expert makes room. It asks for nothing and runs
-    with both drivers.
+    """DeepSpeed-Inference (Aminabadi et al. 2022, arXiv:2207.00032) as fMoE describes it in section
+    6.1: expert-agnostic, "pure on-demand loading", no prefetch, with the expert cache that fMoE
+    added.
+
+    The paper does not say which cache. It was built on MoE-Infinity's code, whose cache is by
+    frequency, so the least frequently used expert is evicted. The policy runs with both drivers.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerStreaming:
-    """Before each layer all of its experts are wanted, whatever the router will say, as DeepSpeed's
-    own code fetches modules: deepspeed/runtime/zero/partitioned_param_coordinator.py of
-    deepspeedai/DeepSpeed, commit 00a31c9. Who is absent comes first, so a layer that does not fit
-    streams through its cells in each step. Needs driver="host". What differs from the code:
-    docs/explanation/policies.md.
+    """Wants all experts of a layer before it runs, whatever the router will choose, as DeepSpeed's
+    code fetches modules: deepspeed/runtime/zero/partitioned_param_coordinator.py of
+    deepspeedai/DeepSpeed, commit 00a31c9.
+
+    Absent experts come first, so a layer that does not fit streams through its cells in each step.
+    Needs driver="host". What differs from the code: docs/explanation/policies.md.
     """
 
     moments: frozenset[Moment] = frozenset({Moment.LAYER_BEGIN})

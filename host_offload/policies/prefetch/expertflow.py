@@ -1,5 +1,5 @@
-"""ExpertFlow as a prefetch: forests that set the gates' guesses right, a step size that follows
-what came of it, and two levels of residents."""
+"""ExpertFlow as a prefetch: forests that correct the routers' guesses, a step size that adapts, and
+two levels of residents."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from pallas_kernels.plan.victim import MAX_PRIOR
 NAME = "expertflow"
 
 COMPONENTS = 64
-"""Principal components of the gate input, in place of the token's id, which traces lack (ours)."""
+"""Principal components of the router's input, since traces lack the token's id (ours)."""
 
 SHARE = 1 / 3
-"""Features that a tree's split is looked for in (ours)."""
+"""Share of the features among which a tree searches a split (ours)."""
 
 MOST_LEAVES = np.iinfo(np.int16).max // 2
 
 
 class Foreseen(NamedTuple):
-    """Who is predicted to be used by a layer to come."""
+    """The predicted experts of a later layer."""
 
     layer: int
     experts: tuple[int, ...]
-    """Those of most rows first."""
+    """Experts of most rows first."""
     absent: tuple[int, ...]
-    """Those of them that were not resident when they were predicted."""
+    """The experts among them that were absent when they were predicted."""
 
 
 class Foreseeing(NamedTuple):
@@ -60,33 +60,34 @@ class Foreseeing(NamedTuple):
     reach: int
     """The largest S."""
     recent: np.ndarray
-    """bool[L, E]: whom the layer's last rows used."""
+    """bool[L, E]: experts that the layer's last rows used."""
     ahead: tuple[Foreseen, ...] = ()
     """The nearest layer first."""
     history: tuple[np.ndarray, ...] = ()
-    """int16[N, k] of the layers of this step that were routed, the last one first."""
+    """int16[N, k] of the routed layers of this step, the latest first."""
     steps: int = 1
     """S: how many layers ahead are prefetched, 1…reach (the formulas are ours)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertFlow:
-    """ExpertFlow (Shen et al., arXiv:2510.26730): at each layer's routing a random forest sets
-    right what the gates of the layers within the step size S say of this layer's input, by the
-    choices here and in the layers before. Everybody whom some row is predicted to choose is wanted,
-    the nearest layer first. S begins at 1, grows by one where a layer misses an expert that was
-    predicted, and shrinks where experts came for nothing.
+    """ExpertFlow (Shen et al., arXiv:2510.26730).
 
-    Residents are on two lists over one pool of cells of all layers: the high one has those that
-    their layer's last rows used and those that a layer within S is predicted to need. The least
-    recently used of the low one goes, and of the high one only where the low one is empty. Needs
-    driver="host". No output bit depends on it: routers that favour residents are an option of
-    their own, --cache-aware-routing. What is ours: docs/explanation/prescope.md.
+    At each layer's routing, a random forest corrects what the routers of the layers within the step
+    size S say about this layer's input, by the choices here and in earlier layers. All experts that
+    some row is predicted to choose are wanted, the nearest layer first. S begins at 1, grows by one
+    if a layer misses a predicted expert, and shrinks if a prefetched expert was not used.
+
+    Residents are on two lists over one pool of cells of all layers. The high list has experts that
+    their layer's last rows used, and those that a layer within S is predicted to need. The least
+    recently used expert of the low list is evicted, and of the high list only if the low one is
+    empty. Needs driver="host". No output bit depends on it; routers that favour residents are
+    another option, --cache-aware-routing. What is ours: docs/explanation/prescope.md.
     """
 
     fitted: Fitted
     pool: bool = True
-    """False: each layer has cells of its own."""
+    """True: all layers share one pool of cells; False: each layer has its own."""
 
     moments: frozenset[Moment] = frozenset({Moment.ROUTED})
     needs: frozenset[str] = frozenset({"gate_input", "router", "ids", "weights", "version"})
@@ -95,7 +96,7 @@ class ExpertFlow:
     """Recency, below a prior that no recency outweighs."""
 
     def init(self, spec: Spec) -> Foreseeing:
-        """Nobody was seen. Raises ValueError for another model."""
+        """The state before the first step. Raises ValueError for another model."""
         self.fitted.check(spec)
         assert spec.router is not None
         recent = np.zeros((spec.layers, spec.experts), bool)
@@ -135,9 +136,11 @@ class ExpertFlow:
 
 
 def _adjust(state: Foreseeing, layer: int, used: np.ndarray, there: np.ndarray) -> Foreseeing:
-    """The state with S after what came of the layer's prediction: one more where it waited for an
-    expert that had been predicted, one fewer where experts that came ahead for it had no rows.
-    used, there: bool[E] of that layer."""
+    """The state with S adapted to the layer's prediction: one more if the layer waited for a
+    predicted expert, one fewer if prefetched experts had no rows.
+
+    - `used`, `there`: bool[E] of that layer.
+    """
     for each in state.ahead:
         if each.layer == layer:
             late = any(used[expert] and not there[expert] for expert in each.experts)
@@ -165,8 +168,8 @@ def fit(
     - `reach`: layers ahead that have forests, one for each layer and distance: the largest S.
     - `pool`: that of ExpertFlow.
 
-    Raises TraceError for a trace without gate inputs or tokens, ValueError for settings that mean
-    nothing and for a router of other sizes, NoTrainer without scikit-learn.
+    Raises TraceError for a trace without gate inputs or tokens, ValueError for settings out of
+    range and for a router of other sizes, NoTrainer without scikit-learn.
     """
     from host_offload.policies.prefetch import training
 
@@ -206,8 +209,8 @@ def fit(
 def read_or_fit(
     path: Path, trace: Trace, router: np.ndarray, *, pool: bool = True, **settings: Any
 ) -> ExpertFlow:
-    """ExpertFlow with the forests of a file, which `fit` trains with these settings where there is
-    none. Raises what fit raises, and ValueError for a file of another kind or model."""
+    """ExpertFlow with the forests of a file. If there is no file, `fit` trains them with these
+    settings. Raises what fit raises, and ValueError for a file of another kind or model."""
     if not path.exists():
         fit(trace, router, **settings).fitted.write(path)
     found = ExpertFlow(read_fitted(path, NAME), pool)

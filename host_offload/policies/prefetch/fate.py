@@ -1,4 +1,4 @@
-"""Fate: the gate of the next layer on this layer's gate input, and a cache of its own."""
+"""Fate: the next layer's router on this layer's input, with ARC eviction."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ class Cached(NamedTuple):
     """float32[L, D, E]"""
     top_k: int
     layers: tuple[Directory, ...]
-    """What ARC knows of each layer."""
+    """ARC's lists of each layer."""
     prior: np.ndarray
-    """int32[L, E]: 0: ARC does not know of it; then from who goes first on."""
+    """int32[L, E]: 0: unknown to ARC; otherwise the rank, the next victim first."""
     granted: int = -1
-    """The sum of the cells that `shallow` was last carried out for; −1: not yet."""
+    """The sum of cells for which `shallow` was last applied; −1: not yet."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fate:
-    """Cross-layer gate (Fang et al. 2025, arXiv:2502.12224; as a baseline in PreScope,
-    section 6.1): gate inputs of adjacent layers are alike, so the next layer's gate on the present
-    input says whom each token will choose. Everybody whom some row chooses is wanted, those of most
+    """Cross-layer gate (Fang et al. 2025, arXiv:2502.12224; a baseline in PreScope, section 6.1).
+
+    Router inputs of adjacent layers are similar, so the next layer's router on the present input
+    predicts the choice of each token. All experts that some row chooses are wanted, those of most
     rows first. The first layer has no prediction.
 
-    Its cache, as its abstract describes it (no code was found): ARC evicts within a layer, and
-    shallow layers, whose predictions are worst, are favoured with cells. An expert that was brought
-    ahead and not used yet goes before those that were. Needs driver="host". What is left out of the
-    paper: docs/explanation/policies.md.
+    The cache follows the abstract (no code was found): ARC evicts within a layer, and shallow
+    layers, whose predictions are worst, get more cells. A prefetched expert that was not used yet
+    is evicted before used ones. Needs driver="host". What is left out of the paper:
+    docs/explanation/policies.md.
     """
 
     shallow: int = 0
-    """So many first layers get cells for all of their experts, as far as the others keep top-k
-    each; it then writes `cells`, which grids of equal cells refuse."""
+    """This many first layers get cells for all their experts, as far as each other layer keeps
+    top-k. The policy then writes `cells`, which grids of equal cells refuse."""
 
     needs: frozenset[str] = frozenset({"gate_input", "router", "ids", "cells"})
     victim_weights: tuple[int, int, int] = (0, 0, 1)
-    """The prior alone, which is ARC's order."""
+    """Only the prior, which is ARC's order."""
 
     @property
     def moments(self) -> frozenset[Moment]:
@@ -58,7 +59,7 @@ class Fate:
         return written | {"cells"} if self.shallow else written
 
     def init(self, spec: Spec) -> Cached:
-        """Nobody was seen. Raises ValueError for settings that mean nothing."""
+        """The state before the first step. Raises ValueError for settings out of range."""
         if not 0 <= self.shallow < spec.layers:
             raise ValueError(f"shallow lies in 0…{spec.layers - 1}, not {self.shallow}")
         if self.shallow and spec.cell_bound < spec.experts:
@@ -98,7 +99,7 @@ class Fate:
 
 
 def _reference(state: Cached, layer: int, experts: np.ndarray, cells: np.ndarray) -> Cached:
-    """After a layer's references, those of lower ids first."""
+    """The state after a layer's references, lower ids first."""
     if not cells[layer]:
         return state
     directory = state.layers[layer]

@@ -1,4 +1,4 @@
-"""What a policy learned from a trace, as a value and as a file.
+"""Arrays that a policy learned from a trace, as a value and as a file.
 
 A file is a safetensors file; its metadata say the format, its version, the policy, the model (its
 sizes and the digest of its configuration) and the policy's settings as JSON.
@@ -28,15 +28,15 @@ _MODEL = ("layers", "experts", "top_k", "hidden")
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """Arrays with the model and the policy that they belong to; a frozen value like the policy
-    that holds it. nbytes counts against its memory."""
+    """Learned arrays, with the model and the policy that they belong to. A frozen value, like the
+    policy that holds it. Its nbytes count as memory."""
 
     policy: str
     config_digest: str
     model: tuple[int, int, int, int]
-    """layers, experts, top-k, hidden size; 0 where the trace does not say it."""
+    """layers, experts, top-k, hidden size; 0: the trace does not say it."""
     settings: str
-    """JSON of the settings that the arrays were made with."""
+    """The settings that made the arrays, as JSON."""
     data: bytes
     """The arrays, as safetensors."""
 
@@ -59,7 +59,7 @@ class Fitted:
         return sum(array.nbytes for array in self.arrays.values())
 
     def check(self, spec: Spec) -> None:
-        """Raises ValueError if the model is not of the sizes it was fitted to."""
+        """Raises ValueError for a model of other sizes than it was fitted to."""
         found = spec.layers, spec.experts, spec.top_k, spec.hidden
         for name, mine, other in zip(_MODEL, self.model, found, strict=True):
             if mine and mine != other:
@@ -69,7 +69,7 @@ class Fitted:
                 )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file whole, in place of one that is there."""
+        """Writes the file atomically, replacing an existing one."""
         header = {
             "format": FORMAT,
             "version": str(VERSION),
@@ -89,8 +89,10 @@ def fit_of(
     arrays: Mapping[str, np.ndarray],
     settings: Mapping[str, float | str],
 ) -> Fitted:
-    """What a policy of that name learned from a trace with this header. settings: the policy's
-    fields that the arrays depend on."""
+    """Makes the Fitted of a policy from a trace with this header.
+
+    - `settings`: fields of the policy on which the arrays depend.
+    """
     hidden = int(header.spec.get("hidden", header.gate_input))
     model = header.layers, header.experts, header.top_k, hidden
     data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
@@ -98,8 +100,8 @@ def fit_of(
 
 
 def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
-    """Reads a file that Fitted.write wrote. Raises ValueError naming it for what is none, or of
-    another version or policy."""
+    """Reads a file that Fitted.write wrote. Raises ValueError, which names the file, for another
+    kind of file, version or policy."""
     path = Path(path)
     try:
         with safe_open(path, framework="numpy") as file:
@@ -110,7 +112,7 @@ def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
             f"{path}: cannot be read as a fitted policy ({error}); give a file that its fit wrote"
         ) from error
     if found.get("format") != FORMAT:
-        raise ValueError(f"{path} is no fitted policy; give a file that the policy's fit wrote")
+        raise ValueError(f"{path} is not a fitted policy; give a file that the policy's fit wrote")
     if found.get("version") != str(VERSION):
         raise ValueError(
             f"{path}: version {found.get('version')}, this moejax reads {VERSION}; fit it again"
@@ -127,14 +129,14 @@ def read_fitted(path: str | os.PathLike[str], policy: str) -> Fitted:
 
 
 def learned_bytes(policies: Sequence[Policy], spec: Spec) -> int:
-    """What policies learned, or may learn in a model of this spec (`memory` of those that have it):
-    bytes of memory that experts do not get."""
+    """Bytes of what policies learned, or may learn in a model of this spec (their `memory`).
+    Experts do not get this memory."""
     total = 0
     for policy in policies:
         memory, state = getattr(policy, "memory", None), getattr(policy, "fitted", None)
         if memory is not None:
             total += memory(spec)
-        elif state is not None:  # of a user's policy, anything that says its bytes
+        elif state is not None:  # a user's policy may hold anything with nbytes
             total += state.nbytes
     return total
 

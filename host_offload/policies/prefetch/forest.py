@@ -1,5 +1,5 @@
-"""A random forest in numpy, and what it is told: how far a later layer's choice is from what its
-gate says of an earlier layer's input.
+"""A random forest in numpy, and its features. It predicts how far a later layer's choice is from
+what its router says about an earlier layer's input.
 
 Shapes: N rows, F features, T trees, M nodes of a tree, V leaves of a tree, E experts, k top-k.
 """
@@ -15,28 +15,29 @@ import numpy as np
 from host_offload.policies.prefetch.next_layers import mark_experts, softmax
 
 HISTORY = 2
-"""Layers before the one that predicts whose choices are told (ours)."""
+"""Earlier layers whose choices are features (ours)."""
 
 
 class Forest(NamedTuple):
-    """Regression trees, the mean of which is the answer. A leaf's children are itself."""
+    """Regression trees; their mean is the prediction. The children of a leaf are the leaf
+    itself."""
 
     feature: np.ndarray
     """int16[T, M]"""
     threshold: np.ndarray
-    """float32[T, M]: rows with at most that go left."""
+    """float32[T, M]: rows with at most this value go left."""
     left: np.ndarray
     """int16[T, M]"""
     right: np.ndarray
     leaf: np.ndarray
-    """int16[T, M]: the leaf that a node is, 0 for others."""
+    """int16[T, M]: number of the leaf; 0 for other nodes."""
     value: np.ndarray
     """float32[T, V, E]"""
     depth: np.ndarray
     """int16[1]: most steps from a root to a leaf."""
 
     def predicted(self, x: np.ndarray) -> np.ndarray:
-        """float32[N, E] of features float32[N, F]."""
+        """Predictions float32[N, E] for features float32[N, F]."""
         trees = np.arange(len(self.feature))
         node = np.zeros((len(x), len(trees)), np.int16)
         rows = np.arange(len(x))[:, None]
@@ -44,13 +45,13 @@ class Forest(NamedTuple):
             goes_left = x[rows, self.feature[trees, node]] <= self.threshold[trees, node]
             node = np.where(goes_left, self.left[trees, node], self.right[trees, node])
         found = np.zeros((len(x), self.value.shape[2]), np.float32)
-        for tree in trees:  # in order: a row's bits do not depend on how many rows there are
+        for tree in trees:  # in order, so that a row's bits do not depend on the number of rows
             found += self.value[tree, self.leaf[tree, node[:, tree]]]
         return found / np.float32(len(trees))
 
 
 class Seen(NamedTuple):
-    """What is known when a layer was routed."""
+    """The data that is known when a layer was routed."""
 
     gate_input: np.ndarray
     """float32[N, D], finite."""
@@ -59,18 +60,20 @@ class Seen(NamedTuple):
     weights: np.ndarray
     """float[N, k]"""
     history: Sequence[np.ndarray]
-    """int[N, k] of the layers before, the nearest first; at most HISTORY, fewer at the start."""
+    """int[N, k] of earlier layers, the nearest first; at most HISTORY, fewer at the start."""
 
 
 def pre_gate(said: np.ndarray, top_k: int) -> np.ndarray:
-    """float32[N, E]: how surely each expert is chosen, by what the later layer's gate says of this
-    layer's input: k · softmax(said), at most 1."""
+    """float32[N, E]: the guess how likely each expert is chosen: k · softmax(said), at most 1.
+
+    - `said`: the later layer's router on this layer's input.
+    """
     return np.minimum(top_k * softmax(said), 1).astype(np.float32)
 
 
 def features(seen: Seen, base: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """float32[N, F]: the gate's guess [N, E], the choice here with its weights, the choices of the
-    layers before (zeros where there are none), the input's principal components."""
+    """float32[N, F]: the router's guess [N, E], the choice here with its weights, the choices of
+    earlier layers (zeros if there are none), and the input's principal components."""
     experts = base.shape[1]
     past = [mark_experts(ids, experts) for ids in seen.history[:HISTORY]]
     past += [np.zeros_like(base)] * (HISTORY - len(past))
@@ -80,15 +83,18 @@ def features(seen: Seen, base: np.ndarray, mean: np.ndarray, basis: np.ndarray) 
 
 
 def forest_of(arrays: Mapping[str, np.ndarray], layer: int, ahead: int) -> Forest:
-    """The forest of `layer` for the layer `ahead` on, of arrays named LAYER.AHEAD.NAME."""
+    """The forest of `layer` for the layer `ahead` layers later, from arrays LAYER.AHEAD.NAME."""
     return Forest(*(arrays[f"{layer}.{ahead}.{name}"] for name in Forest._fields))
 
 
 def scores(
     arrays: Mapping[str, np.ndarray], layer: int, ahead: int, seen: Seen, said: np.ndarray
 ) -> np.ndarray:
-    """float32[N, E]: the gate's guess of the layer `ahead` on, set right by the forest. said:
-    float32[N, E], that layer's gate on this layer's input."""
+    """float32[N, E]: the router's guess for the layer `ahead` layers later, corrected by the
+    forest.
+
+    - `said`: float32[N, E], that layer's router on this layer's input.
+    """
     base = pre_gate(said, seen.ids.shape[1])
     told = features(seen, base, arrays[f"{layer}.mean"], arrays[f"{layer}.basis"])
     return base + forest_of(arrays, layer, ahead).predicted(told)
@@ -99,7 +105,7 @@ class NoTrainer(ValueError):
 
 
 def check_trainer() -> None:
-    """Raises NoTrainer without scikit-learn, which nothing imports before it trains."""
+    """Raises NoTrainer without scikit-learn, which is imported only for training."""
     if importlib.util.find_spec("sklearn") is None:
         raise NoTrainer("forests are trained by scikit-learn: pip install 'moejax[train]'")
 
@@ -107,11 +113,11 @@ def check_trainer() -> None:
 def grow_forest(
     x: np.ndarray, y: np.ndarray, *, trees: int, leaves: int, share: float, seed: int
 ) -> Forest:
-    """The forest that learned y float32[N, E] from x float32[N, F], by scikit-learn (an extra:
-    `train`); all of its trees answer for all experts at once.
+    """Trains a forest to predict y float32[N, E] from x float32[N, F], by scikit-learn (extra:
+    `train`). Each tree predicts all experts at once.
 
-    - `leaves`: most of a tree.
-    - `share`: of the features, in which a split is looked for.
+    - `leaves`: most leaves of a tree.
+    - `share`: of the features, among which a split is searched.
     """
     check_trainer()
     from sklearn.ensemble import RandomForestRegressor
@@ -128,10 +134,10 @@ def grow_forest(
 
 
 def _arrays(tree: Any, nodes: int, leaves: int) -> tuple[np.ndarray, ...]:
-    """A tree of scikit-learn in the arrays of a Forest but the depth."""
+    """A tree of scikit-learn as the arrays of a Forest, except the depth."""
     count, is_leaf = tree.node_count, tree.children_left < 0
     own = np.arange(count)
-    # Rows are float32 and its thresholds float64: the largest float32 that is no larger.
+    # Rows are float32 and thresholds float64: take the largest float32 that is not larger.
     threshold = tree.threshold.astype(np.float32)
     above = threshold > tree.threshold
     threshold[above] = np.nextafter(threshold[above], np.float32(-np.inf))

@@ -207,7 +207,7 @@ def test_files_that_are_refused(trace, tmp_path):
     arrays = load_file(good)
     header = {"format": "moejax.policy", "version": "2", "policy": "promoe"}
     for metadata, match in (
-        ({}, "is no fitted policy"),
+        ({}, "is not a fitted policy"),
         (header | {"version": "1"}, "version 1, this moejax reads 2; fit it again"),
         (header, "its header is damaged"),
     ):

@@ -34,32 +34,32 @@ class Matching(NamedTuple):
 
     matcher: MapMatcher | AsynchronousMatcher
     wanted: np.ndarray
-    """float32[L, E]: probability of what the step is to prefetch, 0: nothing."""
+    """float32[L, E]: probabilities of the experts that the step prefetches; 0: not prefetched."""
     likely: np.ndarray
-    """float32[L, E]: probability as matched last."""
+    """float32[L, E]: probabilities of the last match."""
     top_k: int
     step: int = -1
-    """The one that is made."""
+    """The step in progress."""
     searches: int = 0
     late: int = 0
-    """Those of them that were found after a layer that they were for was routed."""
+    """Searches whose result came after the layer that they were for was routed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MapPolicy:
-    """What policies by expert maps have in common: the store that they keep."""
+    """The part that policies by expert maps share: their store."""
 
     fitted: Fitted | None = None
-    """What to begin with; without it it begins empty."""
+    """The maps to begin with; None: the store begins empty."""
     capacity: int = 1000
     """Most maps (C)."""
     distance: int = 3
     """Layers ahead (d)."""
     learns: bool = True
-    """False: what was fitted stays as it is (the paper's offline runs)."""
+    """False: the fitted maps do not change (the paper's offline runs)."""
 
     def begin_store(self, spec: Spec) -> MapStore:
-        """The store to begin with. Raises ValueError for settings that mean nothing and for maps of
+        """The store to begin with. Raises ValueError for settings out of range and for maps of
         another model."""
         check_sizes(self.capacity, self.distance, spec.layers)
         if self.fitted is None:
@@ -74,8 +74,8 @@ class MapPolicy:
         return store
 
     def memory(self, spec: Spec) -> int:
-        """Bytes of host memory of what it learns: what is given, and what it may grow to. A map has
-        the lengths of its prefixes beside it."""
+        """Bytes of host memory of the store, fitted and grown to its capacity. Each map has the
+        lengths of its prefixes beside it."""
         given = 0 if self.fitted is None else self.fitted.nbytes
         full = self.capacity * (spec.hidden + spec.layers * (spec.experts + 1)) * 4
         return max(given, full) if self.learns else given
@@ -83,22 +83,23 @@ class MapPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMap(MapPolicy):
-    """fMoE, later FineMoE (arXiv:2502.05370, sections 4.1 to 4.5): an iteration leaves the
-    router's probabilities of all layers, its map, and the embedding of the token fed in.
+    """fMoE, later FineMoE (arXiv:2502.05370, sections 4.1 to 4.5). Each iteration leaves a map, the
+    router's probabilities of all layers, and the embedding of its input token.
 
-    The store's nearest embedding says what the first `distance` layers need; after each router the
-    nearest map, over the layers routed so far, what the layer `distance` further on needs. The less
-    alike, the more probability is prefetched (map_store.select_experts), likely and near experts
-    first; the least likely and least often needed are evicted, without recency. Rows of a step are
-    united, each probability the largest of theirs. Needs driver="host", which gives `probs` and
+    The nearest stored embedding predicts the first `distance` layers. After each router the nearest
+    map, over the layers routed so far, predicts the layer `distance` later. The less similar the
+    map, the more probability is prefetched (map_store.select_experts), likely and near experts
+    first. The least likely and least often used experts are evicted, without recency. Over the rows
+    of a step each expert has its largest probability. Needs driver="host", which gives `probs` and
     `embedding` to the host. docs/explanation/policies.md says what differs from the paper.
     """
 
     asynchronous: bool = False
-    """True: searches run on a thread beside inference, which never waits; what they find is used
-    from the next moment on. Decisions then depend on times: see policies.recorded."""
+    """True: searches run on a thread, and inference never waits for them. Results are used from the
+    next moment on, so decisions depend on times; see policies.recorded."""
     pool: bool = True
-    """Cells are of one pool over all layers, the paper's cache; False: each layer has its own."""
+    """True: all layers share one pool of cells, the paper's cache; False: each layer has its
+    own."""
 
     moments: frozenset[Moment] = IN_STEP | {Moment.STEP_END}
     needs: frozenset[str] = frozenset({"embedding", "probs"})
@@ -107,19 +108,19 @@ class ExpertMap(MapPolicy):
     """log2(1 + frequency) + log2(probability): the product, which decides in the paper."""
 
     def init(self, spec: Spec) -> Matching:
-        """The store that is given. Raises ValueError as begin_store."""
+        """The state with the fitted store. Raises ValueError as begin_store."""
         store = self.begin_store(spec)
         matcher = MapMatcher(store, store.trajectory(0), self.capacity, self.distance, self.learns)
         nothing = np.zeros((spec.layers, spec.experts), np.float32)
-        # Layers without a prediction, such as those before the first router, have an even one; with
-        # 0 a pool would never give them a cell.
+        # Layers without a prediction, such as those before the first router, have a uniform one;
+        # with 0 a pool would never give them a cell.
         even = np.full_like(nothing, 1 / spec.experts)
         begun = AsynchronousMatcher(matcher) if self.asynchronous else matcher
         return Matching(begun, nothing, even, spec.top_k)
 
     def stats(self, state: Matching) -> dict[str, int]:
-        """searches: moments of steps that were seen. late: searches that were found too late, or
-        left out since they would have been. learned_bytes: as it is now."""
+        """Statistics: searches (moments of steps that were seen), late (results that came too late,
+        and searches that were skipped for that reason), and learned_bytes (current size)."""
         matcher, late = state.matcher, state.late
         late += matcher.left_out if isinstance(matcher, AsynchronousMatcher) else 0
         return {"searches": state.searches, "late": late, "learned_bytes": matcher.nbytes}
@@ -147,7 +148,7 @@ class ExpertMap(MapPolicy):
 
 
 def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
-    """With what was predicted; of layers up to `now`, the one routed last, −1: none, it comes
+    """The state with a prediction. For layers up to `now`, the one routed last (−1: none), it is
     late."""
     wanted, likely = state.wanted.copy(), state.likely.copy()
     for layer, rows in zip(found.layers, found.likely, strict=True):
@@ -160,8 +161,8 @@ def _match(state: Matching, found: MapPrediction, now: int) -> Matching:
 
 
 def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
-    """What is wanted of layers to come, the largest probability over distance first (section 4.5),
-    equal ones by layer and expert."""
+    """The wanted experts of later layers, the largest probability over distance first (section
+    4.5), equal ones by layer and expert."""
     layer, expert = np.nonzero(wanted)
     ahead = layer > now
     layer, expert = layer[ahead], expert[ahead]
@@ -171,7 +172,7 @@ def _queue(wanted: np.ndarray, now: int) -> tuple[Stage, ...]:
 
 
 def check_sizes(capacity: int, distance: int, layers: int) -> None:
-    """Raises ValueError for a store without room, and for a distance that leaves no layer."""
+    """Raises ValueError for a capacity below 1, and for a distance that leaves no layer."""
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1, not {capacity}")
     if not 1 <= distance < layers:
@@ -179,13 +180,14 @@ def check_sizes(capacity: int, distance: int, layers: int) -> None:
 
 
 def fit(trace: Trace, *, capacity: int = 1000, distance: int = 3, share: float = 1.0) -> ExpertMap:
-    """ExpertMap that begins with the maps of a trace, taken in one step after the other as the
-    engine does. It does not learn on: the paper's offline runs, whose share is 0.7
-    (`dataclasses.replace(policy, learns=True)` does).
+    """ExpertMap with the maps of a trace, taken in step by step as the engine does. It learns no
+    more, like the paper's offline runs, whose share is 0.7; `dataclasses.replace(policy,
+    learns=True)` continues.
 
-    share: of the trace's requests, the first ones. Raises TraceError for a trace without
-    probabilities or embeddings, or that does not know its requests where that matters; ValueError
-    as ExpertMap.init.
+    - `share`: of the trace's requests, the first ones.
+
+    Raises TraceError for a trace without probabilities or embeddings, or without requests if a
+    share needs them; ValueError as ExpertMap.init.
     """
     header = trace.header
     check_sizes(capacity, distance, header.layers)

@@ -1,4 +1,4 @@
-"""Searches for the expert maps of a step: by the thread of inference, or beside it."""
+"""Searches expert maps for a step, in the thread of inference or in another one."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from host_offload.policies.prefetch.expert_map.map_store import (
 )
 
 IN_STEP = frozenset({Moment.EMBEDDED, Moment.ROUTED})
-"""When something is predicted."""
+"""The moments of predictions."""
 
 
 class MapPrediction(NamedTuple):
-    """What some layers to come are likely to need."""
+    """A prediction for some later layers."""
 
     step: int
     layers: range
     likely: np.ndarray
     """float32[M, N, E]: probabilities, of M layers and N rows."""
     scores: np.ndarray
-    """float32[N]: how alike each row is to the map that it was taken from."""
+    """float32[N]: similarity of each row and the map that predicts for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MapMatcher:
-    """A value that searches and learns: the semantic search for the first `distance` layers, the
-    trajectory search for the layer `distance` behind each router."""
+    """Searches and learns, as an immutable value: the semantic search predicts the first `distance`
+    layers, the trajectory search the layer `distance` after each router."""
 
     store: MapStore
     trajectory: Trajectory
-    """The rows of the step that is made."""
+    """The rows of the step in progress."""
     capacity: int
     distance: int
     learns: bool
 
     def see(self, seen: Observation) -> tuple[MapMatcher, MapPrediction | None]:
-        """The matcher after a moment, and what it predicts there. After EMBEDDED and ROUTED the
-        others may be left out: what is learned is learned at STEP_END."""
+        """The matcher after a moment, and its prediction. It must see EMBEDDED and ROUTED, and
+        learns at STEP_END; other moments may be skipped."""
         store = self.store
         if seen.moment == Moment.STEP_END:
             if not self.learns:
@@ -77,26 +77,29 @@ class MapMatcher:
 
 
 class AsynchronousMatcher:
-    """A matcher on a thread of its own (fMoE, section 4.3, "Asynchronous expert map matching"). It
-    sees moments in the order in which they are published; a search of a step that another one has
-    followed is left out, since nothing can use it. The thread ends with the matcher."""
+    """A matcher on its own thread (fMoE, section 4.3, "Asynchronous expert map matching").
+
+    It sees moments in the order in which they are published. A search for a step that has already
+    been followed by another one is skipped, since nothing can use it. The thread ends with the
+    matcher.
+    """
 
     def __init__(self, matcher: MapMatcher):
         self._matcher, self._newest = matcher, -1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="expert-map")
         self._pending: list[Future[MapPrediction | None]] = []
         self.left_out = 0
-        """Searches that were left out."""
+        """Searches that were skipped."""
 
     def publish(self, seen: Observation) -> None:
-        """Returns at once; arrays of the observation are kept, not copied."""
+        """Gives a moment to the thread and returns at once. Arrays are kept, not copied."""
         if seen.moment in IN_STEP:
             self._newest = max(self._newest, seen.step)
         self._pending.append(self._thread.submit(self._see, seen))
 
     def take_found(self) -> list[MapPrediction]:
-        """What was predicted by searches that ended since the last call, in their order; waits for
-        none. Raises what a search raised."""
+        """The predictions of searches that ended since the last call, in order, without waiting.
+        Raises what a search raised."""
         ready: list[MapPrediction] = []
         while self._pending and self._pending[0].done():
             if (prediction := self._pending.pop(0).result()) is not None:
@@ -104,7 +107,7 @@ class AsynchronousMatcher:
         return ready
 
     def wait(self) -> None:
-        """Until all is seen that was published: for tests and the end of a measurement."""
+        """Waits until all published moments are seen: for tests and the end of a measurement."""
         for future in self._pending:
             future.exception()
 
