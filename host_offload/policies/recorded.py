@@ -1,8 +1,8 @@
-"""The decisions of a recorded run, taken again.
+"""Repeats the decisions of a recorded run.
 
 Decisions that depend on times, such as those of searches beside inference, cannot be computed
-again; and where two processors have other bits, outputs are a function of who computed what. A
-trace has the decisions, and this policy repeats them.
+again. With two processors of different bits, outputs also depend on which processor computed what.
+A trace has the decisions, and this policy repeats them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from host_offload.traces.schema import TraceError
 
 @dataclasses.dataclass(frozen=True)
 class RecordedPolicy:
-    """Decides what a policy of a recorded run did, at the same moments of the same steps. Of the
-    same requests in the same order, on an engine with the same budgets, residents are then the
-    same at every layer, and so is who computes what."""
+    """Repeats the decisions of a policy of a recorded run, at the same moments of the same steps.
+    With the same requests in the same order, and the same budgets, residents are then the same at
+    every layer, and the same processor computes each expert."""
 
     policy_name: str
     """Class of the policy that decided."""
@@ -30,7 +30,7 @@ class RecordedPolicy:
     decisions: tuple[tuple[int, Moment, Decision], ...] = dataclasses.field(
         repr=False, compare=False
     )
-    """(step, moment, decision), in their order."""
+    """(step, moment, decision), in order."""
     victim_weights: tuple[int, int, int] | None = None
     pool: bool = False
 
@@ -53,7 +53,7 @@ class RecordedPolicy:
         return frozenset(written | ({"victim_weights"} if self.victim_weights else set()))
 
     def init(self, spec: Spec) -> int:
-        """How many decisions were taken."""
+        """The number of decisions taken so far: 0."""
         return 0
 
     def decide(self, state: int, seen: Observation) -> tuple[int, Decision]:
@@ -61,7 +61,7 @@ class RecordedPolicy:
         here = seen.step, seen.moment
         if state < len(self.decisions) and self.decisions[state][:2] == here:
             return state + 1, self.decisions[state][2]
-        if seen.moment == Moment.LAYER_BEGIN:  # where a placement says something at times
+        if seen.moment == Moment.LAYER_BEGIN:  # moments at which a placement decides only sometimes
             return state, Decision()
         raise TraceError(
             f"{self.trace} has no decision of {self.policy_name} at {here[1].name} of step "
@@ -71,9 +71,13 @@ class RecordedPolicy:
 
 
 def repeat_run(trace: Trace, policy: type | Policy) -> RecordedPolicy:
-    """The policy that repeats what `policy`, or the one of that class, decided in the run of a
-    trace: one that decides at each of its moments while steps are made, of transfers, priors and
-    who computes. Raises TraceError for a trace without its decisions, or with others."""
+    """The policy that repeats what `policy`, or the policy of that class, decided in the run of a
+    trace.
+
+    It can repeat policies that decide at each of their moments while steps are made, about
+    transfers, priors and placement. Raises TraceError for a trace without these decisions, or with
+    others.
+    """
     name = (policy if isinstance(policy, type) else type(policy)).__name__
     found = tuple(
         (line["step"], Moment[line["moment"]], _decision(name, line["decision"]))
@@ -92,7 +96,7 @@ _REPEATED: dict[str, Callable[[Any], Any]] = {
     "load_order": lambda value: np.array(value, np.int16),
     "stages": lambda value: tuple(Stage(*entry) for entry in value),
 }
-"""Field of a Decision → its value, of that in a trace."""
+"""Field of a Decision → function from the value in a trace to its value."""
 
 
 def _decision(name: str, written: dict[str, Any]) -> Decision:

@@ -1,8 +1,8 @@
-"""Policies by name. A new one is a file of its own and a line in the table of its kind.
+"""Policies by name. A new policy is one file and a line in the table of its kind.
 
 A policy that learns has `fit(trace, …)`, a function of its module or a class method, which makes
-the policy from a trace. One that learns arrays has a field `fitted`, and its module NAME, which a
-file of them says; the settings that were saved with the arrays are its other fields. A module with
+the policy from a trace. If it learns arrays, it has a field `fitted`, its module has NAME, which
+its files contain, and the settings saved with the arrays are its other fields. A module with
 another way to make a policy from a path has `read(path)`.
 """
 
@@ -23,9 +23,9 @@ from pallas_kernels.option_text import Reader, number, parse_option, whole, yes
 class Registry(Mapping[str, Any]):
     """Name → class of a policy.
 
-    - `option`: what messages call it, such as "prefetch policy".
-    - `package`: where the modules are.
-    - `places`: name → MODULE:CLASS in it.
+    - `option`: its name in messages, such as "prefetch policy".
+    - `package`: the package of the modules.
+    - `places`: name → MODULE:CLASS in the package.
     """
 
     def __init__(self, option: str, package: str | None, places: Mapping[str, str]):
@@ -45,13 +45,13 @@ class Registry(Mapping[str, Any]):
 
     @property
     def plain(self) -> dict[str, Callable[..., Any]]:
-        """The policies that need nothing learned."""
+        """The policies that need no file."""
         return {name: made for name, made in self.items() if not _needs_more(made)}
 
     @property
     def fits(self) -> dict[str, Callable[..., Any]]:
-        """Name → function that fits the policy to a Trace, with settings if wanted;
-        `policy.fitted.write(FILE)` keeps it."""
+        """Name → function that fits the policy to a Trace, with optional settings;
+        `policy.fitted.write(FILE)` writes it."""
         every = {
             name: getattr(made, "fit", None) or getattr(self._module(name), "fit", None)
             for name, made in self.items()
@@ -60,7 +60,7 @@ class Registry(Mapping[str, Any]):
 
     @property
     def from_path(self) -> frozenset[str]:
-        """The policies that a path makes: a file of what they learned, or what their module
+        """The policies that are made from a path: a file of learned arrays, or what their module
         reads."""
         return frozenset(
             name
@@ -69,8 +69,8 @@ class Registry(Mapping[str, Any]):
         )
 
     def parse(self, text: str) -> Policy:
-        """The policy called NAME or NAME=PATH. Raises ValueError naming the known ones, and for a
-        path that is missing, of no use or unreadable."""
+        """The policy called NAME or NAME=PATH. Raises ValueError for an unknown name, with the
+        known ones, and for a path that is missing, unreadable or not taken."""
         names: dict[str, dict[str, Reader]] = {name: {} for name in self}
         name, path, _ = parse_option(self.option, text, names, paths=self.from_path)
         if path is not None:
@@ -112,7 +112,7 @@ _READERS: Mapping[str, Reader] = {
     "str": str,
     "tuple[int, int, int]": _weights,
 }
-"""Type of a setting → what reads its text."""
+"""Type of a setting → reader of its text."""
 
 
 def setting_readers(made: Callable[..., Any]) -> dict[str, Reader]:

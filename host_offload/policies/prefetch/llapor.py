@@ -1,8 +1,8 @@
-"""LLaPor, PreScope's learned predictor (section 4.2, docs/explanation/prescope.md): what a layer's
-router saw and chose says whom a later layer will choose.
+"""LLaPor, PreScope's learned predictor (section 4.2, docs/explanation/prescope.md): predicts a
+later layer's experts from an earlier router's input and choice.
 
-One network for each layer, of one of two shapes: layers near the input and the output have a
-shallow one, those between a residual block that the gate input gates. Shapes: N rows, D hidden
+Each layer has a network of one of two shapes. Layers near the input and the output have a shallow
+one; layers between have a residual block that the router's input gates. Shapes: N rows, D hidden
 size, q principal components, E experts, H width.
 """
 
@@ -21,13 +21,13 @@ from host_offload.traces.reader import Trace
 NAME = "learned"
 
 NOT_TRAINED = ("mean", "basis", "balance")
-"""A layer's arrays that are not its network's: of the principal components, and 1/f."""
+"""A layer's arrays that are not trained: principal components, and 1/f."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Learned(LayerPredictor):
-    """The Learnable Layer-aware Predictor of PreScope (section 4.2): what the router of a layer saw
-    and chose predicts the experts of the layer `stride` on. Needs driver="host". What is ours:
+    """The Learnable Layer-aware Predictor of PreScope (section 4.2): a router's input and choice
+    predict the experts of the layer `stride` layers later. Needs driver="host". What is ours:
     docs/explanation/prescope.md."""
 
     needs: frozenset[str] = frozenset({"gate_input", "ids", "weights"})
@@ -40,8 +40,8 @@ class Learned(LayerPredictor):
 
 
 def compress(gate_input: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """PCA_q(a): float32[N, q] of gate inputs float32[N, D] by a layer's mean [D] and basis [D, q],
-    which also brings them to unit size."""
+    """PCA_q(a): float32[N, q] of router inputs float32[N, D], by a layer's mean [D] and basis [D,
+    q], which also scales them to unit size."""
     return (gate_input - mean) @ basis
 
 
@@ -52,7 +52,7 @@ def logits(
     xp: ModuleType,
     drop: Callable[[Any], Any] = lambda x: x,
 ) -> Any:
-    """float32[N, E], before the sigmoid, of PCA_q(a) [N, q] and route(ids, w) [N, E].
+    """The logits float32[N, E] for PCA_q(a) [N, q] and route(ids, w) [N, E].
 
     - `weights`: by name, `input` [q + E, H], `output` [H, E], with a block also `inner1`, `inner2`
       [H, H] and `gate` [q, H]; each with a bias, `input_bias` [H] and so on.
@@ -78,8 +78,11 @@ def logits(
 def scores(
     arrays: Mapping[str, np.ndarray], gate_input: np.ndarray, ids: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
-    """float32[N, E] of a layer's arrays (of_layer), in the order of p = σ(scores). gate_input:
-    float32[N, D], finite; ids, weights: [N, k]."""
+    """Scores float32[N, E] by a layer's arrays (of_layer), in the order of p = σ(scores).
+
+    - `gate_input`: float32[N, D], finite.
+    - `ids`, `weights`: [N, k].
+    """
     pca = compress(gate_input, arrays["mean"], arrays["basis"])
     return logits(arrays, pca, mark_experts(ids, arrays["output_bias"].size, weights), np)
 
@@ -89,33 +92,33 @@ def scores(
 
 @dataclasses.dataclass(frozen=True)
 class LayerTask:
-    """How a layer of a group learns (training.Task); figures are ours where the paper has none."""
+    """How a layer of a group learns (training.Task). Values are ours if the paper has none."""
 
     deep: bool
-    """Middle layers."""
+    """Whether it is a middle layer."""
     width: int = 512
     epochs: int = 30
     patience: int = 6
     batch: int = 128
     fixed_rate: float | None = None
-    """AdamW's, of a network that goes on learning; None: as its group's."""
+    """AdamW's rate for a network that learns while running; None: its group's."""
     dropout: float = 0.1
     focal: float = 1.0
     """λ"""
     gamma: float = 2.0
     """γ"""
     noise: float = 0.05
-    """Standard deviation of what is added to principal components, which have unit size."""
+    """Standard deviation of the noise on principal components, which have unit size."""
     masked: float = 0.05
     """Share of a batch's inputs that are zero."""
 
     @property
     def components(self) -> int:
-        """q of the PCA (the paper's, at 4096 inputs), at most as many as there are inputs."""
+        """q of the PCA (the paper's, for 4096 inputs), at most the number of inputs."""
         return 512 if self.deep else 256
 
     def optimizer(self, batches: int) -> Any:
-        """AdamW: after a linear warm-up of five epochs a cosine (input, output), or one rate."""
+        """AdamW: a linear warm-up of five epochs, then a cosine (input, output), or one rate."""
         import optax
 
         rate: Any = self.fixed_rate or (2e-3 if self.deep else 1e-3)
@@ -142,9 +145,9 @@ class LayerTask:
     def loss_of(self, found: Any, chosen: Any, balance: Any) -> Any:
         """The mean over rows of the loss of logits [N, E] against chosen 0/1 [N, E].
 
-        Input and output groups: ℒ = L_expert + λ·L_focal with balance [N, E] (1/f_i); the middle
-        group: binary cross-entropy, our reading of what its loss is. Both are means over experts;
-        the paper's BCE has no minus of its own.
+        Input and output groups: ℒ = L_expert + λ·L_focal with balance [N, E] (1/f_i). Middle group:
+        binary cross-entropy, our reading of the paper. Both are means over experts. The paper's BCE
+        is printed without its minus.
         """
         import jax
         import jax.numpy as jnp
@@ -157,7 +160,7 @@ class LayerTask:
         return (entropy * balance).mean() + self.focal * (wrong**self.gamma * entropy).mean()
 
     def rows_of(self, some: Any, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-        """What batches are taken of: pca, route, chosen and balance of training.LayerSamples."""
+        """The arrays of batches: pca, route, chosen and balance of training.LayerSamples."""
         experts = len(arrays["balance"])
         pca = compress(some.gate_input, arrays["mean"], arrays["basis"])
         route = mark_experts(some.ids, experts, some.weights)
@@ -194,11 +197,13 @@ def fit(
 ) -> Learned:
     """LLaPor for the model of a trace that has gate inputs.
 
+    The last quarter of the trace's requests is left out of training. The epoch with the best recall
+    on it is kept.
+
     - `edge`: layers of the input and of the output group; −1: an eighth each, rounded up (ours; the
       paper leaves it open).
 
-    The last quarter of the trace's requests is left out: of the epochs the one with the best recall
-    on those is taken. Raises as training.fit_layers, and TraceError for too few requests.
+    Raises as training.fit_layers, and TraceError for too few requests.
     """
     from host_offload.policies.prefetch import training
 
@@ -222,13 +227,16 @@ def fit_layer(
     rng: np.random.Generator,
     report: Callable[[str], None] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The arrays of one layer's network (see scores), of the epoch with the best recall. learned,
-    left_out: training.LayerSamples."""
+    """Trains one layer's network. Returns its arrays (see scores) of the epoch with the best
+    recall.
+
+    - `learned`, `left_out`: training.LayerSamples.
+    """
     from host_offload.policies.prefetch import training
 
     mean, basis = training.principal(learned.gate_input, task.components)
     share = mark_experts(learned.later, experts).mean(axis=0)
-    # 1 / f, relative to an even use; nobody counts for more than ten times that.
+    # 1 / f relative to uniform use, at most 10.
     balance = (1 / np.maximum(share / share.mean(), 0.1)).astype(np.float32)
     around = {"mean": mean, "basis": basis, "balance": balance}
 
@@ -245,8 +253,11 @@ def fit_layer(
 def tune_layer(
     arrays: Mapping[str, np.ndarray], some: Any, rate: float, iterations: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """A layer's arrays after a few iterations on new samples, from where they are: AdamW at one
-    rate. Principal components and 1/f stay as they are. some: training.LayerSamples."""
+    """A layer's arrays after a few more iterations on new samples, by AdamW at one rate. Principal
+    components and 1/f stay.
+
+    - `some`: training.LayerSamples.
+    """
     from host_offload.policies.prefetch.training import take_step
 
     task = LayerTask("gate" in arrays, fixed_rate=rate)

@@ -1,4 +1,4 @@
-"""LLaPor that goes on learning while the model runs (PreScope, section 4.2.2, "online")."""
+"""LLaPor that continues to learn while the model runs (PreScope, section 4.2.2, "online")."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = llapor.NAME
 
 
 class SeenRows(NamedTuple):
-    """What a layer's router saw and chose in a step."""
+    """A router's input and choice in a step."""
 
     gate_input: np.ndarray
     ids: np.ndarray
@@ -26,14 +26,14 @@ class SeenRows(NamedTuple):
 
 
 class Tuner:
-    """Networks that learn on a thread of their own, which ends with them. Nobody waits for it:
-    what steps bring while a round runs is kept up to the rows of one round, the newest."""
+    """Networks that learn on their own thread, which ends with them. No step waits for it. While a
+    round runs, the newest rows of steps are kept, up to the rows of one round."""
 
     def __init__(self, policy: LearnedOnline):
         self.arrays: Mapping[str, np.ndarray] = policy.fitted.arrays
-        """As they are used now."""
+        """The arrays in use."""
         self.rounds = 0
-        """That were swapped in."""
+        """Rounds whose networks came into use."""
         self._policy = policy
         self._step: list[SeenRows] = []
         self._kept: list[list[SeenRows]] = []
@@ -41,7 +41,7 @@ class Tuner:
         self._running: Future[dict[str, np.ndarray]] | None = None
 
     def see(self, layer: int, layers: int, seen: SeenRows) -> None:
-        """Takes what a layer saw; layers of a step come in order. Returns at once; the arrays are
+        """Takes the rows of a layer and returns at once. Layers of a step come in order. Arrays are
         kept, not copied."""
         if layer == 0:
             self._step = []
@@ -60,20 +60,21 @@ class Tuner:
             self._running = self._thread.submit(self._round, kept, self.arrays, self.rounds)
 
     def swap(self) -> None:
-        """Takes the networks of a round that has ended; waits for none. Raises what it raised."""
+        """Takes the networks of a round that has ended, without waiting. Raises what the round
+        raised."""
         if self._running is not None and self._running.done():
             self.arrays, self._running = self._running.result(), None
             self.rounds += 1
 
     def wait(self) -> None:
-        """Until the round that runs has ended: for tests."""
+        """Waits until the running round has ended: for tests."""
         if self._running is not None:
             self._running.exception()
 
     def _round(
         self, kept: list[list[SeenRows]], arrays: Mapping[str, np.ndarray], seed: int
     ) -> dict[str, np.ndarray]:
-        # Optax is loaded by those who learn, not by whoever looks a policy's name up.
+        # Only learning loads Optax, not looking up a policy's name.
         from host_offload.policies.prefetch.training import LayerSamples
 
         found, stride = dict(arrays), self._policy.fitted.setting("stride")
@@ -91,7 +92,7 @@ class Tuner:
 
 
 class Learning(NamedTuple):
-    """State of LearnedOnline. The tuner is no value: see there."""
+    """State of LearnedOnline. The tuner is mutable; see there."""
 
     predicted: Predicted
     layers: int
@@ -100,21 +101,23 @@ class Learning(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LearnedOnline(Learned):
-    """Learned whose networks go on learning, on a thread beside the steps, from what these route:
-    no step waits for it, and new networks are used from the first layer of a step on. No output bit
-    depends on them; what is prefetched then depends on times, so it is taken from the trace of a
-    run where it is replayed (policies.recorded). The paper has "a few samples, limited iterations"
-    and no figures.
+    """Learned, whose networks continue to learn from what steps route, on a thread beside the
+    steps.
+
+    No step waits for it, and new networks take effect at the first layer of a step. No output bit
+    depends on them. What is prefetched depends on times, so a replay takes it from the trace
+    (policies.recorded). The paper has "a few samples, limited iterations" and no values.
     """
 
     rows: int = 256
-    """Rows of each layer that a round of learning waits for."""
+    """Rows of each layer in a round."""
     iterations: int = 10
-    """Of a round."""
+    """Iterations of a round."""
     rate: float = 2e-4
 
     def init(self, spec: Spec) -> Learning:
-        """Raises ValueError for another model, or settings that learn nothing."""
+        """The state before the first step. Raises ValueError for another model, and for settings
+        without effect."""
         if self.rows < 1 or self.iterations < 1 or self.rate <= 0:
             raise ValueError(
                 f"learning on needs rows, iterations and a rate, not {self.rows}, "
@@ -123,7 +126,7 @@ class LearnedOnline(Learned):
         return Learning(super().init(spec), spec.layers, Tuner(self))
 
     def stats(self, state: Learning) -> dict[str, int]:
-        """rounds: of learning whose networks came into use."""
+        """Statistics: rounds whose networks came into use."""
         return {"rounds": state.tuner.rounds}
 
     def decide(self, state: Learning, seen: Observation) -> tuple[Learning, Decision]:

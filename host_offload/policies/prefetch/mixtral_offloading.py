@@ -1,4 +1,4 @@
-"""Mixtral-Offloading: the next layer's gate on this layer's hidden state, beside an LRU cache."""
+"""Mixtral-Offloading: the next layer's router on this layer's input, beside an LRU cache."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Buffered(NamedTuple):
     router: np.ndarray
     """float32[L, D, E]"""
     speculated: np.ndarray
-    """bool[L, E]: was loaded speculatively and not used since: it lies in a buffer."""
+    """bool[L, E]: experts in buffers: loaded speculatively and not used since."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtralOffloading:
     """Speculative expert loading beside an LRU cache (Eliseev and Mazur 2023, arXiv:2312.17238,
-    "LRU caching" and "Speculative Expert Loading"; as a baseline in fMoE, section 6.1). Its public
-    code, src/expert_cache.py of dvmazur/mixtral-offloading, commit ce545188, has the cache alone.
+    "LRU caching" and "Speculative Expert Loading"; a baseline in fMoE, section 6.1). Its public
+    code, src/expert_cache.py of dvmazur/mixtral-offloading, commit ce545188, has only the cache.
 
-    When a layer was routed, the gate of the next one is applied to the hidden state that is there,
-    the normalised one that the present gate saw, and the `count` likeliest experts are loaded, by
-    probabilities summed over rows. They lie in buffers: none of them takes the place of an expert
-    of the cache before it was used, and then it is that of the least recently used one. Here a
-    layer's buffers are `count` of its cells: who was speculated and not used goes first, and a
-    layer of C cells keeps the C − count experts it used last. The first layer has no prediction.
-    Needs driver="host". What is left out of the paper: docs/explanation/policies.md.
+    When a layer was routed, the next layer's router is applied to the same normalised input, and
+    the `count` likeliest experts are loaded, by probabilities summed over rows. They are in
+    buffers: an expert enters the cache only when it is used, in place of the least recently used
+    one. Here a layer's buffers are `count` of its cells: unused speculated experts are evicted
+    first, and a layer with C cells keeps the C − count experts that it used last. The first layer
+    has no prediction. Needs driver="host". What is left out of the paper:
+    docs/explanation/policies.md.
     """
 
     count: int = 2
@@ -45,7 +45,7 @@ class MixtralOffloading:
     needs: frozenset[str] = frozenset({"gate_input", "router", "ids", "state"})
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "stages"})
     victim_weights: tuple[int, int, int] = (1, 0, 1)
-    """LRU; the prior of who lies in a buffer is below any age."""
+    """LRU; the prior of experts in buffers is below any age."""
 
     def init(self, spec: Spec) -> Buffered:
         """Empty buffers."""

@@ -1,4 +1,4 @@
-"""From scores of a layer's experts to transfers: what policies that look ahead share."""
+"""From scores of a layer's experts to transfers: shared by policies that look ahead."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from host_offload.policies.prefetch.fitted import Fitted
 
 
 def gate_scores(gate_input: np.ndarray, router: np.ndarray) -> np.ndarray:
-    """float32[N, E]: what a router float32[D, E] says of gate inputs float16[N, D]."""
+    """Scores float32[N, E] of a router float32[D, E] for router inputs float16[N, D]."""
     return finite(gate_input) @ router
 
 
 def finite(gate_input: np.ndarray) -> np.ndarray:
-    """float32 of float16: what was beyond float16 is infinite, and infinity times zero is no
-    number."""
+    """Converts float16 to finite float32. Values beyond float16 are infinite there, and infinity
+    times zero is NaN."""
     bound = np.float32(np.finfo(np.float16).max)
     return np.clip(gate_input.astype(np.float32), -bound, bound)
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
+    """Softmax over the last axis."""
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def sum_rows(rows: np.ndarray) -> np.ndarray:
-    """Sum over the first axis, with the same bits in whatever order the rows are: a replay has
-    them in another one than the engine."""
+    """The sum over the first axis, with bits that do not depend on the order of rows: a replay has
+    them in another order than the engine."""
     return np.sort(rows, axis=0).sum(axis=0)
 
 
 def mark_experts(ids: np.ndarray, experts: int, values: Any = 1) -> np.ndarray:
-    """float32[N, E]: a row's values (a number, or [N, k]) where ids int[N, k] say, 0 elsewhere."""
+    """float32[N, E]: each row's values (a number, or [N, k]) at its ids int[N, k], 0 elsewhere."""
     found = np.zeros((len(ids), experts), np.float32)
     np.put_along_axis(found, ids.astype(np.int64), np.asarray(values, np.float32), axis=1)
     return found
 
 
 def rank_chosen(scores: np.ndarray, k: int) -> list[int]:
-    """The experts that are among the k best of some row of scores [N, E]: first who is chosen by
-    most rows, of these who has the largest sum of scores, of these the lowest id."""
+    """The experts among the k best of some row of scores [N, E], sorted by number of rows, then by
+    sum of scores, then by id."""
     if not len(scores):
         return []
     best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
@@ -60,14 +60,14 @@ class Predicted(NamedTuple):
 
     top_k: int
     ahead: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(layer, experts) of the layers to come, the next one first."""
+    """(layer, experts) of later layers, the next one first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPredictor(abc.ABC):
-    """A prefetch by networks: that of a layer says, when its router has chosen, whom each row will
-    choose in the layer `stride` on. Everybody whom some row is predicted to choose is wanted, those
-    of most rows first and the nearest layer first. The first `stride` layers have no prediction."""
+    """A prefetch by networks. When a layer's router has chosen, its network predicts which experts
+    each row will choose `stride` layers later. All predicted experts are wanted, the nearest layer
+    first, then experts of most rows. The first `stride` layers have no prediction."""
 
     fitted: Fitted
     """Arrays named LAYER.NAME, and the setting `stride`."""
@@ -87,7 +87,7 @@ class LayerPredictor(abc.ABC):
     def predict(
         self, state: Predicted, seen: Observation, arrays: Mapping[str, np.ndarray]
     ) -> tuple[Predicted, Decision]:
-        """By these arrays."""
+        """The decision by these arrays."""
         layer, cause = seen.layer, self.fitted.policy
         ahead = tuple(entry for entry in state.ahead if entry[0] > layer) if layer else ()
         if own := of_layer(arrays, layer):
@@ -98,11 +98,11 @@ class LayerPredictor(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, own: Mapping[str, np.ndarray], seen: Observation) -> np.ndarray:
-        """float32[N, E] of the later layer, by the layer's own arrays."""
+        """Scores float32[N, E] of the later layer, by this layer's arrays."""
 
 
 def of_layer(arrays: Mapping[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
-    """A layer's own, of arrays named LAYER.NAME."""
+    """A layer's arrays, from arrays named LAYER.NAME."""
     prefix = f"{layer}."
     return {
         name.removeprefix(prefix): array

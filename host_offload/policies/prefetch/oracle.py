@@ -13,19 +13,19 @@ from host_offload.traces.step_sets import read_step_sets
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """Wants whom the steps to come will need, the soonest first: what a prefetch of this lag and of
-    these lists could do at best. The future is a run's trace (see `oracle_of`), so it is for the
-    simulator, or for an engine that does exactly the same again; another run is refused at its
-    first step that differs.
+    """Wants the experts that the next steps will need, the soonest first: the best that a prefetch
+    with this lag and these lists could do.
 
-    What it decides goes into the list of a step and is there for the one after. Whom that step
-    itself needs is wanted if it is resident, to be kept, and else left to come as a miss.
+    The future is a run's trace (see `oracle_of`). So it is for the simulator, or for an engine that
+    repeats the run; another run is refused at its first different step. A decision enters the list
+    of one step and takes effect in the next. An expert that the step itself needs is wanted if it
+    is resident, so that it stays; otherwise it comes as a miss.
     """
 
     needed: np.ndarray = dataclasses.field(repr=False, compare=False)
-    """bool[T, L, E]: whom each step needs."""
+    """bool[T, L, E]: the experts that each step needs."""
     horizon: int = 8
-    """Steps that are looked at."""
+    """How many steps it looks ahead."""
 
     moments: frozenset[Moment] = frozenset({Moment.STEP_END})
     needs: frozenset[str] = frozenset({"counts", "state"})
@@ -63,7 +63,7 @@ class Oracle:
 
 
 def oracle_of(trace: Trace, *, horizon: int = 8) -> Oracle:
-    """The oracle of a run, from its trace. Raises ValueError for one that lacks steps."""
+    """The oracle of a run, from its trace. Raises ValueError for a trace that lacks steps."""
     steps = list(read_step_sets(trace))
     if any(step.number != place for place, step in enumerate(steps)):
         raise ValueError(

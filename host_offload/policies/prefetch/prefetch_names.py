@@ -1,4 +1,4 @@
-"""Prefetch by name: policies that say which experts come ahead of need
+"""Prefetch by name: policies that choose experts to copy before they are needed
 (docs/explanation/policies.md)."""
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ PREFETCH = Registry(
         "random": "random_prefetch:RandomPrefetch",
     },
 )
-"""What LLM(prefetch=…) and --prefetch take, as NAME or NAME=PATH."""
+"""The names of LLM(prefetch=…) and --prefetch, as NAME or NAME=PATH."""
 
 
 def with_prefetch(prefetch: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
-    """The policies, with the prefetch of that name behind them. Raises ValueError as
-    Registry.parse."""
+    """Adds the prefetch of that name to the policies. Raises ValueError as Registry.parse."""
     return policies if prefetch is None else (*policies, PREFETCH.parse(prefetch))

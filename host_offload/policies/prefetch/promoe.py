@@ -17,12 +17,14 @@ NAME = "promoe"
 
 @dataclasses.dataclass(frozen=True)
 class ProMoE(LayerPredictor):
-    """Stride prefetching with learned predictors (Song et al. 2024, arXiv:2410.22134; as a baseline
-    in fMoE, sections 6.1 and 7): what the router of layer l saw predicts the experts of layer
-    l + stride, so that transfers have several layers' time. A predictor is a network of its layer,
-    trained as a copy of ProMoE's training script does (see `fit`). Chunks, and demands that go
-    before what was begun, are those of the queue of transfers (docs/explanation/transfers.md).
-    Needs driver="host". What is left out of the paper: docs/explanation/policies.md.
+    """Stride prefetching with learned predictors (Song et al. 2024, arXiv:2410.22134; a baseline in
+    fMoE, sections 6.1 and 7).
+
+    The router's input of layer l predicts the experts of layer l + stride, so that transfers have
+    the time of several layers. Each layer has its own network, trained like a copy of ProMoE's
+    training script (see `fit`). The queue of transfers provides chunks, and demands that overtake
+    prefetches (docs/explanation/transfers.md). Needs driver="host". What is left out of the paper:
+    docs/explanation/policies.md.
     """
 
     def scores(self, own: Any, seen: Any) -> np.ndarray:
@@ -30,8 +32,8 @@ class ProMoE(LayerPredictor):
 
 
 def scores(weights: Any, x: Any, drop: Callable[[Any], Any] = lambda x: x) -> Any:
-    """[N, E] of gate inputs float32[N, D], numpy's or jax's: two hidden layers with ReLU and a
-    linear output."""
+    """Scores [N, E] for router inputs float32[N, D] of numpy or jax: two hidden layers with ReLU
+    and a linear output."""
     for i in (1, 2):
         x = x @ weights[f"weights{i}"] + weights[f"bias{i}"]
         x = drop(x * (x > 0))
@@ -39,7 +41,7 @@ def scores(weights: Any, x: Any, drop: Callable[[Any], Any] = lambda x: x) -> An
 
 
 def draw_network(sizes: Sequence[int], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Weights to begin with. sizes: inputs, units of each hidden layer, outputs."""
+    """Initial weights. sizes: inputs, units of each hidden layer, outputs."""
     from host_offload.policies.prefetch.training import draw_linear
 
     found: dict[str, np.ndarray] = {}
@@ -88,9 +90,9 @@ def fit(
 ) -> ProMoE:
     """ProMoE with predictors for the model of a trace that has gate inputs.
 
-    For each layer l + stride a network is trained from the gate input of layer l to the 0/1 vector
-    of the experts chosen: two hidden layers, absolute error, Adam, a tenth of the tokens left out
-    to see when to stop, as in deps/sparse-llm-cache-scripts/train-predict-model of huwf5/promoe,
+    For each layer l + stride a network learns the 0/1 vector of chosen experts from the router's
+    input of layer l: two hidden layers, absolute error, Adam, a tenth of the tokens left out to
+    decide when to stop, as in deps/sparse-llm-cache-scripts/train-predict-model of huwf5/promoe,
     commit 02312ad5 (train_predict_model.py, utils.py). Raises as training.fit_layers.
     """
     from host_offload.policies.prefetch import training

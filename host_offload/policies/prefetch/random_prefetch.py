@@ -11,9 +11,8 @@ from host_offload.control.interface import Decision, Moment, Observation, Spec, 
 
 @dataclasses.dataclass(frozen=True)
 class RandomPrefetch:
-    """Wants `count` experts, drawn evenly from all that are absent, anew after each step: what a
-    prefetch of that many transfers is worth that knows nothing. Draws follow from the spec's seed
-    and the step."""
+    """Wants `count` absent experts, drawn at random after each step: the value of a prefetch of
+    that many transfers without knowledge. Draws follow from the spec's seed and the step."""
 
     count: int = 8
 

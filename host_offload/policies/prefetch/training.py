@@ -1,4 +1,4 @@
-"""What predictors share that learn from a trace with gate inputs: the samples of a layer, the rows
+"""Shared parts of predictors that learn from router inputs in a trace: samples of a layer, rows
 that are left out, and the loop over batches, by jax and Optax.
 
 Shapes: N rows, D hidden size, k top-k, E experts.
@@ -20,14 +20,14 @@ from host_offload.policies.prefetch.next_layers import finite
 from host_offload.traces.reader import Trace, TraceError
 
 Report = Callable[[int, int, str], None]
-"""(layer that learns, layers, how far it is)"""
+"""(layer that learns, number of layers, progress in words)"""
 
 Weights = Mapping[str, Any]
 """Arrays of a layer's network by name, numpy's or jax's."""
 
 
 class LayerSamples(NamedTuple):
-    """What a layer saw and chose, and whom the layer of the prediction chose; by rows."""
+    """By rows: a router's input and choice, and the choice of the predicted layer."""
 
     gate_input: np.ndarray
     """float32[N, D]"""
@@ -36,7 +36,7 @@ class LayerSamples(NamedTuple):
     weights: np.ndarray
     """float32[N, k]"""
     later: np.ndarray
-    """int16[N, k]: what is to be predicted."""
+    """int16[N, k]: the choice to predict."""
 
     def of(self, rows: np.ndarray) -> LayerSamples:
         return LayerSamples(*(array[rows] for array in self))
@@ -49,9 +49,14 @@ def fit_layers(
     fit_layer: Callable[[int, LayerSamples, Callable[[str], None] | None], Weights],
     report: Report | None,
 ) -> Fitted:
-    """What a LayerPredictor of that name learns: fit_layer(layer, samples, report) gives a layer's
-    arrays. It reads the trace once for each layer and holds the inputs of one. Raises TraceError
-    for a trace without gate inputs or tokens, ValueError for a stride that leaves no layer."""
+    """Trains a LayerPredictor of that name. It reads the trace once for each layer and holds the
+    inputs of one layer.
+
+    - `fit_layer`: (layer, samples, report) → a layer's arrays.
+
+    Raises TraceError for a trace without gate inputs or tokens, ValueError for a stride that leaves
+    no layer.
+    """
     check_gate_inputs(trace, stride, policy)
     layers, arrays = trace.header.layers - stride, {}
     for layer in range(layers):
@@ -62,8 +67,8 @@ def fit_layers(
 
 
 def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:
-    """Raises TraceError for a trace without gate inputs or tokens, and ValueError for a stride
-    that leaves no layer, before a policy of that name learns from it."""
+    """Checks a trace before a policy of that name learns from it. Raises TraceError for a trace
+    without gate inputs or tokens, ValueError for a stride that leaves no layer."""
     header = trace.header
     if not 1 <= stride < header.layers:
         raise ValueError(f"stride must lie in 1…{header.layers - 1}, not {stride}")
@@ -77,8 +82,8 @@ def check_gate_inputs(trace: Trace, stride: int, policy: str) -> None:
 
 
 def layer_samples(trace: Trace, layer: int, stride: int) -> LayerSamples:
-    """All rows of a trace, for the prediction of layer + stride by that layer; one layer's arrays
-    are held."""
+    """All rows of a trace, to predict layer + stride from `layer`. Memory holds one layer's
+    arrays."""
     parts = [
         (
             finite(step.gate_input[:, layer]),
@@ -93,8 +98,8 @@ def layer_samples(trace: Trace, layer: int, stride: int) -> LayerSamples:
 
 
 def leave_out(trace: Trace, share: float) -> np.ndarray:
-    """bool[tokens]: the rows of the last `share` of a trace's requests, which a network does not
-    learn from. Raises TraceError where either part would be empty."""
+    """bool[tokens]: rows of the last `share` of a trace's requests, which are left out of training.
+    Raises TraceError if either part would be empty."""
     request = trace.array("token.request")
     known = np.unique(request)
     count = max(round(share * len(known)), 1)
@@ -108,8 +113,8 @@ def leave_out(trace: Trace, share: float) -> np.ndarray:
 
 def principal(inputs: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
     """(mean float32[D], basis float32[D, q]) of inputs float32[N, D]: the q directions of largest
-    variance, the first one first, divided by one number so that the components have unit size
-    together. Of fewer than q directions the rest are left out."""
+    variance, in order, divided by one number so that the components together have unit size. With
+    fewer than q directions the basis is narrower."""
     mean = inputs.mean(axis=0)
     centred = inputs - mean
     _, directions = np.linalg.eigh(centred.T @ centred)  # ascending
@@ -119,7 +124,7 @@ def principal(inputs: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarr
 
 
 def draw_linear(rows: int, columns: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """float32[rows, columns] and a bias as torch.nn.Linear begins: weights evenly within
+    """Initial weights float32[rows, columns] and bias as in torch.nn.Linear: uniform within
     ±1/√rows."""
     bound = 1 / np.sqrt(rows)
     weights = rng.uniform(-bound, bound, (rows, columns)).astype(np.float32)
@@ -127,20 +132,20 @@ def draw_linear(rows: int, columns: int, rng: np.random.Generator) -> tuple[np.n
 
 
 def recall_of(scores: np.ndarray, later: np.ndarray) -> float:
-    """Plain top-k recall: which share of the experts of rows, later int[N, k], is among the k best
-    of their scores [N, E]."""
+    """Top-k recall: the share of the rows' experts, later int[N, k], that is among the k best of
+    their scores [N, E]."""
     best = np.argsort(-scores, axis=1, kind="stable")[:, : later.shape[1]]
     return float((best[:, :, None] == later[:, None, :]).any(axis=1).mean())
 
 
 def drop_out(x: Any, share: float, key: Any) -> Any:
-    """Dropout of that share of the units."""
+    """Dropout of a share of the units."""
     kept = jax.random.bernoulli(key, 1 - share, x.shape)
     return jnp.where(kept, x / (1 - share), 0.0)
 
 
 class Task(Protocol):
-    """What a network is trained for; hashable, so that layers alike share one compiled step."""
+    """A training task; hashable, so that equal layers share one compiled step."""
 
     @property
     def batch(self) -> int: ...
@@ -152,11 +157,11 @@ class Task(Protocol):
 
     @property
     def patience(self) -> int:
-        """It ends after so many passes without a better score on what was left out."""
+        """Training ends after this many passes without a better score on the rows left out."""
         ...
 
     def optimizer(self, batches: int) -> optax.GradientTransformation:
-        """batches: of an epoch."""
+        """The optimizer. batches: of an epoch."""
         ...
 
     def loss(self, weights: Weights, batch: Any, key: Any) -> Any:
@@ -175,7 +180,7 @@ def train(
     """The weights of the epoch with the best score.
 
     - `rows`: arrays [N, …], a batch has some rows of each.
-    - `score`: of weights, by what was left out; the larger the better.
+    - `score`: of weights, on the rows left out; larger is better.
     """
     batches = -(-len(rows[0]) // task.batch)
     state = task.optimizer(batches).init(dict(weights))
