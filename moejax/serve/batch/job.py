@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, Literal, Protocol
 
 from moejax.errors import UserError, as_user_error, shown
@@ -137,8 +137,6 @@ class OpenJob:
     """Session id -> its turns that have not ended; empty where the input can be read only once."""
     open_sessions: set[str] = dataclasses.field(default_factory=set)
     """Sessions that lack a result."""
-    _kept_sessions: set[str] = dataclasses.field(default_factory=set)
-    """Sessions of which the engine may hold KV."""
     _running: int = 0
     """Lines in the engine."""
     _said: bool = False
@@ -185,7 +183,7 @@ class OpenJob:
                 else:
                     self._keep_result(line, output, warn)
                 report(self.done)
-                self._end_turn(llm, request.session_id, ran=not isinstance(output, UserError))
+                self._end_turn(llm, request.session_id)
         if self._ended_by is not None:
             kept = (
                 f"; {self.done} results are in {self.results.name}: mend the line, and the same "
@@ -215,17 +213,14 @@ class OpenJob:
             if self._ended_by is not None:
                 return
 
-    def _end_turn(self, llm: Model, session_id: str | None, *, ran: bool) -> None:
+    def _end_turn(self, llm: Model, session_id: str | None) -> None:
         """Ends a session after its last turn, so that its KV makes room."""
         if session_id is None or session_id not in self.turns:
             return
-        if ran:
-            self._kept_sessions.add(session_id)
         self.turns[session_id] -= 1
         if not self.turns[session_id]:
             del self.turns[session_id]
-            if session_id in self._kept_sessions:
-                self._kept_sessions.remove(session_id)
+            with suppress(UserError):  # a session of which no turn ran
                 llm.end_session(session_id)
 
     def _keep_result(self, line: Line, output: RequestOutput, warn: Callable[[str], None]) -> None:
@@ -264,14 +259,15 @@ def open_job(job: Job) -> Iterator[OpenJob]:
         if job.output != "-" and source.is_at(job.output):
             raise UserError(f"{job.output} is both --input and --output; choose another --output")
         with open_results(job.output, overwrite=job.overwrite) as results:
-            yield survey(job, source, results)
+            opened = OpenJob(job, source, results, errors=results.errors)
+            _survey(opened)
+            yield opened
 
 
-def survey(job: Job, source: JobInput, results: ResultFile) -> OpenJob:
-    """The job of an open input and output, once the input was read through for its size, its
-    sessions and what the results are of. Raises UserError for results that are not of this input
-    with these options."""
-    opened = OpenJob(job, source, results, errors=results.errors)
+def _survey(opened: OpenJob) -> None:
+    """Reads the input through for its size, its sessions and what the results are of. Raises
+    UserError for results that are not of this input with these options."""
+    job, source, results = opened.job, opened.input, opened.results
     if source.again:
         opened.total, sessions = 0, False
         for raw in source.lines():
@@ -285,7 +281,6 @@ def survey(job: Job, source: JobInput, results: ResultFile) -> OpenJob:
             f"with them beforehand; put it into a file and give that as --input, choose "
             f"another --output, or start anew with --overwrite"
         )
-    return opened
 
 
 def _compare_lines(opened: OpenJob) -> None:

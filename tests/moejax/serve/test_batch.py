@@ -101,7 +101,8 @@ class FakeLLM:
         return output_of(request, history)
 
     def end_session(self, session_id):
-        del self.sessions[session_id]
+        if self.sessions.pop(session_id, None) is None:
+            raise UserError(f"there is no session {session_id!r}")
         self.ended.append(session_id)
 
 
@@ -547,7 +548,7 @@ def test_exit_status_and_what_is_said(fake, tmp_path, capsys):
     assert fake.made == 0
     with pytest.raises(SystemExit):
         command("--help")
-    assert "3 a file is done but some of its\n  results are errors" in capsys.readouterr().out
+    assert "3 a file is done and some results\n  are errors" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_how_to_go_on(fake, tmp_path, capsys):
