@@ -58,6 +58,15 @@ def test_what_the_pages_link_and_name_is_there():
     assert not {str(page): wrong for page, wrong in found.items() if any(wrong)}
 
 
+def test_what_is_written_by_hand_can_be_read():
+    def words(*patterns: str) -> int:
+        pages = [page for pattern in patterns for page in REPOSITORY.glob(pattern)]
+        return sum(len(page.read_text().split()) for page in pages)
+
+    assert words("README.md") <= 600 and words("CHANGELOG.md") <= 200
+    assert words("README.md", "CHANGELOG.md", "docs/**/*.md") <= 40_000
+
+
 def test_every_page_has_a_place_in_the_sites_menu():
     menu = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = {str(page.relative_to(REPOSITORY / "docs")) for page in REPOSITORY.glob(PAGES[1])}

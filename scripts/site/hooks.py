@@ -15,7 +15,8 @@ from moejax.commands.main import COMMANDS
 from moejax.start.fields import Option, options_of
 from moejax.start.options import GROUPS
 
-REPOSITORY = Path(__file__).parents[2]
+SHAPE = re.compile(r"^\w+\[[^]]*\]:? ?")
+"""What a field's text begins with, which the table has in another column."""
 MARK = re.compile(r"^<!-- generate: (\w+) -->$", re.MULTILINE)
 PAGE = re.compile(r"\bdocs/([\w/-]+\.md)")
 CODE = re.compile(r"(?<![\w`/])(--[a-z][\w-]*|[\w-]+=[A-Z]+(?:%|\b))(?![\w`])")
@@ -148,7 +149,7 @@ def trace_arrays() -> str:
         (
             f"`{column.per}.{name}`",
             f"{dtype_name(column.dtype)}[{', '.join([column.per + 's', *column.row])}]",
-            ("Optional. " if column.optional else "") + re.sub(r"^\w+\[[^]]*\]:? ?", "", said[name]),
+            ("Optional. " if column.optional else "") + SHAPE.sub("", said[name]),
         )
         for name, column in COLUMNS.items()
     ]
