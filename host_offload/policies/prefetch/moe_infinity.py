@@ -28,26 +28,27 @@ class Traced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MoEInfinity:
-    """Activation-aware prefetch (Xue et al. 2024, arXiv:2401.14361), as a baseline in fMoE,
-    sections 4.2, 6.1 and 6.5; where that is silent, as its public code does it: TorchMoE/
-    MoE-Infinity, moe_infinity/memory/expert_tracer.py and expert_predictor.py, commit cca059cc.
+    """Activation-aware prefetch (Xue et al. 2024, arXiv:2401.14361), as fMoE describes it as a
+    baseline in sections 4.2, 6.1 and 6.5, otherwise as in its public code: TorchMoE/MoE-Infinity,
+    moe_infinity/memory/expert_tracer.py and expert_predictor.py, commit cca059cc.
 
-    A sequence has an expert activation matrix. After each router the nearest of the collection, by
-    the mean over layers of the cosine, predicts the layers to come of each sequence of the step:
-    wanted first is who has the largest share of its layer × (1 − (x − l)/(L + 1)), x the layer, l
-    the one routed, summed over sequences. Before the first router nothing of the step is known, so
-    the first `first` layers take the experts that were most popular in the whole collection.
-    Evicted is the least frequently used. A sequence that ended goes into the collection, in place
-    of the least used one when that is full, but never of those of `fitted`, which are collected
-    beforehand. Needs driver="host". docs/explanation/policies.md says what differs from the paper
-    and its code.
+    A sequence has an expert activation matrix. After each router the nearest matrix of the
+    collection, by the mean over layers of the cosine, predicts the later layers of each sequence of
+    the step. Experts are wanted in the order of share of the layer × (1 − (x − l)/(L + 1)), x being
+    the layer and l the routed one, summed over sequences. Before the first router nothing is known
+    about the step, so the first `first` layers take the most popular experts of the whole
+    collection.
+
+    The least frequently used expert is evicted. A sequence that has ended enters the collection. If
+    that is full, it replaces the least used matrix, except those of `fitted`. Needs driver="host".
+    docs/explanation/policies.md says what differs from the paper and its code.
     """
 
     fitted: Fitted | None = None
     capacity: int = 128
     """Most matrices."""
     limit: int = 256
-    """Most experts that are wanted at a time."""
+    """Most experts wanted at a time."""
     first: int = 3
     """Layers that take popular experts, at most all; fMoE's prefetch distance."""
 
@@ -58,7 +59,7 @@ class MoEInfinity:
     """LFU."""
 
     def init(self, spec: Spec) -> Traced:
-        """No sequence; the collection that is given. Raises ValueError for another model."""
+        """The state with the fitted collection. Raises ValueError for another model."""
         if self.capacity < 1 or self.limit < 1:
             raise ValueError(
                 f"capacity and limit must be at least 1, not {self.capacity} and {self.limit}"
@@ -102,7 +103,7 @@ class MoEInfinity:
         return state, Decision(stages=self._queue(predicted, seen.layer))
 
     def _queue(self, likely: np.ndarray, now: int) -> tuple[Stage, ...]:
-        """The `limit` most urgent of float[L, E] behind layer `now`, equal ones by layer and
+        """The `limit` most urgent experts of float[L, E] after layer `now`, equal ones by layer and
         expert; 0 is not wanted."""
         ahead = np.arange(len(likely))[:, None] - now
         wanted = np.where(ahead > 0, likely * (1 - ahead / (len(likely) + 1)), 0)
@@ -130,9 +131,8 @@ class MoEInfinity:
 
 
 def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
-    """MoEInfinity that begins with the sequences of a trace: with all of them, or with those that
-    are farthest from each other (the first, then always the one least like any chosen; the paper
-    clusters). Half of the capacity is left for those to come.
+    """MoEInfinity that begins with the sequences of a trace: all of them, or those that differ most
+    (the paper clusters). Half of the capacity is left for new sequences.
 
     Raises TraceError for a trace that does not know its requests.
     """
@@ -152,8 +152,8 @@ def fit(trace: Trace, *, capacity: int = 128) -> MoEInfinity:
 
 
 def choose_diverse(matrices: np.ndarray, count: int) -> list[int]:
-    """Which of float32[n, L, E] to keep of at most `count`: the first, then always the one least
-    like any chosen."""
+    """At most `count` indices of matrices float32[n, L, E] that differ most: the first, then always
+    the one least similar to all chosen ones."""
     if not len(matrices):
         return []
     chosen, likest = [0], similarity(matrices, matrices[0])
@@ -165,8 +165,8 @@ def choose_diverse(matrices: np.ndarray, count: int) -> list[int]:
 
 
 def popular_experts(collection: np.ndarray, layers: int, top_k: int) -> np.ndarray:
-    """float64[L, E]: of the first `layers` layers the summed shares of the top_k experts that the
-    collection float32[n, L, E] used most; 0 of all others."""
+    """float64[L, E]: for the first `layers` layers, the summed shares of the top_k most used
+    experts of the collection float32[n, L, E]; 0 for all others."""
     total = collection.sum(axis=0, dtype=np.float64)
     best = np.argsort(-total[:layers], axis=1, kind="stable")[:, :top_k]
     wanted = np.zeros_like(total)
@@ -175,12 +175,12 @@ def popular_experts(collection: np.ndarray, layers: int, top_k: int) -> np.ndarr
 
 
 def shares(matrix: np.ndarray) -> np.ndarray:
-    """float32[L, E] whose rows sum to 1."""
+    """A matrix float32[L, E] scaled so that its rows sum to 1."""
     return (matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)).astype(np.float32)
 
 
 def similarity(collection: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """float[n]: mean over layers of the cosine of each of [n, L, E] and [L, E]."""
+    """float[n]: the mean over layers of the cosine of each matrix of [n, L, E] and [L, E]."""
     lengths = np.linalg.norm(collection, axis=2) * np.linalg.norm(matrix, axis=1)
     products = np.einsum("nle,le->nl", collection, matrix)
     return np.mean(products / np.maximum(lengths, 1e-12), axis=1)

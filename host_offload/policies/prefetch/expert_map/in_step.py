@@ -1,6 +1,8 @@
-"""Expert maps searched inside the compiled step: the store is the host form's, the searches and
-what they fetch are the step's own (moejax/step/map_search.py); what these decide in numpy, for a
-simulation."""
+"""Expert maps that are searched inside the compiled step.
+
+The policy keeps the store of the host form, and the step searches and fetches
+(moejax/step/map_search.py). This module has the same decisions in numpy, for a simulation.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from pallas_kernels.plan.victim import LOG2_UNIT, MAX_PRIOR, log2_fixed
 NAME = expert_map_policy.NAME
 
 ENTRIES = 24
-"""Most transfers of a layer and step, where it has as many experts: as many as the host form hands
-out between two layers."""
+"""Most transfers of a layer and step, if it has that many experts: as many as the host form makes
+between two layers."""
 
 
 class Kept(NamedTuple):
@@ -38,23 +40,23 @@ class Kept(NamedTuple):
 
     store: MapStore
     unwritten: np.ndarray
-    """bool[capacity]: places that the device has not been given."""
+    """bool[capacity]: places that the device does not have yet."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMapInStep(MapPolicy):
-    """fMoE's expert maps (arXiv:2502.05370, sections 4.1 to 4.5) on the device, a form of our own:
-    decode steps of driver="device" search the store between the embedding and the first layer and
-    after each router, and fetch what the nearest map says of the layer `distance` further on,
-    without the host. Nothing is fetched ahead in prefill steps.
+    """fMoE's expert maps (arXiv:2502.05370, sections 4.1 to 4.5) on the device, a form of our own.
 
-    The policy keeps the store, by the rules of ExpertMap, and writes the rows that changed between
-    steps. Maps of a step enter once it was read, which with this driver is after the next one was
-    dispatched. Each layer has its own cells. One that does not learn needs no probabilities.
+    Decode steps of driver="device" search the store before the first layer and after each router,
+    and fetch the experts that the nearest map predicts for the layer `distance` later, without the
+    host. Prefill steps prefetch nothing. The policy keeps the store by the rules of ExpertMap and
+    writes changed rows between steps. Maps of a step enter when it is read, which is after the next
+    step was dispatched. Each layer has its own cells. Without learning, steps return no
+    probabilities.
     """
 
     writes: frozenset[str] = frozenset({"victim_weights", "prior", "map_rows"})
-    """The prior is written by the steps themselves."""
+    """The steps themselves write the prior."""
     victim_weights: tuple[int, int, int] = (0, 1, 1)
     """Those of ExpertMap."""
 
@@ -72,17 +74,17 @@ class ExpertMapInStep(MapPolicy):
         return MapSearch(self.capacity, self.distance)
 
     def init(self, spec: Spec) -> Kept:
-        """The store that is given. Raises ValueError as begin_store."""
+        """The state with the fitted store. Raises ValueError as begin_store."""
         store = self.begin_store(spec)
         return Kept(store, np.arange(self.capacity) < store.size)
 
     def memory(self, spec: Spec) -> int:
-        """Bytes of the store: on the device, and on the host, where it is kept to learn."""
+        """Bytes of the store on the device, and on the host, which keeps it to learn."""
         on_device = self.search.nbytes(spec.layers, spec.experts, spec.hidden)
         return on_device + super().memory(spec)
 
     def stats(self, state: Kept) -> dict[str, int]:
-        """maps: in the store. learned_bytes: the host's part, as it is now."""
+        """Statistics: maps in the store, and learned_bytes, the host's part now."""
         return {"maps": state.store.size, "learned_bytes": sum(a.nbytes for a in state.store)}
 
     def decide(self, state: Kept, seen: Observation) -> tuple[Kept, Decision]:
@@ -102,14 +104,17 @@ class ExpertMapInStep(MapPolicy):
 def fit(
     trace: Trace, *, capacity: int = 1000, distance: int = 3, share: float = 1.0
 ) -> ExpertMapInStep:
-    """As the fit of expert_map, for steps that search."""
+    """The fit of expert_map, for steps that search."""
     found = expert_map_policy.fit(trace, capacity=capacity, distance=distance, share=share)
     return ExpertMapInStep(found.fitted, capacity, distance, learns=False)
 
 
 def prior_of(likely: Any, xp: Any) -> Any:
-    """int32[E]: the prior of experts of these probabilities, rounded ones float32[E], as of
-    victim_key: their logarithm, of 0 the least there is. xp: numpy or jax.numpy."""
+    """The priors int32[E] of experts with rounded probabilities float32[E], for victim_key: their
+    logarithm; for probability 0 the least prior.
+
+    - `xp`: numpy or jax.numpy.
+    """
     whole = (likely * np.float32(2.0**BITS)).astype(np.int32)
     return xp.where(whole > 0, log2_fixed(whole) - BITS * LOG2_UNIT, -MAX_PRIOR)
 
@@ -117,8 +122,8 @@ def prior_of(likely: Any, xp: Any) -> Any:
 def wanted_of(
     store: MapStore, found: FoundMaps, layer: int, top_k: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """(prior int32[E], and how much each expert of the layer is wanted, float32[E], 0: it is not);
-    None where nothing is stored."""
+    """(prior int32[E], demand for each expert of the layer float32[E], 0: not wanted); None: the
+    store is empty."""
     if not np.all(found.score > NONE):
         return None
     likely = store.maps[layer, found.place]
@@ -127,10 +132,12 @@ def wanted_of(
 
 
 def entries_of(tables: Residency, layer: int, wanted: np.ndarray) -> Sequence[Entry]:
-    """A step's transfers to a layer that it has yet to compute, at most ENTRIES: absent experts of
-    float32[E], 0: not wanted, the likeliest first. Free cells make room first, then those whose
-    owner nobody wants, by plan's victim key, then those whose owner is wanted less than who
-    comes."""
+    """A step's transfers to a layer that it will compute later, at most ENTRIES: absent wanted
+    experts, the likeliest first. Evict in this order: empty cells, unwanted experts by the victim
+    key of plan, experts that are wanted less than the new one.
+
+    - `wanted`: float32[E], 0: not wanted.
+    """
     room = rank_cells(tables, layer, 0)
     worth = {cell: 0.0 if owner < 0 else float(wanted[owner]) for cell, owner in room}
     cells = sorted(worth, key=lambda cell: worth[cell] > 0 and worth[cell])

@@ -1,11 +1,11 @@
 """The store of expert maps, and the searches in it (fMoE, sections 4.2 to 4.4).
 
-The host policy, a compiled step (moejax/step/map_search.py) and a simulation of it find the same to
-the bit. Sums of float32 depend on their order, so rows are rounded to multiples of 2 ** -BITS:
-every product, and every sum of products of rows of length 1, is then a whole number of
-2 ** -(2 · BITS) that float32 holds exactly, in whatever order; sums over layers are int32. What is
-left (a root, a product, a quotient of two numbers) IEEE rounds in one way. Functions with `xp` take
-numpy or jax.numpy.
+The host policy, a compiled step (moejax/step/map_search.py) and a simulation find the same maps to
+the bit. Sums of float32 depend on their order, so rows are rounded to multiples of 2 ** -BITS. Then
+every product, and every sum of products of rows of length 1, is a multiple of 2 ** -(2 · BITS) that
+float32 holds exactly, in any order. Sums over layers are int32. The remaining operations (a root, a
+product, a quotient of two numbers) have one result by IEEE. Functions with `xp` take numpy or
+jax.numpy.
 
 Shapes: C places of the store, N rows, L MoE layers, E experts a layer, D hidden size. Layers count
 from 0 here and from 1 in the paper. Equal scores go to the lowest place.
@@ -20,22 +20,22 @@ import numpy as np
 from host_offload.control.interface import MapRows
 
 BITS = 11
-"""Those that a float16 below 1 has: what is rounded to 2 ** -BITS is stored as it is."""
+"""Bits of a float16 below 1: multiples of 2 ** -BITS are stored exactly."""
 
 NONE = -3.0
-"""A score below every cosine: nothing is stored."""
+"""A score below every cosine, for an empty store."""
 
 _COARSE = 8
-"""Bits of a row's largest element with which its length is found: squares of 2^15 of them fit into
+"""Bits of a row's largest element when its length is computed: squares of 2^15 elements fit into
 int32."""
 
 _FINE = 20
-"""Bits of a probability with which a row's sum is found, likewise."""
+"""Bits of a probability when a row's sum is computed."""
 
 _ALONE = 1 << 18
-"""Multiplications that OpenBLAS, numpy's, gives to one thread (interface/gemm.c, 65536 ·
-GEMM_MULTITHREAD_THRESHOLD). Above, the caller waits for others of its threads, which have to get a
-core beside those of the step: 20 ms for half a millisecond's work where they do not get one."""
+"""Most multiplications that numpy's OpenBLAS gives to one thread (interface/gemm.c, 65536 ·
+GEMM_MULTITHREAD_THRESHOLD). Above, the caller waits for other threads, which need cores beside
+those of the step: 20 ms for half a millisecond of work if no core is free."""
 
 
 # ---- rounding, for numpy and jax
@@ -52,7 +52,7 @@ def unit_rows(rows: Any, xp: Any) -> Any:
 
 def distributions(probabilities: Any, xp: Any) -> Any:
     """float32[…, E] divided by the sums over the last axis, in multiples of 2 ** -BITS. Scores of
-    sigmoid routers keep their order and ratios; softmax's stay what they are but for rounding."""
+    sigmoid routers keep their order and ratios; softmax's change only by rounding."""
     whole = xp.rint(probabilities * _float(2.0**_FINE)).astype(np.int32)
     sums = xp.sum(whole, axis=-1, keepdims=True, dtype=np.int32).astype(np.float32)
     scale = _quotient(2.0 ** (_FINE + BITS), sums, xp)
@@ -71,14 +71,14 @@ def squares_of(rows: Any, xp: Any) -> Any:
 
 
 def prefix_lengths(maps: Any, xp: Any) -> Any:
-    """float32[L, n]: lengths of rounded maps float32[L, n, E] up to each layer, that one included,
-    in units of 2 ** -BITS."""
+    """float32[L, n]: lengths of rounded maps float32[L, n, E] up to and including each layer, in
+    units of 2 ** -BITS."""
     squares = xp.cumsum(squares_of(maps, xp), axis=0, dtype=np.int32)
     return xp.sqrt(squares.astype(np.float32))
 
 
 def cosines(products: Any, squares: Any, lengths: Any, xp: Any) -> Any:
-    """float32[N, C]: of products int32[N, C], squares int32[N] of the rows, and lengths
+    """Cosines float32[N, C] from products int32[N, C], squares int32[N] of the rows, and lengths
     float32[C], roots of squares."""
     both = xp.sqrt(squares.astype(np.float32))[:, None] * lengths
     return _quotient(products.astype(np.float32), both, xp)
@@ -88,27 +88,27 @@ def cosines(products: Any, squares: Any, lengths: Any, xp: Any) -> Any:
 
 
 class FoundMaps(NamedTuple):
-    """The nearest map of each row; equal ones: the lowest place."""
+    """The nearest map of each row; of equal ones the lowest place."""
 
     place: Any
     """int[N]"""
     score: Any
-    """float32[N]: its cosine; NONE: nothing is stored."""
+    """float32[N]: its cosine; NONE: the store is empty."""
 
 
 class Trajectory(NamedTuple):
-    """Rows of a step beside every map, over the layers routed so far: enough to add one layer in
+    """Sums over the routed layers for the rows of a step and every map: one more layer costs
     O(N·C·E)."""
 
     products: Any
     """int32[N, C]: sums of whole_products."""
     squares: Any
-    """int32[N]: of the rows themselves."""
+    """int32[N]: squares of the rows."""
 
 
 class MapStore(NamedTuple):
-    """Maps of earlier iterations, each with the embedding of the token that was fed in; rounded, so
-    a device has them as float16."""
+    """Maps of earlier iterations, each with the embedding of its input token. They are rounded, so
+    a device holds them as float16."""
 
     embeddings: Any
     """float[C, D], of length 1."""
@@ -122,31 +122,31 @@ class MapStore(NamedTuple):
         return len(self.embeddings)
 
     def write(self, rows: MapRows) -> None:
-        """Other rows at some places of these arrays themselves: of a store that a device holds."""
+        """Writes rows into these arrays, in place: for a store that a device mirrors."""
         self.embeddings[rows.place] = rows.embeddings
         self.maps[:, rows.place] = rows.maps.swapaxes(0, 1)
         self.lengths[:, rows.place] = prefix_lengths(self.maps[:, rows.place], np)
 
     def rows_at(self, place: np.ndarray) -> MapRows:
-        """What a device is given of these places, which holds it as it is."""
+        """The rows of these places, as a device takes them."""
         maps = self.maps[:, place].swapaxes(0, 1)
         return MapRows(place, self.embeddings[place].astype(np.float16), maps.astype(np.float16))
 
     def nearest_embedding(self, embeddings: Any, xp: Any = np) -> FoundMaps:
-        """By the cosine of embeddings float[N, D] (equation 4)."""
+        """The nearest maps by the cosine of embeddings float[N, D] (equation 4)."""
         rows = unit_rows(embeddings.astype(np.float32), xp)
         return self._nearest(dot_products(rows, self.embeddings, xp), xp)
 
     def trajectory(self, rows: int, xp: Any = np) -> Trajectory:
-        """Before the first layer of a step."""
+        """The trajectory before the first layer of a step."""
         return Trajectory(xp.zeros((rows, self.size), np.int32), xp.zeros(rows, np.int32))
 
     def nearest_map(
         self, before: Trajectory, layer: Any, probabilities: Any, xp: Any = np
     ) -> tuple[Trajectory, FoundMaps]:
-        """By the cosine of all layers routed so far, that one and its probabilities float[N, E]
-        included (equation 5): one product a layer and row is added to those of the layers
-        before."""
+        """The nearest maps by the cosine over all routed layers, including this one with its
+        probabilities float[N, E] (equation 5). One product for each row is added to those of
+        earlier layers."""
         rows = distributions(probabilities.astype(np.float32), xp)
         after = Trajectory(
             before.products + whole_products(dot_products(rows, self.maps[layer], xp)),
@@ -162,7 +162,7 @@ class MapStore(NamedTuple):
 
 
 def empty_store(layers: int, experts: int, hidden: int, places: int = 0) -> MapStore:
-    """A store with so many empty places."""
+    """A store with `places` empty places."""
     return MapStore(
         np.zeros((places, hidden), np.float32),
         np.zeros((layers, places, experts), np.float32),
@@ -178,9 +178,9 @@ def store_rows(embeddings: np.ndarray, maps: np.ndarray) -> MapStore:
 
 
 def select_experts(probabilities: np.ndarray, scores: np.ndarray, top_k: int) -> np.ndarray:
-    """bool[N, E]: the experts of float[N, E] that are prefetched (equations 6 to 8): the fewest,
-    likeliest ones whose probabilities sum to at least clip(1 − score, 0, 1), and at least top_k;
-    all where rounding keeps the sum below."""
+    """bool[N, E]: the experts to prefetch (equations 6 to 8): the fewest likeliest ones whose
+    probabilities, float[N, E], sum to at least clip(1 − score, 0, 1), and at least top_k. All
+    experts if rounding keeps the sum below."""
     row, order = np.arange(len(probabilities))[:, None], _sort_likely_first(probabilities)
     wanted = np.clip(1 - scores, 0, 1)[:, None]
     sums = np.cumsum(probabilities[row, order], axis=1)
@@ -191,9 +191,9 @@ def select_experts(probabilities: np.ndarray, scores: np.ndarray, top_k: int) ->
 
 
 def _sort_likely_first(probabilities: np.ndarray) -> np.ndarray:
-    """int64[N, E]: experts, the likeliest first, equal ones by their numbers. A stable argsort of
-    −probabilities, as one sort of whole numbers, five times as fast: the bits of a float32 that is
-    not negative are ordered as it is."""
+    """int64[N, E]: experts, the likeliest first, equal ones by number. It equals a stable argsort
+    of −probabilities, but sorts integers, which is five times as fast: the bits of a float32 that
+    is not negative sort like the float."""
     bits = (probabilities.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
     keys = (-bits << 32) | np.arange(probabilities.shape[1])
     keys.sort(axis=1)
@@ -203,12 +203,13 @@ def _sort_likely_first(probabilities: np.ndarray) -> np.ndarray:
 def with_rows(
     store: MapStore, embeddings: np.ndarray, maps: np.ndarray, *, capacity: int, distance: int
 ) -> tuple[MapStore, np.ndarray]:
-    """The store after iterations that ended, embeddings float[N, D] and maps float[N, L, E], and
-    the places that it wrote, int64[m], ascending.
+    """Adds ended iterations, embeddings float[N, D] and maps float[N, L, E], to the store.
 
-    Until it has `capacity` maps they are appended. Then each new one in its turn takes the place of
-    the one that it makes most redundant, by RDY = d/L · semantic + (L − d)/L · trajectory score
-    (section 4.4), so that what is kept is diverse and not recent.
+    Maps are appended until there are `capacity`. Then each new map replaces the one that it makes
+    most redundant, by RDY = d/L · semantic + (L − d)/L · trajectory score (section 4.4). So the
+    store keeps diverse maps, not recent ones.
+
+    Returns (store, places that were written, int64[m], ascending).
     """
     new = store_rows(embeddings, maps)
     room = max(capacity - store.size, 0)
@@ -231,7 +232,7 @@ def with_rows(
 
 
 def _redundancy(new: MapStore, old: MapStore, distance: int) -> np.ndarray:
-    """float32[N, C]: RDY of every new row and every old one."""
+    """float32[N, C]: RDY of every new and every old row."""
     layers = len(old.maps)
     products = sum(
         whole_products(dot_products(rows, maps))
@@ -244,9 +245,9 @@ def _redundancy(new: MapStore, old: MapStore, distance: int) -> np.ndarray:
 
 
 def dot_products(rows: Any, kept: Any, xp: Any = np) -> Any:
-    """float32[N, C]: of each of float32[N, K] and each of float[C, K]; numpy's in pieces that are
-    computed by the thread that asks: a search must not wait for a core that the step computes
-    on."""
+    """Dot products float32[N, C] of rows float32[N, K] and float[C, K]. numpy computes them in
+    pieces small enough for the calling thread: a search must not wait for a core that the step
+    uses."""
     if xp is not np:
         given = {"preferred_element_type": np.float32}
         return xp.einsum("nk,ck->nc", rows.astype(kept.dtype), kept, **given)
@@ -259,11 +260,12 @@ def dot_products(rows: Any, kept: Any, xp: Any = np) -> Any:
 
 
 def _float(value: float) -> Any:
-    """numpy would take a Python number of a product for a float64 if an array had no axes."""
+    """A float32 number. numpy would treat a Python number as float64 beside an array without
+    axes."""
     return np.float32(value)
 
 
 def _quotient(a: Any, b: Any, xp: Any) -> Any:
-    """a / b, 0 where b is: what has no direction is like nothing."""
+    """a / b, and 0 where b is 0: a zero row is similar to nothing."""
     a = _float(a) if isinstance(a, float) else a
     return a / xp.where(b > 0, b, _float(np.inf))
