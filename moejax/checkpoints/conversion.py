@@ -47,6 +47,7 @@ from moejax.checkpoints.orbax.own import MOST_FILES, open_stored
 from moejax.checkpoints.tensor_checkpoint import open_tensors
 from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
+from moejax.models.quantization import KEYS as QUANTIZATION_KEYS
 from moejax.requests.tokenizer import FILES, TEMPLATES
 from pallas_kernels.cpu.checksums import checksum as native_checksum
 from pallas_kernels.cpu.library import why_not_cpu
@@ -109,9 +110,10 @@ def open_source(directory: pathlib.Path, dtype: str) -> Source:
     opened = open_tensors(directory, "safetensors")
     dtype = run_dtype(dtype, opened.dtype)
     copied = _read_copied_files(directory)
-    if opened.config.dtype != dtype:
+    if opened.config.dtype != dtype or opened.config.quantization is not None:
         fields = read_json(directory / "config.json")
-        fields.pop("torch_dtype", None)
+        for key in ("torch_dtype", *QUANTIZATION_KEYS):
+            fields.pop(key, None)
         copied["config.json"] = json.dumps({**fields, "dtype": dtype}, indent=2).encode()
     paths = [*(file.path for file in opened.files), *map(directory.joinpath, copied)]
     return Source(directory, opened.config, dtype, opened, file_times(paths, directory), copied)

@@ -17,15 +17,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.errors import UserError, shown
 from moejax.models.directory import open_regular, read_json, require_own_file
 from moejax.models.json_values import is_integer, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-FLOAT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""safetensors' name → numpy's, of the dtypes a checkpoint may hold."""
+DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U8": "uint8",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+}
+"""safetensors' name → numpy's, of what a checkpoint may hold: weights, codes and scales."""
 
 MOST_HEADER = 100_000_000
 """Bytes of a header; safetensors' own limit."""
@@ -42,7 +51,7 @@ _MOST_AXES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """One tensor as its file announces it: dtype is one of FLOAT_DTYPES' values."""
+    """One tensor as its file announces it: dtype is one of DTYPES' values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -140,7 +149,7 @@ class ShardReader:
         """Fills `out`, contiguous, from value number `first` of the flat tensor on."""
         header, path = self.shard.tensors[name], self.shard.path
         rest = out.reshape(-1).view(np.uint8).data
-        offset = self.shard.begins[name] + first * NUMPY_DTYPES[header.dtype].itemsize
+        offset = self.shard.begins[name] + first * np.dtype(header.dtype).itemsize
         while rest:
             try:
                 read = os.preadv(self.descriptor, [rest], offset)
@@ -155,7 +164,7 @@ def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
     """The shards of a checkpoint: model.safetensors, or the files that the index names.
 
     Reads headers only. Raises UserError, naming file and tensor, where a shard is missing or
-    damaged, index and shards disagree, or a dtype is not one of FLOAT_DTYPES.
+    damaged, index and shards disagree, or a dtype is not one of DTYPES.
     """
     if os.path.lexists(directory / SINGLE):
         return (read_header(directory / SINGLE, directory),)
@@ -244,7 +253,7 @@ def _damage_error(path: pathlib.Path, error: Exception | str) -> UserError:
 def read_header(path: pathlib.Path, directory: pathlib.Path | None = None) -> Shard:
     """A file of which the header alone is read. directory: the checkpoint's, for require_own_file.
     Raises UserError unless the tensors lie one after the other, without gap or overlap, to the
-    file's end and have dtypes of FLOAT_DTYPES."""
+    file's end and have dtypes of DTYPES."""
     require_own_file(path, directory)
     start = b""
     try:
@@ -294,8 +303,8 @@ def _tensors(
             raise ValueError(f"data_offsets of tensor {name} must be two numbers")
         if len(shape) > _MOST_AXES:
             raise ValueError(f"tensor {name} has {len(shape)} axes; at most {_MOST_AXES} are read")
-        dtype = _float_dtype(path, name, entry["dtype"])
-        nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+        dtype = _dtype(path, name, entry["dtype"])
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if offsets[1] - offsets[0] != nbytes:
             raise ValueError(
                 f"tensor {name} of shape {shown(list(shape))} needs {shown(nbytes)} bytes, "
@@ -322,19 +331,14 @@ def _sizes(name: str, entry: dict, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _float_dtype(path: pathlib.Path, name: str, dtype: Any) -> str:
-    if isinstance(dtype, str) and dtype in FLOAT_DTYPES:
-        return FLOAT_DTYPES[dtype]
+def _dtype(path: pathlib.Path, name: str, dtype: Any) -> str:
     if not isinstance(dtype, str):
         raise ValueError(f"dtype of tensor {name} must be a name, {shown(dtype)}")
-    if dtype.startswith("F8"):
-        why = "the checkpoint is quantized to FP8"
-    elif dtype.startswith(("I", "U")):
-        why = "packed integers, as in GPTQ, AWQ or bitsandbytes checkpoints"
-    else:
-        why = "not a dtype of weights that moejax reads"
-    named = shown(dtype).strip("'")
-    raise UserError(
-        f"{path}: tensor {name} has dtype {named} ({why}), which is not supported; "
-        "use the model's bfloat16, float16 or float32 checkpoint"
-    )
+    if dtype not in DTYPES:
+        named = shown(dtype).strip("'")
+        why = "FP8 of another kind" if dtype.startswith("F8") else "not a dtype of weights"
+        raise UserError(
+            f"{path}: tensor {name} has dtype {named} ({why}), which is not supported; use a "
+            "checkpoint in a format of docs/how-to/quantized_checkpoints.md, or in bfloat16"
+        )
+    return DTYPES[dtype]

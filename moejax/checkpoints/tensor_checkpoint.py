@@ -19,6 +19,7 @@ from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.checkpoint import ArraySink, Checkpoint, RecordSink, Task
 from moejax.checkpoints.foreign.mapped_tensors import open_mapped
 from moejax.checkpoints.orbax.layout import DENSE
+from moejax.checkpoints.quantized_tensors import QuantizedShard, find_quantized
 from moejax.checkpoints.shards import Shard, TensorFile, TensorReader, find_shards
 from moejax.checkpoints.tensor_tasks import OpenTensor
 from moejax.checkpoints.tensors import (
@@ -46,7 +47,13 @@ class TensorCheckpoint(Checkpoint):
     places: Mapping[str, Place]
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        return {DENSE: range(sum(self.config.moe_layers))}
+        """Dense, or the one version that the files have, and dense the layers that lack it."""
+        every = range(sum(self.config.moe_layers))
+        if (found := self.config.quantization) is None or [*versions] != [found.version]:
+            return {DENSE: every}
+        held = {found.version: self.quantized_layers, DENSE: [*every]}
+        held[DENSE] = [layer for layer in every if layer not in self.quantized_layers]
+        return {version: layers for version, layers in held.items() if layers}
 
     def record_files(
         self,
@@ -88,6 +95,23 @@ class TensorCheckpoint(Checkpoint):
     def open(self) -> Iterator[TensorCheckpointReader]:
         with contextlib.ExitStack() as stack:
             yield TensorCheckpointReader(self, stack)
+
+    @functools.cached_property
+    def quantized_layers(self) -> list[int]:
+        """The MoE layers whose experts are in the checkpoint's own format. Raises UserError for a
+        layer of which some are not."""
+        found: dict[int, tuple[bool, str]] = {}
+        for file, name in self.expert_tensors:
+            place = self.places[name]
+            assert isinstance(place, ExpertPlace)
+            coded = isinstance(file, QuantizedShard) and name in file.matrices
+            before, other = found.setdefault(place.layer, (coded, name))
+            if before != coded:
+                raise UserError(
+                    f"{file.path}: of {other} and {name} one is quantized and the other is not; "
+                    "the experts of a layer must be in one format. Run with precision dense"
+                )
+        return [layer for layer, (coded, _) in sorted(found.items()) if coded]
 
     @functools.cached_property
     def expert_tensors(self) -> list[tuple[TensorFile, str]]:
@@ -205,6 +229,8 @@ def open_tensors(
         directory = mapped.path
     else:
         config, files = load_config(directory), find_shards(directory)
+        if config.quantization is not None:
+            files = find_quantized(config.quantization, files)
     owner = {name: file for file in files for name in file.tensors}
     check_experts(config, str(directory))
     places = expected_tensors(config, owner)
@@ -218,8 +244,16 @@ def _check_names(
     config: ModelConfig, owner: Mapping[str, TensorFile], places: Mapping[str, Place], source: str
 ) -> None:
     for name, file in owner.items():
-        shape = file.tensors[name].shape
-        if is_ignored(config, name) or (name == _HEAD and config.tie_word_embeddings):
+        shape, dtype = file.tensors[name].shape, file.tensors[name].dtype
+        if is_ignored(config, name):
+            continue
+        if dtype not in NUMPY_DTYPES:
+            raise UserError(
+                f"{file.path}: tensor {name} has dtype {dtype}, but config.json names no "
+                "quantization that has it there; use a checkpoint in one of the formats of "
+                "docs/how-to/quantized_checkpoints.md, or in bfloat16"
+            )
+        if name == _HEAD and config.tie_word_embeddings:
             continue
         if name not in places:
             if 0 in shape:  # transformers writes the matrices of zero shared experts

@@ -19,6 +19,7 @@ from host_offload.memory.store import copy_transposed
 from host_offload.versions.encoders import NUMPY_DTYPES
 from host_offload.versions.store_versions import as_bits
 from moejax.checkpoints.checkpoint import RecordSink, Task
+from moejax.checkpoints.quantized_tensors import QuantizedReader
 from moejax.checkpoints.shards import ReadRows, TensorFile, TensorReader
 from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
 from moejax.errors import UserError
@@ -68,12 +69,32 @@ class OpenTensor:
     ) -> int:
         """Fills its part of one expert's record; returns the bytes read. at: layer and expert of
         the sink."""
+        if sink.layout.bits:
+            return self._put_codes(place, at, sink, dtype)
         parts = [sink.layout.parts[matrix] for matrix in place.matrices]
         with sink.piece(*at, 1, parts[0][0], sum(count for _, count in parts)) as records:
             # An arena row of 16-bit values is a weight row; a float32 row takes two.
             weights = records.reshape(-1).view(dtype).reshape(-1, sink.layout.hidden)
             out = weights.T if place.matrix == "down" else weights
             return self._read(out, 0, expert if place.expert is None else None)
+
+    def _put_codes(
+        self, place: ExpertPlace, at: tuple[int, int], sink: RecordSink, dtype: np.dtype
+    ) -> int:
+        """Fills its codes and scales, as they are."""
+        assert isinstance(self.reader, QuantizedReader)
+        matrix, layout = self.reader.matrix(self.name, dtype), sink.layout
+        (first, count), (begin, rest) = (
+            layout.parts[f"{place.matrix}_{field}"] for field in ("codes", "scales")
+        )
+        if place.matrix == "down":
+            rest = layout.rows - begin  # with what is left of the record
+        with (
+            sink.piece(*at, 1, first, count) as codes,
+            sink.piece(*at, 1, begin, rest) as scales,
+        ):
+            matrix.put(layout, place.matrix, codes, scales)
+        return matrix.codes.size * self._stored.itemsize
 
     @property
     def _stored(self) -> np.dtype:

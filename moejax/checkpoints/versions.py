@@ -89,7 +89,8 @@ def with_versions(
             quantizers[version] = quantizer if layout.lossy else LOSSLESS
     kept = list(wanted)
     if store.layers:
-        kept.insert(kept.index("lossless12") + 1, "dense")
+        in_part = next(version for version in kept if version in store.layers)
+        kept.insert(kept.index(in_part) + 1, "dense")
     seconds = loaded.seconds | {"versions": time.perf_counter() - began}
     return dataclasses.replace(
         loaded,

@@ -90,18 +90,19 @@ def _run(args: argparse.Namespace) -> int:
         kind = f"{weights.format}, {files}, {format_bytes(weights.bytes)}"
     print(f"{args.path}: {info.architecture} in {info.dtype} ({kind})")
     print_table(("part", "parameters", "bytes", "memory"), _parts(info))
-    dense, longest = info.versions["dense"], info.max_model_len
+    own, longest = info.versions[info.own_version], info.max_model_len
     sizes = {
         "on the device for good": info.device_bytes,
-        "experts in host memory, dense": dense["store_bytes"],
-        "one expert, dense": dense["record_bytes"],
+        f"experts in host memory, {info.own_version}": own["store_bytes"],
+        f"one expert, {info.own_version}": own["record_bytes"],
         f"slot of the arena: one expert or {info.pages_per_slot} pages": info.slot_bytes,
         f"KV page of {info.page_tokens} tokens": info.page_bytes,
         "KV of a token": info.kv_token_bytes,
         f"KV of {longest} tokens, the longest sequence": info.kv_sequence_bytes,
     }
     print_table(("memory", "bytes"), ((what, format_bytes(size)) for what, size in sizes.items()))
-    print_table(("expert", "bytes", "of dense", "of all", "made by"), _versions(info, weights))
+    columns = "expert", "bytes", "of dense", "a weight", "of all", "made by"
+    print_table(columns, _versions(info, weights))
     tokens = args.context or info.max_model_len
     print(f"\nWhat fits, with {args.batch} sequences of {tokens} tokens at once:")
     print_table(("device", "arena", "experts", "KV tokens", "sequences"), map(_fit, fits))
@@ -138,11 +139,14 @@ def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, .
         made_by = {name: by.split(",")[0] for name, by in weights.quantizers.items()}
         for name, layers in weights.dense_layers.items():
             made_by[name] += f"; {len(layers)} of {info.moe_layers} layers dense"
+    if info.own_version != "dense":
+        made_by[info.own_version] = "checkpoint"
     dense = info.versions["dense"]["record_bytes"]
+    weight = info.parameters["experts"] / (info.moe_layers * info.experts)
     for name, version in info.versions.items():
         record, store = version["record_bytes"], version["store_bytes"]
-        share = f"{record / dense:.1%}"
-        yield name, format_bytes(record), share, format_bytes(store), made_by.get(name, "–")
+        share = f"{record / dense:.1%}", f"{record / weight:.3g} bytes"
+        yield name, format_bytes(record), *share, format_bytes(store), made_by.get(name, "–")
 
 
 def _fit(size: Fit) -> tuple[str, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 
 from moejax.errors import UserError, user_errors
 from moejax.models.directory import checkpoint_directory, read_json
 from moejax.models.families import FAMILIES
 from moejax.models.family import Family, Fields, token_ids
 from moejax.models.model_config import ModelConfig
+from moejax.models.quantization import KEYS, parse_quantization
 
 
 def load_config(directory: str | os.PathLike) -> ModelConfig:
@@ -29,6 +31,16 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
     return config
 
 
+def record_version(directory: str | os.PathLike) -> str:
+    """The version that the experts of a checkpoint are in, "dense" unless its config.json names a
+    quantization. Raises UserError as load_config, for those that do."""
+    path = pathlib.Path(directory).expanduser() / "config.json"
+    if not path.is_file() or not any(read_json(path).get(key) for key in KEYS):
+        return "dense"
+    quantization = load_config(directory).quantization
+    return "dense" if quantization is None else quantization.version
+
+
 def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     """The ModelConfig of a parsed config.json, with the defaults of its family's config class.
 
@@ -43,9 +55,10 @@ def parse_config(raw: dict, source: str = "config.json") -> ModelConfig:
     if not isinstance(raw, dict):
         raise UserError(f"{source}: expected a JSON object, found {type(raw).__name__}")
     family = _family(raw, source)
-    _refuse_quantization(raw, source)
+    fields = Fields(raw, source)
+    quantization = parse_quantization(raw, fields.dtype(), source)
     _refuse_other_computations(raw, source)
-    config = family.parse(Fields(raw, source))
+    config = dataclasses.replace(family.parse(fields), quantization=quantization)
     correction = "correction" in family.layer_params(config, True)
     with user_errors(where=f"{source}: the router's fields do not fit together: "):
         config.route_rule.check(config.num_experts, correction=correction)
@@ -99,20 +112,6 @@ def _family(raw: dict, source: str) -> Family:
             f"{source}: model_type {kind!r} contradicts the architecture {family.architecture}"
         )
     return family
-
-
-def _refuse_quantization(raw: dict, source: str) -> None:
-    for key in ("quantization_config", "compression_config"):
-        table = raw.get(key)
-        if table is None:
-            continue
-        method = (
-            table.get("quant_method", "an unnamed method") if isinstance(table, dict) else table
-        )
-        raise UserError(
-            f"{source}: {key}: the checkpoint is quantized with {method}, which is not "
-            "supported; use the model's bfloat16, float16 or float32 checkpoint"
-        )
 
 
 def _refuse_other_computations(raw: dict, source: str) -> None:

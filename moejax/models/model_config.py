@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from host_offload.memory.layout import SlotLayout, default_dtype, slot_layout
 from moejax.models.attention.grouped_query import GROUPED_QUERY
 from moejax.models.attention.kind import AttentionKind
+from moejax.models.quantization import Quantization
 from moejax.models.rope import Rope
 from pallas_kernels.kv_write import KVPage
 from pallas_kernels.records import RecordFormat
@@ -95,6 +96,8 @@ class ModelConfig:
     group_score: str = "max"
     routed_scaling_factor: float = 1.0
     router_jitter_noise: float = 0.0
+    quantization: Quantization | None = None
+    """Of the checkpoint's matrices, as their authors quantized them."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -165,9 +168,10 @@ class ModelConfig:
 
 
 def config_digest(config: ModelConfig) -> str:
-    """The digest of a model's configuration: SHA-256, in hex, of its fields as JSON with sorted
-    keys."""
-    fields = dataclasses.asdict(config)
+    """The digest of a model's configuration, however its weights are quantized: SHA-256, in hex, of
+    its fields as JSON with sorted keys."""
+    fields = dataclasses.asdict(dataclasses.replace(config, quantization=None))
+    del fields["quantization"]
     # Files of older releases have digests with this name and None for grouped-query attention.
     fields["mla"] = fields.pop("attention") or None
     text = json.dumps(fields, sort_keys=True)

@@ -34,7 +34,7 @@ from moejax.engine.statistics import (
 )
 from moejax.errors import UserError, shown
 from moejax.interrupt import deferred_interrupt
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, record_version
 from moejax.models.hub import model_directory
 from moejax.progress import byte_progress, count_progress
 from moejax.requests.outputs import RequestOutput
@@ -98,6 +98,7 @@ class LLM:
         self.device = select_device(options.runtime.device, options.runtime.threads)
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
+        settings = settings.of_model(record_version(directory))
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
             words = directory if options.model.tokenizer is None else options.model.tokenizer

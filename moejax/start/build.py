@@ -58,6 +58,9 @@ def start_engine(
     (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
     Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
     settings = options if isinstance(options, Settings) else settings_of(options)
+    own = loaded.config.quantization
+    held = own is not None and own.version in loaded.store.layouts
+    settings = settings.of_model(own.version if own is not None and held else "dense")
     loaded = add_packed_layout(loaded, settings, device.platform)
     plan = probe_plan(loaded, settings, device)
     rope = plan.steps.config.rope

@@ -31,6 +31,10 @@ class Settings:
     placement: str | None = None
     """Its name and all that options say of its costs; None: there is none."""
 
+    def of_model(self, version: str) -> Settings:
+        """The settings with a checkpoint whose experts are in that version."""
+        return dataclasses.replace(self, precision=self.precision.of_model(version))
+
     @property
     def tiers(self) -> Driver | None:
         """Where residents are, with driver="stream"; None: none is packed."""

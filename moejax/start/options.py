@@ -214,9 +214,9 @@ class PolicyOptions:
         in_file=False,
     )
     precision: str | Precision | None = changes_bits(
-        "the version of the experts: dense, lossless12 (same bits), int8, int4, int2 (other bits), "
-        "or a mixture of two: dynaexq, map=FILE or TRACE, random (docs/how-to/precision.md; "
-        "default: dense)",
+        "the version of the experts: checkpoint (dense, or as it was quantized), dense, lossless12 "
+        "(same bits), int8, int4, int2 (other bits), or a mixture of two: dynaexq, map=FILE or "
+        "TRACE, random (docs/how-to/precision.md; default: checkpoint)",
         settings="quantizer: rtn or mse, which makes versions that the checkpoint lacks (default: "
         "rtn); hi: in a mixture, the version of hot experts (default: dense); lo: the version of "
         "the others (default: int4); hi_share: share of hot experts (default: as many as fit); "

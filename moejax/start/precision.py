@@ -22,6 +22,7 @@ from host_offload.policies.precision.maps import HI, LO
 from host_offload.policies.precision.precision_names import Precision
 from moejax.costs.transition_bound import describe_step_bound
 from moejax.errors import UserError
+from moejax.models.config import ModelConfig
 from pallas_kernels.records.versions import Formats, VersionFormats
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def note(
             f"precision {precision.name}: paged, {paged_cells(mixed, layout)} cells for "
             f"{mixed.fill_version.size} experts; {bits}"
         )
+    if precision.of_checkpoint:
+        return ""  # checkpoint_notes says more
     if mixed is None:
         who = f"all experts but those of MoE layers {named}, dense" if dense else "all experts"
         return "" if precision == DENSE else f"precision {precision.name}: {who}; {bits}"
@@ -168,3 +171,26 @@ def note(
         f"experts at most in {high}, the others in {low}; {bits}"
         f"{describe_step_bound(mixed, layout)}"
     )
+
+
+def checkpoint_notes(
+    precision: Precision, config: ModelConfig, layout: SlotLayout, dense: Sequence[int] = ()
+) -> list[str]:
+    """How a checkpoint that its authors quantized is run, lines for people; none of others. dense:
+    the MoE layers whose experts the checkpoint has dense."""
+    own = config.quantization
+    if own is None:
+        return []
+    dtype = layout.records[0].dtype
+    rest = f"other {own.method} matrices are dequantized to {dtype} at load"
+    if own.activations:
+        rest += f"; activations stay {dtype}, though the authors quantize them too"
+    if not precision.of_checkpoint:
+        return [f"the checkpoint's experts, {own.version}, are dequantized to {dtype}; {rest}"]
+    record = next(record for record in layout.records if record.version == own.version)
+    bits = 8 * record.nbytes / (3 * record.width * record.hidden)
+    but = f" but those of MoE layers {', '.join(map(str, dense))}, dense" if dense else ""
+    return [
+        f"experts{but} are paged and computed from as the checkpoint has them, {own.version}, "
+        f"{bits:.3g} bits a weight; {rest}"
+    ]

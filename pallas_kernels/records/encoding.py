@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 GROUPS = (128, 64, 32)
 SCALED = ("codes", "scales")
+WHOLE = 0
+"""A group or block of this many weights is the whole axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +32,12 @@ class Encoding:
     groups: tuple[int, ...] = ()
     """Sizes of a group of weights along the summed axis that share a scale. The first size that
     divides the axis is taken, otherwise the last one, with a short last group."""
+    across: int = 1
+    """Weights along the other axis that share it."""
+    scale: str = "float16"
+    """What scales are: "float16", "bfloat16", "float32", or "float8_e8m0fnu", powers of two."""
+    product: str | None = None
+    """What code times scale is rounded to before the run's dtype; None: nothing."""
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     """Dtypes of runs that can have this version."""
     native: int | None = None
@@ -44,6 +56,14 @@ class Encoding:
         """Whether decoded weights may differ from the encoded ones."""
         return "scales" in self.fields
 
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """float32[2^bits]: what each code means before it is scaled."""
+        codes = np.arange(1 << self.bits, dtype=np.uint16)
+        if self.value is None:
+            return codes.astype(np.float32) - np.float32(self.zero)
+        return np.asarray(self.value(jnp.asarray(codes)))
+
 
 DENSE = Encoding(native=0)
 LOSSLESS12 = Encoding(("bytes", "codes", "tables"), 4, dtypes=("bfloat16",), native=4)
@@ -53,3 +73,54 @@ INT2 = Encoding(SCALED, 2, 1.5, GROUPS, native=3)
 
 ZEROS = {encoding.bits: encoding.zero for encoding in (INT8, INT4, INT2)}
 """Bits of an integer code → the code that means 0."""
+
+
+def float8_value(codes: jax.Array) -> jax.Array:
+    """float32 of e4m3's codes; two of them are NaN."""
+    return lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def float4_value(codes: jax.Array) -> jax.Array:
+    """float32 of e2m1's codes: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6."""
+    bits = codes.astype(jnp.int32)
+    exponent, sign = (bits >> 1) & 3, jnp.where(bits & 8, -0.25, 0.25)
+    fraction = (bits & 1) + jnp.where(exponent > 0, 2, 0)
+    return (fraction << jnp.maximum(exponent, 1)).astype(jnp.float32) * sign
+
+
+_CODES = {
+    "fp8": Encoding(bits=8, value=float8_value, largest=448.0),
+    "fp4": Encoding(bits=4, value=float4_value, largest=6.0),
+    "int8": Encoding(bits=8, zero=128.0, largest=128.0),
+    "int4": Encoding(bits=4, zero=8.0, largest=8.0),
+}
+_SCALES = {
+    "f32": ("float32", None),
+    "bf16": ("bfloat16", "bfloat16"),
+    "f16": ("float16", "float16"),
+    "e8m0": ("float8_e8m0fnu", None),
+}
+_NAME = re.compile(
+    rf"({'|'.join(_CODES)})-(?:channel|([1-9]\d*)(?:x([1-9]\d*))?)-({'|'.join(_SCALES)})"
+)
+
+
+@functools.cache
+def read_name(name: str) -> Encoding | None:
+    """The format of weights that others quantized, by its name: the codes, how many weights along
+    the reduced axis share a scale ("channel": all) and how many along the other one, and what the
+    scale is, as in `fp8-128x128-f32`, `fp4-32-e8m0`, `int4-32-bf16`, `int8-channel-f16`. A product
+    with a scale of 16 bits is rounded to the scale's dtype, as those who wrote it round it. None:
+    no such name."""
+    if (found := _NAME.fullmatch(name)) is None:
+        return None
+    code, group, across, scale = found.groups()
+    dtype, product = _SCALES[scale]
+    return dataclasses.replace(
+        _CODES[code],
+        fields=SCALED,
+        groups=(int(group or WHOLE),),
+        across=int(across or 1),
+        scale=dtype,
+        product=product,
+    )

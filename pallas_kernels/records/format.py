@@ -20,6 +20,11 @@ each beginning at a whole row (`RecordFormat.parts`). The rest of a part's last 
     and 4, with codes 1 … 2^N − 1, and (code − 1.5)·scale for N = 2: exact in float32, then rounded
     once to the run's dtype.
 
+`fp8-128x128-f32`, `fp4-32-e8m0`, `int4-32-bf16` … (what checkpoints have; read_name)
+    The parts of int8 and int4. A code is a float of 8 or 4 bits (e4m3, e2m1) or an integer. A scale
+    is for `group` weights of the reduced axis of `across` consecutive others: of gate and up
+    ``[⌈I/across⌉, groups_in]``, of down^T ``[groups_out, ⌈D/across⌉]``, bytes one after the other.
+
 `lossless12` (bfloat16 only, the same bits)
     ``gate_bytes``, ``up_bytes``, ``down_bytes`` (laid out as int8's codes), ``gate_codes``,
     ``up_codes``, ``down_codes`` (as int4's), ``tables``.
@@ -34,11 +39,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pkgutil
 import types
 from collections.abc import Mapping
 
-from pallas_kernels.records.encoding import GROUPS, Encoding
+from pallas_kernels.records.encoding import GROUPS, Encoding, read_name
 
 _PLACES = {
     "dense": "encoding:DENSE",
@@ -54,12 +60,18 @@ VERSIONS: dict[str, Encoding] = {
     version: pkgutil.resolve_name(f"pallas_kernels.records.{place}")
     for version, place in _PLACES.items()
 }
-"""Version → its Encoding, from the most bytes to the fewest."""
+"""Version that moejax makes → its Encoding, from the most bytes to the fewest."""
 
 LOSSY = tuple(version for version, encoding in VERSIONS.items() if encoding.lossy)
 
-XLA_ONLY = tuple(version for version, encoding in VERSIONS.items() if encoding.native is None)
-"""Versions that neither kernels nor native CPU ops read."""
+
+def encoding_of(version: str) -> Encoding:
+    """How a version holds weights, one of VERSIONS or of a checkpoint (read_name). Raises
+    ValueError for an unknown one."""
+    if (found := VERSIONS.get(version) or read_name(version)) is None:
+        raise ValueError(f"unknown expert version {version!r}; known: {', '.join(VERSIONS)}")
+    return found
+
 
 MATRICES = ("gate", "up", "down")
 
@@ -68,6 +80,8 @@ BLOCK = 32
 
 ESCAPE = 15
 """lossless12's code for a weight in the table."""
+
+SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e8m0fnu": 1}
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -80,7 +94,7 @@ class RecordFormat:
     """
 
     version: str
-    """One of VERSIONS."""
+    """As encoding_of knows it."""
     hidden: int
     """D: values of a weight row, and uint16 elements of an arena row."""
     width: int
@@ -89,15 +103,12 @@ class RecordFormat:
     """The run's dtype, and that of decoded weights: "bfloat16", "float16" or "float32"."""
 
     def __post_init__(self):
-        if self.version not in VERSIONS:
-            raise ValueError(
-                f"unknown expert version {self.version!r}; known: {', '.join(VERSIONS)}"
-            )
+        encoding = encoding_of(self.version)
         if self.dtype not in _ITEMSIZES:
             raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZES)}, not {self.dtype!r}")
         if self.hidden < 1 or self.width < 1:
             raise ValueError(f"an expert needs D and I ≥ 1, not {self.hidden} and {self.width}")
-        if self.dtype not in (dtypes := self.encoding.dtypes):
+        if self.dtype not in (dtypes := encoding.dtypes):
             raise ValueError(
                 f"{self.version} holds {dtypes[0]} weights, not {self.dtype}; run in {dtypes[0]}, "
                 "or use another version"
@@ -116,7 +127,7 @@ class RecordFormat:
     @property
     def encoding(self) -> Encoding:
         """The encoding of its version."""
-        return VERSIONS[self.version]
+        return encoding_of(self.version)
 
     @property
     def lossy(self) -> bool:
@@ -159,8 +170,15 @@ class RecordFormat:
         return -(-self.width // self.group_out)
 
     def _group(self, axis: int) -> int:
-        groups = self.encoding.groups or GROUPS
+        groups = [group or axis for group in self.encoding.groups or GROUPS]
         return next((group for group in groups if axis % group == 0), groups[-1])
+
+    def scale_shape(self, matrix: str) -> tuple[int, int]:
+        """How many scales a matrix [I, D] has along its axes."""
+        across = self.encoding.across
+        if matrix == "down":
+            return self.groups_out, -(-self.hidden // across)
+        return -(-self.width // across), self.groups_in
 
     @property
     def blocks(self) -> int:
@@ -219,8 +237,8 @@ def _rows(fmt: RecordFormat, field: str, matrix: str) -> int:
         case "codes":
             return -(-fmt.width // fmt.planes)
         case "scales":
-            across = -(-fmt.width * fmt.groups_in // fmt.hidden)
-            return fmt.groups_out if matrix == "down" else across
+            itemsize = SCALE_BYTES[fmt.encoding.scale]
+            return -(-math.prod(fmt.scale_shape(matrix)) * itemsize // (2 * fmt.hidden))
         case "tables":
             return -(-3 * fmt.blocks * (1 + fmt.escapes) // fmt.hidden)
     raise ValueError(f"records have no field {field!r}")

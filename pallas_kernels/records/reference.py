@@ -43,17 +43,34 @@ def _codes(record: jax.Array, fmt: RecordFormat, matrix: str, name: str, bits: i
 
 def _dequantize(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
     """[I, D] of the run's dtype."""
-    codes = _codes(record, fmt, matrix, "codes", fmt.bits)
-    if matrix == "down":
-        scales = _part(record, fmt, "down_scales", (fmt.groups_out, fmt.hidden))
-        scales = jnp.repeat(scales, fmt.group_out, axis=0)[: fmt.width]
-    else:
-        scales = _part(record, fmt, f"{matrix}_scales", (fmt.width, fmt.groups_in))
-        scales = jnp.repeat(scales, fmt.group_in, axis=1)[:, : fmt.hidden]
-    scales = lax.bitcast_convert_type(scales, jnp.float16).astype(jnp.float32)
+    codes, scales = _codes(record, fmt, matrix, "codes", fmt.bits), _scales(record, fmt, matrix)
     value = fmt.encoding.value
     values = codes.astype(jnp.float32) - fmt.zero if value is None else value(codes)
-    return (values * scales).astype(fmt.dtype)
+    product = values * scales
+    if fmt.encoding.product is not None:
+        product = product.astype(fmt.encoding.product)
+    return product.astype(fmt.dtype)
+
+
+def _scales(record: jax.Array, fmt: RecordFormat, matrix: str) -> jax.Array:
+    """float32[I, D]: the scale of each weight of a matrix."""
+    first, rows = fmt.parts[f"{matrix}_scales"]
+    shape, dtype = fmt.scale_shape(matrix), jnp.dtype(fmt.encoding.scale)
+    bits = record[first : first + rows].reshape(-1)
+    if dtype.itemsize == 4:
+        bits = bits.reshape(-1, 2)
+    scales = lax.bitcast_convert_type(bits, dtype if dtype.itemsize > 1 else jnp.uint8)
+    scales = scales.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
+    if dtype.itemsize == 1:  # XLA knows the dtype on few devices: a float32's exponent
+        exponents = scales.astype(jnp.uint32)
+        scales = lax.bitcast_convert_type(
+            jnp.where(exponents, exponents << 23, 1 << 22), jnp.float32
+        )
+    group, across = (fmt.group_out if matrix == "down" else fmt.group_in), fmt.encoding.across
+    each = (group, across) if matrix == "down" else (across, group)
+    for axis, size in enumerate((fmt.width, fmt.hidden)):
+        scales = lax.slice_in_dim(jnp.repeat(scales, each[axis], axis=axis), 0, size, axis=axis)
+    return scales.astype(jnp.float32)
 
 
 def _decode_lossless(record: jax.Array, fmt: RecordFormat) -> jax.Array:

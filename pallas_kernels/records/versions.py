@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.records.format import XLA_ONLY, RecordFormat
+from pallas_kernels.records.format import RecordFormat, encoding_of
 
 
 class VersionFormats(NamedTuple):
@@ -42,7 +42,7 @@ READERS = ("fill", "stage", "move", "expert_ffn", "fill_ffn")
 
 def why_xla_only(versions: Sequence[str]) -> dict[str, str]:
     """Op → why neither its kernel nor its native op runs with these versions."""
-    found = next((version for version in versions if version in XLA_ONLY), None)
+    found = next((v for v in versions if encoding_of(v).native is None), None)
     return dict.fromkeys(READERS if found else (), f"only XLA computes with records of {found}")
 
 

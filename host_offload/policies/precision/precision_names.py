@@ -32,6 +32,10 @@ from pallas_kernels.option_text import (
 )
 from pallas_kernels.records.format import LOSSY, VERSIONS
 
+CHECKPOINT = "checkpoint"
+"""All experts as the checkpoint has them: dense, or in the format that its authors quantized them
+to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -58,6 +62,8 @@ class Precision:
     begin; 0: versions never change."""
     step_bytes: int | None = None
     """Most bytes of transitions in a step; None: as the device allows."""
+    of_checkpoint: bool = False
+    """The one version is that of the checkpoint's files; `of_model` says which that is."""
     paged: bool = False
     """Layers have some cells of each version, and experts without one are missed; else every expert
     is always resident in one of them."""
@@ -65,7 +71,15 @@ class Precision:
     @property
     def lossy(self) -> bool:
         """Whether the output's bits are others than with dense experts."""
-        return not {*LOSSY}.isdisjoint(self.versions)
+        return not self.of_checkpoint and not {*LOSSY}.isdisjoint(self.versions)
+
+    def of_model(self, version: str) -> Precision:
+        """The precision with a checkpoint whose experts are in that version."""
+        if not self.of_checkpoint:
+            return self
+        if version == "dense":
+            return Precision(version)
+        return dataclasses.replace(self, name=CHECKPOINT, versions=(version,))
 
     @property
     def mixed(self) -> bool:
@@ -106,14 +120,16 @@ class Precision:
 
 
 def precision_of(text: str | None, *, seed: int = 0) -> Precision:
-    """The precision called NAME[,KEY=VALUE…] or NAME=PATH[,…]; None: dense.
+    """The precision called NAME[,KEY=VALUE…] or NAME=PATH[,…]; None: checkpoint.
 
     dynaexq, map and random mix the versions hi and lo (dense and int4). A map, or dynaexq's scores,
     is a .npy file, or the directory of a trace: then the experts that it selected most are high.
     seed: of random, where the text has none. Raises ValueError as parse_option and read_trace, for
     what is out of range and for a file that holds no such array.
     """
-    name, path, keys = parse_option("precision", text or "dense", _SETTINGS, paths=("map",))
+    name, path, keys = parse_option("precision", text or CHECKPOINT, _SETTINGS, paths=("map",))
+    if name == CHECKPOINT:
+        return Precision("dense", of_checkpoint=True)
     if name in VERSIONS:
         return Precision(name, (name,), **keys)
     paged, hi_share = keys.pop("paged", False), keys.pop("hi_share", None)
@@ -162,6 +178,7 @@ _MIXED: dict[str, Reader] = {
 }
 
 _SETTINGS: dict[str, dict[str, Reader]] = {
+    CHECKPOINT: {},
     "dense": {},
     "lossless12": {"in_transit": yes},  # others would not give the dense bits when decoded
     **{version: {"quantizer": str} for version in LOSSY},

@@ -19,7 +19,7 @@ import tensorstore as ts
 
 from host_offload.versions.encoders import NUMPY_DTYPES
 from moejax.checkpoints.orbax.steps import TREE
-from moejax.checkpoints.shards import FLOAT_DTYPES, Header
+from moejax.checkpoints.shards import Header
 from moejax.errors import UserError, shown
 from moejax.models.directory import check_size, may_lead_to, read_json
 
@@ -136,10 +136,10 @@ def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, TreeLeaf]:
     for path, future in opening:
         store = _result(tree, path, future)
         shape, dtype = tuple(store.shape), store.dtype.name
-        if dtype not in FLOAT_DTYPES.values():
+        if dtype not in NUMPY_DTYPES:
             raise UserError(
                 f"{tree.directory}: leaf {path} has dtype {dtype}, which is not one of weights "
-                f"({', '.join(FLOAT_DTYPES.values())}); if it is no weight, ignore it in the name "
+                f"({', '.join(NUMPY_DTYPES)}); if it is no weight, ignore it in the name "
                 "map"
             )
         chunk = tuple(store.chunk_layout.read_chunk.shape or shape)

@@ -51,6 +51,7 @@ from moejax.evaluate.experiments.sources.conversations import (
 from moejax.evaluate.experiments.sources.corpus import Prompts
 from moejax.evaluate.experiments.terms import Terms, grant_columns
 from moejax.evaluate.experiments.workload import Workload, run
+from moejax.models.config import record_version
 from moejax.models.hub import model_directory
 from moejax.serve.generation import run_scores
 from moejax.start.build import router_weights, start_engine
@@ -75,11 +76,13 @@ def loaded_model(experiment: Experiment, precision: str) -> Iterator[LoadedModel
     budget = experiment.budgets[0] if experiment.is_mixed(precision) else None
     group = Group("device", precision, NO_LINK, max(experiment.batch), frozenset(), budget)
     options = experiment.engine_options(group)
-    settings, model = settings_of(options), options.model
+    model = options.model
+    directory = model_directory(model.model)
+    settings = settings_of(options).of_model(record_version(directory))
     use_compilation_cache()
     device = select_device(options.runtime.device, options.runtime.threads)
     loaded = load_checkpoint(
-        model_directory(model.model),
+        directory,
         model.dtype,
         device,
         None,

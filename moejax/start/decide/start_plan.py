@@ -36,6 +36,7 @@ from moejax.start.decide.store_choice import explain_donation, why_cells
 from moejax.start.decide.stream import staged_bytes, storage_model, stream_notes, window_of
 from moejax.start.decide.transfers import cache_of, queue_of
 from moejax.start.precision import (
+    checkpoint_notes,
     expert_budget_of,
     formats_of,
     mixed_of,
@@ -349,6 +350,7 @@ def decide(
     dense = model.store.layers.get("dense", ())
     if text := note(precision, mixed, steps.layout, dense):
         notes.append(text)
+    notes += checkpoint_notes(precision, steps.config, steps.layout, dense)
     notes += stream_notes(window, steps, seqs)
     cells: tuple[int, ...] = ()
     if mixed is None and window is None and not steps.in_place:

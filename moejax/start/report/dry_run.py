@@ -17,7 +17,7 @@ from moejax.start.decide.start_plan import StartPlan, decide, step_spec
 from moejax.start.decide.store_choice import store_builder
 from moejax.start.decide.transfers import automatic
 from moejax.start.options import Config
-from moejax.start.report.model_info import read_headers
+from moejax.start.report.model_info import own_version, read_headers
 from moejax.start.settings import settings_of
 from moejax.start.tiers import measure_rates
 
@@ -27,6 +27,7 @@ def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
     ArenaTooSmall as that would, but for what is found in the weights alone."""
     settings = settings_of(options)
     config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
+    settings = settings.of_model(own_version(config))
     dense_layers = {} if weights is None else weights.dense_layers
     model = facts_without_weights(
         config,

@@ -43,6 +43,12 @@ def test_architecture_by_model_type_alone():
     assert parse_config({"model_type": "qwen3_moe"}).architecture == "Qwen3MoeForCausalLM"
 
 
+def compressed(**changed):
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, **changed}
+    groups = {"config_groups": {"group_0": {"weights": weights}}, "format": "pack-quantized"}
+    return {"quantization_config": {"quant_method": "compressed-tensors", **groups}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -50,9 +56,23 @@ def test_architecture_by_model_type_alone():
         ({"model_type": "llama"}, "'llama' .*supported: Qwen3MoeForCausalLM"),
         ({"architectures": "Qwen3MoeForCausalLM"}, "architectures must be a list"),
         ({"architectures": None, "model_type": None}, "neither architectures nor model_type"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized with fp8.*bfloat16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq.*bfloat16"),
         ({"quantization_config": {}}, "quantized with an unnamed method"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "with compressed-tensors"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, -1]}},
+            "weights in groups of -1, which is not supported",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            "weight_block_size is None",
+        ),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups must be"),
+        (compressed(symmetric=False), "weights: symmetric is False, which is not supported"),
+        (compressed(actorder="group"), "weights: actorder is 'group'"),
+        (compressed(num_bits=3), "weights: num_bits is 3"),
+        (compressed(group_size=0), "groups of 0"),
+        (compressed(strategy="tensor"), "strategy is 'tensor'"),
         ({"hidden_size": "2048"}, "hidden_size must be an integer"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "must be a multiple of"),

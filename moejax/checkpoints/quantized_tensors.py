@@ -1,0 +1,247 @@
+"""Safetensors files whose matrices others quantized: each matrix is several tensors, which are read
+as one, its codes and scales for records or its dequantized weights for everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.versions.encoders import NUMPY_DTYPES
+from host_offload.versions.quantized import QuantizedError, QuantizedMatrix, as_scales
+from moejax.checkpoints.shards import Header, ReadRows, Shard, ShardReader
+from moejax.errors import UserError
+from moejax.models.quantization import Quantization
+from pallas_kernels.records.encoding import Encoding
+from pallas_kernels.records.format import encoding_of
+
+_FLOATS = ("bfloat16", "float16", "float32")
+_PER_WORD = 32
+"""Bits of the words in which pack-quantized has codes."""
+
+
+def _as_they_are(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+    return codes.view(np.uint8)
+
+
+def _offset(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+    """Of signed integers."""
+    return codes.view(np.uint8) ^ np.uint8(0x80)
+
+
+def _nibbles(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+    """Two to a byte, the lower half first."""
+    return np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, :width]
+
+
+def _words(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
+    """Eight or four to a word of 32 bits, the lowest bits first: their bytes' order too."""
+    whole = codes.view("<i4").view(np.uint8)
+    return whole[:, :width] if encoding.bits == 8 else _nibbles(whole, encoding, width)
+
+
+class Layout(NamedTuple):
+    """How a quantized matrix lies in the files. Names stand in place of the matrix's ".weight"."""
+
+    codes: str
+    """The name of its codes."""
+    scales: str
+    dtypes: Mapping[str, tuple[str, ...]]
+    """Name → the dtypes that the tensor may have."""
+    unpack: Callable[[np.ndarray, Encoding, int], np.ndarray] = _as_they_are
+    """(codes as stored, encoding, width of a row) → uint8[rows, width]."""
+    pack: Callable[[int, int], int] = lambda width, bits: width
+    """(width, bits) → values of a row of codes as stored."""
+    shapes: tuple[str, ...] = ()
+    """Tensors that hold the matrix's shape."""
+
+
+LAYOUTS: dict[str, Layout] = {
+    "fp8": Layout(
+        ".weight",
+        ".weight_scale_inv",
+        {".weight": ("float8_e4m3fn",), ".weight_scale_inv": (*_FLOATS, "float8_e8m0fnu")},
+    ),
+    "float-quantized": Layout(
+        ".weight",
+        ".weight_scale",
+        {".weight": ("float8_e4m3fn",), ".weight_scale": _FLOATS},
+    ),
+    "int-quantized": Layout(
+        ".weight",
+        ".weight_scale",
+        {".weight": ("int8",), ".weight_scale": _FLOATS},
+        _offset,
+    ),
+    "pack-quantized": Layout(
+        ".weight_packed",
+        ".weight_scale",
+        {
+            ".weight_packed": ("int32",),
+            ".weight_scale": _FLOATS,
+            ".weight_shape": ("int32", "int64"),
+        },
+        _words,
+        lambda width, bits: -(-width * bits // _PER_WORD),
+        (".weight_shape",),
+    ),
+    "mxfp4-pack-quantized": Layout(
+        ".weight_packed",
+        ".weight_scale",
+        {".weight_packed": ("uint8",), ".weight_scale": ("uint8", "float8_e8m0fnu")},
+        _nibbles,
+        lambda width, bits: -(-width * bits // 8),
+    ),
+}
+"""Quantization.layout → how its matrices lie."""
+
+
+class Stored(NamedTuple):
+    """A quantized matrix: its codes and scales, each in a shard."""
+
+    codes: tuple[Shard, str]
+    scales: tuple[Shard, str]
+    shape: tuple[int, int]
+    said: tuple[tuple[Shard, str], ...]
+    """Tensors that must hold the shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedShard:
+    """A TensorFile: a shard in which quantized matrices have the names and shapes that they have in
+    other checkpoints. Read by rows they are dequantized.
+
+    tensors: those matrices, of float32, and the shard's other ones. matrices: by name.
+    """
+
+    shard: Shard
+    tensors: dict[str, Header]
+    matrices: dict[str, Stored]
+    quantization: Quantization
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.shard.path
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[QuantizedReader]:
+        with contextlib.ExitStack() as stack:
+            yield QuantizedReader(self, stack.enter_context(self.shard.open()))
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedReader:
+    """An open QuantizedShard; a TensorReader."""
+
+    file: QuantizedShard
+    reader: ShardReader
+
+    @property
+    def splits(self) -> bool:
+        """A matrix is unpacked whole."""
+        return not self.file.matrices
+
+    def rows(self, name: str, index: int | None = None) -> ReadRows:
+        if name not in self.file.matrices:
+            return self.reader.rows(name, index)
+        matrix = self.matrix(name, NUMPY_DTYPES["float32"])
+        return matrix.dequantize
+
+    def matrix(self, name: str, dtype: np.dtype) -> QuantizedMatrix:
+        """The codes and scales of a matrix. dtype: the run's. Raises UserError, naming the tensor,
+        for those that no weight can be made of."""
+        stored, quantization = self.file.matrices[name], self.file.quantization
+        encoding, layout = encoding_of(quantization.version), LAYOUTS[quantization.layout]
+        try:
+            codes = layout.unpack(self._read(*stored.codes), encoding, stored.shape[1])
+            scales = as_scales(self._read(*stored.scales), encoding)
+            matrix = QuantizedMatrix(np.ascontiguousarray(codes), scales, encoding)
+            for shard, tensor in stored.said:
+                if (said := self._read(shard, tensor)).tolist() != [*stored.shape]:
+                    raise QuantizedError(f"has {tensor}, which says {said.tolist()}")
+            matrix.check(dtype)
+        except QuantizedError as error:
+            raise UserError(f"{self.file.path}: matrix {name} {error}") from None
+        return matrix
+
+    def _read(self, shard: Shard, name: str) -> np.ndarray:
+        header = shard.tensors[name]
+        values = np.empty(header.shape, np.dtype(header.dtype))
+        with contextlib.ExitStack() as stack:
+            mine = shard is self.file.shard
+            reader = self.reader if mine else stack.enter_context(shard.open())
+            reader.rows(name)(0, values)
+        return values
+
+
+def find_quantized(
+    quantization: Quantization, shards: Sequence[Shard]
+) -> tuple[QuantizedShard, ...]:
+    """The shards with their quantized matrices. Raises UserError, naming the tensor, where codes or
+    scales are missing or have other shapes or dtypes than each other."""
+    layout, encoding = LAYOUTS[quantization.layout], encoding_of(quantization.version)
+    owner = {name: shard for shard in shards for name in shard.tensors}
+    found: dict[int, dict[str, Stored]] = {id(shard): {} for shard in shards}
+    used = set()
+    for scales, shard in owner.items():
+        if not scales.endswith(layout.scales):
+            continue
+        base = scales.removesuffix(layout.scales)
+        for name in (base + suffix for suffix in layout.dtypes):
+            if name not in owner:
+                raise UserError(f"{shard.path}: tensor {scales} has no {name} beside it")
+            used.add(name)
+        _check(base, layout, owner)
+        codes = base + layout.codes
+        shape = _shape(base, layout, encoding, owner)
+        said = tuple((owner[base + suffix], base + suffix) for suffix in layout.shapes)
+        stored = Stored((owner[codes], codes), (shard, scales), shape, said)
+        found[id(owner[codes])][f"{base}.weight"] = stored
+    files = []
+    for shard in shards:
+        matrices = found[id(shard)]
+        plain = {name: header for name, header in shard.tensors.items() if name not in used}
+        virtual = {name: Header("float32", stored.shape) for name, stored in matrices.items()}
+        files.append(QuantizedShard(shard, plain | virtual, matrices, quantization))
+    return tuple(files)
+
+
+def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
+    """Raises UserError for dtypes that the parts of a matrix do not have in this format."""
+    for suffix, dtypes in layout.dtypes.items():
+        shard = owner[base + suffix]
+        if (dtype := shard.tensors[base + suffix].dtype) not in dtypes:
+            raise UserError(
+                f"{shard.path}: tensor {base + suffix} has dtype {dtype}; this format has it in "
+                f"{' or '.join(dtypes)}"
+            )
+
+
+def _shape(
+    base: str, layout: Layout, encoding: Encoding, owner: Mapping[str, Shard]
+) -> tuple[int, int]:
+    """[out, in] of a matrix, which codes and scales agree on."""
+    names = base + layout.codes, base + layout.scales
+    shard = owner[names[0]]
+    codes, scales = (owner[name].tensors[name].shape for name in names)
+    if len(codes) != 2 or len(scales) != 2 or 0 in (*codes, *scales):
+        raise UserError(
+            f"{shard.path}: tensors {names[0]} and {names[1]} must have two axes, not the shapes "
+            f"{list(codes)} and {list(scales)}"
+        )
+    out, group = codes[0], encoding.groups[0]
+    # Codes say the width but for what words leave empty, groups say it where words do not.
+    per_value = layout.pack(1 << 20, encoding.bits)
+    width = codes[1] * (1 << 20) // per_value
+    wanted = -(-out // encoding.across), -(-width // (group or width))
+    if scales != wanted:
+        raise UserError(
+            f"{shard.path}: tensor {names[1]} has shape {list(scales)}, but {names[0]} of shape "
+            f"{list(codes)} asks for {list(wanted)} ({math.prod(wanted)} scales)"
+        )
+    return out, width

@@ -1,0 +1,152 @@
+"""What config.json says of a checkpoint that others quantized: how its weights lie in the files,
+and which record format holds them as they are. Whatever is not read here is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from moejax.errors import UserError, shown
+from moejax.models.json_values import is_integer
+
+KEYS = ("quantization_config", "compression_config")
+
+_ELSE = (
+    "use a checkpoint in one of the formats of docs/how-to/quantized_checkpoints.md, or in bfloat16"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """A format of quantized matrices; those of a checkpoint that are not in it are as in others."""
+
+    method: str
+    """quant_method, and the format within it."""
+    layout: str
+    """How matrices lie in the files: a key of moejax.checkpoints.quantized_tensors.LAYOUTS."""
+    version: str
+    """The record format of its codes and scales (pallas_kernels.records.encoding.read_name)."""
+    activations: bool = False
+    """Its authors mean activations to be quantized too; moejax leaves them as they are."""
+
+
+class _Table:
+    """A quantization_config, or a table in it; `refuse` makes the error."""
+
+    def __init__(self, values: Any, where: str):
+        self.where = where
+        if not isinstance(values, dict):
+            raise UserError(f"{where} must be an object, not {shown(values)}")
+        self.values = values
+
+    def refuse(self, what: str) -> UserError:
+        return UserError(f"{self.where}: {what}, which is not supported; {_ELSE}")
+
+    def only(self, key: str, *allowed: Any) -> Any:
+        """The value, one of those; the first where it is absent or null."""
+        value = self.values.get(key)
+        if value is None:
+            return allowed[0]
+        if not any(value == one and type(value) is type(one) for one in allowed):
+            raise self.refuse(f"{key} is {shown(value)}")
+        return value
+
+    def group(self, value: Any) -> int:
+        """A number of weights that share a scale."""
+        if not is_integer(value) or not 1 <= value <= 2**16 or value & (value - 1):
+            raise self.refuse(f"weights in groups of {shown(value)}")
+        return value
+
+    def inner(self, key: str) -> _Table:
+        return _Table(self.values.get(key), f"{self.where}.{key}")
+
+
+def parse_quantization(raw: dict, dtype: str | None, source: str) -> Quantization | None:
+    """The quantization of a parsed config.json; None: it has none. dtype: of the other weights.
+    Raises UserError, naming the field, for a format that moejax does not read."""
+    for key in KEYS:
+        if raw.get(key) is None:
+            continue
+        table = _Table(raw[key], f"{source}: {key}")
+        method = table.values.get("quant_method")
+        if not isinstance(method, str) or method not in _METHODS:
+            named = shown(method).strip("'") if method else "an unnamed method"
+            raise table.refuse(f"the checkpoint is quantized with {named}")
+        return _METHODS[method](table, {"float16": "f16"}.get(dtype or "", "bf16"))
+    return None
+
+
+def _fp8(table: _Table, scale: str) -> Quantization:
+    """DeepSeek's: e4m3 with a scale for each block (its section 3.3, arXiv:2412.19437)."""
+    table.only("fmt", "e4m3", "float8_e4m3fn")
+    static = table.only("activation_scheme", "dynamic", "static") == "static"
+    block = table.values.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2:
+        raise table.refuse(f"weight_block_size is {shown(block)}, FP8 without blocks")
+    out, into = map(table.group, block)
+    if static:
+        raise table.refuse("activation_scheme is 'static'")
+    return Quantization("fp8", "fp8", f"fp8-{into}x{out}-f32", activations=True)
+
+
+def _compressed_tensors(table: _Table, scale: str) -> Quantization:
+    """Of one scheme for all groups of modules (the compressed-tensors library)."""
+    table.only("sparsity_config", {})
+    if table.values.get("kv_cache_scheme") is not None:
+        raise table.refuse("kv_cache_scheme quantizes KV")
+    groups = table.inner("config_groups")
+    found = set()
+    for name in groups.values:
+        group = groups.inner(name)
+        format_ = group.values.get("format") or table.values.get("format")
+        found.add(_compressed_group(group.inner("weights"), format_, scale))
+    if len(found) != 1:
+        raise groups.refuse(f"{len(found)} different formats of weights")
+    (layout, version), *_ = found
+    inputs = [groups.inner(name).values.get("input_activations") for name in groups.values]
+    return Quantization(f"compressed-tensors {layout}", layout, version, any(inputs))
+
+
+def _compressed_group(weights: _Table, format_: Any, scale: str) -> tuple[str, str]:
+    """(layout, version) of a group of modules."""
+    if not isinstance(format_, str) or format_ not in _COMPRESSED:
+        raise weights.refuse(f"the format is {shown(format_)}")
+    kind, sizes = _COMPRESSED[format_]
+    weights.only("type", kind)
+    bits = weights.only("num_bits", *sizes)
+    weights.only("dynamic", False)
+    weights.only("symmetric", True)
+    weights.only("actorder", None, False, "weight", "static")
+    strategy = weights.values.get("strategy")
+    if strategy == "channel":
+        group = "channel"
+    elif strategy == "group":
+        group = f"{weights.group(weights.values.get('group_size'))}"
+    elif strategy == "block" and isinstance(block := weights.values.get("block_structure"), list):
+        if len(block) != 2:
+            raise weights.refuse(f"block_structure is {shown(block)}")
+        out, into = map(weights.group, block)
+        group = f"{into}x{out}"
+    else:
+        raise weights.refuse(f"strategy is {shown(strategy)}")
+    if format_ == "mxfp4-pack-quantized":
+        if group != "32":
+            raise weights.refuse(f"MXFP4 in groups of {group}")
+        scale = "e8m0"
+    codes = "fp" if kind == "float" else "int"
+    return format_, f"{codes}{bits}-{group}-{scale}"
+
+
+_COMPRESSED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "pack-quantized": ("int", (8, 4)),
+    "int-quantized": ("int", (8,)),
+    "float-quantized": ("float", (8,)),
+    "mxfp4-pack-quantized": ("float", (4,)),
+}
+"""Format of compressed-tensors → what its codes are, and bits that they may have."""
+
+_METHODS: dict[str, Callable[[_Table, str], Quantization]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+}

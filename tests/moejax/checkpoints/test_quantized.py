@@ -1,0 +1,285 @@
+"""Checkpoints that others quantized: their codes are paged, and mean what their libraries say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from moejax import LLM, SamplingParams
+from moejax.checkpoints.conversion import convert
+from moejax.checkpoints.load import load_checkpoint
+from moejax.errors import UserError
+from pallas_kernels.records import decode
+from pallas_kernels.records.format import SCALE_BYTES
+from tests.moejax.quantized_models import FORMATS, quantized_model
+from tests.moejax.transformers_models import logprobs
+
+pytestmark = pytest.mark.torch
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
+PROMPTS = [[5, 6, 7, 30], list(range(20, 90))]
+LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "progress": False}
+FAMILIES = {"fp8-16x32-f32": ("Qwen3Moe", "DeepseekV3", "Mixtral")}
+CASES = [(v, family) for v in FORMATS for family in FAMILIES.get(v, ("Qwen3Moe",))]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("quantized")
+
+
+def run(path, **options):
+    with LLM(path, dtype="float32", **LIMITS, **options) as llm:
+        outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
+        return llm.stats(), [(o.token_ids, [*o.logprobs]) for o in outputs]
+
+
+@pytest.mark.parametrize(("version", "family"), CASES)
+def test_tokens_and_logits_are_those_of_the_dequantized_model(version, family, directory):
+    path = directory / f"{version}-{family}"
+    model = quantized_model(path, version, family)
+    stats, found = run(path)
+    assert stats["precision"]["versions"] == [version]
+    _, dense = run(path.with_name(f"{path.name}-dense"))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in dense]
+    for prompt, (tokens, chosen) in zip(PROMPTS, found, strict=True):
+        wanted = logprobs(model, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        for each, token, row in zip(chosen, tokens, wanted, strict=True):
+            assert token == row.argmax() and abs(each[token].logprob - row[token]) < 1e-4
+
+
+OPTIONS = {
+    "paged": {"expert_budget": "30%"},
+    "read through": {"expert_budget": "0"},
+    "host": {"driver": "host", "expert_budget": "50%"},
+    "stream": {"driver": "stream", "ops": "xla"},
+    "prefetch": {"prefetch": "random", "expert_budget": "50%"},
+}
+
+
+@pytest.fixture(scope="module")
+def fp8(directory):
+    path = directory / "fp8"
+    quantized_model(path, "fp8-16x32-f32", num_hidden_layers=4)
+    return path, {ops: run(path, ops=ops)[1] for ops in ("auto", "xla")}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_no_budget_or_driver_changes_a_bit(options, fp8):
+    path, wanted = fp8
+    assert run(path, **options)[1] == wanted[options.get("ops", "auto")]
+
+
+MATRICES = ("gate", "up", "down")
+
+
+def experts_of(path, experts=6):
+    """(layer, expert, name of a matrix without ".weight") of a checkpoint, and its tensors."""
+    tensors = load_torch(path / "model.safetensors")
+    for layer, expert in np.ndindex(2, experts):
+        for matrix in MATRICES:
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{matrix}_proj"
+            yield (
+                layer,
+                expert,
+                matrix,
+                {
+                    key.removeprefix(f"{name}."): tensors[key]
+                    for key in tensors
+                    if name + "." in key
+                },
+            )
+
+
+def load_torch(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+@pytest.mark.parametrize("version", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_records_mean_what_the_library_says_and_give_the_bytes_back(version, dtype, directory):
+    import torch
+
+    path = directory / f"{version}-records"
+    if not path.exists():
+        quantized_model(path, version)
+    loaded = load_checkpoint(path, dtype, versions=(version,))
+    assert [*loaded.store.arrays] == [version]
+    fmt, records = loaded.store.layouts[version], np.asarray(loaded.store.arrays[version])
+    dense = path.with_name(f"{path.name}-dense")
+    for (layer, expert, matrix, stored), (*_, whole) in zip(
+        experts_of(path), experts_of(dense), strict=True
+    ):
+        record, number = records[layer, expert], MATRICES.index(matrix)
+        rows = slice(number * fmt.width, (number + 1) * fmt.width)
+        decoded = torch.from_numpy(np.asarray(decode(record, fmt)[rows]).astype(np.float32))
+        decoded = decoded.T if matrix == "down" else decoded
+        wanted = whole["weight"].to(getattr(torch, dtype)).float()
+        assert torch.equal(decoded.view(torch.int32), wanted.contiguous().view(torch.int32)) or (
+            torch.equal(decoded, wanted)
+        )
+        codes, scales = bytes_back(record, fmt, matrix)
+        kept = next(stored[name] for name in ("weight", "weight_packed") if name in stored)
+        assert codes == kept.contiguous().view(torch.uint8).numpy().tobytes()
+        scale = next(stored[name] for name in stored if "scale" in name)
+        assert scales == scale.view(torch.uint8).numpy().tobytes()
+    loaded.store.delete()
+
+
+def bytes_back(record, fmt, matrix):
+    """The bytes of a matrix's codes and scales as its file has them."""
+    planes, down = 16 // fmt.bits, matrix == "down"
+    first, count = fmt.parts[f"{matrix}_codes"]
+    shape = (-(-fmt.width // planes), fmt.hidden) if down else (fmt.width, fmt.hidden // planes)
+    packed = record[first : first + count].reshape(-1)[: shape[0] * shape[1]].reshape(shape)
+    codes = [(packed >> (fmt.bits * j)) & ((1 << fmt.bits) - 1) for j in range(planes)]
+    codes = np.concatenate(codes, 0 if down else 1)[: fmt.width].astype(np.uint8)
+    codes = np.ascontiguousarray(codes.T if down else codes)
+    if fmt.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    elif fmt.version == "int8-channel-bf16":
+        codes = codes ^ 0x80
+    first, count = fmt.parts[f"{matrix}_scales"]
+    shape, size = fmt.scale_shape(matrix), SCALE_BYTES[fmt.encoding.scale]
+    scales = record[first : first + count].reshape(-1).view(np.uint8)
+    scales = scales[: shape[0] * shape[1] * size].reshape(*shape, size)
+    return codes.tobytes(), (scales.swapaxes(0, 1) if down else scales).tobytes()
+
+
+def changed(path, to, edit, config=None):
+    """A copy of a checkpoint whose tensors `edit` changes."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(path, to)
+    tensors = load_torch(path / "model.safetensors")
+    edit(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, to / "model.safetensors")
+    if config is not None:
+        fields = json.loads((to / "config.json").read_text())
+        config(fields)
+        (to / "config.json").write_text(json.dumps(fields))
+    return to
+
+
+UP = "model.layers.1.mlp.experts.2.up_proj"
+SCALE, PACKED = f"{UP}.weight_scale_inv", f"{UP}.weight_packed"
+
+
+def set_value(name, index, value):
+    def edit(tensors):
+        tensors[name].view(-1)[index] = value
+
+    return edit
+
+
+def set_bits(name, index, value):
+    import torch
+
+    return lambda tensors: set_value(name, index, value)({name: tensors[name].view(torch.uint8)})
+
+
+def without_last_row(name):
+    return lambda tensors: tensors.update({name: tensors[name][:-1]})
+
+
+def as_dtype(name, dtype):
+    import torch
+
+    return lambda tensors: tensors.update({name: tensors[name].to(getattr(torch, dtype))})
+
+
+def flat(name):
+    return lambda tensors: tensors.update({name: tensors[name].reshape(-1)})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+HOSTILE = {
+    "NaN code": ("fp8", set_bits, (f"{UP}.weight", 5, 0x7F), f"matrix {UP}.weight .*1 codes .*NaN"),
+    "NaN code beside experts": ("fp8", set_bits, (f"{Q}.weight", 5, 0xFF), f"matrix {Q}.weight"),
+    "NaN scale": ("fp8", set_value, (SCALE, 1, float("nan")), f"matrix {UP}.* scales .*NaN"),
+    "infinite scale": ("fp8", set_value, (SCALE, 0, float("inf")), f"matrix {UP}.*infinite"),
+    "huge scale": ("fp8", set_value, (SCALE, 0, 3e38), f"matrix {UP}.* scales up to 3e.38"),
+    "short scales": ("fp8", without_last_row, (SCALE,), f"{SCALE} must have two axes"),
+    "short codes": ("int4", without_last_row, (PACKED,), r"has shape \[32, 4\], but .*asks for"),
+    "flat scales": ("fp8", flat, (SCALE,), f"{SCALE} must have two axes"),
+    "another dtype": ("fp8", as_dtype, (SCALE, "int32"), f"{SCALE} has dtype int32; .*float32"),
+    "no codes": ("fp8", lambda n: lambda t: t.pop(n), (f"{UP}.weight",), "has no .*beside it"),
+    "no scales": ("fp8", lambda n: lambda t: t.pop(n), (SCALE,), f"{UP}.weight has dtype float8"),
+    "lying shape": ("int4", set_value, (f"{UP}.weight_shape", 0, 64), "weight_shape, which says"),
+    "reserved scale": ("fp4", set_value, (f"{UP}.weight_scale", 0, 255), f"{UP}.* scales .*NaN"),
+}
+SOURCES = {"fp8": "fp8-16x32-f32", "int4": "int4-16-bf16", "fp4": "fp4-32-e8m0"}
+
+
+@pytest.fixture(scope="module")
+def sources(directory):
+    found = {name: directory / f"{version}-source" for name, version in SOURCES.items()}
+    for name, path in found.items():
+        quantized_model(path, SOURCES[name])
+    return found
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_no_weight_can_be_made_of_is_refused_by_its_name(case, sources, tmp_path):
+    source, edit, arguments, message = HOSTILE[case]
+    path = changed(sources[source], tmp_path / "model", edit(*arguments))
+    with pytest.raises(UserError, match=message):
+        load_checkpoint(path, versions=(SOURCES[source],))
+
+
+def test_scales_beyond_float16_are_refused_in_such_a_run(sources, tmp_path):
+    path = changed(sources["fp8"], tmp_path / "model", set_value(SCALE, 0, 200.0))
+    with pytest.raises(UserError, match=f"matrix {UP}.*float16 cannot hold.*bfloat16"):
+        load_checkpoint(path, "float16", versions=(SOURCES["fp8"],))
+    load_checkpoint(path, versions=(SOURCES["fp8"],)).store.delete()
+
+
+def dequantized(path, chosen):
+    """Puts what the library makes of chosen matrices in their place."""
+
+    def edit(tensors):
+        whole = load_torch(path.with_name(f"{path.name}-dense") / "model.safetensors")
+        for name in list(tensors):
+            if chosen in name and name.removesuffix("_scale_inv") != name:
+                tensors.pop(name)
+                name = name.removesuffix("_scale_inv")
+                tensors[name] = whole[name]
+
+    return edit
+
+
+def test_layers_may_be_dense_but_not_single_experts(sources, tmp_path):
+    source, version = sources["fp8"], SOURCES["fp8"]
+    path = changed(source, tmp_path / "layer", dequantized(source, "layers.0.mlp.experts."))
+    stats, found = run(path, expert_budget="50%", ops="xla")
+    assert stats["precision"]["versions"] == [version]
+    assert found == run(source, ops="xla")[1]
+    path = changed(source, tmp_path / "expert", dequantized(source, "layers.0.mlp.experts.2."))
+    with pytest.raises(UserError, match=r"one is quantized and the other is not.*precision dense"):
+        load_checkpoint(path, versions=(version,))
+    assert run(path, precision="dense", ops="xla")[1] == found
+
+
+def test_precision_dense_dequantizes_and_the_plan_says_so(sources):
+    path, version = sources["fp8"], SOURCES["fp8"]
+    for precision, said in (
+        (None, f"as the checkpoint has them, {version}, "),
+        ("dense", "are deq"),
+    ):
+        with LLM(path, precision=precision, **LIMITS) as llm:
+            notes = " ".join(llm.plan.budget.notes)
+            assert said in notes and "other fp8 matrices are dequantized to bfloat16" in notes
+            assert "activations stay bfloat16" in notes
+    with pytest.raises(UserError, match="only XLA computes with records of fp8-16x32-f32"):
+        LLM(path, ops="cpu", dtype="bfloat16", **LIMITS)
+    with pytest.raises(UserError, match="reads dense experts of safetensors files"):
+        LLM(path, store="file", **LIMITS)
+
+
+def test_a_conversion_is_dense_and_says_that_it_is(sources, tmp_path):
+    path = convert(sources["fp8"], tmp_path / "model", "float32").directory
+    assert run(path, ops="xla")[1] == run(sources["fp8"], ops="xla")[1]
