@@ -1,5 +1,5 @@
-"""The protocol of a step: what policies decide goes to the device before it, what the step did goes
-to the policies after it was read."""
+"""The protocol of a step: decisions of policies go to the device before the step, and its results
+go to the policies after it was read."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from host_offload.memory.tables import Entry, HandOver, Move, Residency
 
 
 class Device(Protocol):
-    """Tables and arena that steps are run on, in dispatch order: the engine's runner with either
-    driver (moejax.step.executor) or a simulator's pager (host_offload.simulate)."""
+    """Tables and arena of steps, in dispatch order: the engine's executor (moejax.step.executor) or
+    a simulator's pager (host_offload.simulate)."""
 
     def prepare(self, controller: Controller) -> None:
-        """What this controller's policies may decide will be asked for, from the first step on."""
+        """Prepares for all decisions that the controller's policies may make."""
         ...
 
     def snapshot(self) -> Callable[[], Residency]:
-        """Copies the tables as the steps so far leave them; what it returns waits for the copy."""
+        """Copies the tables as the steps so far leave them. The returned function waits for the
+        copy."""
         ...
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
-        """Other contents of some tables, for the steps to come."""
+        """Sets the contents of some tables, for the next steps."""
         ...
 
     def write_maps(self, rows: MapRows) -> None:
-        """Other rows of the store of expert maps, for the steps to come; asked of devices whose
+        """Writes rows of the store of expert maps, for the next steps; called only if the
         controller has a `search`."""
         ...
 
     def move_cells(self, moves: Sequence[Move]) -> None:
-        """Moves cells within the arena, for the steps to come."""
+        """Moves cells within the arena, for the next steps."""
         ...
 
     def hand_over(self, moves: Sequence[HandOver]) -> None:
-        """Cells go from layer to layer, before whatever comes next; asked of devices whose
-        controller has a pool."""
+        """Moves cells between layers, before anything else; called only if the controller has a
+        pool."""
         ...
 
     def carried_out(self) -> np.ndarray:
@@ -50,73 +51,75 @@ class Device(Protocol):
         ...
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
-        """Says who computes what a layer misses (controller.Assigned), before its experts. Asked of
-        devices with a second processor."""
+        """Says which processor computes each missed expert of a layer (controller.Assigned), before
+        the layer's experts. Called only for devices with a second processor."""
         ...
 
     def link_use(self) -> LinkUse:
-        """The queue of transfers beside compute as it is now; asked between layers, of devices
-        whose controller's policies need it."""
+        """The present state of the queue of transfers; called between layers, if policies need
+        it."""
         ...
 
 
 class Moved(NamedTuple):
-    """What became of a resize request."""
+    """The result of a resize request."""
 
     settled: bool
-    """Nothing is left to do: it was carried out, or it failed and the earlier split stands."""
+    """Whether nothing is left to do: it was carried out, or it failed and the old split remains."""
     changed: bool
-    """The split is another one than before."""
+    """Whether the split has changed."""
 
 
 class Resizer(Protocol):
-    """Who moves the line between experts and KV."""
+    """Moves the split between experts and KV."""
 
     def move(self, cells: np.ndarray | None, kv_pages: int | None) -> Moved:
-        """Before a step. cells: int32[L] wanted of each layer; None: as they are. kv_pages: pages
-        wanted of KV, likewise."""
+        """Moves the split before a step.
+
+        - `cells`: int32[L], wanted cells of each layer; None: unchanged.
+        - `kv_pages`: wanted pages of KV; None: unchanged.
+        """
         ...
 
     def limit(self, max_running: int) -> None:
-        """No more sequences than so many should run at once."""
+        """Limits the number of sequences that run at once."""
         ...
 
 
 class Control:
     """Runs the policies of a controller beside the steps of a device.
 
-    The caller calls before_step and after_dispatch around each dispatch, and after_read when the
-    step was read, which is after the next one was dispatched; between layers, where there are
-    moments, between_layers. Nothing but between_layers waits for a step that runs: a copy of the
-    tables follows each step, and is read with it. What policies decide reaches the device as
-    contents of tables and as the next step's list of transfers.
+    The caller calls before_step and after_dispatch around each dispatch, after_read when the step
+    was read, which is after the next one was dispatched, and between_layers at moments between
+    layers. Only between_layers waits for a running step: a copy of the tables follows each step and
+    is read with it. Decisions reach the device as contents of tables and as the next step's list of
+    transfers.
 
-    resizer: carries out what policies want of budgets; without it that waits, and counts as
-    deferred.
+    - `resizer`: carries out budgets that policies want; without it they wait and count as deferred.
     """
 
     def __init__(self, device: Device, controller: Controller, resizer: Resizer | None = None):
         self.device, self.controller, self.resizer = device, controller, resizer
         self.resized: Moved | None = None
-        """What the step that is being made has changed of budgets; None: nothing."""
+        """The change of budgets before the step in progress; None: none."""
         self._snapshots: dict[int, Callable[[], Residency]] = {}
         self._making: int | None = None
-        """A step that before_step was called for and after_dispatch was not."""
+        """A step between its before_step and its after_dispatch; None: there is none."""
         self._dispatched = -1
         self._origin_s: float | None = None
         self._seconds = 0.0
         self._handed = self._more = False
-        """A list was returned from between layers that was not settled; before the next moment that
-        asks, something wants to know what became of it, or there is more to hand out."""
+        """Whether a list from between layers is not settled, and whether its result is wanted, or
+        there is more to hand out, before the next moment at which policies are asked."""
         self._known: int | None = None
-        """The layer of the running step until whose experts the controller's tables are the
-        device's, but for a list that was not settled; None: not known."""
+        """The layer of the running step up to whose experts the controller's tables equal the
+        device's, except for a list that is not settled; None: unknown."""
         device.prepare(controller)
         self._update_tables()
 
     def before_step(self, number: int) -> list[Entry]:
-        """What policies decided so far becomes the tables' contents; returns the step's list of
-        transfers, at most spec.stage_entries."""
+        """Writes the decisions so far to the tables. Returns the step's list of transfers, at most
+        spec.stage_entries."""
         controller = self.controller
         if self._making is not None:
             controller.staging.forget(self._making)
@@ -130,7 +133,7 @@ class Control:
         return self._stages(number)
 
     def after_dispatch(self, number: int) -> None:
-        """Right after the step: has its tables copied."""
+        """Call right after the dispatch: copies the tables."""
         self._making, self._dispatched = None, number
         if self._handed:
             self.controller.settle_between_layers(self._read_done())
@@ -138,7 +141,7 @@ class Control:
             self._snapshots[number] = self.device.snapshot()
 
     def after_read(self, record: StepRecord) -> None:
-        """A step was read: runs the policies that follow steps, intervals and turns."""
+        """Runs the policies of steps, intervals and turns after a step was read."""
         if self._origin_s is None:
             self._origin_s = record.start_s
         self._seconds = record.read_s - self._origin_s
@@ -155,15 +158,19 @@ class Control:
     def between_layers(
         self, moment: Moment, layer: int, rows: StepRows, routing: LayerRouting | None = None
     ) -> list[Entry]:
-        """A moment inside the step that runs; returns transfers to carry out right now. layer: −1
-        before the first. rows: of the step. routing: of the layer, once it is known.
+        """A moment inside the running step. Returns transfers to carry out now.
 
-        Where nobody is asked, and all that is wanted was handed out, nothing is read: what became
-        of it the next moment that asks finds out, which waits for the device anyway."""
+        If no policy is asked and all wanted transfers were handed out, nothing is read: the next
+        moment with a policy finds the results, and waits for the device anyway.
+
+        - `layer`: −1 before the first.
+        - `rows`: of the step.
+        - `routing`: of the layer, once it is known.
+        """
         controller = self.controller
         if moment not in controller.moments and not self._more:
             return []
-        # Only a layer's experts and lists change tables without the controller.
+        # Only a layer's experts and lists change tables without the controller's knowledge.
         coming = max(layer, 0)
         unseen = self._handed or self._known != coming
         self._known = coming
@@ -202,7 +209,7 @@ class Control:
         return self.device.carried_out()
 
     def _move_cells(self) -> None:
-        """A cell that was moved before the device failed is where it should be, and stays."""
+        """Moves cells. A cell that was moved before the device failed is already in its place."""
         if moves := self.controller.changes.moves:
             self.device.move_cells(moves)
             moves.clear()
@@ -232,6 +239,6 @@ class Control:
         if moved.changed or moved.settled:
             self.resized = moved
         controller.settle_budget(moved.settled)
-        # Where every expert is resident, slots that move hold nobody.
+        # If every expert is resident, slots that move are empty.
         if self.resized and controller.needs_residency and controller.transitions is None:
             controller.see(self.device.snapshot()())

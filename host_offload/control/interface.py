@@ -348,7 +348,7 @@ class Policy(Protocol):
     - `pool`: True: the cells of all layers are one pool, and the expert of least value among all
       layers, by the same key, is evicted. Only with driver="host".
     - `search`: a MapSearch: decode steps choose transfers themselves, by expert maps that the
-      policy writes. Only with driver="device", and not in a simulation.
+      policy writes. Only with driver="device".
     """
 
     @property

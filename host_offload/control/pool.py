@@ -1,5 +1,5 @@
-"""Cells of one pool: whichever layer needs one takes it from whoever of all layers is worth least
-(global LRU and LFU; the cache of fMoE, arXiv:2502.05370, section 4.5)."""
+"""One pool of cells for all layers: a layer that needs a cell takes that of the expert with the
+least value of all layers (global LRU and LFU; the cache of fMoE, arXiv:2502.05370, section 4.5)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def by_worth(tables: Residency, layer: int) -> np.ndarray:
-    """int64[L, C]: ranks of granted cells, the first to go 0, _NEVER for what is not granted: free
-    ones of `layer`, then of others, then by their owners' victim_key, of equals the least recently
-    used. layer: whose experts are computed next; it and those behind it were last referenced in
-    the step before."""
+    """int64[L, C]: ranks of granted cells, 0 for the first to give away, _NEVER for cells that are
+    not granted. The order is: free cells of `layer`, free cells of others, then by the owners'
+    victim_key, of equals the least recently used.
+
+    - `layer`: its experts are computed next. It and later layers were last referenced in the step
+      before.
+    """
     layers, columns = tables.owner.shape
     number = np.arange(layers)[:, None]
-    # The clock of the reference to come, and a step more where that is this step's.
+    # The clock of the next reference, and a step more if that is in this step.
     age = tables.clock[:, None] + np.int32(1) - tables.last_used
     age = age + (number >= layer).astype(np.int32)
-    # A term of weight zero is not worth its logarithm.
+    # A term of weight zero needs no logarithm.
     recency, frequency, prior = tables.victim_weights.tolist()
     key = victim_key(
         age if recency else np.int32(1),
@@ -47,21 +50,21 @@ def by_worth(tables: Residency, layer: int) -> np.ndarray:
 
 
 class PooledStaging(Staging):
-    """Staging whose cells are of all layers: one that comes from another layer is handed over
-    before the list is carried out, and so are those that a layer's misses will fill.
+    """Staging with one pool of cells for all layers. Cells that move to another layer are handed
+    over before the list is carried out, and so are cells that a layer's misses will fill.
 
-    A layer has at most `cell_bound` cells at a time. Who is on a list, or is needed by the layer
-    that is routed, keeps its cell, and who came ahead in this step for a layer that it has yet to
-    compute goes last. Transfers of one version only.
+    A layer has at most `cell_bound` cells at a time. An expert on a list, or needed by the routed
+    layer, keeps its cell. An expert that was prefetched in this step for a later layer leaves last.
+    Transfers of one version only.
     """
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log)
         self._step, self._layer, self._active = -1, 0, np.zeros(spec.experts, bool)
         self._room = False
-        """The layer's free cells are for what it misses."""
+        """Whether the layer's free cells are reserved for its misses."""
         self.handed = 0
-        """Cells that another layer got."""
+        """Number of cells that moved to another layer."""
 
     def look(
         self, step: int, tables: Residency, layer: int, active: np.ndarray | None, room: bool
@@ -77,14 +80,14 @@ class PooledStaging(Staging):
             self._room = True
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
-        """See Transfers. The pool's least worth makes room: first of those that nobody wants, then
-        of those that are wanted less urgently."""
+        """See Transfers. The expert of least value in the pool is evicted: first among unwanted
+        experts, then among less urgently wanted ones."""
         if not self.queued:
             return []
         if not between_layers:
             self.look(step, tables, 0, None, room=False)
-        # Most moments find all that is wanted there already, and need no order of who goes. What
-        # is there leaves the queue, and is wanted still.
+        # At most moments all wanted experts are resident, and no order of victims is needed. A
+        # resident expert leaves the queue and stays wanted.
         queues = {kind: tuple(queue) for kind, queue in self._queues.items()}
         order: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
@@ -108,7 +111,7 @@ class PooledStaging(Staging):
         return self._issue(step, tables, find_cell, between_layers=between_layers)
 
     def _make_room(self, tables: Residency) -> None:
-        """Free cells for what the layer misses, as far as the pool has some."""
+        """Frees cells for the layer's misses, as far as the pool has some."""
         layer = self._layer
         missed = int(np.count_nonzero(self._active & (tables.address[layer] < 0)))
         if not missed:
@@ -124,7 +127,7 @@ class PooledStaging(Staging):
             worth[found] = _NEVER
 
     def _free_to_go(self, tables: Residency) -> np.ndarray:
-        """by_worth of what may go."""
+        """by_worth of the cells that may be given away."""
         worth = by_worth(tables, self._layer)
         for (layer, expert), flight in self._unused.items():
             if flight.transfer.issued == self._step and layer >= self._layer:
@@ -140,7 +143,8 @@ class PooledStaging(Staging):
         return worth
 
     def _best(self, tables: Residency, worth: np.ndarray, layer: int) -> tuple[int, int] | None:
-        """(layer, cell) of the first to go; of this layer alone, where it can have no more."""
+        """(layer, cell) of the first to give away; only of this layer, if it can have no more
+        cells."""
         if np.all(tables.cell_row[layer] >= 0):
             worth = np.where(np.arange(len(worth))[:, None] == layer, worth, _NEVER)
         place = np.unravel_index(int(np.argmin(worth)), worth.shape)
@@ -149,7 +153,7 @@ class PooledStaging(Staging):
     def _hand_cell(
         self, tables: Residency, found: tuple[int, int], layer: int, *, evict: bool
     ) -> int:
-        """The number under which the layer has the cell now. evict: who is in it goes already."""
+        """Hands a cell over. Returns its number in the new layer. evict: also removes its owner."""
         giver, cell = found
         if giver == layer and not evict:
             return cell
@@ -164,8 +168,9 @@ class PooledStaging(Staging):
 def _rank_wanted(
     tables: Residency, queues: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places in queues of (layer, expert), by kind, the most urgent kind first: 0 the most urgent,
-    _NEVER of nobody there; of each expert, int64[L, E], and of each cell's owner, int64[L, C]."""
+    """Places in queues of (layer, expert), by kind, the most urgent kind first: 0 is the most
+    urgent, _NEVER means not in a queue. Returns those of each expert, int64[L, E], and of each
+    cell's owner, int64[L, C]."""
     wanted = np.full(tables.address.shape, _NEVER)
     for kind in [*queues][::-1]:
         for rank, place in enumerate(queues[kind]):

@@ -1,6 +1,5 @@
-"""Transfers ahead of need: from a wanted queue to the bounded list of the next step, and the life
-of each transfer after that. Host code over numpy; the device has the last word on every entry
-(pallas_kernels/stage/api.py)."""
+"""Staged transfers: from a wanted queue to the bounded list of the next step. Host code in numpy;
+the device decides in the end whether an entry still fits (pallas_kernels/stage/api.py)."""
 
 from __future__ import annotations
 
@@ -27,15 +26,15 @@ def last_used(tables: Residency) -> np.ndarray:
 
 
 def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, int]]:
-    """(cell, owner, −1 of a free one) of all cells of the layer and version, in the order in which
-    they make room: the free ones, then by whose owner the next reference of the layer would evict
-    first (plan's order: victim key, last use, expert id, cell)."""
+    """(cell, owner; −1: free) of all cells of the layer and version, in the order of eviction: free
+    cells, then in the order in which the layer's next reference would evict their owners (plan's
+    order: victim key, last use, expert id, cell)."""
     cells = np.flatnonzero((tables.cell_row[layer] >= 0) & (tables.cell_version[layer] == version))
     owners = tables.owner[layer, cells]
     free, held, owner = cells[owners < 0], cells[owners >= 0], owners[owners >= 0]
     last_used = tables.last_used[layer, held]
     key = victim_key(
-        # The clock of the reference to come, at which plan would compute it.
+        # The clock of the next reference, at which plan would compute it.
         tables.clock[layer] + np.int32(1) - last_used,
         tables.frequency[layer, owner],
         tables.prior[layer, owner],
@@ -49,15 +48,17 @@ def rank_cells(tables: Residency, layer: int, version: int) -> list[tuple[int, i
 def first_room(
     order: Sequence[tuple[int, int]], taken: Collection[int], kept: Collection[int]
 ) -> int | None:
-    """The first cell of those in that order that makes room; None where there is none.
+    """The first cell in that order that can be used; None: there is none.
 
-    taken: cells that are spoken for. kept: experts that must not go.
+    - `taken`: cells that are already assigned.
+    - `kept`: experts that must stay.
     """
     return next((c for c, owner in order if c not in taken and owner not in kept), None)
 
 
 class Staging(TransferLedger):
-    """Where experts are paged: cells are those of each layer, and whoever comes evicts."""
+    """Transfers of paged experts: each layer has its own cells, and a new expert evicts another
+    one."""
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
         super().__init__(spec, log, ("transitions", "stages"))
@@ -68,7 +69,8 @@ class Staging(TransferLedger):
         return int(tables.version[place]) if tables.address[place] >= 0 else -1
 
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
-        """As TransferLedger; of several versions an expert comes in the one that its miss fills."""
+        """See TransferLedger. With several versions an expert comes in the version that a miss
+        fills."""
         if kind == "stages" and len(self._bytes) > 1:
             filled = tables.fill_version
             versions = [int(filled[entry.layer, entry.expert]) for entry in queue]
@@ -80,7 +82,7 @@ class Staging(TransferLedger):
             ranks.setdefault(layer, {})[expert] = rank
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
-        """See Transfers. Who is not wanted makes room first, then who is wanted less urgently."""
+        """See Transfers. Unwanted experts are evicted first, then less urgently wanted ones."""
         taken: dict[int, set[int]] = {}
         for t in self.in_flight:
             taken.setdefault(t.layer, set()).add(t.cell)
@@ -105,8 +107,8 @@ class Staging(TransferLedger):
         return self._issue(step, tables, find_cell, between_layers=between_layers)
 
     def _list_kept(self, entry: Wanted) -> Iterator[set[int]]:
-        """Experts of the layer that must not make room for the entry: first all wanted ones, then
-        those that are more urgent."""
+        """Experts of the layer that must stay for the entry: first all wanted ones, then only the
+        more urgent ones."""
         transitions, stages = (
             self._ranks[kind].get(entry.layer, {}) for kind in ("transitions", "stages")
         )

@@ -1,4 +1,4 @@
-"""The life of transfers: wanted, put on a step's list, carried out or not, used or not."""
+"""The life of transfers: wanted, listed for a step, carried out or skipped, used or unused."""
 
 from __future__ import annotations
 
@@ -24,23 +24,29 @@ from host_offload.memory.tables import Entry, HandOver, Move, Residency
 Wanted = Stage | Transition
 
 COUNTS = ("issued", "done", "skipped", "deferred", "cancelled", "used", "unused", "bytes")
-"""What is counted of transfers by cause. issued: put on a step's list. done, skipped: as the step
-said. deferred: wanted and not put on a list, since that was full or there was no cell or no staging
-bytes: once for each list that was made meanwhile. cancelled: left the queue unissued. used,
-unused: of those done, found resident by a later step, or evicted first. bytes: of those done."""
+"""Counts of transfers, by cause.
+
+- issued: put on a step's list.
+- done, skipped: what the step reported.
+- deferred: wanted but not listed, since the list was full, or without a cell or staging bytes; once
+  for each list that was made meanwhile.
+- cancelled: left the queue before it was issued.
+- used, unused: of those done, found resident by a later step, or evicted before that.
+- bytes: of those done.
+"""
 
 
 @dataclasses.dataclass
 class DeviceChanges:
-    """What the device has to be told, the fields one after the other. Who tells it takes away what
-    was carried out, so what the device failed at is told again."""
+    """Changes for the device, to be made in the order of the fields. A change is removed when it
+    was carried out, so a change that failed is made again."""
 
     moves: list[Move] = dataclasses.field(default_factory=list)
     """Cells to move within the arena before the next step, in order."""
     hand_overs: list[HandOver] = dataclasses.field(default_factory=list)
-    """Cells that go from layer to layer before the next list is carried out."""
+    """Cells that move to another layer before the next list is carried out."""
     contents: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Table → its contents, int32."""
+    """Table → its new contents, int32."""
     map_rows: list[MapRows] = dataclasses.field(default_factory=list)
 
 
@@ -52,11 +58,12 @@ class Flight(NamedTuple):
 
 
 class TransferLedger(abc.ABC):
-    """The queues of wanted transfers, beside those in flight and those that wait for a first use.
+    """The queues of wanted transfers, the transfers in flight, and those that wait for a first use.
 
-    spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step. log:
-    called with a StagedTransfer when it is skipped, first used, or evicted without use. kinds: of
-    queues, `transitions` and `stages`, the first one goes first.
+    spec.staging_bytes bounds the bytes in flight, spec.stage_entries the entries of a step.
+
+    - `log`: called with a StagedTransfer when it is skipped, first used, or evicted unused.
+    - `kinds`: of queues, `transitions` and `stages`; the first one comes first.
     """
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None], kinds: Sequence[str]):
@@ -68,11 +75,12 @@ class TransferLedger(abc.ABC):
         self._queues: dict[str, dict[tuple[int, int], Wanted]] = {kind: {} for kind in kinds}
         self.paused = False
         self.capacity: int | None = None
-        """Experts that there is room for in version 0, where every expert is resident."""
+        """If every expert is resident: how many fit in version 0."""
         self.flying: list[Flight] = []
         self._unused: dict[tuple[int, int], Flight] = {}
         self.finished: list[StagedTransfer] = []
-        """Settled since the caller last took them; the caller clears it. retired likewise."""
+        """Transfers that settled since the caller last took them. The caller clears it, and
+        retired."""
         self.retired: list[StagedTransfer] = []
         self.changes = DeviceChanges()
         self.counts: dict[str, Counter[str]] = {}
@@ -80,7 +88,7 @@ class TransferLedger(abc.ABC):
 
     @property
     def queued(self) -> int:
-        """Wanted and not there yet."""
+        """Number of wanted transfers that have not arrived."""
         return sum(map(len, self._queues.values()))
 
     @property
@@ -88,7 +96,7 @@ class TransferLedger(abc.ABC):
         return tuple(flight.transfer for flight in self.flying)
 
     def flying_places(self) -> set[tuple[int, int]]:
-        """(layer, expert) of those in flight."""
+        """(layer, expert) of the transfers in flight."""
         return {(t.layer, t.expert) for t in self.in_flight}
 
     def count(self, cause: str, what: str, n: int = 1) -> None:
@@ -101,7 +109,8 @@ class TransferLedger(abc.ABC):
         """The version in which the expert is resident; −1: absent."""
 
     def want(self, kind: str, queue: Sequence[Wanted], tables: Residency) -> None:
-        """Replaces a queue; who is no longer named is cancelled, unless in flight."""
+        """Replaces a queue. An expert that is no longer named is cancelled, unless it is in
+        flight."""
         new = {(entry.layer, entry.expert): entry for entry in queue}
         flying = self.flying_places()
         for place, entry in self._queues[kind].items():
@@ -112,8 +121,8 @@ class TransferLedger(abc.ABC):
     @abc.abstractmethod
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
         """The next list for a step, counted as in flight: transitions before stages, each in the
-        order of its queue. Nobody is copied who is resident (a transition: in that version) or in
-        flight, and no cell is given twice."""
+        order of its queue. No expert is listed that is resident (for a transition: in that version)
+        or in flight, and no cell is assigned twice."""
 
     def _issue(
         self,
@@ -124,8 +133,10 @@ class TransferLedger(abc.ABC):
         step_bytes: float = math.inf,
         between_layers: bool = False,
     ) -> list[Entry]:
-        """Puts on a list what find_cell has a cell for; the rest waits. step_bytes: the most of the
-        list, but for its first entry."""
+        """Lists the transfers for which find_cell finds a cell; the rest waits.
+
+        - `step_bytes`: most bytes of the list, except its first entry.
+        """
         entries: list[Entry] = []
         if self.paused or not self.queued:
             return entries
@@ -141,7 +152,7 @@ class TransferLedger(abc.ABC):
                     del queue[place]
                     continue
                 size, cause = self._moved[version][layer], self._cause(entry, tables)
-                # Nothing less urgent overtakes what the list has no place or no bytes for.
+                # A less urgent transfer does not overtake one without a place or bytes.
                 full = full or len(entries) == self.spec.stage_entries
                 full = full or size > room or (bool(entries) and size > step_bytes)
                 cell = None if full else find_cell(entry)
@@ -156,7 +167,7 @@ class TransferLedger(abc.ABC):
         return entries
 
     def issue(self, transfer: StagedTransfer, index: int, between_layers: bool) -> None:
-        """The transfer is on a list, as that entry."""
+        """Records that the transfer is on a list, as entry `index`."""
         self.flying.append(Flight(transfer, index, between_layers))
         self.count(transfer.cause, "issued")
 
@@ -174,8 +185,11 @@ class TransferLedger(abc.ABC):
     # ---- what became of it
 
     def settle(self, step: int, staged: np.ndarray | None, tables: Residency | None = None) -> None:
-        """The step was read. staged int32[S]: 1 for each entry of its list that was carried out.
-        tables: after the step."""
+        """Records the results of a step that was read.
+
+        - `staged`: int32[S], 1 for each entry of its list that was carried out.
+        - `tables`: after the step.
+        """
         flying, self.flying = self.flying, []
         for flight in flying:
             issued = flight.transfer.issued
@@ -203,8 +217,8 @@ class TransferLedger(abc.ABC):
             self._settle(Flight(made, 0, between_layers=True), bool(done))
 
     def settle_between_layers(self, done: np.ndarray) -> bool:
-        """The list that was issued last between layers is complete. done int32[S]: as staged.
-        Returns whether there was one."""
+        """Records the results of the last list between layers, done int32[S]. Returns whether there
+        was such a list."""
         flying, self.flying = self.flying, []
         before = len(self.finished)
         for flight in flying:
@@ -215,7 +229,7 @@ class TransferLedger(abc.ABC):
         return len(self.finished) > before
 
     def forget(self, step: int) -> None:
-        """The step was never dispatched: what its list named waits again."""
+        """For a step that was never dispatched: the transfers of its list wait again."""
         for flight in self.flying:
             if flight.transfer.issued == step:
                 self.count(flight.transfer.cause, "issued", -1)
@@ -223,7 +237,7 @@ class TransferLedger(abc.ABC):
         self.flying = [f for f in self.flying if f.transfer.issued != step]
 
     def _settle(self, flight: Flight, done: bool) -> None:
-        """A transfer that is no longer in flight was carried out, or skipped."""
+        """Records that a transfer in flight was carried out, or skipped."""
         transfer = flight.transfer
         place = transfer.layer, transfer.expert
         if not done:
@@ -256,12 +270,12 @@ class TransferLedger(abc.ABC):
 
     @abc.abstractmethod
     def stats(self, tables: Residency | None = None) -> dict[str, Any]:
-        """With several versions `precision`, plain integers. queued: who waits now. hi, lo and
-        absent: experts. budget_bytes: the cells'."""
+        """With several versions, `precision` as plain integers: queued (waiting now), hi, lo and
+        absent (experts), budget_bytes (of the cells)."""
 
     def transition_counts(self) -> dict[str, int]:
-        """Promotions and demotions carried out and their bytes, how often one had to wait (each for
-        each list that was made meanwhile), and those no longer wanted."""
+        """Promotions and demotions that were carried out, their bytes, how often one waited (once
+        for each list made meanwhile), and those no longer wanted."""
         up, down = (self.counts.get(cause, {}) for cause in ("promotion", "demotion"))
         return {
             "promotions": up.get("done", 0),
@@ -274,14 +288,15 @@ class TransferLedger(abc.ABC):
 
     @property
     def watching(self) -> bool:
-        """Some transfer waits for its first use."""
+        """Whether a transfer waits for its first use."""
         return bool(self._unused)
 
     def watch(self, step: int, active: np.ndarray, missed: np.ndarray, tables: Residency) -> None:
-        """Who was first used by the step, and who was evicted before any use.
+        """Records which transfers the step used first, and which were evicted before any use.
 
-        active bool[L, E]: experts that the step needed. missed bool[L, E]: those of them that it
-        did not find. tables: after the step.
+        - `active`: bool[L, E], experts that the step needed.
+        - `missed`: bool[L, E], those among them that were not resident.
+        - `tables`: after the step.
         """
         for place, flight in list(self._unused.items()):
             transfer, same_step = flight.transfer, flight.transfer.published == step
@@ -296,7 +311,7 @@ class TransferLedger(abc.ABC):
             self._retire(transfer)
 
     def finish(self) -> None:
-        """The run ends: who was not used by now never will be."""
+        """Ends the run: transfers without a use so far count as unused."""
         for flight in self._unused.values():
             self._retire(flight.transfer)
         self._unused.clear()

@@ -29,7 +29,7 @@ from host_offload.memory.tables import Entry, Move, Residency
 
 
 def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
-    """Raises PolicyError for policies that cannot run where every expert is resident."""
+    """Raises PolicyError for policies that cannot run if every expert is resident."""
     # What means nothing there, or would take cells away.
     refuse_writes(
         policies,
@@ -47,10 +47,11 @@ def check_resident(policies: Sequence[Policy], resident: ResidentSpec) -> None:
 
 
 class Transitions(TransferLedger):
-    """Where every expert is resident: each copy gets a cell of the pools that all layers share.
+    """Transfers if every expert is resident: each copy gets a cell of the pools that all layers
+    share.
 
-    resident.step_bytes bounds the bytes of a step. A copy is counted from when it is put on a list,
-    so what is being copied is inside the budget and there is no staging area beside it.
+    resident.step_bytes bounds the bytes of a step. A copy counts from the moment it is listed, so
+    copies in flight are within the budget, and there is no separate staging area.
     """
 
     def __init__(self, spec: Spec, log: Callable[[StagedTransfer], None]):
@@ -61,7 +62,7 @@ class Transitions(TransferLedger):
         """By version: layers share cells."""
         self.capacity = self.resident.capacity[0]
         self._aimed = self.resident.slots
-        """Slots that experts should have; they may have more, which they are to give away."""
+        """Slots that experts should have. They may have more, which they must give away."""
         placed = place(spec.resident)
         contents = placed.contents
         self.pools = placed.pools
@@ -69,9 +70,9 @@ class Transitions(TransferLedger):
         self.column = contents["owner"][:, : spec.experts]
         """int32[L, E]: the cell that each entry points to after the last step that was read."""
         self.version = contents["version"]
-        """int32[L, E], likewise."""
+        """int32[L, E]: each expert's version after the last step that was read."""
         self.evicting: list[tuple[int, int]] = []
-        """(layer, cell) of old copies that are to be given back before the next step."""
+        """(layer, cell) of old copies to give back before the next step."""
         self._holder = {int(row): place for place, row in np.ndenumerate(self.cell_row) if row >= 0}
         """Arena row → (layer, cell)."""
         self._peak = self.used_bytes
@@ -79,7 +80,7 @@ class Transitions(TransferLedger):
         self._moved_bytes = 0
         """Before the step that is being made."""
         self.keep_free = 0
-        """Slots that are wanted for something else: compaction empties so many, if cells allow, and
+        """Slots that are wanted for other use: compaction empties this many, if cells allow, and
         transitions leave them free."""
         self._compacted = np.zeros(2, np.int64)
         """Cells moved so far, and their bytes."""
@@ -87,24 +88,24 @@ class Transitions(TransferLedger):
 
     @property
     def used_bytes(self) -> int:
-        """What all copies take: complete ones, those on their way, and those to be given back."""
+        """Bytes of all copies: complete ones, those in flight, and those to give back."""
         return sum(self.pools.count_taken(v) * size for v, size in enumerate(self._sizes))
 
     # ---- more and fewer slots
 
     @property
     def slots(self) -> int:
-        """That experts have."""
+        """Slots that experts have."""
         return len(self.pools.slots)
 
     def aim(self, slots: int) -> list[int]:
-        """Experts should have so many slots, at most as many as they have; returns the numbers of
-        those that they give up now. Called before each step until no more are asked for.
+        """Sets the number of slots that experts should have, at most their present number. Returns
+        the slots that they give up now. Call it before each step until no more are wanted.
 
-        The capacity falls at once, so a policy demotes who is too many; a slot goes when all that
-        is high beside it has room, with the spares, in what is left, and when it is empty: old
-        copies were given back and cells moved together, within the bounds of a step. Raises
-        ValueError for fewer than all experts in the last version and the spares take.
+        The capacity falls at once, so the policy demotes surplus experts. A slot is given up when
+        all high experts and the spares fit into the rest, and when the slot is empty: old copies
+        were given back and cells were moved together, within the bounds of a step. Raises
+        ValueError for fewer slots than all experts in the last version and the spares need.
         """
         if slots < (least := self.resident.least_slots()):
             lowest = [*self.spec.version_bytes][-1]
@@ -121,15 +122,15 @@ class Transitions(TransferLedger):
         return gone
 
     def add(self, slots: Sequence[int]) -> None:
-        """Experts have these slots too, which are empty. What was aimed at is over."""
+        """Gives experts more slots, which are empty, and ends the aim for fewer."""
         self.pools.add(slots)
         self._aimed, self.keep_free = self.slots, 0
         self.capacity = self.resident.most_high(self.slots)
         self._peak = self.used_bytes
 
     def _surplus(self) -> int:
-        """Slots beyond those aimed at that experts can do without now. Who is on the way up or down
-        counts as high."""
+        """Slots beyond the aim that experts can give up now. Experts in transition count as
+        high."""
         high = {(int(layer), int(e)) for layer, e in np.argwhere(self.version == 0)}
         high |= {(t.layer, t.expert) for t in self.in_flight if t.version == 0}
         return max(self.slots - max(self._aimed, self.resident.least_slots(len(high))), 0)
@@ -140,11 +141,11 @@ class Transitions(TransferLedger):
         return int(self.version[place])
 
     def entries(self, step: int, tables: Residency, *, between_layers: bool = False) -> list[Entry]:
-        """See Transfers; transitions do not ride between layers. Old copies of steps that were read
+        """See Transfers. Transitions do not run between layers. Old copies of steps that were read
         are given back first.
 
-        A transition for which there is no cell or no budget waits, and all behind it that want the
-        same version; those that want another one go ahead, since they make room.
+        A transition without a cell or budget waits, with all later ones that want the same version.
+        Those that want another version overtake, since they make room.
         """
         if between_layers:
             return []
@@ -223,7 +224,7 @@ class Transitions(TransferLedger):
         return False
 
     def _drop(self, layer: int, cell: int) -> None:
-        """The cell is nobody's; its place in the arena is free."""
+        """Frees a cell and its place in the arena."""
         row = int(self.cell_row[layer, cell])
         del self._holder[row]
         self.pools.release(row)
