@@ -9,6 +9,7 @@ finds nobody else when it closes removes the directory, and so does whoever come
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -16,7 +17,9 @@ import math
 import mmap
 import os
 import shutil
+import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +49,17 @@ class SharedMemory:
         self._lock: int | None = lock
         """A descriptor; None: closed."""
         self._count = 0
+        self._filling: list[np.ndarray] = []
+        """Arrays that are not complete."""
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The next array, aligned to pages. Raises NoSharedMemory where there is no room for it,
+        """The next array, aligned to pages; one that was filled can only be read. Raises
+        NoSharedMemory where there is no room for it, or where it is not what it was filled with,
         RuntimeError where the process that filled it made another one."""
         path, nbytes = self._directory / f"{self._count}", math.prod(shape) * dtype.itemsize
         self._count += 1
+        if not self.filled:  # a killed process may have left one that cannot be written
+            path.unlink(missing_ok=True)
         with path.open("rb" if self.filled else "w+b") as file:
             if self.filled and os.fstat(file.fileno()).st_size != nbytes:
                 raise RuntimeError(f"{path} has not the {nbytes} bytes that it should")
@@ -68,14 +76,32 @@ class SharedMemory:
                     ) from error
             access = mmap.ACCESS_READ if self.filled else mmap.ACCESS_WRITE
             memory = mmap.mmap(file.fileno(), nbytes, access=access)
-        return np.frombuffer(memory, dtype).reshape(shape)
+        found = np.frombuffer(memory, dtype).reshape(shape)
+        if not self.filled:
+            self._filling.append(found)
+        elif _digest(found) != self._digests()[self._count - 1]:
+            raise NoSharedMemory(
+                f"{path} is not what it was filled with: a program changed it; end the processes "
+                "that use it, which removes it, or use store='memory'"
+            )
+        return found
 
     def complete(self) -> None:
-        """Says that the arrays are filled, and lets the others in."""
+        """Says that the arrays are filled, lets the others in, and lets nobody write any more."""
         if not self.filled:
             assert self._lock is not None
-            (self._directory / _COMPLETE).touch()
+            digests = [_digest(array) for array in self._filling]
+            for number, array in enumerate(self._filling):
+                (self._directory / f"{number}").chmod(0o400)
+                _protect(array)
+            self._filling.clear()
+            written = self._directory / f"{_COMPLETE}.new"
+            written.write_text(json.dumps(digests))
+            written.replace(self._directory / _COMPLETE)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def _digests(self) -> list[str]:
+        return json.loads((self._directory / _COMPLETE).read_text())
 
     def close(self) -> None:
         """Gives it up; who maps it keeps its arrays until they are gone. Idempotent."""
@@ -131,12 +157,37 @@ def _enter(directory: Path, lock: int) -> SharedMemory | None:
 
 
 def content_of(directory: Path, files: Iterable[Path]) -> list[object]:
-    """What says that files are the same: names, inodes, sizes and times of change."""
+    """What says that files are the same: names, inodes, sizes and times of writing and change."""
     found: list[object] = [str(directory.resolve())]
     for path in sorted(files):
         stat = path.stat()
-        found.append([str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns])
+        # A program may set the time of writing back, and not that of the last change.
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        found.append([str(path), stat.st_ino, stat.st_size, *times])
     return found
+
+
+_PIECE = 1 << 24
+
+
+def _digest(array: np.ndarray) -> str:
+    """Of an array's bytes. Threads compute it: an expert store has gigabytes."""
+    data = array.reshape(-1).view(np.uint8)
+    pieces = [data[first : first + _PIECE] for first in range(0, data.size, _PIECE)]
+    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1) or 1) as pool:
+        found = pool.map(zlib.crc32, pieces)
+        return hashlib.sha256(repr([*found]).encode()).hexdigest()
+
+
+def _protect(array: np.ndarray) -> None:
+    """Makes whole pages read-only: who writes into them afterwards ends with a signal."""
+    if array.nbytes and ctypes.CDLL(None).mprotect(
+        ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), _PROT_READ
+    ):
+        raise NoSharedMemory(f"{SHM} cannot be made read-only")
+
+
+_PROT_READ = 1
 
 
 def _remove_unused(directory: Path) -> None:

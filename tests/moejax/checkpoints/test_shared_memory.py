@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from moejax.checkpoints import shared_memory
 from moejax.checkpoints.load import load_checkpoint
 from moejax.checkpoints.shared_memory import NoSharedMemory, open_shared
 from moejax.models.hub import model_directory
+from tests.conftest import REPOSITORY
 
 pytestmark = [
     pytest.mark.slow,  # nothing here depends on the version of Python or jax
@@ -39,6 +41,33 @@ def fill(memory, value: int) -> np.ndarray:
     return array
 
 
+def change_first_value(shm, value: int) -> None:
+    """As another program of the same user can."""
+    (path,) = shm.glob("*/0")
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.write(value.to_bytes(2, "little"))
+
+
+def test_who_writes_into_what_is_full_ends(shm):
+    program = """
+import sys, numpy as np
+from pathlib import Path
+from moejax.checkpoints import shared_memory
+shared_memory.SHM = Path(sys.argv[1])
+memory = shared_memory.open_shared("a")
+array = memory.array((4096,), np.dtype(np.uint16))
+array[:] = 7
+memory.complete()
+print("full", flush=True)
+array[5] = 1
+print("written", flush=True)
+"""
+    command = [sys.executable, "-c", program, str(shm)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("full\n", -signal.SIGSEGV)
+
+
 def test_the_first_fills_and_the_others_read(shm):
     first = open_shared(["a"])
     assert not first.filled
@@ -46,8 +75,10 @@ def test_the_first_fills_and_the_others_read(shm):
     second = open_shared(["a"])
     read = second.array((4, 8), UINT16)
     assert second.filled and (read == 7).all() and not read.flags.writeable
-    written[0, 0] = 9
-    assert read[0, 0] == 9  # the same memory
+    change_first_value(shm, 9)
+    assert written[0, 0] == read[0, 0] == 9  # the same memory
+    with pytest.raises(NoSharedMemory, match="0 is not what it was filled with: a program changed"):
+        open_shared(["a"]).array((4, 8), UINT16)
     assert not open_shared(["b"]).filled
     with pytest.raises(RuntimeError, match="has not the 2 bytes"):
         open_shared(["a"]).array((1,), UINT16)
@@ -131,9 +162,7 @@ def test_a_model_s_experts_are_there_once(shm, monkeypatch):
     arrays = [np.asarray(one.store.arrays["dense"]) for one in (plain, first, second)]
     assert (arrays[0] == arrays[1]).all() and (arrays[0] == arrays[2]).all()
     # Without a copy: a byte that is changed below is seen by both.
-    (path,) = shm.glob("*/0")
-    with path.open("r+b") as file:
-        file.write(b"\x55\xaa")
+    change_first_value(shm, 0xAA55)
     assert arrays[1].flat[0] == arrays[2].flat[0] == 0xAA55
     embed = [np.asarray(one.params["embed"]) for one in (plain, second)]
     assert (embed[0] == embed[1]).all()
