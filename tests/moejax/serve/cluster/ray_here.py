@@ -44,12 +44,14 @@ class Handle:
 
     def __init__(self, ray: RayHere, worker: Worker, options: dict[str, Any]):
         self._ray, self.worker, self.options, self.killed = ray, worker, options, False
+        self.calls: list[concurrent.futures.Future] = []
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *given: self._call(name, given))
 
     def _call(self, name: str, given: Sequence[Any]) -> Any:
-        return self._ray.run(getattr(self.worker, name)(*given))
+        self.calls.append(self._ray.run(getattr(self.worker, name)(*given)))
+        return self.calls[-1]
 
 
 class RayHere:
@@ -115,5 +117,7 @@ class RayHere:
             raise RayError(str(error)) from error
 
     def kill(self, handle: Handle, no_restart: bool) -> None:
-        """What it was asked for before has ended, or is not waited for."""
+        """Also a start that goes on ends: nothing of the worker is left to other tests."""
         handle.killed = True
+        for call in handle.calls:
+            call.cancel()
