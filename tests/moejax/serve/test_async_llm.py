@@ -165,7 +165,7 @@ def test_what_an_async_request_may_not_be(llm, expected):
         (([5], GREEDY, "good"), {}, "'good' is in use"),
         (([5], GREEDY), {"priority": "high"}, "priority must be"),
         (([5], GREEDY), {"session_id": 3}, "session_id must be"),
-        (([5], SamplingParams(n=2)), {"session_id": "s"}, "a session goes on"),
+        (([5], SamplingParams(n=2)), {"session_id": "s"}, "a session continues one"),
         ((5, GREEDY), {}, "text or a list of token ids"),
     ]
 
