@@ -78,10 +78,9 @@ class TransferQueue:
         self._open[ticket] = _Open(transfer, chunks, list(parts), sum(parts))
         return ticket
 
-    def next_chunk(self, ready: Callable[[int], bool] | None = None) -> TransferChunk | None:
-        """Begins the chunk whose turn it is; None where none waits. ready: says of a
-        ticket whether its chunks can begin."""
-        tickets = self.in_turn(ready)
+    def next_chunk(self) -> TransferChunk | None:
+        """Begins the chunk whose turn it is; None where none waits."""
+        tickets = self.in_turn()
         return self.begin_chunk(tickets[0]) if tickets else None
 
     def begin_chunk(self, ticket: int) -> TransferChunk | None:

@@ -20,7 +20,7 @@ from moejax.errors import UserError
 from moejax.models.layers import Decoder, LayerStack, Tokens
 from moejax.models.model_config import ModelConfig
 from moejax.requests.sampling_params import MAX_LOGPROBS
-from moejax.step.experts import Paging, StepContext, missed_bits
+from moejax.step.experts import StepContext, missed_bits
 from moejax.step.results import Results, ResultShape
 from moejax.step.sampler import greedy, logprobs, update_rows
 from pallas_kernels import Ops
@@ -308,15 +308,6 @@ class StepOutput(NamedTuple):
     def read(self) -> Results:
         """The results on the host. Waits for the step."""
         return Results(self.shape, np.asarray(self.results))
-
-    @property
-    def paging(self) -> Paging:
-        """Results.paging. Waits for the step."""
-        return self.read().paging
-
-    @property
-    def missed(self) -> np.ndarray:
-        return self.read().missed
 
 
 class LayerTrace(NamedTuple):

@@ -234,7 +234,7 @@ def prefill(engine: Engine, prompts: list[list[int]]) -> PrefillSample:
     seconds, engine.listener = time.perf_counter() - began, None
     if len(steps) != 1:
         raise RuntimeError(f"the prompts took {len(steps)} steps instead of one prefill step")
-    paging = steps[0].output.paging
+    paging = steps[0].output.read().paging
     counts = (int(np.sum(n)) for n in (paging.active, paging.fills, paging.read_through))
     return PrefillSample(seconds, *counts)
 

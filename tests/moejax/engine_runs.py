@@ -85,7 +85,7 @@ def run(llm: LLM, jobs: Sequence[Job], *, check: bool = True) -> list[Recorded]:
             if request.finish_reason is None:
                 logits.setdefault(id(request), []).append(rows[row].copy())
         placed = step.output.placed
-        if placed is not None and np.any(placed & ~step.output.missed):
+        if placed is not None and np.any(placed & ~step.output.read().missed):
             raise Faulty(f"step {step.number}: a resident was computed by the second processor")
         if check:
             check_step(llm, step)
@@ -129,7 +129,10 @@ def check_step(llm: LLM, step: Step) -> None:
     faults = runner.faults()
     faults += kv_faults(engine.scheduler)
     tables = jax.tree.map(np.asarray, runner.tables)
-    ids, paging = np.asarray(step.output.routing.ids), jax.tree.map(np.asarray, step.output.paging)
+    ids, paging = (
+        np.asarray(step.output.routing.ids),
+        jax.tree.map(np.asarray, step.output.read().paging),
+    )
     layers, experts = tables.address.shape
     for layer in range(layers):
         active = np.unique(ids[layer][ids[layer] < experts])

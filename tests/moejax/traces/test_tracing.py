@@ -119,7 +119,7 @@ def traced(tmp_path_factory):
 
     def listen(step):
         ids, weights = jax.device_get(step.output.routing)
-        routing[step.number] = ids, weights, np.asarray(step.output.missed)
+        routing[step.number] = ids, weights, np.asarray(step.output.read().missed)
 
     options = dict(expert_budget="25%", progress=False, **LIMITS)
     with LLM("demo", trace=directory, **options) as llm:
