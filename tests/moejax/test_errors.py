@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
 from moejax.checkpoints.shards import SINGLE, read_header
-from moejax.errors import MOST_LINE, MOST_LINES, UserError, shown
+from moejax.errors import MOST_LINE, MOST_LINES, OutOfKV, UserError, shown
 from tests.moejax.checkpoints.conversions import refuses
 
 
@@ -40,3 +41,11 @@ def test_messages_are_cut_in_the_middle():
 )
 def test_values_in_messages(value, text):
     assert shown(value) == text
+
+
+@pytest.mark.parametrize("text", ["short", "x" * 3000, "\n".join(map(str, range(99))), ""])
+def test_an_error_is_the_same_after_pickling(text):
+    for kind in (UserError, OutOfKV):
+        error = kind(text)
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind and again.args == error.args
