@@ -72,7 +72,7 @@ def run_blocks(text: str, folder: Path) -> int:
                 env=os.environ | places,
                 capture_output=True,
                 text=True,
-                timeout=280,
+                timeout=900,  # nothing waits, but machines may be busy
             )
             assert done.returncode == 0, f"{block.code}\n{done.stdout}{done.stderr}"
             ran += 1
