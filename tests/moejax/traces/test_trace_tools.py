@@ -400,7 +400,7 @@ def test_info_shows_figures_beside_published_ones(trace_dir, capsys):
 
 
 def test_info_says_when_the_shape_is_a_published_models(tmp_path, capsys):
-    assert run("generate", tmp_path / "t", "--kind", "zipf", "--tokens", 3) == 0
+    write_generated_trace(tmp_path / "t", "zipf", tokens=3)
     assert run("info", tmp_path / "t") == 0
     text = capsys.readouterr().out
     assert "The shape is that of Qwen3-30B-A3B" in text and "synthetic (zipf)" in text
