@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from host_offload.queue.transfer import (
     State,
     Transfer,
 )
+from pallas_kernels.cpu.finalizer import finalize_here
 from pallas_kernels.cpu.library import library
 
 _STATES: dict[int, State] = {2: "done", 3: "failed", 4: "cancelled"}
@@ -208,7 +208,7 @@ class NativeQueue:
         if self.handle < 0:
             raise QueueError(f"{threads} threads cannot be started: {_decode_text(text)}")
         # At the end of the process too, before what the threads write into is gone.
-        self._delete = weakref.finalize(self, self._calls.moejax_transfers_delete, self.handle)
+        self._delete = finalize_here(self, self._calls.moejax_transfers_delete, self.handle)
 
     def __enter__(self) -> NativeQueue:
         return self

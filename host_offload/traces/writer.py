@@ -98,6 +98,7 @@ class TraceWriter:
             raise _unwritable(self.directory, error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trace-writer")
         atexit.register(self.close)
+        self._process = os.getpid()
 
     def append(self, step: StepRecord) -> None:
         """Adds a step. Raises ValueError where an array is not of the header's shapes."""
@@ -136,8 +137,9 @@ class TraceWriter:
 
     def close(self) -> None:
         """Writes what is left and marks the trace as complete. Idempotent. Raises TraceError where
-        something could not be written and no call has said so."""
-        if self.closed:
+        something could not be written and no call has said so. A forked child leaves the files to
+        its parent."""
+        if self.closed or os.getpid() != self._process:
             return
         self.closed = True
         atexit.unregister(self.close)

@@ -6,12 +6,12 @@ import ctypes
 import dataclasses
 import functools
 import math
-import weakref
 from typing import Any
 
 import jax
 import numpy as np
 
+from pallas_kernels.cpu.finalizer import finalize_here
 from pallas_kernels.cpu.library import call, int32, library
 from pallas_kernels.cpu.sources import Sources
 
@@ -96,7 +96,7 @@ class ArenaMemory:
         self.sources: Sources | None = None
         """The sources from which a queue copies records; None: there is no queue."""
         self._told: _Told | None = None
-        self.close = weakref.finalize(self, _functions().close, self.handle)
+        self.close = finalize_here(self, _functions().close, self.handle)
         """Frees the memory. Idempotent."""
 
     @property

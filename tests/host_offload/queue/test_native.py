@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import signal
 import threading
 import time
 
@@ -207,6 +208,23 @@ def test_refuses_what_is_no_checksum(queue, text):
     load = Load((1,), Source(address=BYTES.ctypes.data, checksum=text), cell().ctypes.data)
     with pytest.raises(QueueError, match="is not 16 hex digits of SHA-256 or 8 of CRC-32C"):
         queue.submit(transfer(), load)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_leaves_the_queue_to_its_parent(queue, path):
+    """Its threads are not in the child, which would wait for them."""
+    assert queue.wait(queue.submit(transfer(), from_file(path, cell()))).state == "done"
+    if (child := os.fork()) == 0:
+        queue.close()
+        os._exit(5)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        ended = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 5
+    assert queue.wait(queue.submit(transfer(), from_file(path, cell()))).state == "done"
 
 
 # ---- files that do not stay
