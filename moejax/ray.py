@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import UserError
+from moejax.models.hub import model_directory
+from moejax.requests.generation_config import sampling_defaults
 from moejax.requests.sampling_params import SamplingParams
 from moejax.serve.batch.job import Job, list_given_fields
 from moejax.serve.batch.lines import LINE_FIELDS, Line, read_lines
@@ -58,10 +60,11 @@ def generate(
     dataset: of rows with the fields of a file job's lines (docs/reference/file_jobs.md): `prompt`,
     `prompt_token_ids` or `messages`, and if wanted fields of SamplingParams and an `id`. Other
     columns are kept as they are. Or a list of prompts, or of such rows. sampling_params: of rows
-    without fields of it. workers, cores_per_worker: as in `moejax generate`. address: of Ray,
-    where this process is not connected to one. batch_size: rows that a worker is given at once.
-    seed: a row without `seed` gets one that comes from it and from the row's `id`, or, without one,
-    from all its fields: so rows that are equal in all fields get equal answers. options: of LLM.
+    without fields of it (default: those of the model's generation_config.json). workers,
+    cores_per_worker: as in `moejax generate`. address: of Ray, where this process is not connected
+    to one. batch_size: rows that a worker is given at once. seed: a row without `seed` gets one
+    that comes from it and from the row's `id`, or, without one, from all its fields: so rows that
+    are equal in all fields get equal answers. options: of LLM.
 
     Columns that are added: `id` where there is none, `text`, `token_ids`, `finish_reason`,
     `prompt_tokens`, `completion_tokens`, `error` (null where there is none) and `result`, the line
@@ -76,7 +79,10 @@ def generate(
     open_connection(address, scale.cpus)  # for the process's life, as Ray Data's own
     asked = worker_options(Generator, model, options, scale)
     given = asked.arguments[1]
-    params = SamplingParams() if sampling_params is None else sampling_params
+    params = sampling_params
+    if params is None:
+        choice = str(given.get("generation_config", "auto"))
+        params = SamplingParams(**sampling_defaults(model_directory(model), choice))
     data: Any = dataset
     if not isinstance(data, ray.data.Dataset):
         rows = [{"prompt": row} if isinstance(row, str) else dict(row) for row in data]

@@ -8,13 +8,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from moejax.commands import add_command, say
-from moejax.commands.generate import SAMPLING, format_summary
+from moejax.commands.generate import SAMPLING, format_summary, given_sampling
 from moejax.commands.model import (
     add_described,
     add_model_option,
     add_model_options,
     engine_options,
-    pick_arguments,
     start_llm,
 )
 from moejax.errors import UserError
@@ -29,7 +28,6 @@ MOST = 1024
 _SAMPLING = SAMPLING | {
     "max_tokens": dataclasses.replace(
         SAMPLING["max_tokens"],
-        default=None,
         help=f"most tokens of an answer (default: {MOST}, less where the context ends before)",
     )
 }
@@ -66,16 +64,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = {
-        name: value for name, value in pick_arguments(args, _SAMPLING).items() if value is not None
-    }
-    params = SamplingParams(**{"max_tokens": MOST, **given})
+    given = given_sampling(args)
     with start_llm(args, engine_options(args)) as llm:
         tokenizer = llm.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise UserError(
                 f"{args.model} has no chat template; `moejax generate` goes on with a text"
             )
+        usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MOST)
+        params = dataclasses.replace(usual, **given)
         prompts = not args.quiet and sys.stdin.isatty()
         _talk(llm, params, args.system, prompts, fits="max_tokens" not in given)
     return 0

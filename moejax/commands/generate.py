@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import sys
@@ -39,24 +40,27 @@ SAMPLING = of_fields(
     {
         "max_tokens": Description(f"most tokens to generate (default: {MAX_TOKENS})"),
         "temperature": Description(
-            "randomness, 0 to 2; 0 always takes the likeliest token (default: 1.0, as in vLLM)",
+            "randomness, 0 to 2; 0 always takes the likeliest token (default: the model's, else 1)",
             metavar="T",
         ),
-        "top_k": Description("draw from the K likeliest tokens (default: 0, all)", metavar="K"),
+        "top_k": Description(
+            "draw from the K likeliest tokens (default: the model's, else all)", metavar="K"
+        ),
         "top_p": Description(
-            "draw from the likeliest tokens with probability P together (default: 1.0, all)",
+            "draw from the likeliest tokens with probability P together (default: the model's, "
+            "else all)",
             metavar="P",
         ),
         "min_p": Description(
-            "draw from tokens at least P times as likely as the likeliest (default: 0.0, all)",
+            "draw from tokens at least P times as likely as the likeliest (default: the model's, "
+            "else all)",
             metavar="P",
         ),
         "seed": Description(
             "seed of the random draws (default: a fixed one; the same command gives the same text)"
         ),
-        "ignore_eos": Description("go on after the end-of-sequence token"),
+        "ignore_eos": Description("go on after the end-of-sequence token", default=False),
     },
-    SamplingParams(max_tokens=MAX_TOKENS),
 )
 
 _FILES = {
@@ -162,11 +166,19 @@ def _run(args: argparse.Namespace) -> int:
     for message, applies in wrong.items():
         if applies:
             args.parser.error(message)
-    params, options = SamplingParams(**pick_arguments(args, SAMPLING)), engine_options(args)
-    return (_generate_file if files else _generate_text)(args, params, options)
+    given, options = given_sampling(args), engine_options(args)
+    return (_generate_file if files else _generate_text)(args, given, options)
 
 
-def _generate_text(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of SamplingParams that the command line has. Raises UserError for a value out of
+    range."""
+    given = {n: value for n, value in pick_arguments(args, SAMPLING).items() if value is not None}
+    SamplingParams(**given)
+    return given
+
+
+def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
     prompt = _read_prompt(args.prompt)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale that cannot show a character must not end the run.
@@ -177,6 +189,8 @@ def _generate_text(args: argparse.Namespace, params: SamplingParams, options: di
                 f"{args.model} has no tokenizer, which the command line needs; add its "
                 f"tokenizer.json, or pass token ids to moejax.LLM.generate in Python"
             )
+        usual = dataclasses.replace(llm.get_default_sampling_params(), max_tokens=MAX_TOKENS)
+        params = dataclasses.replace(usual, **given)
         with _timeline(args.timeline, llm):
             write_stream(llm, prompt, params)
         stats = llm.stats()
@@ -209,8 +223,11 @@ def _timeline(path: str | None, llm: Any) -> Iterator[None]:
     write_timeline(path, measured_events(ops, () if queue is None else queue.spans()))
 
 
-def _generate_file(args: argparse.Namespace, params: SamplingParams, options: dict) -> int:
-    """The job of --input. params: of lines that do not say otherwise; its seed is the job's."""
+def _generate_file(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
+    """The job of --input. given: sampling of lines that do not say otherwise; its seed is the
+    job's."""
+    from moejax.models.hub import model_directory
+    from moejax.requests.generation_config import sampling_defaults
     from moejax.serve.batch.job import Job, list_given_fields, open_job
     from moejax.start.provenance import decided_by
 
@@ -220,6 +237,9 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams, options: di
             "resumed to the same ones; use swap, with more --swap-space if it is too small"
         )
     refuse_cache_aware(args.cache_aware_routing, "a job could not be resumed to the same results")
+    choice = options.get("generation_config", "auto")
+    usual = {"max_tokens": MAX_TOKENS, **sampling_defaults(model_directory(args.model), choice)}
+    params = SamplingParams(**{**usual, **given})
     job = Job(
         input=args.input,
         output=args.output,

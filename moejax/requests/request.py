@@ -26,6 +26,7 @@ class GenerationRequest:
 
     prompt: Prompt
     sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    """By default not the model's, which `LLM.get_default_sampling_params` has."""
     session_id: str | None = None
     """Requests with the same session id are turns of one conversation. The KV of a finished turn is
     kept for the next turn as long as there is room."""

@@ -70,6 +70,10 @@ class AsyncLLM:
 
     # ---- what users call
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """`LLM.get_default_sampling_params`."""
+        return self._llm.get_default_sampling_params()
+
     async def generate(
         self,
         prompt: Prompt,
@@ -94,7 +98,8 @@ class AsyncLLM:
         Raises UserError for a request that could never run, for the id of another running request,
         and when the AsyncLLM is closed or gets closed. Raises EngineDeadError when a step fails.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
+        default = self.get_default_sampling_params()
+        params = default if sampling_params is None else sampling_params
         asked = GenerationRequest(prompt, params, session_id, priority)
         require_type("request_id", request_id, str | None, "a string or None")
         engine, loop = self._engine, asyncio.get_running_loop()

@@ -36,17 +36,16 @@ def require_owner(process: int) -> None:
 
 def list_requests(
     prompts: Prompt | Sequence[Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
     session_id: str | Sequence[str | None] | None,
     priority: int | Sequence[int] | None,
 ) -> list[GenerationRequest]:
     """What LLM.generate was asked for, a request a prompt. Raises UserError for lists that do not
     match."""
-    given, params = list_of_prompts(prompts), sampling_params
-    params = SamplingParams() if params is None else params
+    given = list_of_prompts(prompts)
     each = (
         given,
-        one_each("sampling_params", params, len(given), SamplingParams),
+        one_each("sampling_params", sampling_params, len(given), SamplingParams),
         one_each("session_id", session_id, len(given), (str, type(None))),
         one_each("priority", 0 if priority is None else priority, len(given), int),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -37,6 +38,7 @@ from moejax.interrupt import deferred_interrupt
 from moejax.models.config import ModelConfig, record_version
 from moejax.models.hub import model_directory
 from moejax.progress import byte_progress, count_progress
+from moejax.requests.generation_config import describe_defaults, sampling_defaults
 from moejax.requests.outputs import RequestOutput
 from moejax.requests.prompts import PromptEncoder
 from moejax.requests.request import GenerationRequest, Prompt
@@ -99,6 +101,8 @@ class LLM:
         builder = store_builder(settings, self.device.platform)
         directory = model_directory(options.model.model)
         settings = settings.of_model(record_version(directory))
+        sampling = sampling_defaults(directory, options.model.generation_config)
+        self._sampling, self._notes = SamplingParams(**sampling), describe_defaults(sampling)
         self._start.end("backend")
         with ThreadPoolExecutor(1) as pool:
             words = directory if options.model.tokenizer is None else options.model.tokenizer
@@ -127,6 +131,8 @@ class LLM:
         self._borrower: threading.Thread | None = None
         self._lock, self._holder, self._process = threading.RLock(), "", os.getpid()
         log.info("%s: ops %s; %s", self.model, self.engine.runner.ops, self._start)
+        for note in self._notes:
+            log.info("%s: %s", self.model, note)
 
     def _load(
         self,
@@ -171,6 +177,12 @@ class LLM:
         """The tokenizer (transformers' PreTrainedTokenizerFast), None if the model has none."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that state none: those of the model's generation_config.json
+        (option `generation_config`), for the rest the defaults of SamplingParams. Change some with
+        dataclasses.replace."""
+        return self._sampling
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -184,7 +196,8 @@ class LLM:
 
         - `prompts`: a string, a list of token ids, `{"prompt": …}`, `{"prompt_token_ids": …}` or
           `{"messages": …}`, or a sequence of these.
-        - `sampling_params`: one for all, or one for each prompt.
+        - `sampling_params`: one for all, or one for each prompt. None:
+          `get_default_sampling_params()`, of which given ones take nothing.
         - `use_tqdm`: show a progress bar, unless the LLM was made with progress=False.
         - `session_id`: one for all, or one for each. Requests of one session are turns of a
           conversation: they run one after the other, and a turn's prompt is the whole conversation
@@ -195,7 +208,8 @@ class LLM:
         Raises UserError, before anything runs, if one of the requests could never run.
         """
         with deferred_interrupt() as interrupted, self._hold() as engine:
-            asked = list_requests(prompts, sampling_params, session_id, priority)
+            params = self._sampling if sampling_params is None else sampling_params
+            asked = list_requests(prompts, params, session_id, priority)
             statistics, total = engine.statistics, sum(one.sampling_params.n for one in asked)
             bar = self.options.runtime.progress and use_tqdm
             tokens = lambda: statistics.generated_tokens  # noqa: E731
@@ -253,7 +267,7 @@ class LLM:
         """
         if self.engine.tokenizer is None:
             raise UserError(f"{self.model} has no tokenizer; use generate() with token ids")
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._sampling if sampling_params is None else sampling_params
         asked = GenerationRequest(prompt, params, session_id, priority)
         if params.n > 1:
             raise UserError("a stream is of one sequence; use generate() for n > 1")
@@ -343,7 +357,7 @@ class LLM:
         - `pages`: whether host memory has huge pages.
         - `time`: seconds of the start by phase, of compilation, prefill and decode.
         - `trace_arrays`: optional arrays that steps return for a trace.
-        - `notes`: every rounding and every cut of a budget.
+        - `notes`: every rounding and every cut of a budget; sampling defaults of the model.
         """
         with self._hold() as engine, engine.undisturbed():
             settings, runner, seconds = self.plan.settings, engine.runner, engine.statistics.seconds
@@ -388,13 +402,15 @@ class LLM:
                     "decode_s": seconds["decode"],
                     "total_s": self._start.total_s + sum(seconds.values()),
                 },
-                "notes": list(self.plan.budget.notes),
+                "notes": [*self.plan.budget.notes, *self._notes],
             }
 
     def explain(self) -> Explanation:
-        """How memory is divided now, as a table that adds up line by line: `print` it."""
+        """How memory is divided now, as a table that adds up line by line, and notes: `print`
+        it."""
         with self._hold() as engine, engine.undisturbed():
-            return explain(engine, self.plan.budget)
+            found = explain(engine, self.plan.budget)
+        return dataclasses.replace(found, notes=(*found.notes, *self._notes))
 
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError

@@ -122,15 +122,12 @@ def options_of(cls: type) -> dict[str, Option]:
 D = TypeVar("D", bound=Description)
 
 
-def of_fields(cls: type, described: Mapping[str, D], defaults: Any = None) -> dict[str, D]:
-    """Descriptions of fields of a dataclass, with the type of the field where they have none.
-    defaults: an instance that the command line takes them from; None: what is not given is None."""
+def of_fields(cls: type, described: Mapping[str, D]) -> dict[str, D]:
+    """Descriptions of fields of a dataclass, with the type of the field where they have none."""
     kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
     names = {field.name: str(field.type).partition(" ")[0] for field in dataclasses.fields(cls)}
     return {
-        name: dataclasses.replace(
-            one, type=one.type or kinds.get(names[name], str), default=getattr(defaults, name, None)
-        )
+        name: dataclasses.replace(one, type=one.type or kinds.get(names[name], str))
         for name, one in described.items()
     }
 

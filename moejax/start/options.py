@@ -107,6 +107,12 @@ class ModelOptions:
         common=True,
         metavar="DIR",
     )
+    generation_config: str = changes_bits(
+        "sampling defaults of requests that state none: auto, the model's generation_config.json; "
+        "or none, those of SamplingParams (default: auto, as in vLLM)",
+        default="auto",
+        converter=_word("generation_config", "auto", "none"),
+    )
     max_model_len: int | None = changes_bits(  # of models with longrope
         "most tokens of prompt and text together (default: the model's)",
         default=None,

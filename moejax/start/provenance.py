@@ -11,7 +11,7 @@ from moejax.checkpoints.orbax.steps import Step
 from moejax.models.hub import model_directory
 from moejax.start.options import OPTIONS
 
-DEFAULTS = 1
+DEFAULTS = 2
 """Raised with every change of a default that decides bits, and of what an option computes: results
 of another number are not gone on with. A test knows the defaults of each number."""
 

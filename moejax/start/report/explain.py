@@ -35,7 +35,7 @@ class Explanation:
 
     blocks: tuple[Block, ...]
     notes: tuple[str, ...]
-    """What the numbers given came to and what was cut."""
+    """What the numbers given came to, what was cut, and the model's sampling defaults."""
 
     def __str__(self) -> str:
         every = [line for block in self.blocks for line in block]

@@ -38,6 +38,9 @@ class FakeLLM:
         if self.raises:
             raise self.raises
 
+    def get_default_sampling_params(self):
+        return SamplingParams(top_k=20, temperature=0.6)
+
     def get_tokenizer(self):
         return self.tokenizer
 
@@ -66,7 +69,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(fake, capsys):
         "options": {"progress": True},
         "closed": True,
         "prompt": "The",
-        "params": SamplingParams(max_tokens=128),
+        "params": SamplingParams(top_k=20, temperature=0.6, max_tokens=128),
     }
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moejax.errors import UserError
+from moejax.requests.generation_config import sampling_defaults
 from moejax.requests.sampling_params import SamplingParams, child_params
 
 
@@ -134,3 +136,15 @@ def test_more_than_one_sequence_needs_randomness():
 def test_an_unknown_name_is_refused():
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_models_sampling_defaults(tmp_path):
+    assert sampling_defaults(tmp_path, "auto") == {}
+    file = tmp_path / "generation_config.json"
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    file.write_text(json.dumps({**stated, "min_p": None, "do_sample": True, "max_new_tokens": 9}))
+    assert sampling_defaults(tmp_path, "auto") == stated
+    assert sampling_defaults(tmp_path, "none") == {}
+    file.write_text('{"top_p": 0}')
+    with pytest.raises(UserError, match=r"config.json: top_p must be in .*, got 0.*=\"none\""):
+        sampling_defaults(tmp_path, "auto")

@@ -455,6 +455,20 @@ def command(*options):
     return cli.main(["generate", *map(str, options)])
 
 
+def test_a_job_samples_as_its_model_says(fake, tmp_path, demo_dir, monkeypatch):
+    model, asked = shutil.copytree(demo_dir, tmp_path / "model"), []
+    (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+
+    def answer(self, request):
+        asked.append(request.sampling_params)
+        return output_of(request)
+
+    monkeypatch.setattr(fake, "answer", answer)
+    files = ("--input", write(tmp_path / "in", *PROMPTS), "--output", tmp_path / "out")
+    assert command("--model", model, *files, "--top-k", 7) == 0
+    assert {(p.temperature, p.top_k, p.max_tokens) for p in asked} == {(0.5, 7, 128)}
+
+
 def test_a_job_goes_on_with_what_it_began_with_or_not_at_all(fake, tmp_path, demo_dir, capsys):
     """Results of two precisions, kernels or models in one file would look like those of one."""
     model = shutil.copytree(demo_dir, tmp_path / "model")

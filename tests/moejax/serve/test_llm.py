@@ -183,6 +183,25 @@ def test_chat_uses_the_template(demo_dir, tmp_path):
     assert answer.outputs == plain.outputs
 
 
+def test_requests_without_parameters_have_the_models_and_given_ones_win_whole(demo_dir, tmp_path):
+    model = shutil.copytree(demo_dir, tmp_path / "model")
+    file = model / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 0, "temperature": 0.5, "top_k": 3}))
+    stated = SamplingParams(temperature=0.5, top_k=3)
+    with LLM(model, progress=False, **LIMITS) as llm:
+        assert llm.get_default_sampling_params() == stated
+        assert "sampling defaults temperature=0.5, top_k=3" in str(llm.explain())
+        assert any("top_k=3" in note for note in llm.stats()["notes"])
+        seen = []
+        llm.engine.check = lambda ids, params, **_: seen.append(params)
+        given = SamplingParams(top_p=0.9)
+        for params, expected in ((None, stated), (given, given)):
+            llm.generate("The old house", params)
+            next(llm.stream("The old house", params), None)
+            assert set(seen) == {expected}
+            seen.clear()
+
+
 def test_closing_frees_arena_store_and_parameters():
     with LLM("demo", progress=False, **LIMITS) as llm:
         runner = llm.engine.runner
