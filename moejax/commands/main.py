@@ -34,6 +34,7 @@ from moejax.commands import (
 from moejax.errors import UserError
 from moejax.interrupt import end_where_stuck
 from moejax.start.options import OPTIONS
+from moejax.start.other_names import use_instead
 from pallas_kernels.option_text import nearest
 
 STUCK_S = 1.5
@@ -94,9 +95,13 @@ class _Version(argparse.Action):
 
 def _name_unknown(unknown: Sequence[str], args: argparse.Namespace) -> str:
     """The message for unknown arguments, with the options that they may mean."""
+
+    def spell(option: str) -> str:
+        return "--" + option.replace("_", "-")
+
     known = [name for action in args.parser._actions for name in action.option_strings]
-    flags = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-    near = "".join(nearest(flag, known) for flag in flags)
+    flags = (word.partition("=")[0] for word in unknown if word.startswith("-"))
+    near = "".join(use_instead(flag, spell) or nearest(flag, known) for flag in flags)
     return f"unrecognized arguments: {' '.join(unknown)}{near}"
 
 

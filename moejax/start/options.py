@@ -27,6 +27,7 @@ from moejax.start.option_values import (
     read_transfers,
     settings_help,
 )
+from moejax.start.other_names import use_instead
 from pallas_kernels.option_text import unknown
 
 if TYPE_CHECKING:  # the command line answers before jax is imported
@@ -381,6 +382,8 @@ def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
     """The message for an unknown option. known: the options that exist."""
+    if instead := use_instead(name):
+        return f"unknown option {name!r}{instead}"
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
 
 

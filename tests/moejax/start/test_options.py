@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 
 import pytest
 
@@ -15,6 +16,7 @@ from moejax.commands.model import add_model_options, engine_options, read_option
 from moejax.serve import llm
 from moejax.sizes import Share
 from moejax.start.options import OPTIONS, Config
+from moejax.start.other_names import OTHER_NAMES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,6 +87,24 @@ def test_the_command_line_has_every_option_and_shows_those_that_people_use(capsy
 def test_a_name_that_there_never_was_is_a_type_error():
     with pytest.raises(TypeError, match="unknown option 'max_seqs', did you mean 'max_num_seqs'"):
         LLM("demo", max_seqs=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_of_other_engines_are_answered_with_what_to_use_here(name, capsys):
+    flag = name if name.startswith("-") else f"--{name.replace('_', '-')}"
+    if flag != name:
+        with pytest.raises(TypeError, match=re.escape(f"unknown option {name!r}; ")):
+            LLM("demo", **{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "The old house", flag, "4"])
+    spell = {name: "--" + name.replace("_", "-") for name in OPTIONS}
+    said = OTHER_NAMES[name].format_map(spell)
+    assert f"{flag} 4; {said}\n" in capsys.readouterr().err
+
+
+def test_one_of_them_in_words():
+    with pytest.raises(TypeError, match="'gpu_memory_utilization'; memory is bytes for experts"):
+        LLM("demo", gpu_memory_utilization=0.9)  # type: ignore[call-arg]
 
 
 def test_a_model_that_is_no_path_is_refused():

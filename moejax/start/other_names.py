@@ -1,0 +1,45 @@
+"""Names that vLLM and llama.cpp have for what moejax has too, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_EXPERTS = "{expert_budget} is the share of experts on the device, such as 25%"
+_CONTEXT = "{max_model_len} is most tokens of prompt and text together"
+_PROMPT = 'the prompt needs no option: moejax generate "PROMPT"'
+_TOKENS = "--max-tokens is most tokens to generate"
+
+OTHER_NAMES = {
+    "gpu_memory_utilization": "{memory} is bytes for experts and KV, such as 16GiB (default: what "
+    "fits)",
+    "tensor_parallel_size": f"one model runs on one device, and {_EXPERTS}",
+    "quantization": "{precision} is int8, int4 or int2; a quantized checkpoint needs no option",
+    "cpu_offload_gb": _EXPERTS,
+    "n_gpu_layers": _EXPERTS,
+    "n_cpu_moe": _EXPERTS,
+    "override_tensor": _EXPERTS,
+    "-ngl": _EXPERTS,
+    "ctx_size": _CONTEXT,
+    "n_ctx": _CONTEXT,
+    "-c": _CONTEXT,
+    "-np": "{max_num_seqs} is how many sequences run at once",
+    "--n-predict": _TOKENS,
+    "-n": _TOKENS,
+    "--prompt": _PROMPT,
+    "-p": _PROMPT,
+}
+"""A keyword, or a flag that is no keyword → what to use; options of moejax are in braces."""
+
+_OPTIONS = ("memory", "expert_budget", "precision", "max_model_len", "max_num_seqs")
+
+
+def use_instead(name: str, spell: Callable[[str], str] = str) -> str:
+    """What to use for an option of another engine, for the end of a message; "" for other names.
+
+    - `name`: a keyword, or a flag with its dashes.
+    - `spell`: how the message writes an option of moejax.
+    """
+    known = name if name in OTHER_NAMES else name.removeprefix("--").replace("-", "_")
+    if known not in OTHER_NAMES:
+        return ""
+    return "; " + OTHER_NAMES[known].format_map({option: spell(option) for option in _OPTIONS})
