@@ -51,6 +51,11 @@ class TensorCheckpoint(Checkpoint):
         every = range(sum(self.config.moe_layers))
         if (found := self.config.quantization) is None or [*versions] != [found.version]:
             return {DENSE: every}
+        if not self.quantized_layers:
+            raise UserError(
+                f"{self.directory}: config.json names {found.method}, but no layer's experts are "
+                "quantized; run with --precision dense"
+            )
         held = {found.version: self.quantized_layers, DENSE: [*every]}
         held[DENSE] = [layer for layer in every if layer not in self.quantized_layers]
         return {version: layers for version, layers in held.items() if layers}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from host_offload.memory.store import StoreBuilder
 from host_offload.versions.quantizers import QUANTIZERS
@@ -15,6 +15,7 @@ from moejax.checkpoints.load import LoadedModel
 from moejax.device import require_pinned_memory
 from moejax.errors import UserError, user_errors
 from pallas_kernels.records import RecordFormat
+from pallas_kernels.records.format import VERSIONS
 
 log = logging.getLogger("moejax")
 
@@ -22,14 +23,22 @@ LOSSLESS = "lossless"
 """Stands for a quantizer where a version keeps all bits."""
 
 
-def check_versions(layout: RecordFormat, dtype: str, versions: Sequence[str]) -> None:
+def check_versions(
+    layout: RecordFormat, dtype: str, versions: Sequence[str], had: Container[str] = ()
+) -> None:
     """Raises UserError for versions that experts of this dense layout cannot have in a run's dtype,
-    saying what to do, and for one named twice or none."""
+    saying what to do, for those that neither are `had` nor can be made, and for one named twice or
+    none."""
     if not versions or len(set(versions)) < len(versions):
         raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
     for version in versions:
         with user_errors():
             RecordFormat(version, layout.hidden, layout.width, dtype)
+        if version not in VERSIONS and version not in had:
+            raise UserError(
+                f"{version} is a format of checkpoints, which moejax reads and does not make; "
+                f"choose {', '.join(VERSIONS)}"
+            )
 
 
 def check_quantizer(name: str) -> None:
@@ -59,7 +68,7 @@ def with_versions(
     the version cannot hold (its message says what to do), and where host memory is too small.
     """
     check_quantizer(quantizer)
-    check_versions(loaded.layout, loaded.dtype, wanted)
+    check_versions(loaded.layout, loaded.dtype, wanted, loaded.store.layouts)
     if tuple(wanted) == tuple(loaded.store.arrays):
         return loaded
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)

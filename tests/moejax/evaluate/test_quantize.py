@@ -131,6 +131,7 @@ def test_what_the_checkpoint_lacks_is_made(source, tmp_path):
     [
         (("int4", "int4"), "name each version once"),
         (("",), "unknown expert version ''; known"),
+        (("fp8-16x32-f32",), "fp8-16x32-f32 is a format of checkpoints.*choose dense, lossless12"),
         (("dense", "int4"), "dense is always written; name the versions to be made from it"),
     ],
 )
