@@ -46,8 +46,8 @@ def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
 
 
 def _counts(file: pathlib.Path) -> bool:
-    """Not a model card, a licence or what a download left there."""
-    return not (file.name.startswith((".", "LICENSE")) or file.suffix == ".md")
+    """Not a model card, a licence, results that a job writes there, or what a download left."""
+    return not (file.name.startswith((".", "LICENSE")) or file.suffix in (".md", ".jsonl"))
 
 
 def file_fingerprint(path: str | os.PathLike[str]) -> str:

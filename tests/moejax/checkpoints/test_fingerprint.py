@@ -21,9 +21,10 @@ def copy(tmp_path, monkeypatch):
     return shutil.copytree(model_directory("demo"), tmp_path / "copy")
 
 
-def test_a_copy_and_a_model_card_change_nothing(copy):
+def test_a_copy_a_model_card_and_results_change_nothing(copy):
     before = fingerprint(model_directory("demo"))
     (copy / "README.md").write_text("About it")
+    (copy / "results.jsonl").write_text("{}")
     assert fingerprint(copy) == before == fingerprint(str(copy))
 
 
