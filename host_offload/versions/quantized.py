@@ -47,11 +47,11 @@ class QuantizedMatrix:
     def check(self, dtype: np.dtype) -> None:
         """Raises QuantizedError for codes or scales that are not finite, and for scales of which a
         run of that dtype may get infinite weights."""
-        values, scales = self.encoding.values, self.scales.astype(np.float32)
+        bad, scales = ~np.isfinite(self.encoding.values), self.scales.astype(np.float32)
         if not np.isfinite(scales).all():
             raise QuantizedError("has scales that are NaN or infinite")
-        if not np.isfinite(values).all() and (bad := ~np.isfinite(values[self.codes])).any():
-            raise QuantizedError(f"has {np.count_nonzero(bad)} codes that mean NaN")
+        if bad.any() and (count := np.count_nonzero(bad[self.codes])):
+            raise QuantizedError(f"has {count} codes that mean NaN")
         most = float(np.abs(scales).max(initial=0)) * self.encoding.largest
         if most > float(ml_dtypes.finfo(dtype).max):
             raise QuantizedError(

@@ -198,6 +198,8 @@ def find_quantized(
             used.add(name)
         _check(base, layout, owner)
         codes = base + layout.codes
+        if (whole := f"{base}.weight") in owner and codes != whole:
+            raise UserError(f"{owner[whole].path}: tensor {whole} is there beside {codes}")
         shape = _shape(base, layout, encoding, owner)
         said = tuple((owner[base + suffix], base + suffix) for suffix in layout.shapes)
         stored = Stored((owner[codes], codes), (shard, scales), shape, said)
@@ -212,13 +214,18 @@ def find_quantized(
 
 
 def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
-    """Raises UserError for dtypes that the parts of a matrix do not have in this format."""
+    """Raises UserError for dtypes that the parts of a matrix do not have in this format, and for
+    what is no shape."""
     for suffix, dtypes in layout.dtypes.items():
         shard = owner[base + suffix]
         if (dtype := shard.tensors[base + suffix].dtype) not in dtypes:
             raise UserError(
                 f"{shard.path}: tensor {base + suffix} has dtype {dtype}; this format has it in "
                 f"{' or '.join(dtypes)}"
+            )
+        if suffix in layout.shapes and (shape := shard.tensors[base + suffix].shape) != (2,):
+            raise UserError(
+                f"{shard.path}: tensor {base + suffix} must hold two numbers, not {list(shape)}"
             )
 
 

@@ -162,11 +162,18 @@ class Fields:
         return dict(num_experts=experts, num_experts_per_tok=top_k)
 
     def corrected_routing(
-        self, *, normalize: bool, scale: float, groups: int = 1, top_groups: int = 1
+        self,
+        *,
+        normalize: bool,
+        scale: float,
+        groups: int = 1,
+        top_groups: int = 1,
+        scoring: tuple[str, ...] = ("sigmoid",),
     ) -> dict[str, Any]:
         """The router of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): sigmoid scores, groups by
-        their two best, a correction of the choice. The arguments are the family's defaults."""
-        self.only("scoring_func", "sigmoid")
+        their two best, a correction of the choice. The arguments are the family's defaults, and
+        its names of these scores."""
+        self.only("scoring_func", *scoring)
         self.only("topk_method", "noaux_tc")
         return dict(
             norm_topk_prob=self.flag("norm_topk_prob", normalize),

@@ -92,7 +92,8 @@ def _fp8(table: _Table, scale: str) -> Quantization:
 
 def _compressed_tensors(table: _Table, scale: str) -> Quantization:
     """Of one scheme for all groups of modules (the compressed-tensors library)."""
-    table.only("sparsity_config", {})
+    for other in ("sparsity_config", "moe_sparsity_config", "transform_config"):
+        table.only(other, {})
     if table.values.get("kv_cache_scheme") is not None:
         raise table.refuse("kv_cache_scheme quantizes KV")
     groups = table.inner("config_groups")

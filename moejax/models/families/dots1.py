@@ -32,7 +32,8 @@ def parse(fields: Fields) -> ModelConfig:
         **fields.routing(fields.experts("n_routed_experts", "num_local_experts", 0), None),
         moe_layers=fields.dense_first(layers, 0),
         shared_width=fields.shared_width(width, None),
-        **fields.corrected_routing(normalize=False, scale=1.0),
+        # Published files name the method here.
+        **fields.corrected_routing(normalize=False, scale=1.0, scoring=("sigmoid", "noaux_tc")),
         attention_bias=fields.flag("attention_bias", False),
         sliding_window=window if any(sliding) else None,
         window_layers=sliding if any(sliding) else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moejax.errors import shown
 from moejax.models.families.deepseek import latent_attention, latent_scale, layer_params_v3
 from moejax.models.family import Family, Fields, later_layer
 from moejax.models.model_config import ModelConfig
@@ -45,10 +46,11 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     if types is None:
         fields.only("first_k_dense_replace", 1)
         types = ["dense"] + ["sparse"] * (layers - 1)
-    if not isinstance(types, list) or len(types) != layers or not {*types} <= {"dense", "sparse"}:
+    known = "dense", "sparse"
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise fields.refuse(
             f"mlp_layer_types must be 'dense' or 'sparse' for each of {layers} layers, not "
-            f"{types!r}"
+            f"{shown(types)}"
         )
     return fields.some_experts(tuple(t == "sparse" for t in types), f"mlp_layer_types {types}")
 

@@ -192,6 +192,12 @@ def as_dtype(name, dtype):
     return lambda tensors: tensors.update({name: tensors[name].to(getattr(torch, dtype))})
 
 
+def many(name):
+    import torch
+
+    return lambda tensors: tensors.update({name: torch.ones(4, 2, dtype=torch.int64)})
+
+
 def flat(name):
     return lambda tensors: tensors.update({name: tensors[name].reshape(-1)})
 
@@ -210,6 +216,8 @@ HOSTILE = {
     "no codes": ("fp8", lambda n: lambda t: t.pop(n), (f"{UP}.weight",), "has no .*beside it"),
     "no scales": ("fp8", lambda n: lambda t: t.pop(n), (SCALE,), f"{UP}.weight has dtype float8"),
     "lying shape": ("int4", set_value, (f"{UP}.weight_shape", 0, 64), "weight_shape, which says"),
+    "shape of many": ("int4", many, (f"{UP}.weight_shape",), r"two numbers, not \[4, 2\]"),
+    "whole beside codes": ("int4", many, (f"{UP}.weight",), f"{UP}.weight is there beside"),
     "reserved scale": ("fp4", set_value, (f"{UP}.weight_scale", 0, 255), f"{UP}.* scales .*NaN"),
 }
 SOURCES = {"fp8": "fp8-16x32-f32", "int4": "int4-16-bf16", "fp4": "fp4-32-e8m0"}
@@ -262,6 +270,14 @@ def test_layers_may_be_dense_but_not_single_experts(sources, tmp_path):
     with pytest.raises(UserError, match=r"one is quantized and the other is not.*precision dense"):
         load_checkpoint(path, versions=(version,))
     assert run(path, precision="dense", ops="xla")[1] == found
+
+
+def test_a_checkpoint_without_quantized_experts_runs_dense(sources, tmp_path):
+    source = sources["fp8"]
+    path = changed(source, tmp_path / "model", dequantized(source, ".mlp.experts."))
+    with pytest.raises(UserError, match=r"no layer.s experts are quantized; .*--precision dense"):
+        run(path)
+    assert run(path, precision="dense", ops="xla")[1] == run(source, ops="xla")[1]
 
 
 def test_precision_dense_dequantizes_and_the_plan_says_so(sources):

@@ -39,14 +39,21 @@ def test_sliding_window(fields, window):
     assert config(**fields).sliding_window == window
 
 
+def test_published_dots_names_its_method_as_its_scores():
+    dots = {"model_type": "dots1", "n_routed_experts": 8, "n_shared_experts": 2}
+    dots |= {"num_experts_per_tok": 2}
+    assert parse_config(dots | {"scoring_func": "noaux_tc"}) == parse_config(dots)
+
+
 def test_architecture_by_model_type_alone():
     assert parse_config({"model_type": "qwen3_moe"}).architecture == "Qwen3MoeForCausalLM"
 
 
-def compressed(**changed):
+def compressed(table=None, /, **changed):
     weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, **changed}
     groups = {"config_groups": {"group_0": {"weights": weights}}, "format": "pack-quantized"}
-    return {"quantization_config": {"quant_method": "compressed-tensors", **groups}}
+    table = {"quant_method": "compressed-tensors", **groups, **(table or {})}
+    return {"quantization_config": table}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,9 @@ def compressed(**changed):
         ({"model_type": "llama"}, "'llama' .*supported: Qwen3MoeForCausalLM"),
         ({"architectures": "Qwen3MoeForCausalLM"}, "architectures must be a list"),
         ({"architectures": None, "model_type": None}, "neither architectures nor model_type"),
+        (compressed({"transform_config": {"config_groups": {"R3": {}}}}), "transform_config is"),
+        (compressed({"moe_sparsity_config": {"layers": {}}}), "moe_sparsity_config is"),
+        (compressed({"kv_cache_scheme": {"num_bits": 8}}), "kv_cache_scheme quantizes KV"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq.*bfloat16"),
         ({"quantization_config": {}}, "quantized with an unnamed method"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None"),
@@ -64,8 +74,14 @@ def compressed(**changed):
             "weights in groups of -1, which is not supported",
         ),
         (
-            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
-            "weight_block_size is None",
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "weight_block_size": [128, 128],
+                    "activation_scheme": "static",
+                }
+            },
+            "activation_scheme is 'static'",
         ),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups must be"),
         (compressed(symmetric=False), "weights: symmetric is False, which is not supported"),
@@ -103,6 +119,7 @@ V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 V3 = {"model_type": "deepseek_v3"}
 GRANITE, ERNIE = {"model_type": "granitemoe"}, {"model_type": "ernie4_5_moe"}
 GLM = {"model_type": "glm4_moe", "head_dim": 128}
+LITE = {"model_type": "glm4_moe_lite", "num_hidden_layers": 2}
 LIMITED = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 SLIDING = ["full_attention", "sliding_attention"] * 12
@@ -158,6 +175,7 @@ SLIDING = ["full_attention", "sliding_attention"] * 12
             "rope type 'yarn' is not implemented for heads of which only a part is rotated",
         ),
         (ERNIE | {"moe_k": 3, "num_experts_per_tok": 4}, r"_tok \(4\) contradicts moe_k \(3\)"),
+        (LITE | {"mlp_layer_types": [["dense"], "sparse"]}, "mlp_layer_types must be 'dense'"),
         (ERNIE | {"moe_k": 65}, r"moe_k \(65\) exceeds num_experts \(64\)"),
         (ERNIE | {"moe_layer_end_index": -2}, "moe_layer_end_index must be at least -1"),
         (ERNIE | {"moe_layer_interval": 29}, "no layer has experts .*moe_layer_interval 29"),
