@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import platform
 import queue
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ from moejax.evaluate.experiments.grid import Write, learn, open_results, run_gro
 from moejax.evaluate.experiments.records import KEYS, RECORDS, Records, read_results
 from moejax.progress import count_progress
 from moejax.serve.cluster.ray_cluster import Node, explain_end, nodes, require_ray
-from moejax.serve.cluster.workers import Scale
+from moejax.serve.cluster.workers import ANSWER_S, BEAT_S, MOST_ENDS, PLACE_S, Scale
 
 SILENT_S = 7200.0
 """How long no run of a grid may end, before the grid does."""
+
+BEAT, BEGUN = "beat", "begun"
+"""What a task yields in place of a file's name: where it runs, every BEAT_S; the run that it is at,
+as a record without columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +48,9 @@ class Part:
 def run_part(
     asked: Mapping[str, Any], home: str, part: Part, done: set[tuple[Any, ...]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a part, each with the name of its file. A task of Ray, which needs the model,
-    the texts and the policies' files at the paths that the definition gives, and nothing of the
-    directory of results.
+    """The lines of a part, each with the name of its file, BEAT or BEGUN. A task of Ray, which
+    needs the model, the texts and the policies' files at the paths that the definition gives, and
+    nothing of the directory of results.
 
     asked: what the definition says, with digests of its files. home: the directory that relative
     paths begin at. done: keys of the runs that are left out. Raises UserError for a definition or a
@@ -55,9 +60,18 @@ def run_part(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(_run, asked, home, part, done, lambda *line: lines.put(line))
         running.add_done_callback(lambda _: lines.put(None))
-        for line in iter(lines.get, None):  # noqa: UP028 (Ray sends into its generators)
+        line: tuple[str, dict[str, Any]] | None = BEAT, _place()
+        while line is not None:
             yield line
+            try:
+                line = lines.get(timeout=BEAT_S)
+            except queue.Empty:
+                line = BEAT, _place()
         running.result()
+
+
+def _place() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": platform.node()}
 
 
 def _run(
@@ -78,7 +92,8 @@ def _run(
             else:
                 counted = [run for run in runs if run not in measured]
                 chosen[group] = counted[part.number :: part.count]
-        run_groups(experiment, select_left(chosen, done), Path(scratch), tell)
+        left, begin = select_left(chosen, done), lambda line: tell(BEGUN, line)
+        run_groups(experiment, left, Path(scratch), tell, begin)
 
 
 @contextlib.contextmanager
@@ -105,8 +120,10 @@ def cluster_ablate(
     in the same files, so that either command goes on with what the other began.
 
     scale: `workers` are the parts of what is counted. What is measured has a node for itself, and
-    all of an engine's runs one node, so that repeats are compared on one machine. Raises UserError
-    as ablate does, where a part's tasks only end, and where no run ends for SILENT_S.
+    all of an engine's runs one node, so that repeats are compared on one machine. A run that ends
+    MOST_ENDS tasks is a record with an error. Raises UserError as ablate does, where tasks end
+    before a run begins, where one does not answer for ANSWER_S, where Ray starts none for PLACE_S,
+    and where no run ends for SILENT_S.
     """
     experiment, root = read_experiment(definition, changes), Path(directory)
     asked, home = _with_whole_paths(experiment), str(experiment.home)
@@ -119,11 +136,12 @@ def cluster_ablate(
         for measured in (True, False):
             places = len(useful_nodes(experiment))
             count = max(places if measured else scale.workers or places, 1)
-            tasks = []
-            for part in (Part(i, count, measured) for i in range(count)):
+
+            def start(part: Part) -> Any:
                 task = require_ray().remote(**task_options(part, experiment, scale))(run_part)
-                tasks.append(task.remote(asked, home, part, done))
-            for name, line in _lines_of(tasks):
+                return task.remote(asked, home, part, done)
+
+            for name, line in _lines_of([Part(i, count, measured) for i in range(count)], start):
                 if name == RECORDS:
                     key = tuple(line[key] for key in KEYS)
                     if key in done:
@@ -134,31 +152,76 @@ def cluster_ablate(
     return read_results(root)
 
 
-def _lines_of(tasks: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of tasks, Ray's generators, as they come."""
-    ray, heard = require_ray(), time.monotonic()
+@dataclasses.dataclass
+class _Task:
+    """A part's task. heard: when it last answered; None: it has not begun. run: that it is at.
+    ends: tasks of the part that ended since a run did."""
+
+    part: Part
+    ends: int = 0
+    heard: float | None = None
+    place: str = ""
+    run: dict[str, Any] | None = None
+
+
+def _lines_of(
+    parts: Iterable[Part], start: Callable[[Part], Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of parts as they come. start: starts a task of a part, of what is left of it now.
+    Ray would start it again as it began, and leave out as many lines as have come."""
+    ray, tasks = require_ray(), {start(part): _Task(part) for part in parts}
     again = "the same command goes on from the records that are there"
+    ended = heard = time.monotonic()
     while tasks:
-        ready, _ = ray.wait(tasks, num_returns=1, timeout=60.0)
-        if ready:
-            heard = time.monotonic()
-        elif time.monotonic() - heard > SILENT_S:
-            raise UserError(
-                f"no run of the grid ended within {SILENT_S:.0f} s: a task hangs, or Ray has no "
-                f"room for one (ray status); {again}"
-            )
-        for task in ready:
-            if (reference := next(task, None)) is None:
-                tasks.remove(task)
+        ray.wait([*tasks], num_returns=1, timeout=BEAT_S)
+        ready, _ = ray.wait([*tasks], num_returns=len(tasks), timeout=0)
+        for stream in ready:
+            task = tasks[stream]
+            if (reference := next(stream, None)) is None:
+                del tasks[stream]
                 continue
             try:
-                yield ray.get(reference)
+                name, line = ray.get(reference)
             except UserError as error:  # with the traceback of the task in its text
                 raise UserError(str(getattr(error, "cause", error))) from None
             except ray.exceptions.RayError as error:
+                del tasks[stream]
+                ends, why = task.ends + 1, explain_end(error)
+                of_python = isinstance(error, ray.exceptions.RayTaskError)
+                if of_python or (ends >= MOST_ENDS and task.run is None):
+                    raise UserError(f"tasks of the grid ended: {why}; {again}") from error
+                if ends >= MOST_ENDS:
+                    text = f"{ends} tasks ended while this ran: {why}"
+                    ends = 0
+                    yield RECORDS, {**(task.run or {}), "error": text[:1000]}
+                tasks[start(task.part)] = _Task(task.part, ends)
+                continue
+            task.heard = heard = time.monotonic()
+            if name == BEAT:
+                task.place = f"process {line['pid']} on {line['host']}"
+            elif name == BEGUN:
+                task.run = line
+            else:
+                if name == RECORDS:
+                    task.ends, ended = 0, heard
+                yield name, line
+        now = time.monotonic()
+        for task in tasks.values():
+            if task.heard is not None and now - task.heard > ANSWER_S:
                 raise UserError(
-                    f"tasks of the grid ended: {explain_end(error)}; {again}"
-                ) from error
+                    f"a task of the grid hangs: {task.place} does not answer for "
+                    f"{now - task.heard:.0f} s; end it, then {again}"
+                )
+        if tasks and now - heard > PLACE_S:
+            raise UserError(
+                f"Ray found no room for a task of the grid within {PLACE_S:.0f} s (ray status); "
+                f"{again}"
+            )
+        if tasks and now - ended > SILENT_S:
+            places = ", ".join(task.place for task in tasks.values() if task.place)
+            raise UserError(
+                f"no run of the grid ended within {SILENT_S:.0f} s: {places} hangs; {again}"
+            )
 
 
 def useful_nodes(experiment: Experiment) -> list[Node]:
@@ -171,12 +234,12 @@ def useful_nodes(experiment: Experiment) -> list[Node]:
 
 
 def task_options(part: Part, experiment: Experiment, scale: Scale) -> dict[str, Any]:
-    """Ray's options of a part's task, which Ray starts again where its process ends: a whole node
-    for what is measured, some CPUs for what is counted."""
-    options: dict[str, Any] = {"max_retries": 3, "max_calls": 1, "scheduling_strategy": "SPREAD"}
+    """Ray's options of a part's task: a whole node for what is measured, some CPUs for what is
+    counted."""
+    options: dict[str, Any] = {"max_retries": 0, "max_calls": 1, "scheduling_strategy": "SPREAD"}
     useful = useful_nodes(experiment)
     if part.measured and useful:
-        node = useful[part.number]
+        node = useful[part.number % len(useful)]  # fewer than there were
         affinity = require_ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
         # soft: another node where this one is gone.
         options |= {"scheduling_strategy": affinity(node.id, soft=True)}

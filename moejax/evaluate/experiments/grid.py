@@ -117,9 +117,11 @@ def run_groups(
     groups: Mapping[Group, Sequence[Run]],
     traces: Path,
     write: Write,
+    begin: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> None:
-    """Runs the runs of each group and writes their lines. experiment: what `learn` returned. Raises
-    UserError for what is wrong with all runs of a group."""
+    """Runs the runs of each group and writes their lines. experiment: what `learn` returned. begin:
+    called before each run with its record without columns. Raises UserError for what is wrong with
+    all runs of a group."""
     if not experiment.drawn and not experiment.conversations:
         prompts = Prompts(experiment)
         for cell in {cell for runs in groups.values() for cell, _ in runs}:
@@ -134,6 +136,7 @@ def run_groups(
             for run in groups[group]:
                 cell, repeat = run
                 line = {**vars(cell), "repeat": repeat, "session": session}
+                begin({**line})
                 try:
                     line |= {"error": None, **bench.columns(cell)}
                 except Exception as error:

@@ -17,7 +17,7 @@ from moejax.evaluate.experiments.definition import read_experiment
 from moejax.evaluate.experiments.grid import key_of
 from moejax.serve.cluster.ray_cluster import Node
 from moejax.serve.cluster.workers import Scale
-from tests.moejax.serve.cluster.ray_here import RayError, RayHere, Stream
+from tests.moejax.serve.cluster.ray_here import RayError, RayHere, RayTaskError, Stream
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def runs_of_part(asked, number, count, measured, done=()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grids, "run_groups", lambda _, groups, *others: found.update(groups))
         patch.setattr(grids, "_measure_alone", contextlib.nullcontext)
-        assert not list(run_part(asked, ".", part, set(done)))
+        assert {name for name, _ in run_part(asked, ".", part, set(done))} == {grids.BEAT}
     return found
 
 
@@ -105,19 +105,90 @@ def test_another_file_on_a_machine(tmp_path, monkeypatch):
         list(run_part(asked, str(tmp_path), Part(0, 1, False), set()))
 
 
-def test_a_grid_that_hangs_or_whose_tasks_end(monkeypatch):
-    class Ended(RayHere):
-        def get(self, reference, timeout=None):
-            raise RayError("the worker was killed")
+@pytest.fixture
+def ray(monkeypatch):
+    here = RayHere()
+    monkeypatch.setattr(grids, "require_ray", lambda: here)
+    monkeypatch.setattr(grids, "BEAT_S", 0.05)
+    return here
+
+
+PLACE = {"pid": 7, "host": "a"}
+
+
+def test_a_run_that_ends_tasks_is_an_error_and_others_go_on(ray):
+    left, starts = ["1", "bad", "2"], []
+
+    def lines(number):
+        yield grids.BEAT, PLACE
+        yield "sessions.jsonl", {"session": number}
+        for run in [*left]:
+            yield grids.BEGUN, {"run": run, "session": number}
+            if run == "bad":
+                raise RayError("the worker was killed")
+            yield "records.jsonl", {"run": run, "session": number}
+
+    def start(part):
+        starts.append(part)
+        return Stream(ray, lines(len(starts)))
+
+    records, sessions = [], []
+    for name, line in grids._lines_of([Part(0, 1, True)], start):
+        (records if name == "records.jsonl" else sessions).append(line)
+        if name == "records.jsonl":
+            left.remove(line["run"])
+    assert [line["run"] for line in records] == ["1", "bad", "2"] and len(starts) == 4
+    assert "3 tasks ended while this ran: RayError: the worker" in records[1]["error"]
+    assert {line["session"] for line in records} <= {line["session"] for line in sessions}
+
+
+@pytest.mark.parametrize(("error", "count"), [(RayError("killed"), 3), (RayTaskError("no GPU"), 1)])
+def test_tasks_that_end_before_a_run(ray, error, count):
+    starts = []
 
     def lines():
-        yield "records.jsonl", {}
+        yield grids.BEAT, PLACE
+        raise error
 
-    monkeypatch.setattr(grids, "require_ray", lambda: ray)
-    ray = Ended()
-    with pytest.raises(UserError, match="ended: RayError: the worker was killed; the same command"):
-        list(grids._lines_of([Stream(ray, lines())]))
-    monkeypatch.setattr(grids, "SILENT_S", -1.0)
-    monkeypatch.setattr(ray, "wait", lambda *given, **options: ([], []))
-    with pytest.raises(UserError, match="a task hangs, or Ray has no room"):
-        list(grids._lines_of([Stream(ray, lines())]))
+    def start(part):
+        starts.append(part)
+        return Stream(ray, lines())
+
+    ray.get = lambda reference: reference.result()
+    with pytest.raises(UserError, match=r"tasks of the grid ended: .*; the same command"):
+        list(grids._lines_of([Part(0, 1, True)], start))
+    assert len(starts) == count
+
+
+@pytest.mark.parametrize(
+    ("deadline", "says"),
+    [
+        ("ANSWER_S", r"hangs: process 7 on a does not answer for 0 s; end it"),
+        ("PLACE_S", "Ray found no room"),
+        ("SILENT_S", "no run of the grid ended within 0 s: process 7 on a hangs"),
+    ],
+)
+def test_deadlines(ray, monkeypatch, deadline, says):
+    ends = threading.Event()
+
+    def lines():
+        while deadline == "SILENT_S":
+            yield grids.BEAT, PLACE
+        if deadline == "ANSWER_S":
+            yield grids.BEAT, PLACE
+        ends.wait(30)
+
+    monkeypatch.setattr(grids, deadline, 0.2)
+    with pytest.raises(UserError, match=says):
+        list(grids._lines_of([Part(0, 1, True)], lambda part: Stream(ray, lines())))
+    ends.set()
+
+
+def test_a_task_says_where_it_is_while_a_run_goes_on(monkeypatch):
+    ends = threading.Event()
+    monkeypatch.setattr(grids, "BEAT_S", 0.01)
+    monkeypatch.setattr(grids, "_run", lambda *given: ends.wait(30))
+    lines = run_part({}, ".", Part(0, 1, True), set())
+    assert [next(lines) for _ in range(3)] == [(grids.BEAT, grids._place())] * 3
+    ends.set()
+    assert all(name == grids.BEAT for name, _ in lines)

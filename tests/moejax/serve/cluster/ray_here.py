@@ -20,6 +20,10 @@ class RayError(Exception):
     """The base of what Ray raises."""
 
 
+class RayTaskError(RayError):
+    """A Python error in a task."""
+
+
 class Stream:
     """What a task yields, as Ray's generators of references."""
 
@@ -58,7 +62,7 @@ class RayHere:
     """Stands for the module ray, with two nodes that have this machine's CPUs: jax has started
     with so many threads."""
 
-    exceptions = SimpleNamespace(RayError=RayError)
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
     util = SimpleNamespace(
         scheduling_strategies=SimpleNamespace(
             NodeAffinitySchedulingStrategy=lambda node, soft: node
