@@ -30,6 +30,7 @@ from moejax.start.fields import Description, of_fields
 from moejax.start.options import refuse_cache_aware
 
 if TYPE_CHECKING:
+    from moejax.requests.request import Prompt
     from moejax.serve.batch.job import OpenJob
 
 MAX_TOKENS = 128
@@ -85,6 +86,8 @@ examples:
       a quarter of the experts in the arena, the rest fetched when needed; the same text
   moejax generate "def main():" --model /models/Qwen3-30B-A3B --memory 16GiB
       a Hugging Face directory in 16 GiB of arena
+  moejax generate "What is 3 times 14?" --chat --system "Answer in one sentence."
+      the prompt as a message, in the model's chat template
   moejax generate - < prompt.txt > out.txt
       the prompt from standard input; only generated text goes to standard output
   moejax generate --input prompts.jsonl --output out.jsonl --temperature 0
@@ -125,6 +128,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads stdin"
     )
+    generate.add_argument(
+        "--chat", action="store_true", help="PROMPT is a message: apply the model's chat template"
+    )
+    generate.add_argument("--system", metavar="TEXT", help="with --chat, the system's message")
     add_model_option(generate)
     files = generate.add_argument_group("files")
     files.add_argument(
@@ -161,6 +168,8 @@ def _run(args: argparse.Namespace) -> int:
         and args.output is None,
         "--output, --on-error and --overwrite need --input": jobs and not files,
         "--timeline is of a PROMPT, not of --input": args.timeline is not None and files,
+        "--chat is of a PROMPT; a line of --input may have messages": args.chat and files,
+        "--system needs --chat": args.system is not None and not args.chat,
         "--ray needs --input FILE": wants_cluster(args) and not files,
     }
     for message, applies in wrong.items():
@@ -179,7 +188,10 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
-    prompt = _read_prompt(args.prompt)
+    prompt: Prompt = _read_prompt(args.prompt)
+    if args.chat:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        prompt = {"messages": [*system, {"role": "user", "content": prompt}]}
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale that cannot show a character must not end the run.
         sys.stdout.reconfigure(errors="replace")
@@ -339,7 +351,7 @@ def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
-def write_stream(llm: Any, prompt: str, params: SamplingParams) -> None:
+def write_stream(llm: Any, prompt: Prompt, params: SamplingParams) -> None:
     """Write the text as it comes, and a newline at the end also when it ends early."""
     piece = last = ""
     ended = False

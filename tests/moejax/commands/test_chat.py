@@ -38,6 +38,12 @@ def test_every_answer_is_to_the_conversation_so_far(talk):
     assert "42" in out
 
 
+def test_generate_answers_one_message(talk, capsys):
+    answer = talk("What is 3 times 14?\n")[1]
+    assert main(["generate", "What is 3 times 14?", "--chat", "--quiet", *OPTIONS]) == 0
+    assert capsys.readouterr().out == answer
+
+
 def test_commands_within_a_conversation(talk):
     text = "What is 3 times 14?\n"
     once = talk(text)[1]

@@ -86,6 +86,13 @@ def test_options_reach_the_engine_and_the_request(fake):
     )
 
 
+def test_a_chat_is_messages_in_place_of_a_prompt(fake):
+    assert cli.main(["generate", "x", "--chat", "--system", "Be short."]) == 0
+    system, user = fake.calls["prompt"]["messages"]
+    assert system == {"role": "system", "content": "Be short."}
+    assert user == {"role": "user", "content": "x"}
+
+
 def test_json_is_one_object_on_stderr(fake, capsys):
     assert cli.main(["generate", "The", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -44,6 +44,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["generate", "x", "--device", "gpu"], "jax can use no gpu here"),
         ([*JOB, "--timeline", "t.json"], "--timeline is of a PROMPT"),
         (["generate", "x", *JOB[1:]], "PROMPT and --input exclude each other"),
+        (["generate", "--chat", *JOB[1:]], "--chat is of a PROMPT"),
+        (["generate", "x", "--system", "y"], "--system needs --chat"),
         (["generate", "--input", "f"], "--input needs --output FILE"),
         (["generate", "x", "--overwrite"], "--output, --on-error and --overwrite need --input"),
         ([*JOB, "--on-error", "x"], "invalid choice: 'x'"),
