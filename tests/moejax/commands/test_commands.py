@@ -108,10 +108,6 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["trace", "info", "/no/t"], "/no/t is no trace"),
         (["trace", "info", "x", "--jsn"], "did you mean '--json'?\nmoejax trace info --help"),
         (["trace", "convert", "/no/a.npy", "t", "--experts", "4"], "cannot read /no/a.npy"),
-        (["trace", "generate", "t", "--kind", "gauss"], "routing is one of qwen3-like, uniform"),
-        (["trace", "generate", "t", "--tokens", "0"], "tokens beyond the prompt"),
-        (["trace", "generate", "t", "--sequences", "0"], "at least one sequence"),
-        (["trace", "generate", "t", "--top-k", "200"], "top_k ≤ experts"),
         (["trace", "info", "/no/t"], "/no/t is no trace"),
     ],
     "calibrate": [
