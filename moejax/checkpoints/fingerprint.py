@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import operator
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -80,7 +81,7 @@ def _pieces(path: pathlib.Path) -> Iterator[bytes]:
         if path.suffix == ".safetensors":
             length = int.from_bytes(file.read(8), "little")
             yield (header := file.read(min(length, size)))
-            places += _tensor_places(header)
+            places += (place for place in _tensor_places(header) if 0 <= place < size)
         for place in places:
             file.seek(place)
             yield file.read(SAMPLE)
@@ -94,5 +95,5 @@ def _tensor_places(header: bytes) -> list[int]:
         tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
         for first, last in (each["data_offsets"] for each in tensors):
             middle, end = (first + last) // 2, max(first, last - SAMPLE)
-            places += [data + first, data + middle, data + end]
+            places += [data + operator.index(place) for place in (first, middle, end)]
     return places

@@ -13,6 +13,8 @@ from moejax.checkpoints import fingerprint as module
 from moejax.checkpoints.fingerprint import file_fingerprint, fingerprint
 from moejax.models.hub import model_directory
 
+HOSTILE_OFFSETS = b"[0, 1e300]", b"[0.5, 1]", b"[-9999, 5]", b"[0, 99999999999999999999999]"
+
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
@@ -55,8 +57,10 @@ def test_one_other_tensor_counts(copy, monkeypatch):
 def test_a_large_file_whose_header_is_bad_has_a_fingerprint_too(copy):
     (copy / "model.safetensors").write_bytes(b"\xff" * (1 << 21))
     first = fingerprint(copy)
-    (copy / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]" + bytes(1 << 21))
-    assert fingerprint(copy) != first
+    for header in (b"[]", *(b'{"a":{"data_offsets":%s}}' % each for each in HOSTILE_OFFSETS)):
+        begin = len(header).to_bytes(8, "little") + header
+        (copy / "model.safetensors").write_bytes(begin + bytes(1 << 21))
+        assert fingerprint(copy) != first
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
