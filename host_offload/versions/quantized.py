@@ -61,12 +61,11 @@ class QuantizedMatrix:
 
     def dequantize(self, first: int, out: np.ndarray) -> None:
         """Fills float32[n, in] with the weights of rows from `first` on."""
-        across, last = self.encoding.across, first + len(out)
-        scales = self.scales[first // across : -(-last // across)].astype(np.float32)
-        scales = np.repeat(scales, across, 0)[first % across :][: len(out)]
-        each = self.encoding.groups[0] or self.codes.shape[1]
+        last, width = first + len(out), self.codes.shape[1]
+        rows = np.arange(first, last) // self.encoding.across
+        columns = np.arange(width) // (self.encoding.groups[0] or width)
         np.take(self.encoding.values, self.codes[first:last], out=out)
-        out *= np.repeat(scales, each, 1)[:, : out.shape[1]]
+        out *= self.scales[rows].astype(np.float32)[:, columns]
         if self.encoding.product is not None:
             out[:] = out.astype(_DTYPES[self.encoding.product])
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from host_offload.versions.quantized import QuantizedMatrix
 from moejax import LLM, SamplingParams
 from moejax.checkpoints.conversion import convert
 from moejax.checkpoints.load import load_checkpoint
 from moejax.errors import UserError
 from pallas_kernels.records import decode
-from pallas_kernels.records.format import SCALE_BYTES
+from pallas_kernels.records.format import SCALE_BYTES, encoding_of
 from tests.moejax.quantized_models import FORMATS, quantized_model
 from tests.moejax.transformers_models import logprobs
 
@@ -237,6 +239,20 @@ def test_what_no_weight_can_be_made_of_is_refused_by_its_name(case, sources, tmp
     path = changed(sources[source], tmp_path / "model", edit(*arguments))
     with pytest.raises(UserError, match=message):
         load_checkpoint(path, versions=(SOURCES[source],))
+
+
+def test_blocks_larger_than_the_matrix_take_no_memory():
+    matrix = QuantizedMatrix(
+        np.full((2048, 64), 0x38, np.uint8), np.ones((1, 1)), encoding_of("fp8-65536x65536-f32")
+    )
+    out = np.empty((2048, 64), np.float32)
+    tracemalloc.start()
+    try:
+        matrix.dequantize(0, out)
+        assert tracemalloc.get_traced_memory()[1] < 10 * out.nbytes
+    finally:
+        tracemalloc.stop()
+    assert (out == 1).all()
 
 
 def test_scales_beyond_float16_are_refused_in_such_a_run(sources, tmp_path):
