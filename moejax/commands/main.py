@@ -28,6 +28,7 @@ from moejax.commands import (
     generate,
     info,
     plan,
+    serve,
     trace,
     train_predictor,
 )
@@ -41,7 +42,7 @@ STUCK_S = 1.5
 """How long Ctrl-C waits for the main thread to leave native code."""
 
 COMMANDS = (
-    *(generate, chat, eval, ablate, info, convert, trace, calibrate, plan),
+    *(generate, chat, serve, eval, ablate, info, convert, trace, calibrate, plan),
     *(train_predictor, doctor, check_gpu),
 )
 """Modules with ``add_parser(commands)``, which adds commands whose default `run` takes the parsed

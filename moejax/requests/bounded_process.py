@@ -53,12 +53,16 @@ class BoundedProcess:
         with self._turn:
             self._connect()
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Renders messages by the chat template, including the beginning of the answer. Raises
-        UserError as encode does, and for messages that the template refuses."""
+    def render(self, messages: list[dict[str, Any]], named: dict[str, Any]) -> str:
+        """Renders messages by the chat template, including the beginning of the answer.
+
+        - `named`: more names of the template and their values.
+
+        Raises UserError as encode does, and for messages that the template refuses.
+        """
         tokenizer = self._tokenizer
         given = {"template": tokenizer.get_chat_template(), "names": tokenizer.special_tokens_map}
-        return self._ask("render", given, messages)
+        return self._ask("render", given, [messages, named])
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """The token ids of a text.
@@ -169,11 +173,12 @@ def serve(connection: Connection) -> None:
         if what == "encode":
             text, special_tokens = work
             return known["tokenizer"].encode(text, add_special_tokens=special_tokens).ids
+        messages, named = work
         (text,), _ = render_jinja_template(
-            conversations=[work],
+            conversations=[messages],
             chat_template=known["template"],
             add_generation_prompt=True,
-            **known["names"],
+            **(known["names"] | named),
         )
         return text
 

@@ -25,6 +25,15 @@ QUICK_TEXT = 1 << 15
 """Characters of a text that a plain tokenizer encodes within milliseconds, whatever they are."""
 
 
+_TEMPLATE_ARGUMENTS = frozenset(
+    (
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversations"),
+        *("documents", "messages", "return_assistant_tokens_mask", "tools"),
+    )
+)
+"""What the function that renders a template takes itself."""
+
+
 class PromptEncoder:
     """Encodes prompts to token ids, within limits of time and memory. Any thread may call it.
 
@@ -50,7 +59,7 @@ class PromptEncoder:
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self._token_ids(prompt["prompt_token_ids"])
             if prompt.get("messages") is not None:
-                return None, self._encode(self._render(prompt["messages"]), False)
+                return None, self._encode(self._render(prompt), False)
             if prompt.get("prompt") is None:
                 raise UserError(
                     "a prompt given as a dict needs 'prompt', 'prompt_token_ids' or 'messages'"
@@ -118,16 +127,22 @@ class PromptEncoder:
                 ids = self._bounded.encode(text, special_tokens)
         return self._fitting(ids)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, prompt: Mapping[str, Any]) -> str:
+        messages, named = prompt["messages"], prompt.get("chat_template_kwargs") or {}
         if self._tokenizer is None or self._bounded is None or not self._tokenizer.chat_template:
             raise UserError(
                 f"{self._model} has no chat template; use generate() with a prompt, or add a "
                 "chat_template to its tokenizer_config.json"
             )
+        if not isinstance(named, Mapping) or (taken := _TEMPLATE_ARGUMENTS & named.keys()):
+            what = f"have {min(taken)!r}" if isinstance(named, Mapping) else f"be {shown(named)}"
+            raise UserError(
+                f"chat_template_kwargs cannot {what}; it maps names of the chat template to values"
+            )
         try:
             if not messages:
                 raise UserError("there are no messages; provide at least one")
-            return self._bounded.render([dict(message) for message in messages])
+            return self._bounded.render([dict(message) for message in messages], dict(named))
         except Exception as error:
             # Templates refuse messages by raising. A template is a program from the checkpoint,
             # and none of its other errors may end the engine.

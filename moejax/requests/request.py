@@ -17,7 +17,8 @@ from moejax.requests.sampling_params import SamplingParams
 from moejax.requests.stopping import Ending
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`."""
+"""Text, token ids, or a mapping with `prompt`, `prompt_token_ids`, or `messages` and perhaps
+`chat_template_kwargs`, values of names in the chat template."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -144,6 +144,11 @@ class AsyncLLM:
         """`LLM.stats`, between two steps."""
         return await self._engine.call(self._llm.stats)
 
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when a step failed, UserError when the AsyncLLM is closed."""
+        with self._engine.open():
+            pass
+
     async def close(self) -> None:
         """Ends all requests, whose readers get a UserError, and the engine's thread, after the step
         that is running; then frees the model, or gives the LLM back. Idempotent. Raises as

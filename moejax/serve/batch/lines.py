@@ -30,7 +30,14 @@ IGNORED_FIELDS = frozenset(
 
 _SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-LINE_FIELDS = _SAMPLING_FIELDS | IGNORED_FIELDS | {*_PROMPT_FIELDS, "id", "session_id", "priority"}
+LINE_FIELDS = (
+    _SAMPLING_FIELDS
+    | IGNORED_FIELDS
+    | {
+        *_PROMPT_FIELDS,
+        *("id", "session_id", "priority", "chat_template_kwargs"),
+    }
+)
 """What a plain line may have."""
 _GIVEN_ID = re.compile(r"line-[0-9]+")
 
@@ -104,7 +111,9 @@ def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any],
     """The line with what is in it, or with what is wrong with it. seen: digests of the ids before
     it, to which its own is added."""
     try:
-        fields = _json_object(raw, line.number)
+        if len(raw) > MOST_LINE:
+            raise UserError(f"the line is longer than {MOST_LINE} bytes, the most that is read")
+        fields = read_json_object(raw, "utf-8-sig" if line.number == 1 else "utf-8")
         line = dataclasses.replace(line, openai="custom_id" in fields or "body" in fields)
         id = _id(fields, line)
         digest = _digest(json.dumps(id).encode(), 16)
@@ -115,20 +124,24 @@ def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any],
         if line.openai:
             url, fields = completion_request(fields)
             line = dataclasses.replace(line, url=url, model=_string(fields, "model"))
-        return dataclasses.replace(line, request=_request(fields, sampling, seed, id))
+        request = read_request(fields, sampling)
+        if request.sampling_params.seed is None:
+            params = dataclasses.replace(request.sampling_params, seed=derived_seed(seed, id))
+            request = dataclasses.replace(request, sampling_params=params)
+        return dataclasses.replace(line, request=request)
     # Whatever a line does is that line's error.
     except Exception as error:
         return dataclasses.replace(line, error=str(error) or type(error).__name__)
 
 
-def _json_object(raw: bytes, number: int) -> dict[str, Any]:
+def read_json_object(raw: bytes, encoding: str = "utf-8") -> dict[str, Any]:
+    """A JSON object with text that a tokenizer takes. Raises UserError for anything else."""
+
     def refuse_constant(constant: str):
         raise UserError(f"{constant} is not JSON")
 
-    if len(raw) > MOST_LINE:
-        raise UserError(f"the line is longer than {MOST_LINE} bytes, the most that is read")
     try:
-        text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        text = raw.decode(encoding)
         fields = json.loads(text.rstrip(), parse_constant=refuse_constant)
         if "\\ud" in text.lower():
             # Half of a surrogate pair is JSON but no text; no tokenizer takes it.
@@ -141,7 +154,7 @@ def _json_object(raw: bytes, number: int) -> dict[str, Any]:
         raise UserError("not JSON that can be read: it is nested too deeply") from None
     except json.JSONDecodeError as error:
         what = f"not JSON: {error.msg}, at character {error.pos + 1}"
-        plain = "" if text.lstrip().startswith("{") else f"; each line is an object, like {EXAMPLE}"
+        plain = "" if text.lstrip().startswith("{") else f"; a request is an object, like {EXAMPLE}"
         raise UserError(f"{what}{plain}") from None
     if not isinstance(fields, dict):
         raise UserError(f"not a JSON object but {_kind(fields)}; one is like {EXAMPLE}")
@@ -163,9 +176,13 @@ def _id(fields: Mapping[str, Any], line: Line) -> str | int:
     raise UserError(f"{name} must be {kinds} that is not empty, got {json.dumps(id)}")
 
 
-def _request(
-    fields: Mapping[str, Any], sampling: Mapping[str, Any], seed: int, id: str | int
-) -> GenerationRequest:
+def read_request(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> GenerationRequest:
+    """The request of a plain line's fields.
+
+    - `sampling`: SamplingParams fields where these do not say otherwise.
+
+    Raises UserError for unknown fields, values that can never be, and anything but one prompt.
+    """
     fields = {name: value for name, value in fields.items() if value is not None}
     for name in fields:
         if name not in LINE_FIELDS:
@@ -176,10 +193,13 @@ def _request(
         found = " and ".join(prompts) or "none"
         raise UserError(f"one of {', '.join(_PROMPT_FIELDS)} is needed, found {found}")
     given = dict(sampling) | {n: _value(v) for n, v in fields.items() if n in _SAMPLING_FIELDS}
-    if given.get("seed") in (None, -1):
-        given["seed"] = derived_seed(seed, id)
+    prompt = _prompt(prompts[0], fields[prompts[0]])
+    if (named := fields.get("chat_template_kwargs")) is not None:
+        if not isinstance(prompt, dict):
+            raise UserError("chat_template_kwargs needs messages")
+        prompt["chat_template_kwargs"] = named
     return GenerationRequest(
-        prompt=_prompt(prompts[0], fields[prompts[0]]),
+        prompt=prompt,
         sampling_params=SamplingParams(**given),
         session_id=_string(fields, "session_id"),
         priority=fields.get("priority", 0),
@@ -204,7 +224,7 @@ def _prompt(name: str, value: Any) -> str | list[int] | dict[str, Any]:
     ids = _list(name, value)
     if not all(map(is_integer, ids)):
         kinds = "text or token ids" if name == "prompt" else "token ids, which are integers"
-        raise UserError(f"{name} must be {kinds}; several prompts need a line each")
+        raise UserError(f"{name} must be {kinds}; several prompts need a request each")
     return ids
 
 

@@ -1,4 +1,4 @@
-"""OpenAI batch lines: their envelope, and the request body's fields under vLLM's names.
+"""OpenAI requests: their fields under vLLM's names, and the envelope of batch lines.
 
 Source: OpenAI's Batch API reference, "The request input object", and the request bodies of
 /v1/completions and /v1/chat/completions.
@@ -31,10 +31,8 @@ _NEUTRAL: dict[str, tuple] = {
 
 
 def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(url, the body as a plain line's fields) of an OpenAI batch line; null fields are left out.
-
-    Raises UserError for another method or url, and for fields that contradict each other.
-    """
+    """(url, the body as a plain line's fields) of an OpenAI batch line. Raises UserError for
+    another method or url, and as rename_fields does."""
     if unknown := set(fields) - {"custom_id", "method", "url", "body"}:
         raise UserError(f"the field {min(unknown)!r} is not supported beside custom_id and body")
     if fields.get("method", "POST") != "POST":
@@ -45,12 +43,18 @@ def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     body = fields.get("body")
     if not isinstance(body, dict):
         raise UserError("body must be an object")
+    return url, rename_fields(url, body)
+
+
+def rename_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request as a plain line's fields; null fields are left out. Raises UserError
+    for fields that are not supported, are of another url, or contradict each other."""
     body = {name: value for name, value in body.items() if value is not None}
     for name, neutral in _NEUTRAL.items():
         if name in body and _json(body.pop(name)) not in map(_json, neutral):
             raise UserError(f"the field {name!r} is not supported")
     if "id" in body:
-        raise UserError("the field 'id' is not supported in body; custom_id names a line")
+        raise UserError("the field 'id' is not supported in a request's body")
     if "max_completion_tokens" in body:
         most = body.pop("max_completion_tokens")
         if body.setdefault("max_tokens", most) != most:
@@ -61,7 +65,7 @@ def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UserError(f"the field {wrong!r} is not one of {url}")
     if url == CHAT:
         _chat_logprobs(body)
-    return url, body
+    return body
 
 
 def _chat_logprobs(body: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def success(
             record |= sequences[0]
         else:
             record["outputs"] = [{"index": i, **s} for i, s in enumerate(sequences)]
-        record |= _prompt_logprobs(output) | {"usage": _usage(output), "error": None}
+        record |= prompt_logprobs_of(output) | {"usage": usage_of(output), "error": None}
     metrics = _metrics(output) | ({} if job is None else {"job": job})
     return _encode(record | {"metrics": metrics})
 
@@ -78,25 +78,27 @@ def _openai_record(line: Line, response: dict, error: dict | None) -> dict[str, 
 def _openai_body(line: Line, output: RequestOutput, model: str) -> dict[str, Any]:
     chat = line.url == CHAT
     digest = line.request_id.removeprefix("req_")
-    usage = _usage(output)
+    usage = usage_of(output)
+    top = None if line.request is None else line.request.sampling_params.logprobs
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",
         # Clients want the field; the time is among the metrics.
         "created": 0,
         "model": line.model or model,
-        "choices": [_choice(completion, chat, line) for completion in output.outputs],
-        **_prompt_logprobs(output),
+        "choices": [choice_of(completion, chat, top or 0) for completion in output.outputs],
+        **prompt_logprobs_of(output),
         "usage": {**usage, "total_tokens": sum(usage.values())},
     }
 
 
-def _choice(completion: CompletionOutput, chat: bool, line: Line) -> dict[str, Any]:
+def choice_of(completion: CompletionOutput, chat: bool, top: int) -> dict[str, Any]:
+    """OpenAI's choice, of a chat or a completion. top: how many likeliest tokens were asked for."""
     logprobs = None
     if chat:
         content: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text}}
-        if completion.logprobs is not None and line.request is not None:
-            logprobs = _chat_logprobs(completion, line.request.sampling_params.logprobs or 0)
+        if completion.logprobs is not None:
+            logprobs = _chat_logprobs(completion, top)
     else:
         content = {"text": completion.text}
         if completion.logprobs is not None:
@@ -161,7 +163,7 @@ def _sequence(completion: CompletionOutput) -> dict[str, Any]:
     return fields
 
 
-def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
+def prompt_logprobs_of(output: RequestOutput) -> dict[str, Any]:
     """prompt_logprobs, with the prompt's ids, which say which entry belongs to which token."""
     found = output.prompt_logprobs
     if found is None:
@@ -196,7 +198,8 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def _usage(output: RequestOutput) -> dict[str, int]:
+def usage_of(output: RequestOutput) -> dict[str, int]:
+    """Counts of tokens, under OpenAI's names."""
     return {
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": sum(len(c.token_ids) for c in output.outputs),

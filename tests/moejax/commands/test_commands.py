@@ -31,6 +31,13 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (("chat", "--max-tokens", "0"), "max_tokens must be"),
         (("chat", "--expert-budget", "25"), "25%"),
     ],
+    "serve": [
+        (["serve", "--model", "/nowhere", "--port", "0"], "/nowhere: no such directory"),
+        (["serve", "--port", "70000"], "--port must be in [0, 65535], got 70000"),
+        (["serve", "--host", "nowhere.invalid"], "nowhere.invalid, port 8000, cannot be used"),
+        (["serve", "--api-key", ""], "--api-key is empty"),
+        (["serve", "--expert-budget", "25"], "25%"),
+    ],
     "generate": [
         (["generate"], "the following arguments are required: PROMPT (or --input FILE)"),
         (["generate", "x", "--model", "/no/model"], "/no/model: no such directory"),

@@ -619,7 +619,7 @@ BAD = [
     ({"id": "line-7", "prompt": "x"}, "id 'line-7' is reserved for line 7"),
     ({"id": "x"}, "one of prompt, prompt_token_ids, messages is needed, found none"),
     ({"prompt": "x", "messages": []}, "found prompt and messages"),
-    ({"prompt": ["x", "y"]}, "several prompts need a line each"),
+    ({"prompt": ["x", "y"]}, "several prompts need a request each"),
     ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be token ids"),
     ({"prompt": "x", "max_tokns": 5}, "'max_tokns' is not supported, did you mean 'max_tokens'"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
@@ -643,7 +643,7 @@ BAD_OPENAI = [
     (openai("c", "x"), "body must be an object"),
     (openai("c", {"prompt": "x"}, CHAT), "the field 'prompt' is not one of /v1/chat/completions"),
     (openai("c", {"messages": []}), "the field 'messages' is not one of /v1/completions"),
-    (openai("c", {"prompt": "x", "id": "d"}), "'id' is not supported in body"),
+    (openai("c", {"prompt": "x", "id": "d"}), "'id' is not supported in a request"),
     (openai("c", {"prompt": "x", "echo": True}), "the field 'echo' is not supported"),
     (
         openai("c", {"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}),

@@ -1,0 +1,101 @@
+"""``moejax serve``: OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from moejax.commands import add_command, say
+from moejax.commands.model import add_model_option, add_model_options, engine_options, start_llm
+from moejax.errors import UserError
+
+if TYPE_CHECKING:
+    from moejax import LLM
+
+_EPILOG = """\
+examples:
+  moejax serve
+      the embedded model at http://127.0.0.1:8000/v1
+  moejax serve --model Qwen/Qwen3-30B-A3B --memory 16GiB --host 0.0.0.0 --api-key SECRET
+      a model of the Hugging Face hub, for other machines too
+
+  SIGTERM ends it when the running requests have ended; so does Ctrl-C, and a second one at once.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    serve = add_command(
+        commands, "serve", _run, "answer requests over HTTP, as OpenAI's API", _EPILOG
+    )
+    add_model_option(serve)
+    server = serve.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
+    server.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port; 0: a free one (default: 8000)"
+    )
+    server.add_argument("--api-key", metavar="KEY", help="the key that clients must send")
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name for clients (default: PATH)"
+    )
+    add_model_options(serve)
+    serve.set_defaults(json=False)
+    serve.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    if args.api_key == "":
+        raise UserError("--api-key is empty; leave it out, or name a key")
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"the server needs {error.name}, which is not installed here: pip install "
+            "'moejax[serve]'"
+        ) from None
+    # Before the model is read, since that may take long.
+    with _bind(args.host, args.port) as bound, start_llm(args, options) as llm:
+        asyncio.run(_serve(args, llm, bound))
+    return 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that refuses connections until it listens. Raises UserError for an address that
+    cannot be used."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port must be in [0, 65535], got {port}")
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise UserError(
+            f"{host}, port {port}, cannot be used ({error.strerror}); choose another --host or "
+            "--port"
+        ) from None
+    return bound
+
+
+async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> None:
+    import uvicorn
+
+    from moejax.serve.async_llm import AsyncLLM
+    from moejax.serve.http.app import make_app
+
+    name = args.served_model_name or args.model
+    host, port = bound.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # uvicorn sends itself the signal again when it has ended.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    async with AsyncLLM(llm) as served:
+        app = make_app(llm, served, name, args.api_key)
+        # Connections wait from now on.
+        bound.listen(128)
+        say(f"{name} answers at http://{address}/v1")
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
+        await uvicorn.Server(config).serve([bound])

@@ -1,0 +1,303 @@
+"""OpenAI's HTTP API over an AsyncLLM: routes and answers.
+
+Source: https://platform.openai.com/docs/api-reference, "Chat Completions" and "Completions".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moejax.errors import UserError
+from moejax.requests.outputs import CompletionOutput, RequestOutput
+from moejax.requests.request import GenerationRequest
+from moejax.serve.async_llm import AsyncLLM
+from moejax.serve.batch.openai_fields import CHAT, COMPLETIONS
+from moejax.serve.batch.result_lines import choice_of, prompt_logprobs_of, usage_of
+from moejax.serve.engine_thread import EngineDeadError
+from moejax.serve.http.openai_requests import Asked, Refusal, read_asked
+from moejax.serve.llm import LLM
+
+MOST_BODY = 8 * 2**20
+"""Bytes of a request's body. It is read on the event loop, which all requests share."""
+
+T = TypeVar("T")
+
+
+def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None) -> ASGIApp:
+    """The server's routes.
+
+    - `served`: runs `llm`.
+    - `model`: the name that clients use.
+    - `api_key`: what clients must send as `Authorization: Bearer KEY`, except to /health.
+    """
+    began, longest = int(time.time()), llm.engine.scheduler.max_model_len
+
+    async def health(request: Request) -> Response:
+        await served.check_health()
+        return Response()
+
+    async def models(request: Request) -> Response:
+        card = {"id": model, "object": "model", "created": began, "owned_by": "moejax"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": longest}]})
+
+    async def answer(url: str, request: Request) -> Response:
+        asked = read_asked(url, await _read_body(request), model)
+
+        async def begin() -> tuple[AsyncGenerator[RequestOutput, None], RequestOutput]:
+            fitted = await asyncio.to_thread(_fit, llm, asked.request) if asked.fits else None
+            one = fitted or asked.request
+            outputs = served.generate(
+                *(one.prompt, one.sampling_params),
+                priority=one.priority,
+                last_only=not asked.stream,
+            )
+            return outputs, await anext(outputs)
+
+        # With the first output it is known that the request can run.
+        outputs, first = await _unless_gone(request, begin())
+        kind = "chat.completion" if asked.chat else "text_completion"
+        head = {
+            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if asked.chat and asked.stream else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        if asked.stream:
+            return _EventStream(asked, head, outputs, first)
+        await outputs.aclose()
+        top = asked.request.sampling_params.logprobs or 0
+        choices = [choice_of(completion, asked.chat, top) for completion in first.outputs]
+        return JSONResponse(
+            head | {"choices": choices, **prompt_logprobs_of(first), "usage": _count(first)}
+        )
+
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            *(Route(url, partial(answer, url), methods=["POST"]) for url in (CHAT, COMPLETIONS)),
+        ],
+        exception_handlers=dict.fromkeys(_ERRORS, _answer_error)
+        | {ClientDisconnect: _answer_nobody},
+    )
+    return app if api_key is None else _require_key(app, api_key)
+
+
+# ---- requests
+
+
+async def _read_body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Pages of other sites may make a browser send other types, without asking first.
+        raise Refusal(415, "the header Content-Type must be application/json")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MOST_BODY:
+            raise Refusal(413, f"the body is longer than {MOST_BODY} bytes, the most that is read")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _fit(llm: LLM, asked: GenerationRequest) -> GenerationRequest:
+    """The request with the tokens of its prompt, and with as many for the answer as the context has
+    room for."""
+    _, ids = llm.encoder(asked.prompt)
+    room = max(1, llm.engine.scheduler.max_model_len - len(ids))
+    params = dataclasses.replace(asked.sampling_params, max_tokens=room)
+    return dataclasses.replace(asked, prompt=ids, sampling_params=params)
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises ClientDisconnect
+    then."""
+
+    async def wait_for_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(wait_for_end())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def _require_key(app: ASGIApp, key: str) -> ASGIApp:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, b"Bearer " + key.encode()):
+                refusal = Refusal(401, "the API key is missing or wrong", None, "invalid_api_key")
+                await _error_response(refusal)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return checked
+
+
+# ---- answers
+
+
+def _count(output: RequestOutput) -> dict[str, Any]:
+    usage = usage_of(output)
+    cached = 0 if output.metrics is None else output.metrics.cached_tokens
+    return {
+        **usage,
+        "total_tokens": sum(usage.values()),
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class _EventStream(StreamingResponse):
+    """Chunks as they come. The request is cancelled when the client goes away."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        head: dict[str, Any],
+        outputs: AsyncGenerator[RequestOutput, None],
+        first: RequestOutput,
+    ):
+        self._outputs = outputs
+        super().__init__(
+            _events(asked, head, outputs, first),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._outputs):
+            await super().__call__(scope, receive, send)
+
+
+async def _events(
+    asked: Asked,
+    head: dict[str, Any],
+    outputs: AsyncGenerator[RequestOutput, None],
+    first: RequestOutput,
+) -> AsyncGenerator[str, None]:
+    count = {"usage": None} if asked.include_usage else {}
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+        return _event({**head, "choices": choices, **count, **more})
+
+    top = asked.request.sampling_params.logprobs or 0
+    pieces = [_Pieces(asked.chat, top) for _ in first.outputs]
+    try:
+        if asked.chat:
+            for each in first.outputs:
+                delta = {"role": "assistant", "content": ""}
+                choice = {"logprobs": None, "finish_reason": None}
+                yield chunk([{"index": each.index, "delta": delta, **choice}])
+        output = first
+        while True:
+            for piece, completion in zip(pieces, output.outputs, strict=True):
+                if (choice := piece.next(completion)) is not None:
+                    yield chunk([choice])
+            if output.finished:
+                break
+            output = await anext(outputs)
+        if asked.include_usage:
+            yield chunk([], usage=_count(output))
+    except (UserError, EngineDeadError) as error:
+        yield _event(_error_body(error))
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+@dataclasses.dataclass
+class _Pieces:
+    """One sequence, piece by piece."""
+
+    chat: bool
+    top: int
+    text: int = 0
+    tokens: int = 0
+    token_text: int = 0
+    """Characters of the texts of tokens, as logprobs of completions count them."""
+    ended: bool = False
+
+    def next(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """The choice with what is new; None: nothing is."""
+        logprobs = completion.logprobs
+        piece = dataclasses.replace(
+            completion,
+            text=completion.text[self.text :],
+            token_ids=completion.token_ids[self.tokens :],
+            logprobs=None if logprobs is None else logprobs[self.tokens :],
+        )
+        if self.ended or not (piece.text or piece.finished() or piece.logprobs):
+            return None
+        self.text, self.tokens = len(completion.text), len(completion.token_ids)
+        self.ended = piece.finished()
+        choice = choice_of(piece, self.chat, self.top)
+        if self.chat:
+            choice["delta"] = {"content": choice.pop("message")["content"]}
+        elif (found := choice["logprobs"]) is not None:
+            found["text_offset"] = [self.token_text + offset for offset in found["text_offset"]]
+            self.token_text += sum(map(len, found["tokens"]))
+        return choice
+
+
+# ---- errors
+
+_ERRORS = (Refusal, UserError, EngineDeadError, HTTPException, Exception)
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, Refusal):
+        return error.status
+    if isinstance(error, HTTPException):
+        return error.status_code
+    if isinstance(error, EngineDeadError):
+        return 503
+    return 400 if isinstance(error, UserError) else 500
+
+
+def _error_body(error: Exception) -> dict[str, Any]:
+    status = _status(error)
+    said = {
+        "message": "the server failed; its log says why" if status == 500 else str(error),
+        "type": "server_error" if status >= 500 else "invalid_request_error",
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
+    return {"error": said}
+
+
+def _error_response(error: Exception) -> Response:
+    return JSONResponse(_error_body(error), _status(error))
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return _error_response(error)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

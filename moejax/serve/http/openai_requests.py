@@ -1,0 +1,85 @@
+"""Bodies of HTTP requests: OpenAI's JSON to a GenerationRequest, or to a typed refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from moejax.errors import UserError, shown
+from moejax.requests.request import GenerationRequest
+from moejax.serve.batch.lines import read_json_object, read_request
+from moejax.serve.batch.openai_fields import CHAT, rename_fields
+
+
+class Refusal(Exception):
+    """A request that is refused, as OpenAI's error body says it."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a body asks for."""
+
+    url: str
+    request: GenerationRequest
+    stream: bool
+    include_usage: bool
+    """The stream ends with the counts of tokens."""
+    fits: bool
+    """The answer may be as long as the context has room for: a chat without max_tokens."""
+
+    @property
+    def chat(self) -> bool:
+        return self.url == CHAT
+
+
+def read_asked(url: str, raw: bytes, model: str) -> Asked:
+    """The request in a body.
+
+    - `url`: of chats or of completions.
+    - `model`: the name that is served.
+
+    Raises Refusal with status 404 for another model, and 400 for everything else that is wrong.
+    """
+    fields: dict[str, Any] = {}
+    try:
+        fields = read_json_object(raw)
+        return _read(url, {k: v for k, v in fields.items() if v is not None}, model)
+    except ValueError as error:  # most are UserError; Python has one for enormous integers
+        words = re.findall(r"\w+", str(error))
+        param = next((word for word in words if word in fields), None)
+        raise Refusal(400, str(error), param) from None
+
+
+def _read(url: str, body: dict[str, Any], model: str) -> Asked:
+    named = body.pop("model", model)
+    if not isinstance(named, str):
+        raise UserError(f"model must be a string, got {shown(named)}")
+    if named != model:
+        raise Refusal(
+            *(404, f"the model {shown(named)} is not here; this server has {model!r}"),
+            *("model", "model_not_found"),
+        )
+    if "session_id" in body:
+        raise UserError("the field 'session_id' is not supported by the server")
+    stream, options = body.pop("stream", False), body.pop("stream_options", {})
+    if not isinstance(stream, bool):
+        raise UserError(f"stream must be true or false, got {shown(stream)}")
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise UserError(f"stream_options is an object with include_usage, got {shown(options)}")
+    if options and not stream:
+        raise UserError("stream_options needs stream: true")
+    include_usage = options.get("include_usage") or False
+    if not isinstance(include_usage, bool):
+        raise UserError(f"stream_options.include_usage must be true or false, got {include_usage}")
+    fields = rename_fields(url, body)
+    request = read_request(fields, {})
+    if stream and request.sampling_params.prompt_logprobs is not None:
+        raise UserError("prompt_logprobs are not part of a stream; leave out stream")
+    return Asked(url, request, stream, include_usage, url == CHAT and "max_tokens" not in fields)

@@ -1,0 +1,316 @@
+"""moejax serve: OpenAI's API over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import openai
+import pytest
+import uvicorn
+
+from moejax import AsyncLLM, SamplingParams
+from moejax.serve.http import app as http_app
+from tests.conftest import REPOSITORY
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEMPLATE = "{{ messages[0]['content'] }}{% if loud %}{{ '!' * loud }}{% endif %}"
+MESSAGES = [{"role": "user", "content": "What is 3 times 14?"}]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+SAMPLED = {"seed": 5, "n": 2, "max_tokens": 12, "top_p": 0.9, "top_k": 50, "ignore_eos": True}
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "stop": ["the"], "max_tokens": 40}
+PLAIN = [GREEDY, SAMPLED, GREEDY | PENALTIES]
+LONG = {"prompt": "The old house", "temperature": 0, "max_tokens": 230, "ignore_eos": True}
+HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+
+
+class Served:
+    """The server of this file, and what LLM.generate said before it began."""
+
+    def __init__(self, llm):
+        params = [SamplingParams(**each) for each in PLAIN]
+        self.texts = [
+            [c.text for c in llm.generate("The old house", each)[0].outputs] for each in params
+        ]
+        room = llm.engine.scheduler.max_model_len - len(llm.encoder({"messages": MESSAGES})[1])
+        self.answer = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=room))[0]
+        self.llm, self.served = llm, AsyncLLM(llm)
+        app = http_app.make_app(llm, self.served, "tiny", "secret")
+        bound = socket.create_server(("127.0.0.1", 0))
+        self.port = bound.getsockname()[1]
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+        self.thread = threading.Thread(target=self.server.run, args=([bound],))
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        asyncio.run(self.served.close())
+
+    def open(self, method: str, url: str, body: object = None, headers=HEADERS):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, url, raw, headers)
+        return connection, connection.getresponse()
+
+    def ask(self, url: str, body: object = None, method: str = "POST", headers=HEADERS):
+        """(status, what was answered)."""
+        connection, response = self.open(method, url, body, headers)
+        raw = response.read()
+        connection.close()
+        return response.status, json.loads(raw) if raw else None
+
+    def events(self, url: str, body: dict) -> list[dict]:
+        connection, response = self.open("POST", url, body | {"stream": True})
+        assert response.status == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *lines, last = response.read().decode().split("\n\n")[:-1]
+        connection.close()
+        assert last == "data: [DONE]" and all(line.startswith("data: {") for line in lines)
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def wait_until_free(self) -> None:
+        """Until no request has rows or pages."""
+        until = time.monotonic() + 20
+        while asyncio.run(self.served.stats())["kv"]["pages"]["running"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    tokenizer = llm.get_tokenizer()
+    tokenizer.chat_template, before = TEMPLATE, tokenizer.chat_template
+    server = Served(llm)
+    yield server
+    server.close()
+    tokenizer.chat_template = before
+
+
+@pytest.fixture(autouse=True)
+def everything_is_free(server):
+    yield
+    server.wait_until_free()
+    assert sorted(server.llm.engine.scheduler.free_rows) == [0, 1, 2, 3]
+
+
+def joined(events: list[dict], take) -> list[str]:
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + take(choice)
+    return [texts[i] for i in sorted(texts)]
+
+
+@pytest.mark.parametrize(("number", "sampling"), [*enumerate(PLAIN)])
+def test_the_text_of_generate_whole_and_streamed(server, number, sampling):
+    body = {"prompt": "The old house", "logprobs": 2, **sampling}
+    status, whole = server.ask(COMPLETIONS, body)
+    assert (status, whole["object"], whole["model"]) == (200, "text_completion", "tiny")
+    assert [choice["text"] for choice in whole["choices"]] == server.texts[number]
+    usage = whole["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+    options = {"stream_options": {"include_usage": True}}
+    *events, last = server.events(COMPLETIONS, body | options)
+    assert joined(events, lambda choice: choice["text"]) == server.texts[number]
+    assert last["choices"] == [] and all(event["usage"] is None for event in events)
+    assert last["usage"]["completion_tokens"] == usage["completion_tokens"]
+    for choice in whole["choices"]:
+        parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        for name, values in choice["logprobs"].items():
+            assert [v for part in parts for v in part["logprobs"][name]] == values
+        ends = [part["finish_reason"] for part in parts]
+        assert ends == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+
+
+def test_a_chat_ends_with_the_context_unless_a_number_is_given(server):
+    body = {"messages": MESSAGES, "temperature": 0}
+    found = server.ask(CHAT, body | {"logprobs": True, "top_logprobs": 2})[1]
+    (choice,) = found["choices"]
+    expected = server.answer.outputs[0]
+    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert len(choice["logprobs"]["content"]) == len(expected.token_ids)
+    assert found["usage"]["prompt_tokens"] == len(server.answer.prompt_token_ids)
+    events = server.events(CHAT, body)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert joined(events, lambda choice: choice["delta"]["content"]) == [expected.text]
+
+    endless = body | {"ignore_eos": True}
+    most = server.ask(CHAT, endless)[1]["usage"]
+    assert most["total_tokens"] == server.llm.engine.scheduler.max_model_len
+    short = server.ask(CHAT, endless | {"max_completion_tokens": 3})[1]["usage"]
+    assert short["completion_tokens"] == 3
+
+
+def test_names_reach_the_chat_template(server):
+    body = {"messages": MESSAGES, **GREEDY}
+    plain = server.ask(CHAT, body)[1]["usage"]["prompt_tokens"]
+    loud = server.ask(CHAT, body | {"chat_template_kwargs": {"loud": 50}})[1]
+    assert loud["usage"]["prompt_tokens"] > plain
+
+
+def test_cached_tokens_are_counted(server):
+    body = {"prompt": list(range(20, 148)), **GREEDY}
+    first, second = (server.ask(COMPLETIONS, body)[1]["usage"] for _ in range(2))
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, second)]
+    assert cached[0] == 0 < cached[1] < 128
+
+
+def test_the_openai_client(server):
+    address = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=address, api_key="secret", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        ask = client.chat.completions.create
+        whole = ask(model="tiny", messages=MESSAGES, temperature=0)
+        text = server.answer.outputs[0].text
+        assert whole.choices[0].message.content == text
+        with ask(model="tiny", messages=MESSAGES, temperature=0, stream=True) as stream:
+            pieces = [chunk.choices[0].delta.content for chunk in stream]
+        assert "".join(pieces) == text
+        more = client.completions.create(
+            model="tiny", prompt="The old house", temperature=0, max_tokens=12,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert [more.choices[0].text] == server.texts[0]
+        with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+            ask(model="gpt-4", messages=MESSAGES)
+        with pytest.raises(openai.BadRequestError, match="temperature must be in"):
+            ask(model="tiny", messages=MESSAGES, temperature=9)
+
+
+REFUSED = [
+    (COMPLETIONS, b"{", 400, None, "not JSON"),
+    (COMPLETIONS, b"[]", 400, None, "not a JSON object"),
+    (COMPLETIONS, b"\xff", 400, None, "not UTF-8"),
+    (COMPLETIONS, b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, None, "integer string conversion"),
+    (COMPLETIONS, {}, 400, None, "one of prompt"),
+    (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt", "several prompts need a request each"),
+    (COMPLETIONS, {"prompt": "x", "model": "gpt-4"}, 404, "model", "this server has 'tiny'"),
+    (COMPLETIONS, {"prompt": "x", "model": 4}, 400, "model", "model must be a string"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 9999}, 400, None, "max_model_len"),
+    (COMPLETIONS, {"prompt": "x " * 5000}, 400, None, "max_model_len"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 9999, "stream": True}, 400, None, "max_model_len"),
+    (COMPLETIONS, {"prompt": "x", "stream": 1}, 400, "stream", "true or false"),
+    (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, None, "needs"),
+    (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"a": 1}}, 400, None, "usage"),
+    (
+        *(COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}),
+        *(400, None, "true or false"),
+    ),
+    (COMPLETIONS, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, 400, None, "of a stream"),
+    (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
+    (COMPLETIONS, {"prompt": "x", "session_id": "s"}, 400, "session_id", "not supported"),
+    (COMPLETIONS, {"prompt": "x", "chat_template_kwargs": {}}, 400, None, "needs messages"),
+    (COMPLETIONS, {"messages": MESSAGES}, 400, "messages", "is not one of /v1/completions"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, None, "not su"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort", "not supp"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": 5}, 400, None, "maps names"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, 400, None, "'tools'"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "text"),
+    ("/v1/responses", {"input": "x"}, 404, None, "Not Found"),
+    ("/v1/models", {}, 405, None, "Method Not Allowed"),
+    (COMPLETIONS, b" " * (http_app.MOST_BODY + 1), 413, None, "longer than"),
+]
+
+
+@pytest.mark.parametrize(("url", "body", "status", "param", "message"), REFUSED)
+def test_a_mistake_is_refused_as_openai_does(server, url, body, status, param, message):
+    found, answer = server.ask(url, body)
+    assert found == status and set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"] and error["type"] == "invalid_request_error"
+    assert param is None or error["param"] == param
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "secret", "Bearer "])
+def test_a_wrong_key_is_refused_and_health_needs_none(server, key):
+    headers = {"Content-Type": "application/json"} | ({"Authorization": key} if key else {})
+    for url, method in (("/v1/models", "GET"), (CHAT, "POST"), ("/nowhere", "GET")):
+        status, answer = server.ask(url, {} if method == "POST" else None, method, headers)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    assert server.ask("/health", method="GET", headers=headers) == (200, None)
+
+
+def test_other_types_of_body_are_refused(server):
+    """A page of another site may send them from a browser without asking."""
+    headers = HEADERS | {"Content-Type": "text/plain"}
+    assert server.ask(COMPLETIONS, {"prompt": "x"}, headers=headers)[0] == 415
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_cancels_its_request(server, stream):
+    before = asyncio.run(server.served.stats())["generated_tokens"]
+    raw = json.dumps(LONG | {"n": 1, "stream": stream}).encode()
+    head = "".join(f"{k}: {v}\r\n" for k, v in (HEADERS | {"Content-Length": len(raw)}).items())
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode() + raw)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        while asyncio.run(server.served.stats())["generated_tokens"] < before + 3:
+            time.sleep(0.001)
+    server.wait_until_free()
+    assert asyncio.run(server.served.stats())["generated_tokens"] < before + LONG["max_tokens"]
+
+
+def test_malformed_requests_change_nothing_for_others(server):
+    rng = random.Random(7)
+    good = json.dumps({"prompt": "The old house", "stream": True, **GREEDY}).encode()
+    bodies = [REFUSED[i % 29][1] for i in range(20)]
+    for _ in range(30):  # bytes that are changed, or an end that is missing
+        raw = bytearray(good)
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+        bodies.append(bytes(raw[: rng.randrange(1, len(raw))]))
+    found = []
+    other = threading.Thread(target=lambda: found.append(server.ask(COMPLETIONS, LONG)))
+    other.start()
+    statuses = {server.ask(rng.choice((CHAT, COMPLETIONS)), body)[0] for body in bodies}
+    other.join()
+    assert statuses <= {400, 404}
+    status, answer = found[0]
+    alone = server.ask(COMPLETIONS, LONG)[1]
+    assert status == 200 and answer["choices"] == alone["choices"]
+
+
+def test_a_failure_of_the_server_is_no_mistake_of_the_client(server, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("disk on fire")
+
+    monkeypatch.setattr(http_app, "read_asked", fail)
+    status, answer = server.ask(COMPLETIONS, {"prompt": "x"})
+    assert status == 500 and answer["error"]["type"] == "server_error"
+    assert "fire" not in json.dumps(answer)
+
+
+@pytest.mark.slow
+def test_sigterm_lets_running_requests_end():
+    command = [sys.executable, "-m", "moejax", "serve", "--port", "0", "--quiet"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("moejax: demo answers at http://127.0.0.1:")
+        port = int(line.rpartition(":")[2].partition("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        body = LONG | {"max_tokens": 900, "stream": True, "stream_options": {"include_usage": True}}
+        connection.request("POST", COMPLETIONS, json.dumps(body), HEADERS)
+        response = connection.getresponse()
+        response.readline()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        with pytest.raises(ConnectionError):  # no others from now on
+            socket.create_connection(("127.0.0.1", port))
+        rest = response.read().decode()
+        assert rest.endswith("data: [DONE]\n\n") and '"completion_tokens": 900' in rest
+        connection.close()
+        assert process.wait(60) == 0
