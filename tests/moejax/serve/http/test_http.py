@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from moejax import AsyncLLM, SamplingParams
+from moejax.commands.main import main
 from moejax.serve.http import app as http_app
 from tests.conftest import REPOSITORY
 
@@ -291,6 +292,15 @@ def test_a_failure_of_the_server_is_no_mistake_of_the_client(server, monkeypatch
     status, answer = server.ask(COMPLETIONS, {"prompt": "x"})
     assert status == 500 and answer["error"]["type"] == "server_error"
     assert "fire" not in json.dumps(answer)
+
+
+def test_what_the_command_needs_is_said_before_the_model_is_read(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "(Address already in use); choose another --host or --port" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert main(["serve"]) == 2
+    assert "needs starlette, which is not installed here: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.slow
