@@ -22,7 +22,7 @@ examples:
   moejax serve --model Qwen/Qwen3-30B-A3B --memory 16GiB --host 0.0.0.0 --api-key SECRET
       a model of the Hugging Face hub, for other machines too
 
-  SIGTERM ends it when the running requests have ended; so does Ctrl-C, and a second one at once.
+  SIGTERM ends it when the running requests have ended; so does Ctrl-C.
 """
 
 
