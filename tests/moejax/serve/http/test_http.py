@@ -81,7 +81,8 @@ class Served:
     def wait_until_free(self) -> None:
         """Until no request has rows or pages."""
         until = time.monotonic() + 20
-        while asyncio.run(self.served.stats())["kv"]["pages"]["running"]:
+        free = self.llm.engine.scheduler.free_rows
+        while asyncio.run(self.served.stats())["kv"]["pages"]["running"] or len(free) < 4:
             assert time.monotonic() < until
             time.sleep(0.01)
 
