@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -189,8 +189,10 @@ class _EventStream(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Not as starlette does: some releases of uvicorn promise errors of `send`, and raise none.
         async with aclosing(self._outputs):
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect):
+                await _unless_gone(Request(scope, receive), self.stream_response(send))
 
 
 async def _events(
