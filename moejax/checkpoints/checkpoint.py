@@ -1,5 +1,7 @@
-"""What every format of checkpoint is to those who load or convert it: parameters and records, which
-are read by tasks that several threads carry out."""
+"""The interface of all checkpoint formats, for loading and conversion.
+
+A checkpoint has parameters and expert records. Tasks read them, and several threads run the tasks.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ from pallas_kernels.records import RecordFormat
 T, S = TypeVar("T"), TypeVar("S")
 
 Task = Callable[[], int]
-"""Reads some bytes into their place and returns how many. Called once, from any thread. Raises
-UserError, naming the file, for what cannot be read or held."""
+"""Reads some bytes into their place and returns how many. A task is called once, from any thread.
+
+Raises UserError that names the file, where it cannot be read or has values that the run's dtype
+cannot hold.
+"""
 
 
 class RecordSink(Protocol):
@@ -36,12 +41,17 @@ class RecordSink(Protocol):
     def piece(
         self, layer: int, first_expert: int, experts: int, first_row: int, rows: int
     ) -> AbstractContextManager[np.ndarray]:
-        """uint16[experts, rows, D] to be filled, from any thread."""
+        """Yields memory uint16[experts, rows, D], to be filled by any thread.
+
+        - `layer`: the sink's layer.
+        - `first_expert`, `experts`: the first expert, and how many.
+        - `first_row`, `rows`: the rows of each record.
+        """
         ...
 
 
 class ArraySink:
-    """A RecordSink into the records uint16[E, rows, D] of one layer."""
+    """A RecordSink that fills the records uint16[E, rows, D] of one layer."""
 
     def __init__(self, layout: RecordFormat, records: np.ndarray):
         self.layout, self.records = layout, records
@@ -60,31 +70,42 @@ class CheckpointReader(Protocol):
     """An open checkpoint."""
 
     def read_param(self, key: str, chunk: int, out: np.ndarray) -> Iterator[Task]:
-        """Fills a chunk of a parameter (orbax.layout.Leaf), in the dtype of `out`. key: of
-        StoredModel.params."""
+        """Yields the tasks that fill `out` with one chunk of a parameter, in the dtype of `out`.
+
+        - `key`: a key of StoredModel.params.
+        - `chunk`: the number of the chunk (orbax.layout.Leaf.chunks).
+        """
         ...
 
     def read_experts(
         self, version: str, layers: Sequence[int], sink: RecordSink, dtype: np.dtype
     ) -> Iterator[Task]:
-        """Fills layer i of the sink with the records of MoE layer layers[i], in the order that
-        suits the files. dtype: of the weights in dense ones."""
+        """Yields the tasks that fill layer i of the sink with the records of MoE layer layers[i].
+        They come in the order of the files.
+
+        - `dtype`: of the weights in dense records.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(StoredModel, abc.ABC):
-    """A checkpoint of which headers alone are read, and checked. config: with a dtype."""
+    """A checkpoint whose headers are read and checked, and whose weights are not yet read. Its
+    config always has a dtype."""
 
     nonfinite: Counter[str] = dataclasses.field(default_factory=Counter, kw_only=True)
-    """Tensors with values that are NaN or infinite → how many, as far as they are read."""
+    """Tensor → how many of its values are NaN or infinite, counted while it is read."""
     quantizers: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
     """Version → how it was made from the dense one."""
 
     @abc.abstractmethod
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        """Version → MoE layers that a run in this dtype loads to have these versions, or dense,
-        from which they can be made. Raises UserError for files that are missing or too short."""
+        """Chooses what a run in this dtype loads so that it has these versions. A version that the
+        checkpoint lacks is made from dense, which is then loaded.
+
+        Returns version → the MoE layers to load. Raises UserError for files that are missing or too
+        short.
+        """
         ...
 
     @abc.abstractmethod
@@ -96,19 +117,25 @@ class Checkpoint(StoredModel, abc.ABC):
         verify: bool,
         as_stored: bool,
     ) -> Mapping[str, RecordSource]:
-        """The experts where they are, by version. held: of `hold`. verify: what is read has a
-        checksum that is compared. as_stored: nobody converts what is read. Raises UserError where
-        a run in this dtype with these versions cannot compute with them as the files hold them."""
+        """The experts in their files, by version.
+
+        - `held`: the result of `hold`.
+        - `verify`: compare each record that is read with its checksum, where there is one.
+        - `as_stored`: records are used as the files hold them, without conversion to `dtype`.
+
+        Raises UserError where a run in this dtype and with these versions would need a conversion.
+        """
         ...
 
     @abc.abstractmethod
     def count_bytes(self, held: Mapping[str, Sequence[int]]) -> int:
-        """What reading all parameters and these experts reads."""
+        """Bytes of all parameters and of the experts in `held`, the result of `hold`."""
         ...
 
     @abc.abstractmethod
     def open(self) -> AbstractContextManager[CheckpointReader]:
-        """Raises UserError at either end of the `with` for files that have changed."""
+        """Opens the files. Raises UserError at either end of the `with` for files that have
+        changed."""
         ...
 
 
@@ -117,7 +144,10 @@ def run_tasks(
     tasks: Iterable[Task],
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Carries out all tasks. advance: called with the bytes of each."""
+    """Runs all tasks in the pool's threads.
+
+    - `advance`: called with the bytes that each task has read.
+    """
     with contextlib.closing(in_order(pool, lambda task: task(), tasks)) as read:
         for nbytes in read:
             advance(nbytes)
@@ -126,8 +156,10 @@ def run_tasks(
 def in_order(
     pool: concurrent.futures.Executor, function: Callable[[T], S], items: Iterable[T]
 ) -> Generator[S, None, None]:
-    """What the function makes of each item, computed by the pool. No more than a few are under way,
-    so that little waits in memory and an error ends it soon."""
+    """Yields function(item) for each item, in the items' order, computed in the pool's threads.
+
+    Few calls run at once, so that few results wait in memory and an error ends the loop soon.
+    """
     waiting: collections.deque[concurrent.futures.Future[S]] = collections.deque()
     try:
         for item in items:

@@ -1,8 +1,9 @@
-"""A Hugging Face checkpoint becomes an Orbax checkpoint in which every expert is a chunk.
+"""Converts a Hugging Face checkpoint to an Orbax checkpoint in which every expert is a chunk.
 
-Everything is written into DST.partial, unit by unit (a parameter, a MoE layer's experts). A journal
-there lists the units that are whole; at the end it becomes the manifest, and the directory DST. So
-nothing half-written ever lies at DST, and an interrupted conversion goes on where its journal ends.
+The conversion writes into DST.partial, unit by unit: a parameter, or the experts of a MoE layer. A
+journal there lists the units that are whole. At the end the journal becomes the manifest, and
+DST.partial becomes DST. So DST is never half-written, and an interrupted conversion continues where
+its journal ends.
 """
 
 from __future__ import annotations
@@ -68,23 +69,23 @@ COPIED = (
     "NOTICE",
     "README.md",
 )
-"""Files of the source that belong to the model; those that are there are copied, and what is in
-TEMPLATES."""
+"""Files of the model that are copied where the source has them. All files in TEMPLATES are copied
+too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source(StoredModel):
-    """A checkpoint to be written as ours, in the dtype that the result has."""
+    """A checkpoint that a conversion reads. `dtype` is that of the result."""
 
     checkpoint: Checkpoint
     files: dict[str, list[int]]
     """Size and time of change (ns) of each file that decides the result."""
     copied: dict[str, bytes]
-    """The files to copy; config.json with the dtype that the weights have in the result."""
+    """Path → content of the files to copy. config.json has the dtype of the result."""
 
     def chunks(self, leaf: Leaf) -> Iterator[np.ndarray]:
-        """The chunks of a parameter, one at a time, or the dense experts of a layer, which are in
-        memory at once."""
+        """Yields the chunks of a leaf: those of a parameter are read one at a time, the dense
+        experts of a layer all at once."""
         kind, _, key = leaf.name.partition(".")
         with (
             self.checkpoint.open() as reader,
@@ -105,8 +106,12 @@ class Source(StoredModel):
 
 
 def open_source(directory: pathlib.Path, dtype: str) -> Source:
-    """A Hugging Face checkpoint whose tensors are all checked. dtype: as in load_checkpoint.
-    Raises UserError as that does."""
+    """Opens a Hugging Face checkpoint and checks the names, shapes and dtypes of its tensors.
+
+    - `dtype`: as in load_checkpoint.
+
+    Raises UserError as load_checkpoint does.
+    """
     opened = open_tensors(directory, "safetensors")
     dtype = run_dtype(dtype, opened.dtype)
     copied = _read_copied_files(directory)
@@ -120,14 +125,17 @@ def open_source(directory: pathlib.Path, dtype: str) -> Source:
 
 
 def orbax_source(directory: pathlib.Path) -> Source:
-    """The parameters and dense experts of what `moejax convert` or `moejax quantize` wrote, in the
-    dtype they have. Raises UserError for whatever is missing or damaged but contents of chunks,
-    which are verified when they are read."""
+    """Opens what `moejax convert` or `moejax quantize` wrote, with its parameters and dense experts
+    in the dtype they have.
+
+    Raises UserError for files that are missing or damaged. The contents of chunks are verified only
+    when they are read.
+    """
     stored = open_stored(directory)
     stored.hold(stored.dtype, (DENSE,))
     names = (n for n in stored.manifest.files if n in COPIED or n.startswith(f"{TEMPLATES}/"))
     copied = {name: (directory / name).read_bytes() for name in names}
-    # The manifest has checksums of all others.
+    # The manifest has the checksums of all other files.
     files = file_times([directory / MANIFEST], directory)
     return Source(directory, stored.config, stored.dtype, stored, files, copied)
 
@@ -139,8 +147,8 @@ def file_times(paths: Iterable[pathlib.Path], directory: pathlib.Path) -> dict[s
 
 
 def _read_copied_files(directory: pathlib.Path) -> dict[str, bytes]:
-    """The files of COPIED by their path within the directory. Raises UserError for a link out of
-    the checkpoint, whose target is nobody's to copy."""
+    """Reads the files of COPIED and TEMPLATES. Returns path within the directory → content. Raises
+    UserError for a link to a file outside the checkpoint."""
     paths = [directory / name for name in COPIED]
     paths = [path for path in paths if os.path.lexists(path)]
     paths += directory.glob(f"{TEMPLATES}/*")
@@ -153,8 +161,11 @@ def _read_copied_files(directory: pathlib.Path) -> dict[str, bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What `convert` did. nbytes: of weights in the result. kept: of them, those that an earlier,
-    interrupted conversion had written."""
+    """What `convert` did.
+
+    nbytes: bytes of weights in the result. kept: how many of them an earlier, interrupted
+    conversion had written.
+    """
 
     directory: pathlib.Path
     dtype: str
@@ -164,11 +175,11 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """A version to be written beside the dense one.
+    """A version that is written beside the dense one.
 
-    quantizer: what the manifest says of how it was made. encode(layer, weights [E, 3·I, D] in the
-    checkpoint's dtype): the records uint16[E, rows, D] of a MoE layer; raises EncodingError where
-    the layer has to stay dense.
+    quantizer: the name in the manifest of how the version was made. encode: called with a MoE layer
+    and its weights [E, 3·I, D] in the checkpoint's dtype, returns the records uint16[E, rows, D];
+    raises EncodingError where the layer has to stay dense.
     """
 
     quantizer: str
@@ -181,14 +192,16 @@ def convert(
     dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes the Hugging Face checkpoint `source` as the Orbax checkpoint `destination`, streaming.
+    """Writes the Hugging Face checkpoint `source` as the Orbax checkpoint `destination`.
 
-    Host memory is one MoE layer and the part of the shards that it comes from. dtype: as in
-    load_checkpoint. progress: called with (done, total) bytes. After an interruption of any kind
-    the same call goes on with what is missing.
+    It needs host memory for one MoE layer and the part of the shards that the layer comes from.
+    After an interruption of any kind the same call writes what is missing.
 
-    Raises UserError where the source is wrong (all names, shapes and dtypes are checked first),
-    where the destination is there already, and where it cannot be written.
+    - `dtype`: as in load_checkpoint.
+    - `progress`: called with (done, total) bytes.
+
+    Raises UserError for a source with a wrong name, shape or dtype (all are checked before anything
+    is written), and for a destination that exists or cannot be written.
     """
     src = checkpoint_directory(source)
     kind = checkpoint_format(src)
@@ -205,8 +218,12 @@ def write_checkpoint(
     encodings: Mapping[str, Encoding] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes a checkpoint whose tensors are checked. destination: of free_destination. encodings:
-    by version, what is written beside the dense one. The rest as in convert."""
+    """Writes a checkpoint whose tensors are checked.
+
+    - `destination`: the result of free_destination.
+    - `encodings`: version → how to encode it, for the versions written beside the dense one.
+    - `progress`: as in convert.
+    """
     with write_beside(destination) as work:
         nbytes, kept = _complete(source, work, encodings or {}, progress)
     return Conversion(destination, source.dtype, nbytes, kept)
@@ -218,8 +235,8 @@ def _complete(
     encodings: Mapping[str, Encoding],
     progress: Callable[[int, int], None] | None,
 ) -> tuple[int, int]:
-    """Brings `work` from whatever it is to its manifest; returns bytes, of weights and of those
-    that were there."""
+    """Writes into `work` what it lacks, and at the end the manifest. Returns the bytes of all
+    weights, and of those that were already there."""
     layers = {version: source.layers(version) for version in (DENSE, *encodings)}
     dense = [*source.params.values(), *layers[DENSE]]
     leaves = [*dense, *(leaf for version in encodings for leaf in layers[version])]
@@ -275,8 +292,8 @@ def _complete(
 def _leave_out(
     source: Source, work: pathlib.Path, manifest: Manifest, layers: Mapping[str, Sequence[Leaf]]
 ) -> None:
-    """Takes what stays dense out of the tree's description. Raises UserError for a version of which
-    nothing is left."""
+    """Removes the layers that stay dense from the description of the tree. Raises UserError for a
+    version that no layer has."""
     held = {
         version: {
             layer: leaf
@@ -301,8 +318,10 @@ def _begin(
     encodings: Mapping[str, Encoding],
     layers: Mapping[str, Sequence[Leaf]],
 ) -> Manifest:
-    """The journal to go on with: what is whole of the one that is there, or a new one."""
-    # The path too: files of another model may have the same sizes and, in some images, times.
+    """The journal to continue with: the existing one without its damaged leaves, or a new one.
+    Raises UserError for the journal of another conversion."""
+    # The path counts too: in some container images the files of another model have the same sizes
+    # and times.
     origin = {"source": str(source.directory.resolve()), "files": source.files}
     quantizers = {version: encoding.quantizer for version, encoding in encodings.items()}
     if (work / MANIFEST).exists():  # killed between the last two steps
@@ -354,7 +373,7 @@ def _begin(
 
 
 def _forget_damaged(work: pathlib.Path, manifest: Manifest, leaves: Sequence[Leaf]) -> None:
-    """Takes the leaves that are not on disk as the manifest says out of it."""
+    """Removes from the manifest the leaves whose checksums on disk differ."""
     tree = work / manifest.tree
     with ThreadPoolExecutor(WORKERS) as pool:
         for leaf in leaves:
@@ -366,7 +385,7 @@ def _forget_damaged(work: pathlib.Path, manifest: Manifest, leaves: Sequence[Lea
 
 
 def _write_files(work: pathlib.Path, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-    """Writes all files but the chunks, in place of those that are there."""
+    """Writes all files except the chunks, and removes earlier ones with other names."""
     for name in manifest.files.keys() - files.keys():
         (work / name).unlink(missing_ok=True)
     for name in files:
@@ -378,8 +397,8 @@ def _write_files(work: pathlib.Path, manifest: Manifest, files: Mapping[str, byt
 def _write_chunks(
     tree: pathlib.Path, leaf: Leaf, chunks: Iterator[np.ndarray]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Writes a leaf, several chunks at once; returns their checksums, and CRC-32C of experts where
-    the native library is there to compute it."""
+    """Writes the chunks of a leaf, several at once. Returns their checksums, and for experts the
+    CRC-32C of each, where the native library is built."""
     crcs = leaf.name.startswith("experts.") and why_not_cpu() is None
 
     def write(numbered: tuple[int, np.ndarray]) -> tuple[str, str]:
@@ -395,12 +414,13 @@ def _write_chunks(
 
 
 def _read_chunks(tree: pathlib.Path, leaf: Leaf, checksums: Sequence[str]) -> np.ndarray:
-    """A stacked leaf that was written. Raises UserError where the disk has changed it."""
+    """Reads back a stacked leaf. Raises UserError where its bytes are not those that were
+    written."""
     array = np.empty(leaf.shape, leaf.dtype)
     for number in leaf.chunks:
         path = leaf.file(tree, number)
         if read_file(path, as_bytes(array[number])) != checksums[number]:
-            path.unlink()  # so that the next conversion does not take its checksum's word
+            path.unlink()  # the next conversion then writes this chunk again
             raise UserError(
                 f"{path}: read back, it is not what was written: the disk or the memory is at "
                 "fault. Run the same command again, which writes this piece anew"
@@ -416,7 +436,7 @@ def _checksum_of(path: pathlib.Path) -> str | None:
 
 
 def installed_version(name: str) -> str:
-    """A package's version; "unknown" where it is run from its source."""
+    """The version of an installed package, or "unknown" for one that is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a checkpoint is, by its content: results of a job are bound to it."""
+"""A digest of a checkpoint's content, by which a job knows that its results fit the model."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from moejax.errors import UserError
 from moejax.models.directory import checkpoint_directory, open_regular
 
 WHOLE = 1 << 25
-"""Files up to so many bytes are read whole."""
+"""Most bytes of a file that is read whole."""
 SAMPLES, SAMPLE = 2048, 512
-"""Places at which larger files are read beside those of tensors, and bytes at each."""
+"""Larger files are read at SAMPLES places, SAMPLE bytes at each, and at the places of tensors."""
 
 
 def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
-    """A digest of a checkpoint's files, in hexadecimal; the same wherever the files lie.
+    """A digest of a checkpoint's files, in hexadecimal. It does not depend on where the files are.
 
-    Files of at most WHOLE bytes count whole (config, tokenizer, templates, the manifest with the
-    checksums of a converted checkpoint). Of larger ones the size, samples, and of safetensors the
-    header and samples of every tensor count, so that a checkpoint of terabytes takes seconds: other
-    weights are noticed, be it in one tensor, unless they differ in few values only.
+    Files of at most WHOLE bytes are read whole: config, tokenizer, templates, and the manifest with
+    the checksums of a converted checkpoint. Larger files are sampled, so that a checkpoint of
+    terabytes takes seconds: the digest has their size, samples, and for safetensors the header and
+    samples of every tensor. A tensor with other weights changes the digest, unless only a few of
+    its values differ.
 
     - `path`: a directory that `load_checkpoint` takes.
-    - `step`: of a directory with steps of a training run; other steps do not count.
+    - `step`: the step to read, for a directory with steps of a training run.
 
-    Raises UserError for a directory that is not there or cannot be read.
+    Raises UserError for a directory that does not exist or cannot be read.
     """
     directory = checkpoint_directory(path)
     try:
@@ -47,17 +48,23 @@ def fingerprint(path: str | os.PathLike[str], step: Step = None) -> str:
 
 
 def _counts(file: pathlib.Path) -> bool:
-    """Not a model card, a licence, results that a job writes there, or what a download left."""
+    """Whether the file belongs to the model. Model cards, licences, results that a job writes there
+    and leftovers of a download do not."""
     return not (file.name.startswith((".", "LICENSE")) or file.suffix in (".md", ".jsonl"))
 
 
 def file_fingerprint(path: str | os.PathLike[str]) -> str:
-    """The same of one file, or of a directory's files. Raises UserError."""
+    """`fingerprint` of a directory, or of a single file. Raises UserError as that does."""
     return fingerprint(path) if os.path.isdir(path) else _digest({"": pathlib.Path(path)})
 
 
 def _digest(files: Mapping[str, pathlib.Path]) -> str:
-    """Of files by the names that count. Raises UserError."""
+    """The first 64 bits, in hexadecimal, of the SHA-256 of file names and contents.
+
+    - `files`: name in the digest → path.
+
+    Raises UserError for a file that cannot be read.
+    """
     found = hashlib.sha256()
     for name, path in files.items():
         found.update(name.encode())
@@ -70,7 +77,7 @@ def _digest(files: Mapping[str, pathlib.Path]) -> str:
 
 
 def _pieces(path: pathlib.Path) -> Iterator[bytes]:
-    """What counts of a file."""
+    """Yields the bytes of a file that its digest has: its size, then all bytes or samples."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         yield size.to_bytes(8, "little")
@@ -88,9 +95,9 @@ def _pieces(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _tensor_places(header: bytes) -> list[int]:
-    """Where the samples of a safetensors file are: each tensor's begin, middle and end."""
+    """Where in a safetensors file to take samples: the begin, middle and end of each tensor."""
     places, data = [], 8 + len(header)
-    # Loading the file says what is wrong with a header.
+    # Nothing is raised for a wrong header here: loading the file explains it.
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
         for first, last in (each["data_offsets"] for each in tensors):

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: experts into the pinned store, the rest onto the device."""
+"""Loads a checkpoint: experts into the pinned store, all other weights onto the device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from pallas_kernels.records.absent import AbsentRecords
 
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
 _PHASES = ("headers", "allocate", "read")
-"""Of moejax.engine.statistics.StartTimes; parameters go to the device while others are read."""
+"""Fields of moejax.engine.statistics.StartTimes. "read" includes the copy of parameters to the
+device, which overlaps with reading."""
 
 
 def load_checkpoint(
@@ -59,29 +60,30 @@ def load_checkpoint(
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: bool = False,
 ) -> LoadedModel:
-    """Loads a local checkpoint directory, shard by shard. Host memory grows by the experts, one
+    """Loads a local checkpoint directory, shard by shard. It needs host memory for the experts, one
     parameter and a few tensors.
 
     - `path`: a directory with config.json and model.safetensors or an index with shards, or an
       Orbax checkpoint.
     - `dtype`: "auto" (the checkpoint's) or one of DTYPE_NAMES.
-    - `device`: jax's first one by default.
+    - `device`: jax's first device by default.
     - `progress`: called with (done, total) bytes of tensors read.
-    - `step`, `name_map`: of an Orbax checkpoint that another program wrote: which step
-      (moejax.checkpoints.orbax.steps.Step), and which leaf is which tensor, a file or a shipped
-      map's name (docs/how-to/checkpoints.md).
-    - `versions`: of experts. The store has those that the checkpoint has; where it lacks one, the
-      store has dense, from which moejax.checkpoints.versions.with_versions makes it.
-    - `in_files`: experts stay in the files, of safetensors or of a converted checkpoint. None of
-      their bytes is read, and what cannot be made without reading them is refused.
-    - `verify_reads`: reads of experts in files are compared with checksums, where there are some.
-    - `cache`: of experts in files, in pinned memory; None: native threads read the files.
-    - `new_builder`: makes the store, see new_store.
-    - `shared`: experts lie in memory that other processes share (LoadedModel.shared), and are read
-      only by the first of these; not on a GPU.
+    - `step`: which step of an Orbax checkpoint that another program wrote
+      (moejax.checkpoints.orbax.steps.Step).
+    - `name_map`: which leaf of such a checkpoint is which tensor: a file, or the name of a shipped
+      map (docs/how-to/checkpoints.md).
+    - `versions`: the versions of experts to load. Where the checkpoint lacks one, the store gets
+      dense, from which moejax.checkpoints.versions.with_versions makes the version.
+    - `in_files`: experts stay in the files of a safetensors or converted checkpoint, and none of
+      their bytes is read. Versions that would have to be made are refused.
+    - `verify_reads`: compare experts that are read from files with their checksums, if there are.
+    - `cache`: a cache in pinned memory for experts in files; None: native threads read the files.
+    - `new_builder`: makes the store, as in new_store.
+    - `shared`: experts lie in memory that processes share (LoadedModel.shared), and only the first
+      of these processes reads them. Not on a GPU.
 
-    Raises UserError, naming file and tensor, or layer and expert, for whatever is wrong with them;
-    all names, shapes, dtypes and sizes of files are checked before the first weight is read.
+    Raises UserError that names file and tensor, or layer and expert. All names, shapes, dtypes and
+    file sizes are checked before the first weight is read.
     """
     marks = [time.perf_counter()]
     directory = checkpoint_directory(path)
@@ -140,7 +142,7 @@ def _store_of(
     arrays: Mapping[str, Any],
     files: Mapping[str, RecordSource],
 ) -> ExpertStore:
-    """The store of these arrays, of which a version may lack layers or lie in files."""
+    """Makes the store of these arrays. A version may lack layers, or lie in files."""
     every, stored = sum(run.config.moe_layers), {}
     for version, layers in held.items():
         some = tuple(layers) if len(layers) < every else ()
@@ -157,7 +159,7 @@ def _require_room(
     files: Mapping[str, RecordSource],
     cache: CacheSpec | None,
 ) -> None:
-    """Raises UserError where host memory has less free than loading takes."""
+    """Raises UserError where loading needs more host memory than is free."""
     sizes = [leaf.nbytes for leaf in run.params.values()]
     nbytes = sum(sizes) if shares_memory(device) else max(sizes)
     experts = run.config.num_experts
@@ -178,8 +180,12 @@ def _read(
     new_builder: Callable[..., StoreBuilder],
     memory: SharedMemory | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(LoadedModel.params, ExpertStore.arrays of what is held). marks: gets the time when memory is
-    allocated. memory: where experts lie, and maybe are already."""
+    """Reads the weights. Returns LoadedModel.params, and the arrays of ExpertStore by version.
+
+    - `held`: the result of Checkpoint.hold.
+    - `marks`: the time at which memory is allocated is appended to this list.
+    - `memory`: shared memory for the experts, which another process may have filled already.
+    """
     dtype = NUMPY_DTYPES[run.dtype]
     reading = {} if memory is not None and memory.filled else held
     with contextlib.ExitStack() as stack:
@@ -190,7 +196,8 @@ def _read(
             builders[version] = stack.enter_context(store)
         marks.append(time.perf_counter())
         advance = count_progress(progress, opened.count_bytes(reading))
-        # The pool last: its threads end before files are closed and memory is given back.
+        # The pool is entered last, so that its threads end before files are closed and memory is
+        # freed.
         reader = stack.enter_context(opened.open())
         pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
         params = run.params_tree(
@@ -221,7 +228,7 @@ def _read_param(
 def _unread(
     source: RecordSource, device: jax.Device, cache: CacheSpec | None
 ) -> AbsentRecords | CachedRecords:
-    """What the store has for experts in files."""
+    """The arrays of the store that stand for experts in files."""
     if cache is not None:
         return CachedRecords(source, device, cache)
     return AbsentRecords((*source.shape, source.format.rows, source.format.hidden))
@@ -230,10 +237,11 @@ def _unread(
 def checkpoint_format(
     directory: Path,
 ) -> Literal["safetensors", "moejax-orbax", "orbax"]:
-    """ "safetensors": a Hugging Face directory; "moejax-orbax": written by `moejax convert`;
-    "orbax": any other Orbax checkpoint, or a directory of steps of them.
+    """The format of a checkpoint, found by the names of its files alone.
 
-    Reads nothing. Raises UserError for an unfinished conversion and where nothing known is there.
+    Returns "safetensors" for a Hugging Face directory, "moejax-orbax" for what `moejax convert`
+    wrote, and "orbax" for any other Orbax checkpoint or a directory of its steps. Raises UserError
+    for an unfinished conversion and for a directory without a known format.
     """
     if (directory / MANIFEST).exists():
         return "moejax-orbax"
@@ -244,7 +252,7 @@ def checkpoint_format(
         )
     if (directory / SINGLE).exists() or (directory / INDEX).exists():
         return "safetensors"
-    # A root whose only step is unfinished has these files too: the loader says so better.
+    # A root whose only step is unfinished has these files too; its loader raises a better message.
     inside = [directory, *(path for path in directory.iterdir() if path.is_dir())]
     files = (path / name for path in inside for name in _ORBAX_FILES)
     if is_orbax(directory) or any(file.exists() for file in files):
@@ -259,7 +267,10 @@ def check_orbax_options(
     step: int | str | None,
     name_map: str | os.PathLike | None,
 ) -> None:
-    """Raises UserError for step or name_map where a checkpoint of that format takes none."""
+    """Raises UserError for a step or name_map with a checkpoint of another format than "orbax".
+
+    - `kind`: the result of checkpoint_format.
+    """
     if kind != "orbax" and (step is not None or name_map is not None):
         raise UserError(
             f"{path}: step and name_map are for Orbax checkpoints that other programs wrote, and "
@@ -268,7 +279,10 @@ def check_orbax_options(
 
 
 def require_records(path: str | os.PathLike, kind: str) -> None:
-    """Raises UserError where single experts cannot be read of a checkpoint of that format."""
+    """Raises UserError for a format of which single experts cannot be read.
+
+    - `kind`: the result of checkpoint_format.
+    """
     if kind == "orbax":
         raise UserError(
             f"{path}: store='file' reads experts from safetensors files or from what `moejax "

@@ -1,4 +1,4 @@
-"""A checkpoint in memory, and what every way of loading one needs."""
+"""A checkpoint in memory, and the parts that loading and random weights share."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ DTYPE_NAMES = {
     "float": "float32",
     "float32": "float32",
 }
-"""What the option dtype may be besides "auto" (vLLM's names) → the run's dtype."""
+"""Value of the option dtype, except "auto" (vLLM's names) → the run's dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A checkpoint in memory.
 
-    dtype: the run's, "bfloat16", "float16" or "float32"; config.dtype is the checkpoint's.
-    params: jax arrays on the device in the run's dtype (a family's wide_params in float32),
-    matrices as [out, in]: "embed" [V, D], "final_norm" [D], "lm_head" [V, D] (absent if tied),
-    biases where the family has them, and "runs", one dict for each of config.runs with leading axis
-    n, its layers. Their names and shapes are the family's layer_params
-    (docs/extending/add_a_model.md), of Qwen3-MoE "input_norm" [n, D], "qkv" [n, (H + 2·KH)·hd, D]
-    (rows of q, k, v), "q_norm", "k_norm" [n, hd], "o" [n, D, H·hd], "post_norm" [n, D], "router"
-    [n, E, D]. store: all experts, dense unless other versions were asked for. layout: of a dense
-    record. seconds: how long the phases of loading took, as in
-    moejax.engine.statistics.StartTimes. quantizers: how the store's versions besides the dense one
-    were made.
+    - `dtype`: the run's, "bfloat16", "float16" or "float32"; config.dtype is the checkpoint's.
+    - `params`: jax arrays on the device in the run's dtype (a family's wide_params in float32),
+      matrices as [out, in]: "embed" [V, D], "final_norm" [D], "lm_head" [V, D] (absent if tied),
+      biases where the family has them, and "runs", one dict for each of config.runs, whose arrays
+      have the n layers of the run as first axis. Names and shapes in "runs" are the family's
+      layer_params (docs/extending/add_a_model.md); Qwen3-MoE has "input_norm" [n, D], "qkv"
+      [n, (H + 2·KH)·hd, D] (rows of q, k, v), "q_norm", "k_norm" [n, hd], "o" [n, D, H·hd],
+      "post_norm" [n, D], "router" [n, E, D].
+    - `store`: all experts, dense unless the run asked for other versions.
+    - `layout`: of a dense record.
+    - `seconds`: the time of each phase of loading, as in moejax.engine.statistics.StartTimes.
+    - `quantizers`: version → how it was made, for the versions other than dense.
     """
 
     config: ModelConfig
@@ -56,20 +57,27 @@ class LoadedModel:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
     shared: SharedMemory | None = None
-    """Where the experts lie, if other processes use them too; to be closed with the model."""
+    """The memory of the experts, if processes share it. Close it with the model."""
 
 
 def run_dtype(dtype: str, stored: str) -> str:
-    """The run's dtype. dtype: as in load_checkpoint; "auto" is `stored`. Raises UserError for a
-    dtype that is neither "auto" nor one of DTYPE_NAMES."""
+    """The run's dtype.
+
+    - `dtype`: "auto" for `stored`, or one of DTYPE_NAMES.
+
+    Raises UserError for any other dtype.
+    """
     if dtype != "auto" and dtype not in DTYPE_NAMES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto, {', '.join(DTYPE_NAMES)}")
     return stored if dtype == "auto" else DTYPE_NAMES[dtype]
 
 
 def require_host_memory(nbytes: int, source: str) -> None:
-    """Raises UserError where host memory has less free: what is allocated is used only when weights
-    are read into it, and then the process would be killed. source: the checkpoint's path."""
+    """Raises UserError where host memory has fewer than `nbytes` free. Without this check the
+    kernel would kill the process later, when weights are read into the memory.
+
+    - `source`: the checkpoint's path, for the message.
+    """
     available = host_available_bytes()
     if nbytes > available:
         raise UserError(
@@ -89,10 +97,16 @@ def new_store(
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
     shared: SharedMemory | None = None,
 ) -> Iterator[StoreBuilder]:
-    """An empty store for the experts of so many layers, to be filled and finished inside of the
-    `with`. Raises UserError where the device's pinned memory is too small for it.
-    source: the checkpoint's path, for messages. new_builder: StoreBuilder, or another one with its
-    arguments, such as of PinnedRecords. shared: where it lies; it may be full already."""
+    """Yields the builder of an empty store, to be filled and finished inside the `with`.
+
+    - `layers`, `experts`: how many MoE layers, and experts of each.
+    - `source`: the checkpoint's path, for messages.
+    - `new_builder`: StoreBuilder, or a function with its arguments, such as one that makes
+      PinnedRecords.
+    - `shared`: shared memory for the store, which another process may have filled already.
+
+    Raises UserError where the device's pinned memory is too small.
+    """
     require_pinned_memory(device, layers * experts * layout.nbytes)
     with user_errors(MemoryError, where=f"{source}: "):
         lies = {} if shared is None else {"memory": shared.array, "filled": shared.filled}
@@ -102,7 +116,12 @@ def new_store(
 
 
 def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
-    """Says once that weights are NaN or infinite: such a model loads, and mostly answers NaN."""
+    """Logs one warning for weights that are NaN or infinite. Such a model loads, but most of its
+    logits are NaN.
+
+    - `source`: the checkpoint's path.
+    - `nonfinite`: tensor → how many of its values are NaN or infinite.
+    """
     if nonfinite:
         (name, count), others = next(iter(nonfinite.items())), len(nonfinite) - 1
         more = f", and {others} other tensors have such values too" if others else ""
@@ -112,7 +131,7 @@ def warn_nonfinite(source: str, nonfinite: Mapping[str, int]) -> None:
 def count_progress(
     progress: Callable[[int, int], None] | None, total: int
 ) -> Callable[[int], None]:
-    """advance(nbytes): calls progress with (bytes so far, total)."""
+    """Returns advance(nbytes), which sums the bytes and calls progress with (sum, total)."""
     done = 0
 
     def advance(nbytes: int) -> None:

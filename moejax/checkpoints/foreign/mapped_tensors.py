@@ -1,4 +1,4 @@
-"""Another program's Orbax tree as the tensors of a Hugging Face checkpoint, by a name map."""
+"""Reads another program's Orbax tree as the tensors of a Hugging Face checkpoint, by a name map."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from moejax.models.json_values import is_integer
 
 _CACHE = 64 << 20
 MOST_TENSORS = 1_000_000
-"""Tensors that a map makes of a tree, ignored ones too; the largest models have 100,000."""
+"""Most tensors that a map may make of a tree, ignored ones included; the largest models have
+100,000."""
 
 Index = tuple[int | slice, ...]
 
@@ -51,9 +52,12 @@ Index = tuple[int | slice, ...]
 class Part:
     """Where one tensor's values are in a leaf.
 
-    index: of each axis of the leaf. picks: indices of axes that share one of the leaf's axes with
-    others. sizes: of the rule's axes; scale: the factor, if any. rows: those of the result's first
-    axis, None: all, uncut; shape: what is left of each axis of the result.
+    - `index`: an index or slice for each axis of the leaf.
+    - `picks`: axis name → index, for axes that share an axis of the leaf with other axes.
+    - `sizes`: axis name → size, for the rule's axes.
+    - `scale`: the factor, None for 1.
+    - `rows`: rows of the result's first axis; None: all, and no axis is cut.
+    - `shape`: the tensor's shape, to which each axis of the result is cut.
     """
 
     leaf: TreeLeaf
@@ -68,7 +72,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class MappedTensors:
-    """The tensors of a tree under the names of transformers' checkpoints; a TensorFile."""
+    """A TensorFile: the tensors of a tree under the names that transformers' checkpoints use."""
 
     tree: Tree
     tensors: dict[str, Header]
@@ -80,19 +84,20 @@ class MappedTensors:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[MappedReader]:
-        """Raises UserError while reading where the checkpoint is damaged or lacks chunks."""
+        """Opens the leaves. Its reader raises UserError where the checkpoint is damaged or lacks
+        chunks."""
         touched: dict[str, list[int]] = {}
         for part in self.parts.values():
             touched.setdefault(part.leaf.path, []).append(touched_bytes(part.leaf, part.index))
         shared = [max(sizes) for sizes in touched.values() if len(sizes) > 1]
-        # Twice, as reads of two sets of chunks may be under way; with less, every slice would
-        # decode its chunks again (measured: a hundred times slower).
+        # Room for two sets of chunks, which two reads may need at once. With less, every slice
+        # would decode its chunks again (measured: a hundred times slower).
         yield MappedReader(self, LeafReader(self.tree, max([_CACHE, *(2 * n for n in shared)])))
 
 
 @dataclasses.dataclass(frozen=True)
 class MappedReader:
-    """Reads tensors; from several threads at once."""
+    """A TensorReader. Several threads may read at once."""
 
     file: MappedTensors
     leaves: LeafReader
@@ -109,8 +114,8 @@ class MappedReader:
         return copy_rows
 
     def _read(self, part: Part, index: int | None) -> np.ndarray:
-        """The tensor, or its part at an index of the first axis: where the leaf has that axis by
-        itself, nothing else is read."""
+        """Reads a tensor, or its part at an index of the first axis. Only that part is read where
+        the axis is also an axis of the leaf."""
         before, after = part.rule.before, part.rule.after
         axis = None
         if index is not None and part.rows is None:
@@ -129,10 +134,14 @@ class MappedReader:
 def open_mapped(
     directory: pathlib.Path, step: Step = None, name_map: str | os.PathLike[str] | None = None
 ) -> tuple[ModelConfig, MappedTensors]:
-    """The model's config and its tensors, of which nothing but headers is read.
+    """Opens an Orbax checkpoint of another program; reads headers only.
 
-    directory: a root, a step or an item, see orbax.steps. name_map: a file or the name of a shipped
-    map. Raises UserError.
+    - `directory`: a root, a step or an item (see orbax.steps).
+    - `step`: which step of a root.
+    - `name_map`: a file or the name of a shipped map.
+
+    Returns the model's config and its tensors. Raises UserError for a missing map or config, and as
+    find_items, read_tree, load_name_map and map_tensors do.
     """
     items = find_items(directory, step)
     if name_map is None:
@@ -168,11 +177,15 @@ def _item(items: Items, name_map: NameMap, directory: pathlib.Path) -> pathlib.P
 def _config(
     items: Items, tree: Tree, name_map: NameMap, directory: pathlib.Path
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """The config and its fields: from config.json beside the tree or around it, an item or custom
-    metadata called config, or the map; UserError if there is none, or two that differ."""
+    """Finds the model's config: in config.json beside or above the tree, in an item or custom
+    metadata called config, or in the map.
+
+    Returns the config and the fields it was parsed from. Raises UserError without one, and for two
+    that differ.
+    """
     found: list[tuple[str, dict[str, Any], pathlib.Path | None]] = []
     for place in items.directories:
-        # The last two are what v0's and v1's JSON handlers write for an item called config.
+        # For an item called config, the JSON handlers of v0 and v1 write the last two paths.
         for name in ("config.json", "config/metadata", "config/data.json"):
             path = place / name
             if path.is_file():
@@ -203,11 +216,13 @@ def _config(
 
 
 def map_tensors(config: ModelConfig, tree: Tree, name_map: NameMap, fields: dict) -> MappedTensors:
-    """The config's tensors in the tree; headers are read, values are not.
+    """Finds the config's tensors in the tree; reads headers, but no values.
 
-    fields: config.json's, which the map may name; what it does not say is taken from config.
-    Raises UserError that lists leaves without a rule, rules without a leaf and tensors that are
-    missing or unknown, each with the nearest names.
+    - `fields`: of config.json, which the map may name. A field that is missing there is taken from
+      `config`.
+
+    Raises UserError that lists leaves without a rule, rules without a leaf, and missing or unknown
+    tensors, each with the nearest names.
     """
 
     source = f"{tree.directory}: {name_map.source}"
@@ -261,7 +276,13 @@ def _expand(
     config: ModelConfig,
     where: str,
 ) -> Iterator[tuple[tuple[str, ...], Part]]:
-    """A rule's tensors in a leaf, those of one chunk after another."""
+    """Yields the tensors that a rule finds in a leaf, as (names, part), in the order of the leaf's
+    chunks.
+
+    - `numbers`: placeholder of the rule's leaf → its number in this leaf.
+    - `field`: returns the integer of a config field.
+    - `where`: begins the messages.
+    """
     shape = leaf.header.shape
     scale = scale_factor(rule.scale, field)
     sizes = _sizes(rule, shape, field, where) if rule.before is not None else {}
@@ -293,7 +314,8 @@ def _expand(
 def _sizes(
     rule: Rule, shape: tuple[int, ...], field: Callable[[str], int], where: str
 ) -> dict[str, int]:
-    """The size of each axis of a rule; one of each group follows from the leaf's shape."""
+    """The size of each axis of a rule. In each group of axes, one size may follow from the leaf's
+    shape. Raises UserError for a shape that does not fit."""
     assert rule.before is not None
     sizes = {axis: len(names) for axis, names in rule.values.items()}
     for axis, size in rule.sizes.items():
@@ -320,8 +342,13 @@ def _sizes(
 def _place_parts(
     names: tuple[str, ...], part: Part, shapes: list[tuple[int, ...]], source: str
 ) -> dict[str, Part]:
-    """The part of each of the tensors that lie one after another in it; UserError if the sizes are
-    not those of the config."""
+    """Cuts a part into the tensors that lie one after another in it.
+
+    - `names`, `shapes`: the tensors and the shapes that the config asks for, in order.
+    - `source`: begins the messages.
+
+    Returns name → part. Raises UserError where the part's size is not that of the shapes.
+    """
     rule = part.rule
     result = (
         part.leaf.header.shape
@@ -356,10 +383,10 @@ def _place_parts(
 
 
 def _read(leaves: LeafReader, part: Part) -> np.ndarray:
-    """The tensor, or the rows of it that the index of the first axis leaves."""
+    """Reads the values of a part and brings them into the shape of the tensor."""
     values, rule = leaves.read(part.leaf, part.index), part.rule
     if rule.before is not None and rule.after is not None:
-        # What the index took out has no axis any more; the rest is one axis per name.
+        # An axis with an integer index is gone. The others become one axis per name.
         groups = [
             g for g, at in zip(rule.before, part.index, strict=True) if not isinstance(at, int)
         ]
@@ -376,6 +403,6 @@ def _read(leaves: LeafReader, part: Part) -> np.ndarray:
     if part.rows is not None:
         values = values[part.rows][tuple(slice(0, n) for n in part.shape)]
     if part.scale is not None:
-        # In float32 and back, as MaxText's own conversion does it.
+        # MaxText's own conversion multiplies in float32 too.
         values = (values.astype(np.float32) * np.float32(part.scale)).astype(values.dtype)
     return values

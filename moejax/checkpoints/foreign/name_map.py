@@ -30,25 +30,33 @@ _PLACEHOLDER = re.compile(
 )
 _SCALE = re.compile(r"(1/)?sqrt\((\w+)\)", re.ASCII)
 _LARGEST = 1e30
-"""The largest scale; larger ones leave nothing of float32 weights."""
+"""The largest scale; a larger one would make float32 weights infinite."""
 _SHOWN, _COMPARED = 5, 300
-"""Names in a message, and those that each is compared with for the nearest."""
+"""Names shown in a message, and names that each of them is compared with to find the nearest."""
 _MOST_TRIES = 10_000_000
-"""Patterns times paths, a few seconds."""
+"""Most matches of a pattern with a path, which take a few seconds."""
 MOST_RULES, MOST_ROOTS = 500, 8
-"""What a map may have; its texts have at most MOST_NAME characters."""
+"""Most rules and roots of a map. Its texts have at most MOST_NAME characters."""
 
 Groups = tuple[tuple[str, ...], ...]
-"""One tuple of axis names for each axis of an array; several are one axis, the last the fastest."""
+"""A tuple of axis names for each axis of an array. Several names share one axis of the array, and
+the last varies fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """leaf: a path pattern with {name} for numbers. tensors: name patterns; several lie one after
-    another along the first axis of the result. before, after: the axes of leaf and result; None:
-    as it is. values: the names that an axis's indices stand for. sizes: of axes, a number or a
-    config field. scale: the factor, a number or "sqrt(field)" or "1/sqrt(field)". crop: cut each
-    axis to the config's size. optional: need not match."""
+    """A rule of a name map: how some leaves become tensors.
+
+    - `leaf`: a path pattern with {name} for numbers.
+    - `tensors`: name patterns. Several tensors lie one after another along the first axis of the
+      result.
+    - `before`, `after`: the axes of leaf and result; None: the leaf is not rearranged.
+    - `values`: axis → the name that each of its indices stands for.
+    - `sizes`: axis → its size, a number or a config field.
+    - `scale`: the factor, a number, "sqrt(field)" or "1/sqrt(field)".
+    - `crop`: cut each axis of the result to the config's size.
+    - `optional`: the rule may match no leaf.
+    """
 
     leaf: str
     tensors: tuple[str, ...]
@@ -62,7 +70,7 @@ class Rule:
 
     @property
     def unstacked(self) -> tuple[str, ...]:
-        """The leaf's axes whose indices are spread over tensors."""
+        """The axes of the leaf that the result lacks: each of their indices is another tensor."""
         left = () if self.before is None else tuple(name for g in self.before for name in g)
         kept = {name for group in self.after or () for name in group}
         return tuple(name for name in left if name not in kept)
@@ -70,10 +78,16 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """source: the file's name, for messages. items: the item that holds the tree, the first of
-    these that a step has; empty: the only one. roots: the path above the rules' leaves, the first
-    under which any is. ignore: patterns of leaves that are no weights, from the tree's top.
-    config: config.json's fields, if the map has them."""
+    """A parsed name map.
+
+    - `source`: the file's name, for messages.
+    - `rules`: how leaves become tensors.
+    - `items`: names of the item that holds the tree. The first that a step has is used; without
+      names, a step's only item is.
+    - `roots`: paths above the rules' leaves. The first with a matching leaf below it is used.
+    - `ignore`: patterns of paths, from the tree's top, of leaves that are no weights.
+    - `config`: the fields of config.json, if the map has them.
+    """
 
     source: str
     rules: tuple[Rule, ...]
@@ -84,14 +98,16 @@ class NameMap:
 
 
 def shipped_maps() -> tuple[str, ...]:
-    """The names of the maps in the package."""
+    """The names of the maps that moejax ships."""
     return tuple(sorted(f.name[:-5] for f in _SHIPPED.iterdir() if f.name.endswith(".yaml")))
 
 
 def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
-    """Reads a map. name_map: a .yaml, .yml or .json file, or the name of a shipped map.
+    """Reads a name map.
 
-    Raises UserError naming file, rule and field.
+    - `name_map`: a .yaml, .yml or .json file, or the name of a shipped map.
+
+    Raises UserError that names file, rule and field.
     """
     shipped = shipped_maps()
     if str(name_map) in shipped:
@@ -116,7 +132,13 @@ def load_name_map(name_map: str | os.PathLike[str]) -> NameMap:
 
 
 def parse_name_map(raw: Any, source: str = "name map") -> NameMap:
-    """The map of a parsed file. source: its name, for messages. Raises UserError."""
+    """Checks a parsed file and makes a NameMap of it.
+
+    - `raw`: the file's content, as JSON or YAML parses it.
+    - `source`: the file's name, for messages.
+
+    Raises UserError that names rule and field.
+    """
     _check_fields(raw, _FIELDS, source)
     rules = raw.get("rules")
     if not isinstance(rules, list) or not rules:
@@ -199,7 +221,8 @@ def _braces(names: set[str]) -> str:
 
 
 def _axes(text: Any, where: str) -> tuple[Groups, Groups]:
-    """ "layer in head dim -> (head dim) in" as axes of the leaf and of the result."""
+    """Parses text such as "layer in head dim -> (head dim) in". Returns the axes of the leaf and of
+    the result. Raises UserError."""
     example = 'axes must be text like "in layer head dim -> (head dim) in"'
     sides = text.split("->") if isinstance(text, str) and len(text) <= MOST_NAME else []
     if len(sides) != 2:
@@ -258,10 +281,11 @@ def _object(raw: dict[str, Any], field: str, kind: Any, where: str) -> dict[str,
 
 
 def leaf_pattern(pattern: str) -> re.Pattern[str]:
-    """A rule's leaf as a regular expression whose groups are numbers; "value", which NNX puts
-    below each variable, may follow."""
+    """A rule's leaf as a regular expression with a group for each number. It also matches with
+    "/value" at the end, which NNX puts below each variable."""
     parts = re.split(r"\{([A-Za-z_]\w*)\}", pattern, flags=re.ASCII)
-    # No digit follows a number, so it is taken whole ("++") and no match is tried twice.
+    # No digit follows a number, so "++" takes all of its digits, and a failed match never
+    # backtracks.
     text = "".join(
         rf"(?P<{part}>\d++)" if number % 2 else re.escape(part) for number, part in enumerate(parts)
     )
@@ -269,13 +293,19 @@ def leaf_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def ignore_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern of paths from the tree's top; * is any text (fnmatch is not exponential)."""
+    """A regular expression for paths from the tree's top, in which * is any text. The expressions
+    of fnmatch never take exponential time."""
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]").replace("?", "[?]")))
 
 
 def tensor_name(pattern: str, numbers: dict[str, int | str], field: Any) -> str:
-    """The pattern with its placeholders filled in. numbers: by name, text for axes with values.
-    field: a function that gives a config field's integer."""
+    """Fills in the placeholders of a tensor's pattern.
+
+    - `numbers`: placeholder → its number, or its text for an axis with values.
+    - `field`: returns the integer of a config field.
+
+    Raises UserError for arithmetic on text.
+    """
 
     def fill(match: re.Match[str]) -> str:
         value = numbers[match[1]]
@@ -293,7 +323,12 @@ def tensor_name(pattern: str, numbers: dict[str, int | str], field: Any) -> str:
 
 
 def scale_factor(scale: float | str | None, field: Any) -> float | None:
-    """The number that a rule's scale is; field as in tensor_name."""
+    """The number of a rule's scale; None without one.
+
+    - `field`: returns the integer of a config field.
+
+    Raises UserError for a root of 0.
+    """
     if not isinstance(scale, str):
         return scale
     match = _SCALE.fullmatch(scale)
@@ -306,10 +341,10 @@ def scale_factor(scale: float | str | None, field: Any) -> float | None:
 
 
 def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:
-    """Leaf path → its path under the map's root, and its rule.
+    """Finds the rule of each leaf.
 
-    Raises UserError for leaves that no rule takes and that are not ignored, and for rules that
-    take none.
+    Returns leaf path → (its path under the map's root, its rule). Raises UserError for leaves
+    without a rule that are not ignored, for leaves with two rules, and for rules without a leaf.
     """
     rules = [(leaf_pattern(rule.leaf), rule) for rule in name_map.rules]
     ignored = [ignore_pattern(pattern) for pattern in name_map.ignore]
@@ -353,7 +388,8 @@ def match_leaves(name_map: NameMap, tree: Tree) -> dict[str, tuple[str, Rule]]:
 
 
 def check_names(name_map: NameMap, tree: Tree, found: set[str], expected: set[str]) -> None:
-    """UserError for tensors that the config asks for and the map does not make, and the reverse."""
+    """Raises UserError for tensors that the config asks for and the map does not make, and for
+    tensors that the map makes and the config does not have."""
     missing, unknown = sorted(expected - found), sorted(found - expected)
     problems = [
         *_list_names("tensors that are missing", missing, unknown, "made"),
@@ -367,7 +403,7 @@ def check_names(name_map: NameMap, tree: Tree, found: set[str], expected: set[st
 
 
 def _root(name_map: NameMap, tree: Tree, patterns: list[re.Pattern[str]]) -> str:
-    """The path above the rules' leaves, with its slash: the first root under which a leaf is."""
+    """The first of the map's roots with a matching leaf below it, with a slash at its end."""
     roots = [f"{root}/" if root else "" for root in name_map.roots]
     for root in roots:
         inside = [path.removeprefix(root) for path in tree.leaves if path.startswith(root)]
@@ -377,8 +413,12 @@ def _root(name_map: NameMap, tree: Tree, patterns: list[re.Pattern[str]]) -> str
 
 
 def _list_names(what: str, names: Iterable[str], others: Iterable[str], kind: str) -> list[str]:
-    """One line per name with the nearest of the others; names that differ in numbers only count
-    as one."""
+    """A heading with the count, then a line for each name with the nearest of `others`. Names that
+    differ only in numbers share one line.
+
+    - `what`: the heading.
+    - `kind`: what the nearest name is called, such as "rule".
+    """
     names = list(names)
     alike = {_skeleton(name): name for name in reversed(names)}
     candidates = {_skeleton(other): other for other in others}
@@ -393,5 +433,6 @@ def _list_names(what: str, names: Iterable[str], others: Iterable[str], kind: st
 
 
 def _skeleton(name: str) -> str:
-    """The name without numbers and placeholders, which say nothing about likeness."""
+    """The name with # for each number and placeholder, so that names which differ only in these are
+    equal."""
     return re.sub(r"\d+|\{\w+\}", "#", name)

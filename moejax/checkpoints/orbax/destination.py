@@ -17,16 +17,16 @@ from moejax.errors import UserError
 log = logging.getLogger("moejax")
 
 LOCK = "moejax.lock"
-"""In DST.partial, locked while a conversion writes there."""
+"""A file in DST.partial that is locked while a conversion writes there."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_destination(destination: str | os.PathLike[str]) -> pathlib.Path:
-    """Where a new checkpoint may be written, its links resolved. Raises UserError where something
-    is there already, but for an empty directory."""
+    """The path of a new checkpoint, with its links resolved. Raises UserError if it exists and is
+    not an empty directory."""
     try:
-        # Without links, since one could not be replaced by a directory in the end.
+        # Links are resolved, since the rename at the end cannot replace a link by a directory.
         dst = pathlib.Path(destination).expanduser().resolve()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{destination}: cannot be resolved: {error}") from None
@@ -37,12 +37,15 @@ def free_destination(destination: str | os.PathLike[str]) -> pathlib.Path:
 
 @contextlib.contextmanager
 def write_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
-    """DST.partial, locked; whatever the block has written there is DST after it. Where the block
-    raises, DST does not appear. dst: of free_destination. Raises UserError for errors of the
-    filesystem, and where DST.partial holds something else."""
+    """Yields DST.partial, locked. It becomes DST when the block ends, unless the block raises.
+
+    - `dst`: the result of free_destination.
+
+    Raises UserError for errors of the filesystem, and for a DST.partial that holds other files.
+    """
     work = dst.with_name(dst.name + ".partial")
     try:
-        if dst.exists():  # now rather than by the rename at the end, which may be hours away
+        if dst.exists():  # so that an error comes now, not at the rename hours later
             dst.rmdir()
     except OSError as error:
         raise UserError(
@@ -55,7 +58,7 @@ def write_beside(dst: pathlib.Path) -> Iterator[pathlib.Path]:
         with _hold_lock(work):
             yield work
             os.rename(work, dst)
-            # Not before: while the directory is at DST.partial, its lock must be there.
+            # Only now, since a second conversion needs the lock as long as DST.partial exists.
             (dst / LOCK).unlink()
             directory = os.open(dst.parent, os.O_RDONLY)
             try:
@@ -78,8 +81,9 @@ def _require_ours(work: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _hold_lock(work: pathlib.Path) -> Iterator[None]:
-    """Holds a lock, which ends with the process however it ends."""
-    # Not the directory's own: NFS locks only what is open for writing.
+    """Holds a lock, which the kernel releases when the process ends. Raises UserError where another
+    conversion holds it."""
+    # A file is locked, not the directory: NFS locks only files that are open for writing.
     with open(work / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +99,7 @@ def _hold_lock(work: pathlib.Path) -> Iterator[None]:
 
 
 def require_space(work: pathlib.Path, nbytes: int) -> None:
-    """Raises UserError where the disk has less free."""
+    """Raises UserError where the disk has fewer than `nbytes` free."""
     free = shutil.disk_usage(work).free
     if free < nbytes:
         raise UserError(

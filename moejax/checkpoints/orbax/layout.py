@@ -1,4 +1,4 @@
-"""How a model lies in the Orbax checkpoint that `moejax convert` writes: leaves and their chunks.
+"""The layout of the Orbax checkpoint that `moejax convert` writes: its leaves and their chunks.
 
 The checkpoint is one Orbax tree, ``{"params": LoadedModel.params, "experts": {version: [leaf of
 each MoE layer]}}``, of plain zarr v3 arrays without compression (Orbax's use_ocdbt=False). A chunk
@@ -35,8 +35,8 @@ DENSE = "dense"
 class Leaf:
     """One array of the tree.
 
-    name: its keys joined by dots, which is also the directory's name. stacked: a chunk is one index
-    of the first axis, a layer or an expert; else the array is one chunk.
+    name: its keys joined by dots, which is also the name of its directory. stacked: each index of
+    the first axis, a layer or an expert, is a chunk; else the whole array is one chunk.
     """
 
     name: str
@@ -46,11 +46,14 @@ class Leaf:
 
     @property
     def chunks(self) -> range:
-        """The chunks' numbers: the indices of the first axis."""
+        """The numbers of the chunks: the indices of the first axis, or 0 alone."""
         return range(self.shape[0] if self.stacked else 1)
 
     def file(self, tree: pathlib.Path, chunk: int) -> pathlib.Path:
-        """Where a chunk is. tree: the directory of Orbax's tree."""
+        """The file of a chunk.
+
+        - `tree`: the directory of Orbax's tree.
+        """
         return tree / self.name / (f"c/{chunk}" + "/0" * (len(self.shape) - 1))
 
     @property
@@ -84,14 +87,17 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class StoredModel:
-    """What a checkpoint of ours holds. dtype: numpy's name of the weights' dtype."""
+    """A model as moejax stores it: its parameters and expert records.
+
+    dtype: numpy's name of the weights' dtype.
+    """
 
     directory: pathlib.Path
     config: ModelConfig
     dtype: str
 
     def layout(self, version: str = DENSE) -> RecordFormat:
-        """How a version's records lie. Raises UserError for an unknown version."""
+        """The format of a version's records. Raises UserError for an unknown version."""
         dense = self.config.expert_layout(NUMPY_DTYPES[self.dtype].itemsize)
         if version == DENSE:
             return dense
@@ -100,8 +106,8 @@ class StoredModel:
 
     @functools.cached_property
     def params(self) -> dict[str, Leaf]:
-        """The parameters outside of experts by their keys joined by dots ("runs.0.qkv"), in the
-        order of jax.tree.leaves; a leaf with a dtype of its own keeps it."""
+        """Key → leaf of the parameters outside of experts, in the order of jax.tree.leaves. The key
+        is the path joined by dots, such as "runs.0.qkv". A family's wide_params keep float32."""
         tree, leaves = abstract_params(self.config, NUMPY_DTYPES[self.dtype]), {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             key = ".".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)
@@ -109,12 +115,15 @@ class StoredModel:
         return leaves
 
     def params_tree(self, values: Iterable[Any]) -> Any:
-        """LoadedModel.params of these values, one for each of `params`."""
+        """Builds the tree of LoadedModel.params.
+
+        - `values`: one for each of `params`, in order.
+        """
         tree = abstract_params(self.config, NUMPY_DTYPES[self.dtype])
         return jax.tree.unflatten(jax.tree.structure(tree), values)
 
     def layers(self, version: str = DENSE) -> tuple[Leaf, ...]:
-        """The experts of each MoE layer, uint16[E, rows, D]."""
+        """A leaf for the experts of each MoE layer, uint16[E, rows, D]."""
         layout = self.layout(version)
         shape = (self.config.num_experts, layout.rows, layout.hidden)
         return tuple(
@@ -126,15 +135,19 @@ class StoredModel:
 def orbax_files(
     params: Any, experts: Mapping[str, Mapping[int, Leaf]]
 ) -> tuple[str, dict[str, bytes]]:
-    """(the directory of the tree, relative path → content) of all files but the chunks, which Orbax
-    itself writes: of a tree of the same keys whose leaves are one byte, since it would want the
-    arrays whole in memory, twice.
+    """Makes all files of the checkpoint except the chunks, by Orbax itself.
 
-    params: the tree of parameters' leaves. experts: version → MoE layer → leaf; a list in the tree,
-    or where layers are missing, a dict by number. Raises UserError if this Orbax names their
-    directories in another way.
+    Orbax saves a tree with the same keys whose leaves are one byte each, since saving the arrays
+    would need them in memory twice.
+
+    - `params`: the tree of the parameters' leaves.
+    - `experts`: version → MoE layer → leaf. The layers are a list in the tree, or a dict by number
+      where some are missing.
+
+    Returns the name of the tree's directory, and relative path → content. Raises UserError if this
+    version of Orbax gives the leaves other directories.
     """
-    from orbax.checkpoint import v1  # seconds, and only what writes needs it
+    from orbax.checkpoint import v1  # takes seconds to import, and only writing needs it
 
     tree = {"params": params, "experts": {v: _number_layers(each) for v, each in experts.items()}}
     byte = np.zeros(1, np.uint8)
@@ -145,7 +158,7 @@ def orbax_files(
     with tempfile.TemporaryDirectory() as scratch:
         root = pathlib.Path(scratch) / "checkpoint"
         try:
-            quiet.setLevel(logging.ERROR)  # Orbax warns that it finds nothing to merge
+            quiet.setLevel(logging.ERROR)  # hides Orbax's warning that it finds nothing to merge
             with context:
                 v1.save(str(root), jax.tree.map(lambda _: byte, tree))
         finally:

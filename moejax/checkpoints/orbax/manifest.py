@@ -1,7 +1,7 @@
-"""``moejax.json``: what a converted checkpoint is made of, with a checksum of every piece.
+"""``moejax.json``: the parts of a converted checkpoint, with a checksum of each.
 
-Neither Orbax nor zarr notices a flipped byte. While a conversion runs the same object is its
-journal, under another name: what it lists is written and whole.
+Neither Orbax nor zarr notices a flipped byte. While a conversion runs, the same object under
+another name is its journal, which lists the parts that are written and whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT, FORMAT_VERSION = "moejax-orbax", 1
 CHECKSUM = "sha256, its first 64 bits"
 
 PIECE = 1 << 20
-"""Bytes read or written at once: still in the processor's cache when they are hashed."""
+"""Bytes read or written at once, so few that they are still in the cache when they are hashed."""
 
 _HEX, _CRC = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{8}")
 _NAME = re.compile(r"\w+")
@@ -33,7 +33,7 @@ _NAME = re.compile(r"\w+")
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """A parameter: numpy's name of its dtype, its shape, a checksum per chunk."""
+    """A parameter: numpy's name of its dtype, its shape, and a checksum for each chunk."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,15 +42,22 @@ class StoredLeaf:
 
 @dataclasses.dataclass
 class Manifest:
-    """provenance: where it came from, free text for people but for "files", the source's sizes and
-    times. dtype: the weights', numpy's name. tree: the directory of Orbax's tree. params: by key,
-    "runs.0.qkv". experts: version → layer → a checksum per expert. files: relative path → checksum
-    of each other file. nonfinite: the source's tensors with NaN or infinite values → how many.
-    quantizers: version → how it was made from the dense one. errors: version → layer → ‖W − Ŵ‖/‖W‖
-    of each expert. dense_layers: version → the MoE layers that it lacks, since it cannot hold one
-    of their experts without loss. crcs: version → layer → CRC-32C of each expert, 8 hex digits, for
-    reads while a model runs; conversions without the native library write none. A
-    conversion adds to its own as it goes on.
+    """The content of ``moejax.json``. A conversion adds to its journal as it writes.
+
+    - `provenance`: where the checkpoint came from: text for people, and under "files" the sizes and
+      times of the source's files.
+    - `dtype`: numpy's name of the weights' dtype.
+    - `tree`: the name of the directory of Orbax's tree.
+    - `params`: key, such as "runs.0.qkv", → the parameter.
+    - `experts`: version → layer → a checksum for each expert.
+    - `files`: relative path → checksum, for all other files.
+    - `nonfinite`: tensor of the source → how many of its values are NaN or infinite.
+    - `quantizers`: version → how it was made from the dense one.
+    - `errors`: version → layer → ‖W − Ŵ‖/‖W‖ of each expert.
+    - `dense_layers`: version → the MoE layers that it lacks, since the version cannot hold one of
+      their experts without loss.
+    - `crcs`: version → layer → CRC-32C of each expert, 8 hex digits, which reads during a run are
+      compared with; a conversion without the native library writes none.
     """
 
     provenance: dict[str, Any]
@@ -66,7 +73,7 @@ class Manifest:
     crcs: dict[str, dict[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
     def checksums(self, leaf: Leaf) -> tuple[str, ...]:
-        """The checksums of a leaf's chunks; none where it is not written."""
+        """The checksums of a leaf's chunks; empty for a leaf that is not written."""
         kind, _, key = leaf.name.partition(".")
         if kind == "params":
             return self.params[key].checksums if key in self.params else ()
@@ -74,12 +81,16 @@ class Manifest:
         return self.experts.get(version, {}).get(int(layer), ())
 
     def crcs_of(self, leaf: Leaf) -> tuple[str, ...]:
-        """CRC-32C of each of a layer's experts; none where that is not known."""
+        """The CRC-32C of each expert of a layer; empty where the conversion wrote none."""
         _, version, layer = leaf.name.split(".")
         return self.crcs.get(version, {}).get(int(layer), ())
 
     def put(self, leaf: Leaf, checksums: tuple[str, ...], crcs: tuple[str, ...] = ()) -> None:
-        """Notes that a leaf is written, or with no checksums that it is not. crcs: of experts."""
+        """Notes that a leaf is written.
+
+        - `checksums`: of its chunks; empty: the leaf is not written.
+        - `crcs`: CRC-32C of each expert, for a layer of experts.
+        """
         kind, _, key = leaf.name.partition(".")
         if kind == "params":
             self.params[key] = StoredLeaf(leaf.dtype.name, leaf.shape, checksums)
@@ -94,24 +105,30 @@ def _own_checksum(content: dict[str, Any]) -> str:
 
 
 def checksum(data: Any) -> str:
-    """64 bits of sha256 as 16 hex digits, what ``sha256sum FILE | cut -c1-16`` prints. data: any
-    contiguous buffer. Threads hash at once: hashlib releases the GIL."""
+    """The first 64 bits of SHA-256 as 16 hex digits, which ``sha256sum FILE | cut -c1-16`` prints.
+    Several threads may hash at once, since hashlib releases the GIL.
+
+    - `data`: any contiguous buffer.
+    """
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def file_checksum(path: pathlib.Path) -> str:
-    """`checksum` of a file's bytes, without holding them. Raises OSError."""
+    """The `checksum` of a file, which is never whole in memory. Raises OSError."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def as_bytes(array: Any) -> memoryview:
-    """The bytes of a contiguous numpy array, bfloat16 too, without a copy."""
+    """The bytes of a contiguous numpy array of any dtype, bfloat16 included, without a copy."""
     return memoryview(array.reshape(-1).view("u1"))
 
 
 def write_file(path: pathlib.Path, data: Any) -> str:
-    """Writes a file that survives a power cut; returns its checksum. data: a contiguous buffer."""
+    """Writes a file and flushes it to disk, so that it survives a power cut. Returns its checksum.
+
+    - `data`: a contiguous buffer.
+    """
     digest, view = hashlib.sha256(), memoryview(data).cast("B")
     with open(path, "wb", buffering=0) as file:
         for first in range(0, len(view), PIECE):
@@ -124,7 +141,8 @@ def write_file(path: pathlib.Path, data: Any) -> str:
 
 
 def read_file(path: pathlib.Path, into: memoryview) -> str | None:
-    """Fills `into` from a file; returns the checksum, None if it is too short. Raises OSError."""
+    """Fills `into` from a file. Returns the checksum, or None if the file is too short. Raises
+    OSError."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while len(into):
@@ -137,8 +155,8 @@ def read_file(path: pathlib.Path, into: memoryview) -> str | None:
 
 
 def write_manifest(path: pathlib.Path, manifest: Manifest) -> None:
-    """Writes the manifest as JSON with a checksum of its own, in one step: a reader finds the old
-    file or the new one."""
+    """Writes the manifest as JSON with a checksum of itself. The file is replaced in one step, so a
+    reader finds the old one or the new one."""
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "checksum": CHECKSUM}
     content = json.loads(json.dumps({**content, **dataclasses.asdict(manifest)}))
     text = json.dumps({**content, "self": _own_checksum(content)}, indent=1) + "\n"
@@ -148,7 +166,7 @@ def write_manifest(path: pathlib.Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: pathlib.Path) -> Manifest:
-    """A manifest or journal. Raises UserError if it is damaged or of another version."""
+    """Reads a manifest or journal. Raises UserError if it is damaged or has another version."""
     content = read_json(path)
     if content.get("format") != FORMAT:
         raise UserError(f"{path}: format is {content.get('format')!r}, not {FORMAT!r}")

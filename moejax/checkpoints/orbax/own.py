@@ -1,8 +1,7 @@
-"""What `moejax convert` wrote: parameters, and experts by version, a file each.
+"""Reads the checkpoints that `moejax convert` writes: parameters, and experts by version.
 
-The arrays are read from Orbax's files directly (orbax/layout.py): an expert is a file of its
-record's bytes. Orbax itself can load the checkpoint too, but fills nothing in place and checks
-nothing.
+It reads Orbax's files directly (orbax/layout.py): each expert is a file with the bytes of its
+record. Orbax can load the checkpoint too, but it cannot fill arrays in place and checks nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from moejax.models.config import load_config
 from moejax.models.directory import checkpoint_directory, read_json, require_own_file
 
 MOST_FILES = 1 << 30
-"""Bytes of all files but the chunks; the tokenizer of a large model has 30 MB."""
+"""Most bytes of all files except the chunks; the tokenizer of a large model has 30 MB."""
 
 _AGAIN = "copy the checkpoint again, or convert the original again"
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredCheckpoint(Checkpoint):
-    """A checkpoint that is there, and its own reader. Of its dense version the same
-    bits come as from its source."""
+    """A converted checkpoint, which is its own reader. Its dense version has the bits of its
+    source."""
 
     manifest: Manifest
 
@@ -53,9 +52,13 @@ class StoredCheckpoint(Checkpoint):
         return self.directory / self.manifest.tree
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        """The versions that the checkpoint has, dense first where it is wanted or needed. Lossless
-        records serve only a run in their own dtype. A version that lacks layers is taken where it
-        is the only one wanted, with dense records for those layers."""
+        """Chooses the versions that the checkpoint has, and dense first if the run asks for dense
+        or for a version that the checkpoint lacks. Lossless records serve only a run in their own
+        dtype. A version that lacks layers serves only as the single version of a run, with dense
+        records for those layers.
+
+        Returns and raises as Checkpoint.hold.
+        """
         manifest, every = self.manifest, range(sum(self.config.moe_layers))
         exact = dtype == manifest.dtype
         if len(versions) == 1 and exact and (lacking := manifest.dense_layers.get(versions[0])):
@@ -125,8 +128,8 @@ class StoredCheckpoint(Checkpoint):
         verify: bool,
         as_stored: bool,
     ) -> dict[str, RecordFiles]:
-        """Version → the files of its experts. held: the result of `hold`. Raises UserError where a
-        run in this dtype cannot compute with experts as the files hold them."""
+        """Version → the files of its experts. Arguments and errors are those of
+        Checkpoint.record_files."""
         where = f"{self.directory}: store='file' reads experts as they are"
         if dtype != self.dtype:
             raise UserError(
@@ -167,9 +170,11 @@ class StoredCheckpoint(Checkpoint):
 def read_expert(
     directory: str | os.PathLike, layer: int, expert: int, version: str = DENSE
 ) -> np.ndarray:
-    """One expert's record uint16[rows, D], in the dtype it is stored in; reads no other weights.
+    """Reads one expert's record uint16[rows, D], as it is stored, and no other weights.
 
-    layer: counted over MoE layers. Raises UserError if there is none, or if it is damaged.
+    - `layer`: counted from 0 over MoE layers.
+
+    Raises UserError for an expert that does not exist or is damaged.
     """
     stored = open_stored(checkpoint_directory(directory))
     lacking = stored.manifest.dense_layers.get(version, ())
@@ -190,7 +195,8 @@ def read_expert(
 
 
 def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
-    """Reads the manifest and verifies every file that is no chunk."""
+    """Reads the manifest and verifies every file except the chunks. Raises UserError for a file
+    that is missing, damaged or a link out of the directory."""
     manifest = read_manifest(directory / MANIFEST)
     if manifest.dtype not in NUMPY_DTYPES:
         raise UserError(f"{directory / MANIFEST}: dtype {manifest.dtype!r} is unknown")
@@ -212,8 +218,8 @@ def open_stored(directory: pathlib.Path) -> StoredCheckpoint:
 
 
 def check_files(stored: StoredCheckpoint, experts: Iterable[Leaf]) -> None:
-    """UserError if the leaves of parameters and these of experts, their metadata or their files'
-    sizes are not what config.json asks for."""
+    """Raises UserError if the parameters or these leaves of experts are not those that config.json
+    asks for: their shapes, dtypes, checksums in the manifest, zarr metadata or file sizes."""
     manifest, source = stored.manifest, stored.directory / MANIFEST
     params = stored.params
     for key in params.keys() ^ manifest.params.keys():
@@ -247,7 +253,7 @@ def check_files(stored: StoredCheckpoint, experts: Iterable[Leaf]) -> None:
 def _damage_error(
     stored: StoredCheckpoint, leaf: Leaf, chunk: int, error: OSError | str
 ) -> UserError:
-    """What to raise for a chunk, named as people know it and by its file."""
+    """The error for a damaged chunk, which names the parameter or expert and the file."""
     kind, _, rest = leaf.name.partition(".")
     named = f"parameter {rest}"
     if kind == "experts":
@@ -258,8 +264,8 @@ def _damage_error(
 
 
 def read_chunk(stored: StoredCheckpoint, leaf: Leaf, chunk: int, into: np.ndarray) -> None:
-    """Fills a contiguous array with a chunk's bytes. Raises UserError for bytes whose checksum
-    differs from the manifest's."""
+    """Fills a contiguous array with a chunk's bytes. Raises UserError if their checksum is not that
+    of the manifest."""
     try:
         found = read_file(leaf.file(stored.tree, chunk), as_bytes(into))
     except OSError as error:
@@ -270,8 +276,11 @@ def read_chunk(stored: StoredCheckpoint, leaf: Leaf, chunk: int, into: np.ndarra
 
 @contextlib.contextmanager
 def _in_dtype(out: np.ndarray, dtype: np.dtype, named: str) -> Iterator[np.ndarray]:
-    """A contiguous array to be filled with weights of `dtype`, which `out` has in its own after the
-    `with`. named: the file of the weights, for messages."""
+    """Yields a contiguous array of `dtype` to be filled with weights. After the `with`, `out` has
+    these weights, cast to its own dtype.
+
+    - `named`: the file of the weights, for messages.
+    """
     if dtype == out.dtype:
         yield out
         return

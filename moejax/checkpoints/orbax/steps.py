@@ -1,6 +1,6 @@
-"""Where in an Orbax checkpoint the parameters are: which step of a run, which item of a step.
+"""Finds the parameters in an Orbax checkpoint: which step of a run, and which item of a step.
 
-Three directories are told apart by what lies in them, for Orbax writes no kind:
+Orbax does not write what a directory is, so three kinds are told apart by their content:
 
 - an *item* holds one tree: ``_METADATA``;
 - a *step* holds items by name (``default``, ``params``, ``state`` …);
@@ -22,8 +22,8 @@ from moejax.models.directory import read_json
 from moejax.models.json_values import is_number
 
 Step = int | str | None
-"""Which step of a root: its number, "latest" (None is that too), "best:METRIC:min" or
-"best:METRIC:max"."""
+"""Which step of a root: its number, "latest", "best:METRIC:min" or "best:METRIC:max". None means
+"latest"."""
 
 TREE, CHECKPOINT = "_METADATA", "_CHECKPOINT_METADATA"
 _STEP = re.compile(r"(?:.+_)?(\d{1,18})")
@@ -32,8 +32,12 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """One step's trees. directories: where the checkpoint's own files (config.json) may be, the
-    innermost first. items: name → directory; the name is "" where the path itself is the tree."""
+    """The trees of one step.
+
+    - `step`: its number; None where no directory says it.
+    - `directories`: where config.json may be, the innermost first.
+    - `items`: name → directory of each tree; the name is "" where the path itself is the tree.
+    """
 
     step: int | None
     directories: tuple[pathlib.Path, ...]
@@ -46,7 +50,14 @@ def is_orbax(directory: pathlib.Path) -> bool:
 
 
 def find_items(directory: pathlib.Path, step: Step = None) -> Items:
-    """The trees of a step. directory: root, step or item. Raises UserError, listing the steps."""
+    """Finds the trees of a step.
+
+    - `directory`: a root, a step or an item.
+    - `step`: which step of a root; None for a step or item.
+
+    Raises UserError for a step that does not exist, and lists the steps; also for an unfinished
+    checkpoint, and for a directory without one.
+    """
     _check_step(step)
     if _UNFINISHED in directory.resolve().name:
         raise UserError(f"{directory}: an unfinished checkpoint (Orbax's temporary name)")
@@ -78,8 +89,8 @@ def find_items(directory: pathlib.Path, step: Step = None) -> Items:
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
-    """The steps of a root that Orbax has written to their end, ascending; none where there are no
-    steps yet. Raises UserError for a directory that is not there, or is one checkpoint itself."""
+    """The numbers of the steps of a root that Orbax has finished writing, ascending. Raises
+    UserError for a directory that does not exist, or that is a checkpoint itself."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; a root is made before its first step")
     if _items(directory):
@@ -142,7 +153,8 @@ def _children(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _check_finished(directories: list[pathlib.Path]) -> None:
-    """UserError where Orbax did not note that it finished writing."""
+    """Raises UserError for a directory whose metadata has no time of commit, which Orbax writes
+    last."""
     for directory in directories:
         path = directory / CHECKPOINT
         if path.is_file() and not read_json(path).get("commit_timestamp_nsecs"):
@@ -165,7 +177,8 @@ def _choose_step(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: 
 
 
 def _best(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: str) -> int:
-    """The step with the least or the largest of a recorded metric, the last of equal ones."""
+    """The step with the smallest or largest value of a recorded metric; of equal ones the last.
+    Raises UserError for a metric that no step records."""
     _, name, direction = step.split(":")
     recorded = {number: _metrics(path) for number, path in steps.items()}
     values = {number: found[name] for number, found in recorded.items() if name in found}
@@ -180,7 +193,7 @@ def _best(directory: pathlib.Path, steps: dict[int, pathlib.Path], step: str) ->
 
 
 def _metrics(step: pathlib.Path) -> dict[str, float]:
-    """The finite numbers among the metrics that the manager recorded for a step."""
+    """The metrics that CheckpointManager recorded for a step, without NaN and infinities."""
     path = step / "metrics" / "metrics"
     # The metrics of a step that diverged may be NaN.
     found: dict[str, Any] = read_json(path, nan=True) if path.is_file() else {}

@@ -1,7 +1,7 @@
-"""One tree of an Orbax checkpoint: names, shapes and dtypes of its leaves, and parts of them.
+"""Reads one tree of an Orbax checkpoint: names, shapes and dtypes of its leaves, and their values.
 
-Any program's tree is read, of v0 and v1, with OCDBT or a directory per leaf, zarr 2 or 3, whatever
-mesh wrote it: tensorstore reads the arrays, and nothing that the checkpoint names is imported or
+The tree may come from any program and mesh, from Orbax v0 or v1, with OCDBT or a directory per
+leaf, in zarr 2 or 3. tensorstore reads the arrays. Nothing that the checkpoint names is imported or
 unpickled.
 """
 
@@ -27,16 +27,21 @@ _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple", "string")
 """Orbax's value types that are no arrays."""
 _MANIFEST = "manifest.ocdbt"
 _DESCRIPTIONS = {"zarr.json": 1 << 20, ".zarray": 1 << 20, _MANIFEST: 16 << 20}
-"""Files that tensorstore reads whole, and their most bytes."""
+"""File that tensorstore reads whole → the most bytes that it may have."""
 MOST_LEAVES, MOST_NAME = 200_000, 500
-"""Leaves of a tree, and characters of a leaf's path."""
+"""Most leaves of a tree, and most characters of a leaf's path."""
 _HEADERS_CACHE = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """leaves: path, the keys joined by "/", → name on disk. sparse: written by an Orbax so old that
-    it left out chunks of zeros. custom: what its writer added."""
+    """The metadata of a tree.
+
+    - `leaves`: path, the keys joined by "/", → name on disk.
+    - `zarr3`: the arrays are zarr 3, else zarr 2.
+    - `sparse`: an old Orbax wrote the tree and may have left out chunks of zeros.
+    - `custom`: the metadata that the writing program added.
+    """
 
     directory: pathlib.Path
     leaves: dict[str, str]
@@ -47,7 +52,10 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class TreeLeaf:
-    """header: dtype and shape. chunk: the shape of what is read and decoded at once."""
+    """A leaf of a tree.
+
+    header: its dtype and shape. chunk: the shape of the piece that is read and decoded at once.
+    """
 
     path: str
     header: Header
@@ -55,10 +63,12 @@ class TreeLeaf:
 
 
 def read_tree(directory: pathlib.Path) -> Tree:
-    """The leaves that an item's _METADATA lists; no array is opened.
+    """Reads the leaves that an item's _METADATA lists, and opens no array.
 
-    Raises UserError for metadata that is not Orbax's, for leaf names that leave the directory or
-    cannot be printed, and for links out of it.
+    - `directory`: the item.
+
+    Raises UserError for metadata that is not Orbax's, for leaf names that lead out of the directory
+    or cannot be printed, and for links that lead out of it.
     """
     path = directory / TREE
     raw = read_json(path)
@@ -103,8 +113,8 @@ def read_tree(directory: pathlib.Path) -> Tree:
 
 
 def _check_files(directory: pathlib.Path) -> None:
-    """UserError for links that leave the directory, and for files that tensorstore would wait or
-    run out of memory for: pipes and devices, and descriptions without end."""
+    """Raises UserError for links that lead out of the directory, for pipes and devices, on which
+    tensorstore would wait, and for descriptions so large that it would run out of memory."""
     inside = directory.resolve()
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
@@ -126,9 +136,10 @@ def _check_files(directory: pathlib.Path) -> None:
 
 
 def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, TreeLeaf]:
-    """Dtype, shape and chunks of leaves, none of whose values are read.
+    """Reads dtype, shape and chunk shape of leaves, but no values.
 
-    Raises UserError for arrays that are missing or damaged, and for dtypes that are not weights'.
+    Raises UserError for arrays that are missing or damaged, and for dtypes that weights cannot
+    have.
     """
     context = _context(_HEADERS_CACHE)
     opening = [(path, _open(tree, path, context)) for path in paths]
@@ -154,9 +165,10 @@ def leaf_headers(tree: Tree, paths: list[str]) -> dict[str, TreeLeaf]:
 
 
 def _check_chunks(tree: Tree, leaf: TreeLeaf) -> None:
-    """UserError for a chunk's file that is larger than the array: tensorstore would read it whole,
-    and where that is more than the memory, end the process."""
-    # Compressed chunks may be a little larger than what is in them; a directory may hold one more.
+    """Raises UserError for a chunk's file that is larger than the array. tensorstore would read the
+    file whole, and the process would end if it did not fit in memory."""
+    # A compressed chunk may be a little larger than its values, and the metadata beside it may be
+    # larger than a small array.
     most = 2 * math.prod(leaf.header.shape) * NUMPY_DTYPES[leaf.header.dtype].itemsize + (1 << 20)
     for path in (tree.directory / tree.leaves[leaf.path]).rglob("*"):
         if path.is_file():
@@ -166,7 +178,7 @@ def _check_chunks(tree: Tree, leaf: TreeLeaf) -> None:
 class LeafReader:
     """Reads parts of a tree's leaves. Several threads may read at once.
 
-    cache_bytes: of decoded chunks that are kept, so that the next slice of a chunk is a copy.
+    cache_bytes: bytes of decoded chunks to keep, so that the next slice of a chunk is only copied.
     """
 
     def __init__(self, tree: Tree, cache_bytes: int):
@@ -174,8 +186,8 @@ class LeafReader:
         self._stores: dict[str, Any] = {}
 
     def read(self, leaf: TreeLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
-        """leaf[index] as an array of its own. Raises UserError, also where a chunk is missing:
-        the checkpoint's readers would else take zeros for it."""
+        """Reads leaf[index] as a new array. Raises UserError for damage and for a missing chunk,
+        which would otherwise read as zeros."""
         future = self._stores.get(leaf.path)
         if future is None:
             future = self._stores[leaf.path] = _open(self._tree, leaf.path, self._context)
@@ -186,7 +198,10 @@ class LeafReader:
 
 
 def touched_bytes(leaf: TreeLeaf, index: tuple[int | slice, ...]) -> int:
-    """Bytes of the chunks that reading leaf[index] decodes. Slices in index are whole axes."""
+    """Bytes of the chunks that reading leaf[index] decodes.
+
+    - `index`: an integer or a slice over the whole axis, for each axis.
+    """
     cells = [
         chunk if isinstance(at, int) else -(-size // max(chunk, 1)) * chunk
         for size, chunk, at in zip(leaf.header.shape, leaf.chunk, index, strict=True)
