@@ -1,5 +1,5 @@
-"""The time of an expert on a CPU that has its weights: C and β of PreScope's t_c(m) = β·m + C,
-equation (3)."""
+"""Measures the time of an expert on a CPU that has its weights: C and β of PreScope's t_c(m) = β·m
++ C, equation (3)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moejax.step.programs import ProgramKey
 from pallas_kernels.expert_ffn import ExpertBatch, ExpertPlaces
 
 EXPERTS, ROWS, REPEATS = 8, (1, 2, 4, 8, 16, 32, 64), 15
-"""Experts of a call, rows of each, and timed calls."""
+"""Experts of a call, rows of each expert, and number of timed calls."""
 
 
 def cpu_expert_costs(runner: Executor) -> tuple[float, float] | None:
-    """C and β in seconds, neither below 0. Where the runner's own experts run on a CPU,
-    by their op; else by XLA's products on jax's CPU. None where jax has none."""
+    """Returns C and β in seconds, neither below 0. If the runner's own experts run on a CPU,
+    measures their op, else XLA's products on jax's CPU. Returns None if jax has no CPU."""
     if runner.steps.ops.expert_ffn == "cpu":
         seconds = _in_place_seconds(runner)
     else:
@@ -37,8 +37,8 @@ def cpu_expert_costs(runner: Executor) -> tuple[float, float] | None:
 
 
 def _in_place_seconds(runner: Executor) -> list[float]:
-    """Seconds of an expert of each of ROWS, read where it is. Of a call of several experts less one
-    of a single one: what a call takes by itself is a layer's, not an expert's."""
+    """Returns the seconds of one expert for each of ROWS, read in place: a call of several experts
+    minus a call of one. The fixed time of a call belongs to a layer, not to an expert."""
     context = runner.programs().context(ProgramKey("decode"))
     layers, experts, _, hidden = runner.stores[0].shape
     most = min(EXPERTS, experts)
@@ -68,7 +68,7 @@ def _in_place_seconds(runner: Executor) -> list[float]:
 
 
 def _xla_seconds(runner: Executor, device: jax.Device) -> list[float]:
-    """Seconds of one expert's three products of each of ROWS."""
+    """Returns the seconds of one expert's three products for each of ROWS."""
     hidden, width = runner.config.hidden_size, runner.config.moe_intermediate_size
     weights = jax.device_put(np.full((3, width, hidden), 0.01, _dtype(runner)), device)
 
@@ -85,7 +85,7 @@ def _dtype(runner: Executor) -> np.dtype:
 
 
 def median_s(call: Callable[[int], jax.Array]) -> float:
-    """Median seconds of a call until its result is there, the first call left out."""
+    """Returns the median seconds until a call's result is ready, without the first call."""
     found = []
     for repeat in range(REPEATS + 1):
         began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Decode steps whose routing and residency are chosen, and prefill steps, run by an engine of their
-own: what a step costs is measured on these."""
+"""Runs decode steps with chosen routing and residency, and prefill steps, through an engine of its
+own, to measure what a step costs."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ SLACK = 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Decode steps that are alike. active, missing: experts of each layer; missing ones are read
-    through or fill cells."""
+    """Decode steps that are alike.
+
+    - `active`, `missing`: experts of each layer; missing experts are read through or fill cells.
+    """
 
     rows: int
     active: int
     missing: int = 0
     read_through: bool = False
     watched: tuple[Moment, ...] = ()
-    """Policies look at these moments, and decide nothing."""
+    """Moments at which policies look; they decide nothing."""
     prompt: int = 1
     """Tokens before the first step."""
 
@@ -64,12 +66,12 @@ NEEDS = {
     Moment.STEP_END: frozenset({"state", "last_used", "request", "ids", "counts", "missed"}),
     Moment.ROUTED: frozenset({"ids", "state"}),
 }
-"""What policies see at the moments at which they look."""
+"""The fields that policies see at the moments at which they look."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Onlooker:
-    """A policy that sees what others see at a moment and wants nothing."""
+    """A policy that sees what other policies see at a moment and decides nothing."""
 
     moments: frozenset[Moment]
     needs: frozenset[str]
@@ -82,7 +84,7 @@ class Onlooker:
 
 
 class ForcedRunner:
-    """The runner, but decode steps take routing from a queue."""
+    """A runner whose decode steps take their routing from a queue."""
 
     def __init__(self, runner: Executor):
         self._runner = runner
@@ -99,7 +101,9 @@ class ForcedRunner:
 
 
 class ForcedSteps:
-    """An engine over a runner that nothing else uses. pages: of KV at a time.
+    """An engine over a runner that nothing else uses.
+
+    - `pages`: KV pages in use at a time.
 
     Raises UserError for an arena without room for a token's experts and that KV.
     """
@@ -140,8 +144,11 @@ class ForcedSteps:
         self._engine.listener = self._steps.append
 
     def measure(self, case: Case, steps: int) -> list[StepSample]:
-        """Prefills sequences, runs WARM decode steps of the case, then so many timed ones, and one
-        after them, so that each timed step is dispatched before the one before it is read."""
+        """Prefills sequences, runs WARM decode steps of the case, then the timed steps, then one
+        more, so that each timed step is dispatched before the previous step is read.
+
+        - `steps`: number of timed steps.
+        """
         engine, count = self._engine, WARM + steps + 1
         self.grant(self.cells)
         params = SamplingParams(temperature=0.0, max_tokens=count + SLACK, ignore_eos=True)
@@ -151,7 +158,7 @@ class ForcedSteps:
             if decoding := sum(request.prefill_done for request in requests):
                 self._plan(Case(decoding, self.top_k), 1)
             engine.step()
-        # Hits pin all cells of what is read through; else as many are absent as move.
+        # Hits pin all cells if misses are read through; else as many experts are absent as move.
         most = case.active if case.read_through else min(self.cells + case.missing, self.experts)
         self.grant(most - case.missing)
         self._plan(case, count)
@@ -170,8 +177,11 @@ class ForcedSteps:
         return found
 
     def prefill(self, prompts: int, tokens: int, cells: int, *, cold: bool) -> StepSample:
-        """The seconds of one prefill step over prompts of so many tokens, with the model's own
-        routing. cold: nothing is resident when it begins."""
+        """Measures one prefill step over prompts of `tokens` tokens each, with the model's own
+        routing.
+
+        - `cold`: whether the step begins with nothing resident.
+        """
         if cold:
             self.grant(0)
         self.grant(cells)
@@ -191,7 +201,7 @@ class ForcedSteps:
         self.runner.grant_cells(self._arena.grant_cells([cells] * self.layers))
 
     def _watch(self, case: Case) -> None:
-        """Sets the policies of a case."""
+        """Sets the policies that a case needs."""
         policies = [Onlooker(frozenset({moment}), NEEDS[moment]) for moment in case.watched]
         controller = Controller(self._spec, policies)
         control = self._engine.control = control_of(self.runner, controller)
@@ -222,7 +232,7 @@ class ForcedSteps:
         )
 
     def _plan(self, case: Case, steps: int) -> None:
-        """Queues the routing of so many steps."""
+        """Queues the routing of `steps` steps."""
         pager = Pager(Residency(*map(np.array, self.runner.tables)))  # copies, to be written
         self._forced.queue.clear()
         for _ in range(steps):
@@ -233,8 +243,8 @@ class ForcedSteps:
             self._forced.queue.append(self._routing(active, case.rows))
 
     def _choose(self, pager: Pager, layer: int, case: Case) -> np.ndarray:
-        """The layer's active experts: as many absent ones as should be missing, the others
-        resident, as far as there are any."""
+        """Returns the layer's active experts: as many absent experts as should be missing, then
+        resident ones as far as there are any."""
         there = pager.tables.address[layer] >= 0
         order = self._random.permutation(self.experts)
         absent, resident = order[~there[order]], order[there[order]]
@@ -242,7 +252,8 @@ class ForcedSteps:
         return np.concatenate([hits, absent, resident[len(hits) :]])[: case.active]
 
     def _routing(self, active: np.ndarray, tokens: int) -> Routing:
-        """Tokens take the active experts, bool[L, E], in turn, so that all are used and alike."""
+        """Returns routing in which tokens take the active experts, bool[L, E], in turn, so that all
+        experts are used and loads are equal."""
         rows = self.runner.shapes.bucket(tokens)
         ids = np.full((self.layers, rows, self.top_k), self.experts, np.int32)
         for layer in range(self.layers):

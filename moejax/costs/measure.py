@@ -1,8 +1,6 @@
-"""Measures what steps cost: decode steps with forced routing and residency, and prefill steps.
-
-Each case runs in several rounds that alternate with all others, through an engine as any other
-steps do; a figure is made of medians. moejax.costs.store keeps them.
-"""
+"""Measures what steps cost: decode steps with forced routing and residency, and prefill steps. Each
+case runs in several rounds that alternate with all others, through a normal engine; a figure is
+made of medians. moejax.costs.store keeps the figures."""
 
 from __future__ import annotations
 
@@ -33,15 +31,15 @@ from moejax.step.step_parts import DECODE_TILE
 log = logging.getLogger("moejax")
 
 ROUNDS, STEPS = 7, 4
-"""Rounds over all cases, and timed steps of a case in each."""
+"""Rounds over all cases, and timed steps of a case in each round."""
 
 SECONDS = 25.0
-"""Seconds of rounds; beyond it no round is begun, but for the first LEAST_ROUNDS."""
+"""Seconds for rounds. No round begins later, except for the first LEAST_ROUNDS."""
 
 LEAST_ROUNDS = 3
 
 LONG = 512
-"""Tokens of a long prompt, where they fit."""
+"""Tokens of a long prompt, if the longest sequence has room for them."""
 
 COPY_RATE, COPIED, COPY_ROUNDS = 2e9, 64 << 20, 5
 """Bytes per second of the copy that steps are measured beside, bytes of one of its transfers, and
@@ -50,11 +48,12 @@ pairs of steps alone and beside it."""
 
 def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> CostModel:
     """Measures the costs of a runner's steps and keeps them for this machine, device, versions,
-    model and start-up shapes.
+    model and start-up shapes. It takes seconds to a minute, and nothing is resident afterwards.
 
-    It takes seconds to a minute and a runner that has not run anything, and leaves nothing
-    resident. report: called with what is done now. Raises UserError for an arena that is too
-    small. Costs that cannot be kept are only warned of.
+    - `runner`: a runner that has run nothing.
+    - `report`: called with the current activity.
+
+    Raises UserError for an arena that is too small. If the costs cannot be kept, it only warns.
     """
     log.info("measuring what steps cost here, once; `moejax calibrate` does it ahead of need")
     model = measure(runner, report=report)
@@ -69,7 +68,7 @@ def calibrate(runner: Executor, report: Callable[[str], None] | None = None) -> 
 
 
 def measure(runner: Executor, *, report: Callable[[str], None] | None = None) -> CostModel:
-    """Measures a runner that has run nothing; its tables are as before, with nothing resident.
+    """Measures a runner that has run nothing. Its tables are as before, with nothing resident.
 
     Raises UserError for an arena that is too small, and for experts of several versions or in
     files.
@@ -144,14 +143,14 @@ def _round(forced: ForcedSteps, cases: Sequence[Case], timed: int, decoded, swep
 
 
 def _long_prompt(runner: Executor) -> int:
-    """Tokens of a long prompt, half of the longest sequence at most."""
+    """Returns the tokens of a long prompt, at most half of the longest sequence."""
     shapes = runner.shapes
     longest = shapes.blocks * runner.layout.page.block_size
     return min(LONG, longest // 2, shapes.prefill_chunks * shapes.chunk)
 
 
 def _most_pages(runner: Executor) -> int:
-    """Pages that some case takes at a time."""
+    """Returns the most KV pages that a case needs at a time."""
     size, rows, steps = runner.layout.page.block_size, runner.shapes.rows, WARM + STEPS + 1
     sequences = [(rows, 1 + steps), (min(4, rows), _long_prompt(runner) + steps)]
     sequences += _prefill_shapes(runner)
@@ -159,7 +158,10 @@ def _most_pages(runner: Executor) -> int:
 
 
 def _decode_cases(runner: Executor, cells: int) -> list[Case]:
-    """cells: most of a layer."""
+    """Returns the cases of decode steps.
+
+    - `cells`: most cells of a layer.
+    """
     k, experts, shapes = runner.config.num_experts_per_tok, runner.config.num_experts, runner.shapes
     buckets, powers = shapes.buckets or (shapes.rows,), [1 << i for i in range(20)]
     found = []
@@ -183,7 +185,7 @@ def _decode_cases(runner: Executor, cells: int) -> list[Case]:
 
 
 def _prefill_shapes(runner: Executor) -> list[tuple[int, int]]:
-    """(prompts, tokens of each) of the prefill steps."""
+    """Returns (prompts, tokens of each prompt) of the prefill steps."""
     shapes = runner.shapes
     longest = shapes.blocks * runner.layout.page.block_size - 1
     chunk, chunks = shapes.chunk, shapes.prefill_chunks
@@ -195,7 +197,7 @@ def _prefill_shapes(runner: Executor) -> list[tuple[int, int]]:
 
 
 def _figures(runner, decoded, swept) -> dict[str, Any]:
-    """Fields of a CostModel, from samples."""
+    """Returns the fields of a CostModel from samples."""
     layers, experts = runner.tables.address.shape
     shapes = runner.shapes
     steps = {case: _median(itertools.chain(*rounds)) for case, rounds in decoded.items()}
@@ -213,8 +215,8 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
     moves |= {"reading": first.reading, "read": first.read}
 
     def extra(case: Case, base: Case) -> float:
-        """Seconds beyond those of another case, 0 at least: the median of rounds, since what slows
-        the machine for a while slows both."""
+        """Returns the seconds that a case takes beyond another case, at least 0. It is the median
+        over rounds, since a disturbance of the machine slows both cases of a round."""
         pairs = zip(decoded[case], decoded[base], strict=True)
         found = np.median([_median(these)[0] - _median(those)[0] for these, those in pairs])
         return max(float(found), 0.0)
@@ -239,12 +241,13 @@ def _figures(runner, decoded, swept) -> dict[str, Any]:
 
 
 def _fit_step(steps: Sequence[tuple[float, Work]]) -> StepCost:
-    """The costs that come nearest to (seconds, work) of steps."""
+    """Returns the costs that come nearest to the (seconds, work) of steps."""
     return StepCost(*fit_costs([[1, *work] for _, work in steps], [s for s, _ in steps]))
 
 
 def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:
-    """Seconds that steps lose by each byte that a queue copies meanwhile: the median of pairs."""
+    """Returns the seconds that steps lose by each byte that a queue copies beside them: the median
+    of pairs."""
     source, target = np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)
     load = Load((COPIED,), Source(address=source.ctypes.data), target.ctypes.data)
 
@@ -265,14 +268,15 @@ def _beside_per_byte(forced: ForcedSteps, case: Case) -> float:
 
 
 def _median(samples: Iterable[StepSample]) -> tuple[float, Work]:
-    """(median seconds, mean work) of samples that are alike."""
+    """Returns (median seconds, mean work) of samples that are alike."""
     found: Sequence[StepSample] = list(samples)
     work = np.mean([sample.work for sample in found], axis=0)
     return float(np.median([sample.seconds for sample in found])), Work(*work.tolist())
 
 
 def _swap_per_byte(runner: Executor) -> float:
-    """Seconds a byte, of pages that go to the host and come back, mean of both ways."""
+    """Returns the seconds a byte of pages that go to the host or come back, the mean of
+    both ways."""
     layout = runner.layout
     per_slot = layout.pages_per_slot
     pages = min(SWAP_PAGES, runner.slots * per_slot)

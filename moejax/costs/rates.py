@@ -1,4 +1,4 @@
-"""The machine's rates, from which floors and cost models are computed."""
+"""Measures the machine's rates, from which floors and cost models are computed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moejax.step.executor import Executor
 from pallas_kernels.fill import Fills, fill
 
 QUEUED = {"cpu": 1}
-"""Platform → calls dispatched before waiting for the last; elsewhere 8, so that the device never
-waits for Python."""
+"""Calls dispatched before waiting for the last one, by platform; 8 on all others, so that the
+device never waits for Python."""
 
 LEAST_S = 0.3
 """Seconds of repeated rounds."""
 
 COPIED = {"cpu": 1 << 28}
-"""Platform → bytes of the array that memory's rate is measured on; elsewhere 1 GiB."""
+"""Bytes of the array on which the memory's rate is measured, by platform; 1 GiB on all others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Rates:
 
 
 def measure_rates(runner: Executor) -> Rates:
-    """The link's rate (the runner's own fill op, on its store) and the device memory's: the better
-    of reading an array and of rewriting it in place, bytes read and written counted.
+    """Returns the link's rate (the runner's own fill op, on its store) and the device memory's: the
+    better of reading an array and of rewriting it in place, with bytes read and written counted.
 
-    Takes up to 1 GiB of device memory for the time being, beside the arena.
+    It takes up to 1 GiB of device memory beside the arena while it runs.
     """
     return Rates(measure_link_rate(runner), _memory_rate(runner.device))
 
 
 def measure_link_rate(runner: Executor) -> float:
-    """Bytes per second that the runner's own fill op moves from its store."""
+    """Returns the bytes per second that the runner's own fill op moves from its store."""
     layers, experts, rows, hidden = runner.stores[0].shape
     record = rows * hidden * 2
     # Enough bytes to leave every cache behind, little enough to be an addition to the arena.
@@ -80,9 +80,12 @@ def _memory_rate(device: jax.Device) -> float:
 def best_s(
     work: Callable[[int, Any], jax.Array], device: jax.Device, result: jax.Array | None = None
 ) -> float:
-    """Seconds of one call of work(i, the result before), the fastest of repeated rounds of QUEUED
-    calls, dispatched one after the other: a floor is what the machine can do, not what it does.
-    result: the one before the first call; a call may donate it."""
+    """Returns the seconds of one call of work(i, previous result): the fastest of repeated rounds
+    of QUEUED calls, dispatched one after the other. The fastest round counts since a floor is what
+    the machine can do.
+
+    - `result`: the result before the first call; a call may donate it.
+    """
     calls = QUEUED.get(device.platform, 8)
     result = jax.block_until_ready(work(0, result))
     best, i = float("inf"), 1

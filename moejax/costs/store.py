@@ -1,6 +1,6 @@
-"""Costs of steps that were measured once and are kept, by machine, device, model and shapes.
+"""Keeps measured costs of steps, by machine, device, model and shapes.
 
-moejax.costs.measure measures them. docs/explanation/cost_model.md.
+moejax.costs.measure measures them. docs/explanation/cost_model.md explains them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moejax.step.step_parts import StepSpec
 
 
 def identity(steps: StepSpec) -> dict[str, Any]:
-    """Everything that costs depend on, as JSON gives it back. Costs of another identity are not
-    used."""
+    """Returns everything that costs depend on, in the form that JSON gives back. Costs of another
+    identity are not used."""
     found = {
         "machine": platform.node(),
         "processors": os.cpu_count(),
@@ -49,8 +49,8 @@ def identity(steps: StepSpec) -> dict[str, Any]:
 
 
 def cost_file(about: dict[str, Any]) -> Path:
-    """Where the costs with this identity are kept. Files of another format have other names, so
-    that another release measures anew and overwrites nothing."""
+    """Returns the file of the costs with this identity. Files of another format have other names,
+    so another release measures again and overwrites nothing."""
     identity = json.dumps([VERSION, about], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()
     kind = "".join(c if c.isalnum() else "-" for c in about["device"].lower())
@@ -58,15 +58,20 @@ def cost_file(about: dict[str, Any]) -> Path:
 
 
 def find_cost_model(about: dict[str, Any]) -> CostModel | None:
-    """The costs that were measured before for this identity; None where none are, or where the
-    cache may not be searched. Raises UserError as load_cost_model."""
+    """Returns the costs measured before for this identity, or None without any or if the cache may
+    not be searched. Raises UserError like load_cost_model."""
     path = cost_file(about)
     return load_cost_model(path, about) if os.path.exists(path) else None
 
 
 def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None = None) -> CostModel:
-    """The costs in a file. about: the identity they must have; None: any. Raises UserError for a
-    file that cannot be read, is damaged, of another version, or of another identity."""
+    """Returns the costs in a file.
+
+    - `about`: the identity that they must have; None: any.
+
+    Raises UserError for a file that cannot be read, is damaged, of another version, or of another
+    identity.
+    """
     mend = "delete it, or run `moejax calibrate --force`"
     try:
         model = CostModel.from_json(json.loads(Path(path).read_text()))
@@ -86,5 +91,5 @@ def load_cost_model(path: str | os.PathLike[str], about: dict[str, Any] | None =
 
 
 def write_cost_model(path: Path, model: CostModel) -> None:
-    """Writes the file whole or not at all. Raises UserError where that is not possible."""
+    """Writes the file whole or not at all. Raises UserError if that fails."""
     write_whole(path, json.dumps(model.to_json(), indent=1) + "\n")

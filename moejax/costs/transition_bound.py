@@ -1,10 +1,10 @@
-"""How many bytes of transitions a step is given: what crosses the link in 5% of a decode step.
+"""Bounds the bytes of transitions of a step: what crosses the link in 5% of a decode step.
 
-A transition rides in a step, behind the experts of its layer, and adds its copy's time to it. The
-bound is taken from the shortest decode step, of one row, so that it holds for all others. It must
-not depend on what this machine happens to measure, or equal runs would have other histories of
-versions and other bits; so it comes from what the device's maker states. On a CPU nothing is
-bounded, since copies and products share the same cores.
+A transition rides in a step, behind the experts of its layer, and adds the time of its copy to the
+step. The bound is taken from the shortest decode step, of one row, so it holds for all others. It
+comes from what the device's maker states, not from measurements: otherwise equal runs would have
+different histories of versions and different bits. On a CPU nothing is bounded, since copies and
+products share the same cores.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ STATED: Mapping[str, Rates] = {
     "RTX 4090": Rates(32e9, 1.01e12),
     "RTX 3090": Rates(32e9, 0.936e12),
 }
-"""What makers state, by a part of the device's name (`jax.Device.device_kind`). PCIe with 16
+"""Rates that makers state, by a part of the device's name (`jax.Device.device_kind`). PCIe has 16
 lanes."""
 
 ASSUMED = Rates(16e9, 8.0e12)
 """Rates for a device that is not in the table: a slow link and a fast memory, so that the bound is
-rather too small than too large."""
+too small rather than too large."""
 
 LINK_REACHED = 0.75
-"""What fills inside a step reach of a stated link: 48 of 64 GB/s on an H200."""
+"""Share of a stated link's rate that fills inside a step reach: 48 of 64 GB/s on an H200."""
 
 SOURCES = {
     "given": "as given",
     "stated": f"{STEP_SHARE:.0%} of a decode step at the device's stated bandwidth",
     "assumed": f"{STEP_SHARE:.0%} of a decode step of a device that is not known",
 }
-"""Where a bound is from → what people read. Else it is `list`: not bounded, on a CPU and by
+"""The text for people on where a bound is from. `list` stands for no bound: on a CPU, and with
 transitions that block."""
 
 
 def step_bound(
     precision: Precision, platform: str, device_kind: str, step_read_bytes: int
 ) -> tuple[int | None, str]:
-    """(most bytes of a step's transitions, None: as many as fit on its list; where that is from).
+    """Returns (most bytes of a step's transitions, where the bound is from). None bytes mean as
+    many transitions as fit on the step's list.
 
-    platform, device_kind: of the jax device. step_read_bytes: what a decode step of one row reads
-    at least, from which its time follows.
+    - `platform`, `device_kind`: of the jax device.
+    - `step_read_bytes`: least bytes that a decode step of one row reads, from which its time
+      follows.
     """
     if precision.step_bytes is not None:
         return precision.step_bytes, "given"
@@ -72,8 +74,11 @@ def step_bound(
 def with_step_bound(
     resident: ResidentSpec, precision: Precision, steps: StepSpec, platform: str, read_bytes: int
 ) -> ResidentSpec:
-    """The resident mode with the bound of this run's steps. platform: of the device. read_bytes: of
-    all parameters that a decode step of one row reads, experts left out."""
+    """Returns the resident mode with the bound of this run's steps.
+
+    - `platform`: of the device.
+    - `read_bytes`: bytes of all parameters that a decode step of one row reads, without experts.
+    """
     if not resident.spares:
         return resident
     config = steps.config
@@ -85,7 +90,8 @@ def with_step_bound(
 
 
 def describe_step_bound(resident: ResidentSpec, layout: SlotLayout) -> str:
-    """The bound, a part of a line for people; empty where versions never change."""
+    """Describes the bound as a part of a line for people, or returns "" if versions never
+    change."""
     if not resident.spares or resident.step_bytes_from == "list":
         return ""
     where = SOURCES[resident.step_bytes_from]

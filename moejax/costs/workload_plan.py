@@ -1,7 +1,8 @@
-"""Plans from a trace: how a memory should be split between experts and KV.
+"""Plans from a trace how to split a memory between experts and KV.
 
 Nothing runs. A plan comes from miss curves of the trace (host_offload.sizing: configurator,
-right_size) and from the costs that `moejax calibrate` measured. docs/how-to/memory.md.
+right_size) and from the costs that `moejax calibrate` measured. docs/how-to/memory.md explains its
+use.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ class PlannedSplit:
     references: int
     """Experts that the trace's steps needed, over all steps and layers."""
     expert_misses: float
-    """Predicted for the trace, first sights left out."""
+    """Predicted expert misses for the trace, first uses left out."""
     link_bytes: int
-    """That experts cross the link with, predicted for the trace, first sights included."""
+    """Bytes that experts cross the link with, predicted for the trace, first uses included."""
     kv_misses: float
     miss_s: float
-    """What the misses cost."""
+    """Seconds that the misses cost."""
     step_s: float | None
     """Predicted time of a decode step on the trace; None without such steps."""
     tokens_per_s: float
-    """Predicted, prefill steps included."""
+    """Predicted tokens a second, prefill steps included."""
     working_sets: tuple[WorkingSet, ...]
-    """For everybody, then for each user."""
+    """Working sets of all users together, then of each user."""
 
     def options(self) -> dict[str, Any]:
-        """Arguments of LLM, and what `--config FILE` reads. Cells in numbers only where layers have
-        different ones: with equal ones `resize` may go on from the plan."""
+        """Arguments of LLM, which `--config FILE` reads too. They have cells in numbers only if
+        layers have different ones: with equal ones `resize` may continue from the plan."""
         found: dict[str, Any] = {"expert_budget": self.expert_bytes, "kv_budget": self.kv_bytes}
         if len(set(self.cells)) > 1:
             found["cells"] = list(self.cells)
@@ -70,8 +71,8 @@ class PlannedSplit:
 
 @user_errors(TraceError)
 def workload_spec(trace: Trace) -> Spec:
-    """What policies were told in a trace that a plan can be made from. Raises UserError for a trace
-    in which no request ends, and for one that mixes versions."""
+    """Returns the Spec of a trace that a plan can be made from. Raises UserError for a trace in
+    which no request ends, and for one that mixes versions."""
     spec = spec_of(trace.header)
     if not any(len(turn.pages) for turn in turns_of(trace)):
         raise UserError(
@@ -87,10 +88,11 @@ def workload_spec(trace: Trace) -> Spec:
 
 
 class Planner:
-    """What a trace and a machine's costs say about memory.
+    """Plans memory from a trace and a machine's costs.
 
-    queue: the link that transfers pass beside the steps; None: experts move within the steps.
-    Raises UserError as workload_spec, and for costs of another model or dtype, or of experts of
+    - `queue`: the link that transfers pass beside the steps; None: experts move within the steps.
+
+    Raises UserError like workload_spec, and for costs of another model or dtype, or of experts of
     another size.
     """
 
@@ -104,9 +106,13 @@ class Planner:
     def split(
         self, memory: int, *, cells: str = "uniform", kv_overflow: str = "swap"
     ) -> PlannedSplit:
-        """The split of so many bytes by WiSP's configurator, and what the trace's steps take then.
-        cells: how the experts' slots are shared over layers. Raises UserError for a memory that is
-        too small, with what is needed."""
+        """Returns the split of `memory` bytes by WiSP's configurator, with the predicted time of
+        the trace's steps.
+
+        - `cells`: how layers share the experts' slots.
+
+        Raises UserError, which says what is needed, for a memory that is too small.
+        """
         division = self._division(memory)
         costs = miss_costs(self.model.costs(), self.spec, kv_overflow)
         found = configure(turns_of(self.trace), division, costs, allocation=cells)
@@ -131,7 +137,7 @@ class Planner:
         )
 
     def timeline(self, split: PlannedSplit) -> list[TimelineEvent]:
-        """What the trace's steps do when with a split."""
+        """Returns what the trace's steps do at which time with a split."""
         return list(self._predict(split.cells, draw=True).events)
 
     def _predict(self, cells: Sequence[int], *, draw: bool = False) -> Prediction:
@@ -147,16 +153,17 @@ class Planner:
 
 @user_errors(TraceError)
 def open_trace(directory: str | os.PathLike[str]) -> Trace:
-    """Raises UserError for what is no trace."""
+    """Opens a trace. Raises UserError for a directory that is no trace."""
     return read_trace(directory)
 
 
 def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> CostModel:
-    """The costs in a file; None: those that were measured on this machine for the trace's model,
-    device, dtype, driver and version, with its start-up shapes before others, the newest of them.
+    """Returns the costs in a file. Without a file, returns costs measured on this machine for the
+    trace's model, device, dtype, driver and version: those with its start-up shapes before others,
+    the newest first.
 
-    Raises UserError where there are none, and as load_cost_model. Costs in a file that is named may
-    be of another device than the trace's: what a trace says holds for any.
+    Costs in a named file may be of another device than the trace's, since routing holds for any
+    device. Raises UserError if there are no costs, and like load_cost_model.
     """
     if path is not None:
         return load_cost_model(path)
@@ -186,8 +193,8 @@ def costs_of_trace(trace: Trace, path: str | os.PathLike[str] | None = None) -> 
 
 
 def _misfit(trace: Trace, spec: Spec, model: CostModel) -> str:
-    """Why costs are not those of a trace's steps, empty where they may be. Costs that do not say
-    what they are of (`about`) are taken at their figures."""
+    """Returns why costs are not those of a trace's steps, or "" if they may be. Costs that do not
+    say what they are of (`about`) are accepted."""
     header, about = trace.header, model.about
     sizes = np.unique(next(iter(spec.link_bytes.values()))).tolist()
     for what, of_trace, of_costs in (

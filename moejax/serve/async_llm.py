@@ -1,4 +1,4 @@
-"""The engine for programs with an event loop: requests from many tasks, results as they come."""
+"""An LLM for programs with an event loop: requests from many tasks, results as they come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moejax.serve.llm import LLM
 from moejax.start.options import Config
 
 _EXIT_S = 30.0
-"""How long the end of the interpreter waits for the step that is running."""
+"""Seconds that the interpreter's exit waits for the running step."""
 
 
 class AsyncLLM:
@@ -129,8 +129,8 @@ class AsyncLLM:
 
         - `request_id`: one id or several. Ids without a request are ignored.
 
-        Row and pages are free when this returns, and the reader gets a last output with
-        finish_reason "abort".
+        When this returns, the request's row and pages are free, and the reader gets a last output
+        with finish_reason "abort".
         """
         for each in [request_id] if isinstance(request_id, str) else request_id:
             if (stream := self._engine.streams.get(each)) is not None:
@@ -150,9 +150,8 @@ class AsyncLLM:
             pass
 
     async def close(self) -> None:
-        """Ends all requests, whose readers get a UserError, and the engine's thread, after the step
-        that is running; then frees the model, or gives the LLM back. Idempotent. Raises as
-        LLM.close does."""
+        """Ends all requests and, after the running step, the engine's thread; then frees the model,
+        or gives the LLM back. Readers get a UserError. Idempotent. Raises like LLM.close."""
         await asyncio.to_thread(self._shut_down)
 
     async def __aenter__(self) -> AsyncLLM:

@@ -16,10 +16,10 @@ from moejax.serve.llm import LLM
 def cost_model_for(
     llm: LLM, *, force: bool = False, report: Callable[[str], None] | None = None
 ) -> CostModel:
-    """The costs of an LLM's steps, as kept; measured where none are kept or with force, and kept
-    (moejax.costs.measure.calibrate). The LLM has its cells again afterwards. Raises UserError also
-    for a kept file that is damaged, and for an LLM that has run something and whose costs are not
-    kept."""
+    """Returns the costs of an LLM's steps. Without kept costs, or with `force`, it measures and
+    keeps them (moejax.costs.measure.calibrate). The LLM has its cells again afterwards. Raises
+    UserError also for a kept file that is damaged, and for an LLM that has run something and has no
+    kept costs."""
     runner = llm.engine.runner
     kept = None if force else find_cost_model(identity(runner.steps))
     if kept is not None:
@@ -46,6 +46,6 @@ def cost_model_for(
 
 
 def cost_model_of(model: str | os.PathLike[str], **options: Any) -> CostModel:
-    """cost_model_for of LLM(model, **options) with cells, which is closed again."""
+    """Returns cost_model_for of LLM(model, **options) with cells, and closes that LLM."""
     with LLM(model, progress=False, **{"eviction": "lru", **options}) as llm:
         return cost_model_for(llm)

@@ -1,4 +1,5 @@
-"""One thread that owns the engine: commands of other threads in, outputs to event loops out."""
+"""One thread that owns the engine: it takes commands of other threads and gives outputs to event
+loops."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("moejax")
 
 Command = tuple[Future | None, Callable[[], Any]]
-"""A function for the engine's thread, and the future of its result; None: nothing waits for it."""
+"""A function for the engine's thread, with the future of its result; None: nothing waits for the
+result."""
 
 News = RequestOutput | Exception
 """An output, or the error that ends a stream."""
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed, and with it every request of this AsyncLLM. The name is vLLM's; the failure
+    """A step failed, and every request of this AsyncLLM with it. The name is vLLM's; the failure
     itself is the `__cause__`."""
 
 
@@ -49,17 +51,18 @@ class TokenStream:
     request_id: str
     loop: asyncio.AbstractEventLoop
     last_only: bool = False
-    """The reader wants none but the last one."""
+    """Whether the reader wants only the last output."""
     wanted: bool = False
-    """The reader waits. Set by the loop; cleared by the engine with the output it sends, and not
-    set again before that was read, so the two never write at once."""
+    """Whether the reader waits. The event loop sets it. The engine clears it with the output that
+    it sends, and the loop sets it again only after it has read that output, so the two never write
+    at once."""
 
     # Of the engine's thread:
     submission: Submission | None = None
     sent: RequestOutput | None = None
     """The newest output that was made."""
     cancelled: bool = False
-    """By its id, before it was in the engine."""
+    """Whether the request was cancelled by its id before it was in the engine."""
 
     # Of the event loop:
     newest: News | None = None
@@ -80,24 +83,28 @@ class EngineThread:
     """Runs the engine from one thread, which sleeps while there is nothing to do.
 
     `call` and `tell` carry out a function between two steps; `submit`, `cancel` and `drop` are such
-    functions. After the end every use raises, and everybody who waited has been told.
+    functions. After the end every use raises, and every waiting caller has been told.
     """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerFast | None):
         self.thread = threading.Thread(target=self._run, name="moejax-engine", daemon=True)
         self.streams: dict[str, TokenStream] = {}
-        """Request id → its stream, while the stream has a reader. The readers keep this."""
+        """The stream of each request id, while the stream has a reader. The readers
+        maintain this."""
         self._engine, self._tokenizer, self._process = engine, tokenizer, os.getpid()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        """Held to put something into the queue, or to end that: nothing is put in too late."""
+        """Lock for putting something into the queue and for ending the queue, so that nothing is
+        put in too late."""
         self._closed = False
         self._failure: BaseException | None = None
 
         # Of the thread:
         self._live: dict[TokenStream, None] = {}
         self._stream_of: dict[Request, TokenStream] = {}
-        self._unseen: dict[TokenStream, None] = {}  # have tokens that their reader does not know of
+        self._unseen: dict[
+            TokenStream, None
+        ] = {}  # streams with tokens that their reader has not seen
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, News]]] = {}
         self._stopping = False
 
@@ -105,8 +112,8 @@ class EngineThread:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, it does not end. Raises UserError when it is closed and in a fork of its process,
-        EngineDeadError when a step failed."""
+        """Keeps the thread from ending inside a block. Raises UserError if it is closed or this is
+        a fork of its process, EngineDeadError if a step failed."""
         require_owner(self._process)
         with self._gate:
             if self._ended:
@@ -114,22 +121,23 @@ class EngineThread:
             yield
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """What the function returns or raises on the thread. Raises as open does."""
+        """Runs a function on the thread; returns or raises what the function does. Raises like
+        `open`."""
         future: Future = Future()
         with self.open():
             self._commands.put((future, function))
         return await asyncio.wrap_future(future)
 
     def tell(self, function: Callable[[], Any]) -> None:
-        """Has the thread call a function whose result nobody waits for: an error of it ends the
-        engine. Does nothing after the end."""
+        """Runs a function on the thread without waiting for a result. An error of the function ends
+        the engine. Does nothing after the end."""
         with self._gate:
             if not self._ended:
                 self._commands.put((None, function))
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends all requests, and the thread after the step that is running. Returns whether it has
-        ended in that time. Idempotent; not for the thread itself."""
+        """Ends all requests and, after the running step, the thread. Returns whether the thread has
+        ended in that time. Idempotent; must not be called from the thread itself."""
         with self._gate:
             if not self._ended:
                 self._commands.put((None, self._stop))
@@ -142,7 +150,7 @@ class EngineThread:
         return self._closed or self._failure is not None
 
     def _end(self) -> Exception:
-        """Why nothing runs any more, as a new exception for each reader."""
+        """Returns why nothing runs any more, as a new exception for each reader."""
         if self._failure is None:
             return UserError("this AsyncLLM is closed; make another one")
         error = EngineDeadError(
@@ -194,11 +202,11 @@ class EngineThread:
         self._end_all()
 
     def _obey(self) -> None:
-        """Carries out the commands that are there; sleeps while there is nothing else to do."""
+        """Carries out the waiting commands; sleeps while there is nothing else to do."""
         if not self._live:
             self._engine.drain()
             _carry_out(*self._commands.get())
-        # No more than are there now: a step's turn comes however many arrive.
+        # Only the commands that wait now, so that new arrivals never delay the next step.
         for _ in range(self._commands.qsize()):
             if self._stopping:
                 return
@@ -244,7 +252,7 @@ class EngineThread:
             except RuntimeError:
                 if not loop.is_closed():
                     raise
-                # It was closed under its tasks: their requests have no reader.
+                # The loop was closed while its tasks ran: their requests have no reader.
                 for stream, _ in news:
                     self.streams.pop(stream.request_id, None)
                     self.drop(stream)

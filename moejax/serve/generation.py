@@ -1,4 +1,4 @@
-"""Prompts through the engine: what the methods of LLM and AsyncLLM do with it."""
+"""Runs prompts through the engine for the methods of LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 
 def require_owner(process: int) -> None:
-    """Raises UserError unless this is that process, which made an LLM, and no fork of it: there
-    jax's threads and the engine's are missing, and whatever waits for them waits for ever."""
+    """Raises UserError unless this is the process that made an LLM. In a fork of it, jax's threads
+    and the engine's are missing, and waiting for them never ends.
+
+    - `process`: id of the process that made the LLM.
+    """
     if os.getpid() != process:
         raise UserError(
             "this LLM was made before a fork and cannot be used after it; make it in the process "
@@ -40,7 +43,7 @@ def list_requests(
     session_id: str | Sequence[str | None] | None,
     priority: int | Sequence[int] | None,
 ) -> list[GenerationRequest]:
-    """What LLM.generate was asked for, a request a prompt. Raises UserError for lists that do not
+    """Returns one request for each prompt of LLM.generate. Raises UserError for lists that do not
     match."""
     given = list_of_prompts(prompts)
     each = (
@@ -54,7 +57,7 @@ def list_requests(
 
 def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> Submission:
     """Puts a prompt into the engine, one request for each of its n sequences. Raises UserError for
-    what could never run or goes wrong, and then leaves nothing in the engine."""
+    a request that could never run or fails, and then leaves nothing in the engine."""
     (text, ids), params, session_id = encoded, asked.sampling_params, asked.session_id
     requests: list[Request] = []
     try:
@@ -72,8 +75,8 @@ def submit(engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest) -> 
 
 @contextmanager
 def in_engine(engine: Engine) -> Iterator[list[Submission]]:
-    """A list to keep what is submitted in, each under deferred_interrupt: none of it is left behind
-    by an error, an interrupt or a caller who stops listening."""
+    """Yields a list for submissions, each to be added under deferred_interrupt. At the end none of
+    them stays in the engine, even after an error, an interrupt or a caller that stops listening."""
     submissions: list[Submission] = []
 
     def clear() -> None:
@@ -98,9 +101,12 @@ def run_all(
     report: Callable[[int], None],
     interrupted: list,
 ) -> list[Submission]:
-    """See LLM.generate. report: told how many sequences have ended. interrupted: of the
-    deferred_interrupt that this runs under; seen between two prompts or steps, and when this
-    returns nothing is in the engine."""
+    """Runs all prompts (see LLM.generate). When it returns, nothing is in the engine.
+
+    - `report`: called with the number of sequences that have ended.
+    - `interrupted`: from the deferred_interrupt around this call; checked between prompts and
+      steps.
+    """
     encoded: list[EncodedPrompt] = []
     for one in asked:
         if interrupted:
@@ -127,7 +133,7 @@ def run_each(
     encode: Callable[[Prompt], EncodedPrompt],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> Generator[tuple[GenerationRequest, RequestOutput | UserError], None, None]:
-    """See LLM.generate_each."""
+    """Runs a stream of requests; see LLM.generate_each."""
     more = True
     with in_engine(engine) as running:
         while running or more:
@@ -146,7 +152,7 @@ def run_each(
                 try:
                     engine.step()
                 except OutOfKV as error:
-                    # Everything that is here waits, and for ever; what comes may need less.
+                    # Every request here waits forever; coming requests may need less.
                     stuck, running[:] = [*running], []
                     engine.abort(request for submission in stuck for request in submission.requests)
                     for submission in stuck:
@@ -168,7 +174,7 @@ def run_each(
 def run_stream(
     engine: Engine, encoded: EncodedPrompt, asked: GenerationRequest
 ) -> Generator[str, None, None]:
-    """See LLM.stream."""
+    """Runs one prompt and yields its text; see LLM.stream."""
     with in_engine(engine) as submissions:
         with deferred_interrupt():
             submissions.append(submit(engine, encoded, asked))
@@ -186,8 +192,10 @@ def run_stream(
 def run_scores(
     engine: Engine, sequences: Iterable[Sequence[int]], most: int
 ) -> Generator[list[tuple[int, np.ndarray]], None, None]:
-    """Yields after each step the (place, scores) of the sequences that ended by it (LLM.score). At
-    most `most` sequences are in the engine at once."""
+    """Yields after each step the (place, scores) of the sequences that ended with it (LLM.score).
+
+    - `most`: most sequences in the engine at once.
+    """
     waiting, places = enumerate(sequences), {}
     with in_engine(engine) as running:
         while True:

@@ -86,7 +86,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: Config) -> LLM:
-        """LLM(MODEL, KEYWORD=…), of options that are one object."""
+        """Makes LLM(MODEL, KEYWORD=…) from options in one object."""
         llm = cls.__new__(cls)
         llm._begin(config)
         return llm
@@ -140,7 +140,7 @@ class LLM:
         directory: str | os.PathLike[str],
         builder: Callable[..., StoreBuilder],
     ) -> LoadedModel:
-        """The checkpoint's weights, in the versions of the precision."""
+        """Loads the checkpoint's weights, in the versions of the precision."""
         options = settings.options
         versions = stored_versions(settings, self.device.platform)
         with byte_progress("loading", options.runtime.progress) as report:
@@ -178,9 +178,9 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that state none: those of the model's generation_config.json
-        (option `generation_config`), for the rest the defaults of SamplingParams. Change some with
-        dataclasses.replace."""
+        """Returns the parameters of requests that state none: those of the model's
+        generation_config.json (option `generation_config`), and otherwise the defaults of
+        SamplingParams. Change some with dataclasses.replace."""
         return self._sampling
 
     def generate(
@@ -294,7 +294,7 @@ class LLM:
         or its tokenizer no chat template.
         """
         known = isinstance(messages, Sequence) and not isinstance(messages, str)
-        # The first says what all are: there may be very many.
+        # The first one decides for all, since there may be very many.
         first: Any = messages[0] if known and messages else {}
         if not known or isinstance(first, str) or not isinstance(first, Sequence | Mapping):
             raise UserError(
@@ -406,15 +406,15 @@ class LLM:
             }
 
     def explain(self) -> Explanation:
-        """How memory is divided now, as a table that adds up line by line, and notes: `print`
-        it."""
+        """Returns how memory is divided now, as a table that adds up line by line, with notes.
+        `print` shows it."""
         with self._hold() as engine, engine.undisturbed():
             found = explain(engine, self.plan.budget)
         return dataclasses.replace(found, notes=(*found.notes, *self._notes))
 
     def close(self) -> None:
         """Completes the trace and frees arena, store and parameters. Idempotent. Raises UserError
-        where the trace could not be written, and while the LLM is lent."""
+        if the trace could not be written, and while the LLM is lent."""
         if self._closed or os.getpid() != self._process:
             return
         self._open()
@@ -431,9 +431,8 @@ class LLM:
                 self._shared.close()
 
     def lend(self, thread: threading.Thread | None) -> None:
-        """Gives the engine, which is not for several threads, to one of them: until `lend(None)`
-        all others are refused. Raises UserError when it is lent already, runs requests or is
-        closed."""
+        """Gives the engine to one thread, since several cannot share it: until `lend(None)` all
+        others are refused. Raises UserError if it is lent already, runs requests or is closed."""
         if thread is not None and not self._open().idle:
             raise UserError("requests run in this LLM; let them end or close their iterators first")
         self._borrower = thread
@@ -448,8 +447,8 @@ class LLM:
 
     @contextmanager
     def _hold(self) -> Iterator[Engine]:
-        """The engine, for this thread alone. Raises UserError where _open does, and while another
-        thread has it: the tokens of one would be the other's."""
+        """Holds the engine for this thread alone. Raises UserError like _open, and while another
+        thread has the engine: each would get the other's tokens."""
         engine = self._open()
         if not self._lock.acquire(blocking=False):
             raise UserError(
@@ -463,8 +462,8 @@ class LLM:
             self._lock.release()
 
     def _hold_each(self, results: Generator[T, None, None]) -> Iterator[T]:
-        """The results of a generator that runs the engine, which is held while it works and not
-        while the caller has the word."""
+        """Yields the results of a generator that runs the engine. The engine is held while the
+        generator works, not while the caller uses a result."""
         try:
             while True:
                 with self._hold():

@@ -1,4 +1,4 @@
-"""From a loaded checkpoint to an engine that can run: probe, decide, build."""
+"""Builds an engine that can run from a loaded checkpoint: probe, decide, build."""
 
 from __future__ import annotations
 
@@ -54,9 +54,14 @@ def start_engine(
     *,
     tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
 ) -> tuple[Engine, StartPlan]:
-    """An engine and its plan, of a loaded model, which has the versions of the options' precision
-    (moejax.checkpoints.versions.with_versions). tokenizer: called when everything is decided.
-    Raises UserError, BudgetError or ArenaTooSmall; the model is freed where it fails late."""
+    """Builds the engine of a loaded model and returns it with its plan.
+
+    - `loaded`: a model with the versions of the options' precision
+      (moejax.checkpoints.versions.with_versions).
+    - `tokenizer`: called when everything is decided.
+
+    Raises UserError, BudgetError or ArenaTooSmall. The model is freed if the build fails.
+    """
     settings = options if isinstance(options, Settings) else settings_of(options)
     own = loaded.config.quantization
     held = own is not None and own.version in loaded.store.layouts
@@ -74,15 +79,15 @@ def start_engine(
     if note := native_note(plan.steps, device.platform):
         log.info(note)
     for note in plan.budget.notes:
-        # What the user asked for and does not get must be seen without asking for a log.
+        # A user must see without a log what they asked for and do not get.
         log.log(logging.WARNING if ", cut from" in note else logging.INFO, note)
     return build(plan, loaded, device, tokenizer), plan
 
 
 def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> StartPlan:
-    """The plan of a start on this device, once what it depends on is measured: the memory that
-    steps need, where nothing else limits the arena, and their costs, where policies ask for
-    them."""
+    """Returns the plan of a start on this device. Measures what the plan depends on first: the
+    memory that steps need, if nothing else limits the arena, and the costs of steps, if policies
+    ask for them."""
     of_memory = automatic(settings, device.platform)
     model, facts = facts_of(loaded), device_facts(device, automatic=of_memory)
     steps = step_spec(settings, model, facts)
@@ -108,7 +113,7 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
     else:  # before anything is compiled of them: a wrong kernel is refused by its name
         verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
     if memory is not None and of_memory and (budget is None or budget.cut):
-        # What steps need is left, and no more than that.
+        # Leave exactly what steps need.
         memory = dataclasses.replace(memory, activations=find_activation_bytes(steps, smallest))
         budget = divide(settings, model, facts, steps, memory).budget
         verify_kernels(steps, device, budget.slots * steps.layout.slot_bytes)
@@ -116,7 +121,7 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
     facts, slots = dataclasses.replace(facts, memory=memory), budget.slots
     costs = None
     if settings.needs_costs:
-        # Each processor by itself; what a load takes over a stated link is the link's to say.
+        # Measure each processor alone. A stated link says itself how long a load takes.
         alone = steps
         if steps.second is not None:
             alone = dataclasses.replace(steps, second=None, queue=None)
@@ -129,7 +134,11 @@ def probe_plan(loaded: LoadedModel, settings: Settings, device: jax.Device) -> S
 def make_runner(
     steps: StepSpec, loaded: LoadedModel, device: jax.Device, *, slots: int, bound: int
 ) -> Executor:
-    """A runner of these steps with an arena of so many slots. bound: most cells of a layer."""
+    """Makes a runner of these steps.
+
+    - `slots`: slots of its arena.
+    - `bound`: most cells of a layer.
+    """
     return Executor(
         Decoder(steps.config, loaded.params, steps.ops),
         loaded.store,
@@ -146,9 +155,11 @@ def build(
     device: jax.Device,
     tokenizer: Callable[[], PreTrainedTokenizerFast | None] = lambda: None,
 ) -> Engine:
-    """The engine of a plan: allocates the arena, places experts, compiles what a first request
-    needs. tokenizer: called while steps compile. Where it fails, everything that the model holds is
-    freed."""
+    """Builds the engine of a plan: allocates the arena, places the experts, compiles what a first
+    request needs. If this fails, it frees everything that the model holds.
+
+    - `tokenizer`: called while steps compile.
+    """
     runner = make_runner(
         plan.steps, loaded, device, slots=plan.budget.slots, bound=plan.spec.cell_bound
     )
@@ -209,7 +220,8 @@ def _engine(
 
 
 def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> None:
-    """Gives layers their cells, or every expert its place, which may be in the store."""
+    """Gives the layers their cells, or gives every expert its fixed place in the arena or the
+    store."""
     mixed = plan.mixed
     if plan.steps.in_place:
         start = np.zeros((plan.spec.layers, plan.spec.experts), np.int32)
@@ -232,7 +244,8 @@ def _grant(plan: StartPlan, arena: SlotArena, runner: Executor) -> None:
 
 
 def _planner(plan: StartPlan, runner: Executor, scheduler: Scheduler) -> ResidencyPlanner | None:
-    """The planner that moves experts between tiers while requests run; None: there is none."""
+    """Returns the planner that moves experts between tiers while requests run, or None if the plan
+    has none."""
     tiers, storage = plan.settings.tiers, plan.storage
     if tiers is None or storage is None or tiers.planner == "none":
         return None
@@ -247,7 +260,8 @@ def _control(
     scheduler: Scheduler,
     listener: Callable[[Event], None],
 ) -> tuple[Control | None, ArenaResizer]:
-    """The policies' control (None where no policy is asked), and the resizer for its budgets."""
+    """Returns the control that runs the policies (None without a policy) and the resizer for its
+    budgets."""
     spec, policies = plan.spec, plan.settings.policies
     if any("router" in policy.needs for policy in policies):
         spec = dataclasses.replace(spec, router=router_weights(loaded))
@@ -260,19 +274,21 @@ def _control(
 
 
 def router_weights(loaded: LoadedModel) -> np.ndarray:
-    """float32[L, D, E]: those of the MoE layers, for policies that need `router`."""
+    """Returns the router weights of the MoE layers, float32[L, D, E], for policies that need
+    `router`."""
     runs = [run["router"] for run in loaded.params["runs"] if "router" in run]
     return np.swapaxes(np.concatenate([np.asarray(run, np.float32) for run in runs]), 1, 2)
 
 
 def _placement(plan: StartPlan) -> str | None:
-    """The placement with every cost that it goes by, for a replay."""
+    """Describes the placement with every cost that it uses, for a replay."""
     placements = [p for p in plan.settings.policies if isinstance(p, PlacementPolicy)]
     return said(placements[0], plan.spec) if placements else plan.settings.placement
 
 
 def _tracer(plan: StartPlan, runner: Executor) -> Tracer | None:
-    """What writes every step into the directory that options name."""
+    """Returns the tracer that writes every step into the directory that the options name, if they
+    name one."""
     settings, options = plan.settings, plan.settings.options
     if options.runtime.trace is None:
         return None

@@ -1,4 +1,4 @@
-"""What options stand for, before a model is known."""
+"""The settings that options stand for, before a model is known."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from moejax.start.option_values import Driver
 from moejax.start.options import Config
 
 PACKED_AS = "lossless12"
-"""The version of packed residents, with tiers."""
+"""The version of packed resident experts, with tiers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that can be known of options without a model."""
+    """Everything that options decide without a model."""
 
     options: Config
     precision: Precision
     eviction: str
     """The name of the eviction policy."""
     policies: tuple[Policy, ...]
-    """The policies of eviction, prefetch, precision and resizes, and those given by the user."""
+    """The policies of eviction, prefetch, precision and resizes, and the user's own policies."""
     ops: Mapping[str, str]
     trace_arrays: frozenset[str]
-    """What the trace has beside the rest."""
+    """The optional arrays that the trace records."""
     placement: str | None = None
-    """Its name and all that options say of its costs; None: there is none."""
+    """The placement's name with all costs that the options state; None: no placement."""
 
     def of_model(self, version: str) -> Settings:
         """The settings with a checkpoint whose experts are in that version."""
@@ -37,7 +37,8 @@ class Settings:
 
     @property
     def tiers(self) -> Driver | None:
-        """Where residents are, with driver="stream"; None: none is packed."""
+        """The driver whose tiers hold the resident experts, with driver="stream"; None: no expert
+        is packed."""
         driver = self.options.transfer.driver
         return None if driver.tiers is None else driver
 
@@ -49,7 +50,7 @@ class Settings:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether a decision depends on costs, which are measured where none are kept."""
+        """Whether a decision depends on costs. They are measured if none are kept."""
         asked = any("costs" in policy.needs for policy in self.policies)
         return asked or self.options.policy.cells.split is not None
 

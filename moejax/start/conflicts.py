@@ -1,4 +1,4 @@
-"""What does not go together, in one table."""
+"""The combinations of options, platforms and models that do not work, in one table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.cpu.library import why_not_cpu
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """A start, as far as it is known: what is not known yet conflicts with nothing."""
+    """A start, as far as it is known. An unknown part conflicts with nothing."""
 
     settings: Settings
     platform: str | None = None
@@ -37,7 +37,8 @@ def refuse_conflicts(start: Situation) -> None:
 
 
 def find_cell_options(options: Config) -> dict[str, bool]:
-    """Option about cells (which experts have one, or how many) → whether it was given."""
+    """Returns, for each option about cells (which experts have one, or how many), whether it was
+    given."""
     policy = options.policy
     return {
         "eviction": policy.eviction is not None,
@@ -51,7 +52,7 @@ def find_cell_options(options: Config) -> dict[str, bool]:
 
 
 def parts_of(start: Situation) -> dict[str, str]:
-    """The parts that this start has → how a message calls them."""
+    """Returns the parts of this start, each with its name in messages."""
     settings, platform = start.settings, start.platform
     options, precision = settings.options, settings.precision
     memory, policy, transfer = options.memory, options.policy, options.transfer
@@ -238,4 +239,5 @@ CONFLICTS: dict[tuple[str, ...], str] = {
     "queue), or leave out placement",
     ("pinned placement", "chunk_bytes"): "it computes a record in one piece; leave chunk_bytes out",
 }
-"""Parts that exclude each other, or a part that can never be → why, and what to write instead."""
+"""Parts that exclude each other, or a single part that can never work, with the reason and what to
+write instead."""

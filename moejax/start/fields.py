@@ -1,9 +1,7 @@
-"""What an option is: a field of a frozen dataclass that says everything about itself.
-
-`same_bits` and `changes_bits` declare one, so that none forgets to say which it is. The keywords of
-`moejax.LLM`, the flags of the command line, the keys of `--config FILE.yaml` and the help texts are
-made from these fields.
-"""
+"""An option is a field of a frozen dataclass that says everything about itself. `same_bits` and
+`changes_bits` declare one, so that every option says which it is. The keywords of `moejax.LLM`, the
+flags of the command line, the keys of `--config FILE.yaml` and the help texts are made from these
+fields."""
 
 from __future__ import annotations
 
@@ -23,13 +21,14 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A flag of the command line, beside its name."""
+    """The description of a flag of the command line, without its name."""
 
     help: str
     metavar: str | None = None
-    """None: N of a whole number."""
+    """Placeholder of the value in help; None: N for a whole number."""
     type: Callable[[str], Any] | None = None
-    """Reads the text; None: the type of the field's annotation (int, float, bool), else str."""
+    """Converts the flag's text; None: the type of the field's annotation (int, float, bool), else
+    str."""
     choices: tuple[str, ...] | None = None
     default: Any = None
 
@@ -39,20 +38,20 @@ class Option(Description):
     """A field of a group of options."""
 
     converter: Callable[[Any], Any] | None = None
-    """Makes the field's value of what was given; None: that is the value."""
+    """Converts a given value to the field's value; None: takes it unchanged."""
     changes_bits: bool = False
-    """With another value outputs may have other bits, everything else being equal."""
+    """Whether another value may change bits of outputs, everything else being equal."""
     common: bool = False
-    """--help shows it; else --help-all does."""
+    """Whether --help shows the option; otherwise only --help-all does."""
     settings: str = ""
-    """What its KEY=VALUE say, which --help leaves out."""
+    """Help for the option's KEY=VALUE settings, which --help leaves out."""
     in_file: bool = True
-    """`--config FILE` may have it."""
+    """Whether `--config FILE` may have the option."""
     flag: bool = True
-    """So has the command line, then."""
+    """Whether the command line has the option too."""
 
     def read(self, name: str, value: Any) -> Any:
-        """The field's value. Raises UserError for one that can never be."""
+        """Converts a value to the field's value. Raises UserError for a value that cannot work."""
         if self.converter is not None:
             with user_errors():
                 return self.converter(value)
@@ -80,8 +79,11 @@ def same_bits(
     kw_only: bool = True,
     **said: Any,
 ) -> Any:
-    """A field with its Option, on which no bit of an output depends, everything else being equal.
-    Without a default it has to be given. said: more of Option."""
+    """Declares a field whose value changes no bit of an output, everything else being equal. A
+    field without a default must be given.
+
+    - `said`: further fields of Option.
+    """
     if converter is not None:
         said = {"type": str, **said}
     if "settings" in said:
@@ -92,8 +94,10 @@ def same_bits(
 
 
 def changes_bits(help: str, **said: Any) -> Any:
-    """A field with its Option; with another value outputs may have other bits. said: more of
-    Option."""
+    """Declares a field whose value may change bits of outputs.
+
+    - `said`: further fields of Option.
+    """
     return same_bits(help, changes_bits=True, **said)
 
 
@@ -114,7 +118,7 @@ def group(cls: type[T]) -> type[T]:
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:
-    """Name → Option of the fields that are options."""
+    """Returns the Option of each field that is an option, by name."""
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)
     return of_fields(cls, {f.name: f.metadata["option"] for f in fields if "option" in f.metadata})
 
@@ -123,7 +127,8 @@ D = TypeVar("D", bound=Description)
 
 
 def of_fields(cls: type, described: Mapping[str, D]) -> dict[str, D]:
-    """Descriptions of fields of a dataclass, with the type of the field where they have none."""
+    """Returns the descriptions of a dataclass's fields. A description without a type gets the
+    field's type."""
     kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": bool}
     names = {field.name: str(field.type).partition(" ")[0] for field in dataclasses.fields(cls)}
     return {
@@ -133,15 +138,15 @@ def of_fields(cls: type, described: Mapping[str, D]) -> dict[str, D]:
 
 
 def optional(read: Callable[[T], R]) -> Callable[[T | None], R | None]:
-    """`read`, for an option that may be None."""
+    """Returns a `read` that passes None through, for options that may be None."""
     return lambda value: None if value is None else read(value)
 
 
 def with_keywords_of(
     keywords: Callable[P, object], make: Callable[..., T]
 ) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
-    """A decorator of an `__init__(self, config)`: callers write the keywords of `keywords`, and
-    `make` turns those into the config. Type checkers and inspect.signature see the keywords."""
+    """Decorates an `__init__(self, config)`: callers write the keywords of `keywords`, and `make`
+    turns them into the config. Type checkers and inspect.signature see the keywords."""
 
     def decorate(function: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
         @functools.wraps(function)

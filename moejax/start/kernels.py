@@ -1,4 +1,4 @@
-"""The kernels that a model will run, verified on this device."""
+"""Verifies on this device the kernels that a model will run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ log = logging.getLogger("moejax")
 
 
 def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> None:
-    """Sees to it that every kernel these steps will run was found right on this device: from the
-    package's table, else by running the checks once (compiled first, see docs/how-to/gpu.md;
-    kept in the cache directory). The kernels of an arena of
-    arena_bytes, and none that only other starts of the model run.
+    """Makes sure that every kernel of these steps was found right on this device: from the
+    package's table, else by running the checks once (compiled first, see docs/how-to/gpu.md) and
+    keeping the result in the cache directory. Kernels that only other starts of the model run are
+    not checked, nor are interpreted kernels.
 
-    Interpreted kernels are not checked. Raises UserError for a configuration that is wrong.
+    - `arena_bytes`: size of the arena; it decides which kernels run.
+
+    Raises UserError for a configuration that is wrong.
     """
     if device.platform != "gpu":
         return
@@ -48,15 +50,15 @@ def verify_kernels(steps: StepSpec, device: jax.Device, arena_bytes: int) -> Non
 
 
 def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
-    """The checks of the kernels that a start with these steps and this arena runs; other starts of
-    the model, with more sequences at once or arrays of other sizes, run others."""
+    """Returns the checks of the kernels that a start with these steps and this arena runs. Other
+    starts of the model, with more sequences at once or arrays of other sizes, run others."""
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
     if steps.formats is None:
         records = [record.nbytes for record in steps.layout.records]
     else:
         records = [version.store.nbytes for version in steps.formats]
     arena = arena_bytes > NARROW_BYTES
-    # Of ops that read both one kernel may address either array.
+    # One kernel of an op that reads both arrays may address either of them.
     both = {arena, *(layers * experts * nbytes > NARROW_BYTES for nbytes in records)}
     if steps.separate:  # an expert without a cell is computed in a record of its own
         both = {arena, max(records) > NARROW_BYTES}
@@ -72,7 +74,7 @@ def start_checks(steps: StepSpec, arena_bytes: int) -> list[Check]:
 
 
 def native_note(steps: StepSpec, platform: str) -> str:
-    """A line about the native CPU ops for people; empty where there is nothing to say."""
+    """Returns a line for people about the native CPU ops, or "" if there is nothing to say."""
     if "cpu" in steps.ops.chosen().values():
         return f"native CPU ops with the {instruction_set()} instructions"
     reason = why_not_cpu() if platform == "cpu" else None
@@ -82,8 +84,11 @@ def native_note(steps: StepSpec, platform: str) -> str:
 def kernel_shapes(
     config: ModelConfig, dtype: str, layout: SlotLayout, formats: Formats | None = None
 ) -> tuple[ModelShape, ...]:
-    """What of a model decides its kernels' configurations, one for each sliding window. formats: of
-    the run's versions; None: one, dense."""
+    """Returns what decides the configurations of a model's kernels, one shape for each sliding
+    window.
+
+    - `formats`: the formats of the run's versions; None: dense alone.
+    """
     layers = [layer_params(config, run.moe) for run in config.runs]
     names = {key for params in layers for key in params}
     norms = {key: param_shape(p[key])[0] for p in layers for key in p if key in _OTHER_NORMS}
@@ -129,13 +134,13 @@ NARROW_BYTES = 1 << 32
 _OTHER_NORMS = ("q_norm", "k_norm", "q_a_norm")
 _NOT_LINEAR = frozenset({"kv_b"})
 _WIDE_RESULT = frozenset({"router", "gate_up", "shared_gate_up", "shared_gate"})
-"""Parameters whose products LayerStack asks for in float32."""
+"""Parameters whose products LayerStack computes in float32."""
 
 
 def _products(
     config: ModelConfig, dtype: str, layers: Sequence[Mapping[str, Parts]]
 ) -> tuple[tuple[int, int, bool, str], ...]:
-    """As ModelShape.products: those of every layer and of the head."""
+    """Returns the products of every layer and of the head, as ModelShape.products has them."""
     found = {(config.vocab_size, config.hidden_size, config.lm_head_bias, "float32")}
     for params in layers:
         for key, parts in params.items():

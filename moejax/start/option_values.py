@@ -1,5 +1,5 @@
-"""Options that have settings of their own: ``NAME,KEY=VALUE…`` as an object, whose fields say what
-each setting is and how its text is read."""
+"""Options with settings of their own: ``NAME,KEY=VALUE…`` as an object. Its fields describe each
+setting and how its text is read."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from pallas_kernels.option_text import (
 
 
 def setting(help: str, read: Reader, *, default: Any = None) -> Any:
-    """A field that is written KEY=VALUE."""
+    """Declares a field that users write as KEY=VALUE."""
     return dataclasses.field(default=default, metadata={"help": help, "read": read})
 
 
 def _readers(kind: type, *names: str) -> dict[str, Reader]:
-    """Those of a class's settings; names: of these alone."""
+    """Returns the readers of a class's settings.
+
+    - `names`: take these settings alone; all without names.
+    """
     found = {f.name: f.metadata["read"] for f in dataclasses.fields(kind) if f.metadata}
     return {name: found[name] for name in names or found}
 
 
 def settings_help(kind: type) -> str:
-    """What --help-all says of an option with settings."""
+    """Returns the --help-all text of an option with settings."""
     settings = (field for field in dataclasses.fields(kind) if field.metadata)
     return "; ".join(f"{field.name}: {field.metadata['help']}" for field in settings)
 
@@ -89,7 +92,7 @@ class Transfers:
 
     @property
     def stated(self) -> bool:
-        """The link is as fast as the options say."""
+        """Whether the options state how fast the link is."""
         return self.rate is not None or self.latency is not None
 
 
@@ -169,7 +172,7 @@ read_driver = reads(
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A trace to write."""
+    """The trace to write."""
 
     directory: str | os.PathLike[str]
     arrays: tuple[str, ...] = setting(
@@ -192,14 +195,14 @@ def read_recording(given: str | os.PathLike[str] | Recording) -> Recording:
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """What each layer gets of the experts' share."""
+    """How the layers divide the experts' share."""
 
     rule: str = "uniform"
-    """`uniform` or `marginal`; uniform where numbers are given."""
+    """`uniform` or `marginal`; uniform if numbers are given."""
     trace: str | None = None
-    """By whose miss curves the rule shares; None: by live ones."""
+    """The trace whose miss curves the rule uses; None: live miss curves."""
     split: str | None = None
-    """A trace by which the line between experts and KV is drawn too; None: sizes draw it."""
+    """The trace that decides the split between experts and KV too; None: sizes decide it."""
     each: tuple[int, ...] | None = None
     """Cells of each layer, in numbers."""
 

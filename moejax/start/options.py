@@ -366,7 +366,7 @@ class Config:
         return cls(**{place: kind(**_of(kind, given)) for place, kind in GROUPS.items()})
 
     def replace_options(self, **given: Any) -> Config:
-        """The same but for these options."""
+        """Returns the same options with these replaced."""
         return Config(
             **{
                 place: dataclasses.replace(getattr(self, place), **_of(kind, given))
@@ -376,20 +376,26 @@ class Config:
 
 
 def _of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group."""
+    """Returns the options of a group."""
     return {name: value for name, value in given.items() if name in options_of(kind)}
 
 
 def unknown_option(name: str, known: Mapping[str, Option] = OPTIONS) -> str:
-    """The message for an unknown option. known: the options that exist."""
+    """Returns the message for an unknown option.
+
+    - `known`: the options that exist.
+    """
     if instead := use_instead(name):
         return f"unknown option {name!r}{instead}"
     return unknown("option", name, [key for key, one in known.items() if one.in_file])
 
 
 def refuse_cache_aware(delta: float | None, why: str) -> None:
-    """Raises UserError for cache-aware routing where outputs must not depend on which experts are
-    resident. why: what follows "and" in the message."""
+    """Raises UserError for cache-aware routing if outputs must not depend on which experts are
+    resident.
+
+    - `why`: what follows "and" in the message.
+    """
     if delta is not None:
         raise UserError(
             "cache_aware_routing makes outputs depend on which experts are resident, and "

@@ -1,4 +1,4 @@
-"""Names that vLLM and llama.cpp have for what moejax has too, for messages."""
+"""Names of vLLM and llama.cpp for options that moejax has too, for messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ OTHER_NAMES = {
     "--prompt": _PROMPT,
     "-p": _PROMPT,
 }
-"""A keyword, or a flag that is no keyword → what to use; options of moejax are in braces."""
+"""What to use instead of a keyword or a flag that is no keyword; options of moejax are in braces.
+"""
 
 _OPTIONS = ("memory", "expert_budget", "precision", "max_model_len", "max_num_seqs")
 
 
 def use_instead(name: str, spell: Callable[[str], str] = str) -> str:
-    """What to use for an option of another engine, for the end of a message; "" for other names.
+    """Returns the end of a message that says what to use instead of another engine's option, or ""
+    for other names.
 
     - `name`: a keyword, or a flag with its dashes.
     - `spell`: how the message writes an option of moejax.

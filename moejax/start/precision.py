@@ -1,4 +1,4 @@
-"""Precision in the engine: stores, formats and where experts begin."""
+"""Precision in the engine: stores, formats and the first places of experts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ DENSE = Precision("dense")
 
 
 def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
-    """The versions that lie in cells, of which a slot holds the largest. Where layers stay dense,
-    another layer's cells of the one version are lossless12's; beside a second version, high cells
-    are as large as dense experts in every layer, since layers share them, and lossless12 is decoded
-    on the way."""
+    """Returns the versions that lie in cells; a slot holds the largest. With lossless12 alone,
+    cells of other layers have its size even if some layers stay dense. Beside a second version,
+    high cells are as large as dense experts in every layer, since layers share them, and lossless12
+    is decoded on the way."""
     if precision.in_transit:
         return ("dense",)
     if store.layers and precision.mixed:
@@ -44,15 +44,17 @@ def resident_versions(precision: Precision, store: ExpertStore) -> tuple[str, ..
 
 
 def stored_versions(precision: Precision, store: ExpertStore) -> tuple[str, ...]:
-    """The versions of the store, by number."""
+    """Returns the versions of the store, by number."""
     return tuple(store.layouts) if store.layers else precision.versions
 
 
 def formats_of(
     precision: Precision, layout: SlotLayout, store: ExpertStore, packed: tuple[str, ...] = ()
 ) -> Formats | None:
-    """How each version lies in cells and in its store; None for dense alone. packed: the
-    version of packed residents."""
+    """Returns how each version lies in cells and in its store, or None for dense alone.
+
+    - `packed`: the version of packed residents.
+    """
     if precision.versions == ("dense",) and not packed:
         return None
     versions = (*stored_versions(precision, store), *packed)
@@ -68,8 +70,13 @@ def formats_of(
 def expert_budget_of(
     given: int | Share | None, precision: Precision, layout: SlotLayout, experts: int
 ) -> int | Share | None:
-    """The expert budget as given, or that which the share of high experts takes, of so many in all
-    layers. Raises UserError where both are given. Where experts are paged it takes none."""
+    """Returns the expert budget as given, or the budget that the share of high experts takes. If
+    experts are paged, that share takes none.
+
+    - `experts`: experts of all layers together.
+
+    Raises UserError if both are given.
+    """
     if precision.hi_share is None or precision.paged:
         return given
     if given is not None:
@@ -83,10 +90,15 @@ def expert_budget_of(
 def mixed_of(
     precision: Precision, layout: SlotLayout, slots: int, layers: int, experts: int
 ) -> ResidentSpec | PagedSpec | None:
-    """Where the versions are from the start, in so many slots: every expert resident in one of
-    them or, where experts are paged, cells of both in each layer and what misses fill; None with
-    one version. Raises ValueError where they do not fit, saying what would, and for a map of
-    another model."""
+    """Returns the first places of the versions, or None with one version: every expert resident in
+    one of two versions or, if experts are paged, cells of both in each layer and the version that
+    misses fill.
+
+    - `slots`: slots of the arena for experts.
+
+    Raises ValueError, which says what would fit, if the versions do not fit, and for a map of
+    another model.
+    """
     if not precision.mixed:
         return None
     if precision.paged:
@@ -108,14 +120,14 @@ def mixed_of(
 
 
 def _spares(precision: Precision) -> int:
-    """Spare cells of each version; a random map has room for as many high experts as DynaExq with
-    one spare."""
+    """Returns the spare cells of each version. A random map has room for as many high experts as
+    DynaExq with one spare."""
     return max(precision.spares, 1)
 
 
 def name_makers(versions: Sequence[str], quantizers: Mapping[str, str]) -> dict[str, str]:
-    """Version → how it was made: rtn or mse, `lossless`; `checkpoint` for
-    dense, and for a version whose maker the checkpoint does not name."""
+    """Returns how each version was made: rtn or mse, `lossless`; `checkpoint` for dense and for a
+    version whose maker the checkpoint does not name."""
     return {version: quantizers.get(version, "checkpoint") for version in versions}
 
 
@@ -125,10 +137,11 @@ def precision_stats(
     engine: Engine,
     quantizers: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What was asked for and what transitions came to, as plain data: of each version how it was
-    made (name_makers), of lossless12 how many layers stay dense.
+    """Returns the precision that was asked for and the result of its transitions, as plain data:
+    how each version was made (name_makers), and for lossless12 how many layers stay dense.
 
-    control: Controller.stats. quantizers: of LoadedModel.
+    - `control`: Controller.stats.
+    - `quantizers`: those of LoadedModel.
     """
     found = {**precision.report(), **((control or {}).get("precision") or {})}
     found["quantizers"] = name_makers(precision.versions, quantizers)
@@ -138,7 +151,7 @@ def precision_stats(
 
 
 def paged_cells(paged: PagedSpec, layout: SlotLayout) -> str:
-    """How many cells there are of each version, for people."""
+    """Says, for people, how many cells each version has."""
     sizes = zip(paged.capacity, layout.records, strict=True)
     return " and ".join(f"{count} {record.version}" for count, record in sizes)
 
@@ -149,8 +162,10 @@ def note(
     layout: SlotLayout,
     dense: Sequence[int] = (),
 ) -> str:
-    """What the precision comes to, a line for people; empty with dense experts. dense: the
-    MoE layers that stay dense since an expert overflows lossless12."""
+    """Returns a line for people about the precision, or "" with dense experts.
+
+    - `dense`: the MoE layers that stay dense since an expert overflows lossless12.
+    """
     bits = "the output has other bits than with dense experts" if precision.lossy else "same bits"
     named = ", ".join(map(str, dense))
     if dense and precision.mixed:
@@ -176,8 +191,11 @@ def note(
 def checkpoint_notes(
     precision: Precision, config: ModelConfig, layout: SlotLayout, dense: Sequence[int] = ()
 ) -> list[str]:
-    """How a checkpoint that its authors quantized is run, lines for people; none of others. dense:
-    the MoE layers whose experts the checkpoint has dense."""
+    """Returns lines for people on how a checkpoint that its authors quantized is run, none for
+    other checkpoints.
+
+    - `dense`: the MoE layers whose experts the checkpoint has dense.
+    """
     own = config.quantization
     if own is None:
         return []

@@ -1,4 +1,4 @@
-"""What has to be measured before a start can decide: memory that steps need, and their costs."""
+"""Measures what a start needs before it can decide: the memory that steps take, and their costs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moejax.step.step_parts import StepSpec
 
 
 def activation_bytes(runner: Executor) -> int:
-    """The largest executable's temporaries, the results of two steps, as one is read while the
-    other runs, and records in staging. Waits until everything is compiled. Raises UserError where
-    XLA does not say it."""
+    """Returns the bytes of the largest executable's temporaries, of the results of two steps (one
+    is read while the other runs) and of records in staging. Waits until everything is compiled.
+    Raises UserError if XLA does not report them."""
     temporaries = results = 0
     runner.wait_compiled(everything=True)
     for executable in runner.compiler.compiled:
@@ -34,8 +34,8 @@ def activation_bytes(runner: Executor) -> int:
 
 
 def step_costs(steps: StepSpec, make_runner: Callable[[], Executor]) -> Costs:
-    """What policies see of the costs of these steps, as kept, or measured on a runner that is made
-    for it. Raises UserError as moejax.costs.measure.calibrate."""
+    """Returns the costs of these steps that policies see, kept or measured on a runner made for it.
+    Raises UserError like moejax.costs.measure.calibrate."""
     if (kept := find_cost_model(identity(steps))) is not None:
         return kept.costs()
     runner = make_runner()
@@ -46,10 +46,11 @@ def step_costs(steps: StepSpec, make_runner: Callable[[], Executor]) -> Costs:
 
 
 def find_activation_bytes(steps: StepSpec, make_runner: Callable[[], Executor]) -> int:
-    """activation_bytes of these steps, as kept, or measured on a runner that is made for it: that
+    """Returns activation_bytes of these steps, kept or measured on a runner made for it. Measuring
     compiles every step once more than a start needs.
 
-    make_runner: with the smallest arena, having begun to compile what this start's policies need.
+    - `make_runner`: makes a runner with the smallest arena that has begun to compile what this
+      start's policies need.
     """
     runner = make_runner()
     try:

@@ -1,4 +1,4 @@
-"""What decides the bits of results: results on disk are bound to it."""
+"""What decides the bits of results. Results on disk are bound to it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from moejax.models.hub import model_directory
 from moejax.start.options import OPTIONS
 
 DEFAULTS = 2
-"""Raised with every change of a default that decides bits, and of what an option computes: results
-of another number are not gone on with. A test knows the defaults of each number."""
+"""Version of the defaults. Increase it with every change of a default that decides bits, and of
+what an option computes: a job does not continue results of another number. A test knows the
+defaults of each number."""
 
 _APART = ("model", "dtype", "seed")
 """Options that a job names itself."""
 _FILES = ("tokenizer", "name_map")
-"""Options that are files, or the name of one that moejax has: their content counts."""
+"""Options that are files, or names of files that moejax has. Their content counts."""
 
 
 def decided_by(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, str]:
-    """The options that change bits, as text, "defaults", the number of those that are not given,
-    and "weights", a fingerprint of the checkpoint.
+    """Returns, as text, the options that change bits; "defaults", the number of the defaults of the
+    other options; and "weights", a fingerprint of the checkpoint.
 
     - `options`: keywords of LLM that are given.
 
-    Where the checkpoint is not on this machine, which a cluster's workers may have for themselves,
-    there is no "weights". Raises UserError for files that cannot be read.
+    "weights" is missing if the checkpoint is not on this machine; the workers of a cluster may have
+    it. Raises UserError for files that cannot be read.
     """
     given = {
         name: value
@@ -42,21 +43,21 @@ def decided_by(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dic
 
 
 def by_content(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options that are given, as text; those that are files by what is in them. Raises UserError
-    for files that cannot be read."""
+    """Returns the given options as text, with the fingerprint of the content for options that are
+    files. Raises UserError for files that cannot be read."""
     given = {name: str(value) for name, value in options.items() if value is not None}
     return given | files_of(options)
 
 
 def files_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Fingerprints of the options that are files. Raises UserError for files that cannot be
-    read."""
+    """Returns the fingerprints of the options that are files. Raises UserError for files that
+    cannot be read."""
     named = {name: options[name] for name in _FILES if options.get(name) is not None}
     return {n: file_fingerprint(path) for n, path in named.items() if os.path.exists(path)}
 
 
 def weights_of(model: str | os.PathLike[str], step: Step = None) -> str | None:
-    """A fingerprint of a checkpoint; None where it is not on this machine. Raises UserError for
-    files that cannot be read."""
+    """Returns a fingerprint of a checkpoint, or None if it is not on this machine. Raises UserError
+    for files that cannot be read."""
     directory = model_directory(model)
     return fingerprint(directory, step) if os.path.isdir(directory) else None

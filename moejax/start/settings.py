@@ -24,8 +24,8 @@ from pallas_kernels import parse_ops
 
 
 def settings_of(options: Config) -> Settings:
-    """Raises UserError for unknown names, for what does not go together, and for a trace that could
-    not be written."""
+    """Returns the settings that options name. Raises UserError for unknown names, for options that
+    exclude each other, and for a trace that could not be written."""
     policy, trace = options.policy, options.runtime.trace
     precision = parse_precision(options)
     with user_errors():
@@ -47,8 +47,8 @@ def settings_of(options: Config) -> Settings:
 
 
 def parse_precision(options: Config) -> Precision:
-    """The precision that options name; a Precision is taken as it is. Raises UserError for a name
-    or a quantizer that does not exist."""
+    """Returns the precision that options name; a Precision passes unchanged. Raises UserError for
+    an unknown name or quantizer."""
     found = options.policy.precision
     if not isinstance(found, Precision):
         with user_errors():
@@ -58,7 +58,7 @@ def parse_precision(options: Config) -> Precision:
 
 
 def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]:
-    """The policies of the precision, and the policies that move slots while requests run."""
+    """Returns the policies of the precision and the policies that move slots while requests run."""
     cells, resize = options.policy.cells, options.policy.resize
     if precision.policy is not None and resize == "peak_headroom":
         return dataclasses.replace(precision.policy, resized=True), ResidentHeadroom()
@@ -74,8 +74,8 @@ def budget_policies(options: Config, precision: Precision) -> tuple[Policy, ...]
 
 
 def placement_with_costs(options: Config) -> str | None:
-    """The placement, whose loads take what a stated link says, where it says nothing of them.
-    Raises ValueError for a name that there is not."""
+    """Returns the placement. If it says nothing about loads, they take the time of the stated link,
+    if one is stated. Raises ValueError for an unknown name."""
     placement = options.policy.placement
     if placement is None or placement.startswith(PREFIX):
         return placement

@@ -1,4 +1,4 @@
-"""`driver=stream,tiers=…`: how fast experts get from tiers into the window."""
+"""`driver=stream,tiers=…`: the rates at which experts get from tiers into the window."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class TierRates(NamedTuple):
     """Dense bytes a second."""
 
     host: float
-    """Over the link."""
+    """Rate over the link."""
     packed: float
-    """Decoded into the window."""
+    """Rate of decoding into the window."""
 
 
 def measure_rates(steps: StepSpec, device: jax.Device) -> TierRates:
-    """What the queue of these steps brings from the store and decodes out of the arena in a second,
-    each alone, the best of three; a link of stated rate is as fast as it says. On records of zeros,
-    which have no escapes. Where jax's own copies bring them: those, and XLA's decoding."""
+    """Returns the dense bytes a second that the queue of these steps brings from the store, and
+    that it decodes out of the arena: each alone, the best of three. A link of stated rate is as
+    fast as stated. Measured on records of zeros, which have no escapes. If jax's own copies bring
+    experts, measures those copies and XLA's decoding."""
     if steps.separate:
         return _rates_of_copies(steps, device)
     wanted, formats = steps.queue, steps.formats
@@ -100,7 +101,7 @@ def _rates_of_copies(steps: StepSpec, device: jax.Device) -> TierRates:
 
 
 def _seconds(act: Callable[[], object]) -> float:
-    """The best of three, after one that compiles."""
+    """Returns the seconds of the best of three calls, after one that compiles."""
     times = []
     for _ in range(4):
         began = time.perf_counter()

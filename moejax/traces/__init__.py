@@ -1,4 +1,4 @@
-"""Reading traces, under the name users know: docs/reference/trace_format.md."""
+"""Reads traces, under the name that users know: docs/reference/trace_format.md."""
 
 from host_offload.control.step_record import StepRecord as StepTrace
 from host_offload.traces.reader import Chunk, Trace, read_trace

@@ -1,7 +1,7 @@
 """Makes a trace of routing that another program recorded.
 
-Only what the dump says is written; the rest is named in the header's `absent`. Where the dump does
-not say which tokens were computed together, steps are put together by a rule that the header names.
+It writes only what the dump says; the header's `absent` names the rest. If the dump does not say
+which tokens were computed together, a rule that the header names joins them into steps.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ def convert_trace(
 ) -> Trace:
     """Writes the trace `destination` from the dump `source` (moejax.traces.dumps), and opens it.
 
-    config: the model; or experts, the routed experts of a layer, since ids alone do not say.
-    layers, top_k: shape of ids that come without one, dense layers included. dense_layers: first
-    layers of the dump that are no MoE layers (known with a config; layers whose ids are all −1 are
-    left out anyway). batch: requests that a step computes together, where the dump has no steps;
-    None: 1. prompt_tokens: first tokens of each request that are prompt, where the dump does not
-    say. Raises UserError for a dump that is damaged or of another model, and a destination that is
-    not new; then nothing is there.
+    - `config`: the model. Otherwise `experts`: routed experts of a layer, which ids alone do not
+      say.
+    - `layers`, `top_k`: shape of ids that come without one, dense layers included.
+    - `dense_layers`: first layers of the dump that are no MoE layers. A config knows them, and
+      layers whose ids are all −1 are left out anyway.
+    - `batch`: requests that a step computes together, for a dump without steps; None: 1.
+    - `prompt_tokens`: first tokens of each request that are prompt, if the dump does not say.
+
+    Raises UserError for a dump that is damaged or of another model, and a destination that is not
+    new; then nothing is written.
     """
     size = experts if config is None else config.num_experts
     if size is None or (config is not None and experts is not None):
@@ -84,8 +87,8 @@ def convert_trace(
 def _routing_alone(
     dump: RoutedDump, config: ModelConfig | None, dense_layers: int, experts: int
 ) -> RoutedDump:
-    """The dump with MoE layers and places that are taken alone, ids ascending and weights in their
-    order. Raises UserError for what is no routing of the model."""
+    """Returns the dump with only its MoE layers and taken places, ids ascending and weights in
+    their order. Raises UserError for arrays that are no routing of the model."""
     taken = dump.ids >= 0
     layers = [i for i in range(dense_layers, dump.ids.shape[1]) if taken[:, i].any()]
     k = int(taken.any(axis=(0, 1)).sum())
@@ -126,7 +129,8 @@ def _routing_alone(
 
 
 def _number_names(dump: RoutedDump) -> tuple[RoutedDump, dict[str, int]]:
-    """Requests and users as int32 numbers, by the order in which they come; and users' names."""
+    """Returns the dump with requests and users as int32 numbers, in order of appearance, and the
+    users' names."""
 
     def numbers(found: np.ndarray | None, known: dict[str, int]) -> np.ndarray | None:
         if found is None:
@@ -140,7 +144,7 @@ def _number_names(dump: RoutedDump) -> tuple[RoutedDump, dict[str, int]]:
 
 
 def _by_request(dump: RoutedDump, prompt_tokens: int | None) -> RoutedDump:
-    """A dump without steps with requests, positions and, where they can be known, phases."""
+    """Returns a dump without steps with requests, positions and, if known, phases."""
     n = len(dump.ids)
     request = np.zeros(n, np.int32) if dump.request is None else dump.request
     starts = np.flatnonzero(np.diff(request, prepend=-1))
@@ -157,7 +161,7 @@ def _by_request(dump: RoutedDump, prompt_tokens: int | None) -> RoutedDump:
 
 
 def _recorded_steps(dump: RoutedDump) -> Iterator[tuple[int, np.ndarray]]:
-    """(number, rows) of steps as the dump has them. A step is a prefill if it has any token of a
+    """Yields (number, rows) of the dump's own steps. A step is a prefill if it has any token of a
     prompt."""
     assert dump.step is not None
     starts = np.flatnonzero(np.diff(dump.step)) + 1
@@ -166,8 +170,9 @@ def _recorded_steps(dump: RoutedDump) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _joined_steps(dump: RoutedDump, batch: int) -> Iterator[np.ndarray]:
-    """The rows of steps of `batch` requests in the order of the dump: their prompts at once, then
-    the next token of each that has one. Without phases every token is such a next one."""
+    """Yields the rows of steps of `batch` requests in the order of the dump: all prompts at once,
+    then the next token of each request that has one. Without phases every token counts as a next
+    token."""
     assert dump.request is not None
     generated = np.ones(len(dump.ids), bool) if dump.phase is None else dump.phase == 1
     rows = np.split(np.arange(len(dump.ids)), np.flatnonzero(np.diff(dump.request)) + 1)

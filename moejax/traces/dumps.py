@@ -1,7 +1,7 @@
 """Reads routing that other programs recorded: arrays of expert ids [tokens, layers, k].
 
-docs/how-to/traces.md says what is read. A reader gives the arrays of a file; what a dump does
-not say is absent, never guessed.
+docs/how-to/traces.md lists the formats. A reader gives the arrays of a file. What a dump does not
+say is absent, never guessed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDS = ("ids", "routed_experts")
 """Names of the array of expert ids, in files and in JSON objects."""
 
 PER_TOKEN = ("step", "request", "position", "phase", "user")
-"""Names of what may be known of each token."""
+"""Names of arrays with a value for each token, all optional."""
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle")
 
@@ -37,18 +37,18 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class RoutedDump:
-    """N tokens in order. A field that is None is not in the dump."""
+    """The routing of N tokens in order. A field is None if the dump does not have it."""
 
     where: str
     """The file, for messages."""
     ids: np.ndarray
-    """int[N, L, k] as they were found: unordered, −1 for none."""
+    """int[N, L, k], unordered as in the dump; −1: no expert."""
     weights: np.ndarray | None = None
     """float[N, L, k], in the order of ids."""
     step: np.ndarray | None = None
     """int64[N]: which step computed the token."""
     request: np.ndarray | None = None
-    """[N], numbers or names; the tokens of one lie together where there are no steps."""
+    """[N], numbers or names. The tokens of a request lie together if there are no steps."""
     position: np.ndarray | None = None
     """int[N]."""
     phase: np.ndarray | None = None
@@ -60,10 +60,12 @@ class RoutedDump:
 def read_dump(
     source: str | os.PathLike[str], layers: int | None = None, top_k: int | None = None
 ) -> RoutedDump:
-    """A dump by its name: .npy, .npz or .jsonl.
+    """Reads a dump by its suffix: .npy, .npz or .jsonl.
 
-    layers, top_k: shape of ids that are bytes without one (SGLang's). Raises UserError, with the
-    file and line, for what cannot be read; nothing that is pickled is ever loaded.
+    - `layers`, `top_k`: shape of ids that are bytes without one (SGLang's).
+
+    Raises UserError, with the file and line, for a dump that cannot be read. Pickled objects are
+    never loaded.
     """
     path = Path(source)
     if path.is_dir():
@@ -153,8 +155,8 @@ def _json_lines(path: Path, layers: int | None, top_k: int | None) -> Arrays:
 def _requests(
     found: Mapping[str, Any], where: str, layers: int | None, top_k: int | None
 ) -> Iterator[Arrays]:
-    """The requests of a line: a plain one, or a response of SGLang (its ids in `meta_info`) or of
-    vLLM (in `choices`)."""
+    """Yields the requests of a line: a plain one, or a response of SGLang (its ids in `meta_info`)
+    or of vLLM (in `choices`)."""
     meta, usage = found.get("meta_info") or {}, found.get("usage") or {}
     choices = found.get("choices") or [found]
     objects = (meta, usage, *choices) if isinstance(choices, list) else (None,)
@@ -173,7 +175,7 @@ def _requests(
             )
         ids = _decode(choice[name], where, layers, top_k)
         if ids.ndim == 3 and len(ids) > 1 and ids.shape[2] > 1 and not ids[-1].any():
-            # The last token chosen, which no step computed; some versions give it a row of zeros.
+            # No step computed the last chosen token; some versions give it a row of zeros.
             ids = ids[:-1]
         user = found.get("user", found.get("domain"))
         arrays = {
@@ -195,7 +197,8 @@ def _requests(
 
 
 def _decode(found: Any, where: str, layers: int | None, top_k: int | None) -> np.ndarray:
-    """Ids as nested lists, as an .npy in base64 (vLLM), or as bare int32 in base64 (SGLang)."""
+    """Decodes ids that are nested lists, an .npy in base64 (vLLM), or bare int32 in base64
+    (SGLang)."""
     if not isinstance(found, str):
         return _array(found, "ids", where)
     try:
@@ -234,5 +237,5 @@ _READERS: dict[str, Callable[[Path, int | None, int | None], Arrays]] = {
     ".npz": _numpy,
     ".jsonl": _json_lines,
 }
-"""By a file's suffix: reader(path, layers, top_k) gives arrays with a row per token, by the names
-of IDS, "weights" and PER_TOKEN; others are left out."""
+"""Reader of each file suffix. reader(path, layers, top_k) returns arrays with a row per token, by
+the names of IDS, "weights" and PER_TOKEN; it leaves others out."""

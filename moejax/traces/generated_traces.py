@@ -1,6 +1,6 @@
-"""Traces that no engine of ours wrote: of generated routing, and what all of them are written with.
+"""Writes traces of generated routing, and has what all traces without an engine are written with.
 
-host_offload.traces.generators says how it arises and what it was fitted to.
+host_offload.traces.generators explains how the routing is generated and what it was fitted to.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ def write_generated_trace(
 ) -> None:
     """Writes a trace of generated routing: a prefill step over the prompts of all sequences, if
     they have any, then a decode step for each further token of all. What only an engine knows
-    (times, hits, bytes) is absent. Moments of a change of phase are marked.
+    (times, hits, bytes) is absent. Changes of phase are marked.
 
-    kind: of host_offload.traces.generators.routing_generator. tokens: of a sequence, its prompt
-    included. shared: of RoutingGenerator; None: the kind's. about: what the trace's spec says
-    beside the routing, such as the bytes of an expert. Raises UserError for what cannot be, or a
-    directory that is not new.
+    - `kind`: of host_offload.traces.generators.routing_generator.
+    - `tokens`: tokens of a sequence, its prompt included.
+    - `shared`: of RoutingGenerator; None: the kind's.
+    - `about`: what the trace's spec says beside the routing, such as the bytes of an expert.
+
+    Raises UserError for impossible values, and for a directory that is not new.
     """
     if sequences < 1 or not 0 <= prompt_tokens < tokens:
         raise UserError(
@@ -101,11 +103,12 @@ def write_generated_trace(
 def routing_header(
     layers: int, experts: int, top_k: int, present: Iterable[str], origin: dict[str, Any]
 ) -> TraceHeader:
-    """The header of a trace that has routing and nothing else. Raises UserError for sizes that
-    cannot be.
+    """Returns the header of a trace that has routing and nothing else.
 
-    present: fields of StepRecord that the steps have, besides ids, user, number and tokens. origin:
-    where it is from, kept in `spec`.
+    - `present`: fields of StepRecord that the steps have, besides ids, user, number and tokens.
+    - `origin`: where the routing is from, kept in `spec`.
+
+    Raises UserError for impossible sizes.
     """
     sizes: dict[str, Any] = {"layers": layers, "experts": experts, "top_k": top_k}
     header = TraceHeader(
@@ -123,8 +126,8 @@ def routing_header(
 
 @contextlib.contextmanager
 def new_trace(directory: str | os.PathLike[str], header: TraceHeader) -> Iterator[TraceWriter]:
-    """A writer whose trace appears when the block ends, and not at all when it fails. Raises
-    UserError for a directory that is not new or cannot be written."""
+    """Yields a writer whose trace appears when the block ends, and not at all if the block fails.
+    Raises UserError for a directory that is not new or cannot be written."""
     path = Path(directory)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -150,8 +153,11 @@ def routed_step(
     weights: np.ndarray | None = None,
     kind: str | None = None,
 ) -> StepRecord:
-    """A step of which only the routing is known: ids int[n, L, k], ascending, and what is given,
-    with a row per token where it is an array."""
+    """Returns a step of which only the routing and the given fields are known. Given arrays have a
+    row per token.
+
+    - `ids`: int[n, L, k], ascending.
+    """
     user = np.full(len(ids), -1) if user is None else user
     tokens = {"ids": ids, "request": request, "user": user, "position": position, "phase": phase}
     unknown: dict[str, Any] = dict.fromkeys(StepRecord._fields)

@@ -1,6 +1,6 @@
-"""What papers measured of real models' routing, to put small models' figures beside.
+"""Published measurements of real models' routing, to compare small models with.
 
-Numbers are those of the papers; a paper without a number for something is not filled in.
+The numbers are those of the papers. If a paper has no number for something, it stays empty.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class PublishedModel:
-    """A real model of which routing was measured. Shares are of a layer's routed experts."""
+    """A real model whose routing was measured. Shares are of a layer's routed experts."""
 
     name: str
     layers: int
     experts: int
     top_k: int
     activated: dict[int, float]
-    """Batch → share of experts that a decode step activates."""
+    """Share of experts that a decode step activates, by batch size."""
 
 
 def _shares(*percent: float) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Timelines as files for Perfetto: of a run that native ops recorded, or predicted.
+"""Writes timelines as files for Perfetto: of a run that native ops recorded, or predicted.
 
 docs/explanation/transfers.md says how to read them.
 """
@@ -28,7 +28,7 @@ def check_timeline(path: str | os.PathLike[str]) -> None:
 
 def write_timeline(path: str | os.PathLike[str], events: Sequence[TimelineEvent]) -> None:
     """Writes all events for Perfetto and chrome://tracing. Raises UserError for a suffix other than
-    .json and a file that cannot be written."""
+    .json or a file that cannot be written."""
     check_timeline(path)
     try:
         write_trace(Path(path), events)
@@ -37,8 +37,8 @@ def write_timeline(path: str | os.PathLike[str], events: Sequence[TimelineEvent]
 
 
 def measured_events(ops: Sequence[OpSpan], chunks: Iterable[Span] = ()) -> list[TimelineEvent]:
-    """What native ops recorded (by beginning), beside the chunks that a queue moved. Times are from
-    the first op on, which those before it do not have."""
+    """Returns events of what native ops recorded (in order of their beginning), beside the chunks
+    that a queue moved. Times count from the first op, and chunks before it are left out."""
     if not ops:
         return []
     first = ops[0].begin
@@ -55,8 +55,8 @@ def measured_events(ops: Sequence[OpSpan], chunks: Iterable[Span] = ()) -> list[
 
 
 def _layers(ops: Sequence[OpSpan]) -> list[int | None]:
-    """The layer of each op: that of the KV that was written last, and of what comes next where its
-    norm has begun. What follows the last layer of a step belongs to none."""
+    """Returns the layer of each op: the layer whose KV was written last, or the next layer once its
+    norm has begun. Ops after the last layer of a step belong to no layer."""
     found: list[int | None] = [op.layer for op in ops]
     current: int | None = None
     last = max((op.layer for op in ops if op.layer is not None), default=0)
@@ -64,7 +64,7 @@ def _layers(ops: Sequence[OpSpan]) -> list[int | None]:
     for i, op in enumerate(ops):
         if op.op in WRITERS and op.layer is not None:
             norms = [j for j in range(since, i) if ops[j].op == "rms_norm"]
-            # Behind the experts everything is the next layer's, elsewhere its last norm on.
+            # After the experts every op is the next layer's; elsewhere from its last norm on.
             follows = op.layer > 0 and since and ops[since - 1].op == "combine"
             begin = since if follows else (norms[-1] if norms else i)
             for j in range(begin, i):

@@ -34,7 +34,7 @@ class Tracer:
     """Feeds a TraceWriter from the records of steps. Owns the writer.
 
     Optional arrays that the header names must be in every record; others are left out. Its methods
-    raise UserError when the trace can no longer be written; a step may be refused some steps late.
+    raise UserError when the trace can no longer be written; the error may come some steps late.
     What is left at the interpreter's exit is written then.
     """
 
@@ -43,7 +43,7 @@ class Tracer:
         self._began = self._last_read = time.perf_counter()
         self._next_step = 0
         self._queues: dict[tuple[str, str], tuple] = {}
-        """What each policy's queues were when they were last written out."""
+        """Each policy's queues when they were last written out."""
         optional = [name for name, column in COLUMNS.items() if column.optional]
         self._dropped = dict.fromkeys(n for n in optional if not getattr(writer.header, n))
 
@@ -58,9 +58,9 @@ class Tracer:
 
     @user_errors(TraceError)
     def event(self, event: Event) -> None:
-        """Adds an event of a Controller's log: a policy's decision, a line of decisions.jsonl; what
-        it was shown of the queue beside compute; or a transfer, once: when it was used, evicted or
-        skipped, or at the end."""
+        """Adds an event of a Controller's log: a policy's decision, as a line of decisions.jsonl;
+        what the policy saw of the queue beside compute; or a transfer, once: when it was used,
+        evicted or skipped, or at the end."""
         if isinstance(event, Observed):
             self.writer.link(LinkTrace(event.step, event.moment, event.layer, event.link))
             return
@@ -86,29 +86,33 @@ class Tracer:
     def budget(
         self, cells: Sequence[int], kv_pages: int, *, step: int | None, settled: bool
     ) -> None:
-        """Adds a line to decisions.jsonl: the layers have so many cells and KV so many pages from
-        `step` on; None: from the next step on, without a policy. settled: a policy's request has
-        its end with that."""
+        """Adds a line to decisions.jsonl with the cells of layers and the pages of KV from `step`
+        on.
+
+        - `step`: None: from the next step on, without a policy.
+        - `settled`: whether this completes a policy's request.
+        """
         moved = {"cells": list(map(int, cells)), "kv_pages": kv_pages}
         moved |= {"settled": settled, "by_hand": step is None}
         self.writer.decision(self._next_step if step is None else step, {"budget": moved})
 
     @user_errors(TraceError)
     def mark(self, name: str) -> None:
-        """Names the moment: what follows belongs to it (a warm-up's end, another workload)."""
+        """Marks this moment with a name, which what follows belongs to (a warm-up's end, another
+        workload)."""
         self.writer.mark(Mark(self._next_step, time.perf_counter() - self._began, name))
 
     @user_errors(TraceError)
     def close(self) -> None:
-        """Completes the trace. Idempotent. Raises UserError for what could not be written, unless
-        it has been said."""
+        """Completes the trace. Idempotent. Raises UserError if something could not be written and
+        no call has said so yet."""
         self.writer.close()
 
 
 @user_errors(TraceError)
 def check_trace(directory: str | os.PathLike[str], arrays: Iterable[str]) -> frozenset[str]:
-    """The optional arrays to record, of check_trace_arrays. Raises UserError unless a trace could
-    be written there."""
+    """Returns the optional arrays to record (check_trace_arrays). Raises UserError unless a trace
+    could be written there."""
     wanted = check_trace_arrays(arrays)
     require_new(directory)
     return wanted
@@ -123,11 +127,13 @@ def start_trace(
     settings: Mapping[str, Any],
     arrays: frozenset[str] = frozenset(),
 ) -> Tracer:
-    """A Tracer into a new directory.
+    """Returns a Tracer into a new directory.
 
-    spec: what policies are told of the engine. settings: what else decided the run (eviction,
-    budgets), for people; kept as they are. arrays: of TRACE_ARRAYS, those to record; the runner
-    must give them out. Raises UserError for a directory that is not new or cannot be written.
+    - `spec`: the engine as policies see it.
+    - `settings`: what else decided the run (eviction, budgets), for people; kept unchanged.
+    - `arrays`: those of TRACE_ARRAYS to record; the runner must give them out.
+
+    Raises UserError for a directory that is not new or cannot be written.
     """
     config, moved = runner.config, runner.moved_bytes()
     cells = np.sum(np.asarray(runner.tables.cell_row) >= 0, axis=1)
@@ -168,12 +174,13 @@ def start_trace(
 
 
 def _number(sizes: np.ndarray) -> int | list[int]:
-    """Bytes of an expert: one number, or one of each layer where layers differ."""
+    """Returns the bytes of an expert: one number, or a list by layer if layers differ."""
     return int(sizes[0]) if np.all(sizes == sizes[0]) else sizes.tolist()
 
 
 def _describe_pages(runner: Executor) -> dict[str, Any] | None:
-    """The cells of each version and what misses fill, where experts are paged in several."""
+    """Returns the cells of each version and the version that misses fill, if experts are paged in
+    several."""
     if len(runner.version_bytes) == 1 or runner.placement is not None:
         return None
     tables = runner.seen(runner.tables)

@@ -1,4 +1,5 @@
-"""A file job: read lines, generate, append results, go on where an earlier process ended."""
+"""A file job: reads lines, generates, appends results, and continues where an earlier process
+ended."""
 
 from __future__ import annotations
 
@@ -21,33 +22,34 @@ from moejax.serve.batch.result_file import ResultFile, open_results
 from moejax.serve.batch.result_lines import failure, success
 
 MOST_MESSAGE = 500
-"""Characters of what is said about a bad line, which may quote it."""
+"""Most characters of the message about a bad line, which may quote the line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to generate, and where results go."""
+    """A file job's input, output and options."""
 
     input: str
-    """JSON lines; `-` is standard input."""
+    """File of JSON lines; `-` is standard input."""
     output: str
-    """JSON lines, appended to; `-` is standard output."""
+    """File of JSON lines to append to; `-` is standard output."""
     model: str = "demo"
     dtype: str = "auto"
     decided_by: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Option that decides bits, or file (weights, tokenizer) → its value or fingerprint."""
+    """Value of each option that decides bits, and fingerprint of each file (weights, tokenizer)."""
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """SamplingParams fields of lines that do not have these fields."""
     seed: int = 0
-    """From it and from their ids come the seeds of lines that have none."""
+    """Seed from which lines without a seed get theirs, together with their ids."""
     on_error: Literal["fail", "skip"] = "fail"
-    """A bad line ends the job behind the lines before it, or gets an error as its result."""
+    """What a bad line does: "fail" ends the job after the lines before it; "skip" writes an error
+    as its result."""
     overwrite: bool = False
-    """Start anew where there are results."""
+    """Whether to start again if the output has results."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What decides results beside the lines, by name."""
+        """What decides results besides the lines, by name."""
         # One name for a directory, however it is written.
         model = os.path.realpath(self.model) if os.path.isdir(self.model) else self.model
         given = {"model": model, "dtype": self.dtype, "seed": self.seed}
@@ -55,31 +57,32 @@ class Job:
 
     @property
     def made_with(self) -> tuple[str, ...]:
-        """The part of `options` that is not of lines. A directory may be moved."""
+        """The part of `options` that all lines share. It leaves out the model's directory, which
+        may be moved."""
         named = () if "weights" in self.decided_by else (self.options["model"],)
         return *named, self.dtype, json.dumps(self.decided_by, sort_keys=True, default=str)
 
 
 def list_given_fields(params: SamplingParams) -> dict[str, Any]:
-    """Fields other than the seed that do not only repeat a default, so that a new field of a later
-    release does not make the results of this one foreign."""
+    """Returns the given fields that differ from their defaults, except the seed. So a new field of
+    a later release does not invalidate the results of this one."""
     usual = vars(SamplingParams())
     given = vars(params).items()
     return {name: v for name, v in given if name != "seed" and v != usual[name]}
 
 
 class JobInput:
-    """What a job reads: an open file, standard input or a pipe."""
+    """A job's input: an open file, standard input or a pipe."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream = stream
         self.again = stream.seekable()
-        """Whether `lines` can be called once more."""
+        """Whether `lines` can be called a second time."""
         self._begin = stream.tell() if self.again else 0
 
     def lines(self) -> Iterator[bytes]:
-        """All lines; of one with more than MOST_LINE bytes MOST_LINE + 1, so that no line takes
-        more memory."""
+        """Yields all lines. Of a line with more than MOST_LINE bytes it yields MOST_LINE + 1, so
+        that no line takes more memory."""
         if self.again:
             self._stream.seek(self._begin)
         while raw := self._stream.readline(MOST_LINE + 1):
@@ -88,7 +91,7 @@ class JobInput:
                 raw = self._stream.readline(MOST_LINE + 1)
 
     def is_at(self, output: str) -> bool:
-        """Whether that file is what is read."""
+        """Whether the output file is the input."""
         try:
             return os.path.samestat(os.fstat(self._stream.fileno()), os.stat(output))
         except OSError:  # no such output yet, or an input that is no file
@@ -97,7 +100,8 @@ class JobInput:
 
 @contextmanager
 def open_input(name: str) -> Iterator[JobInput]:
-    """The file of that name; `-` is standard input. Raises UserError where it cannot be opened."""
+    """Opens the file of that name; `-` is standard input. Raises UserError if it cannot
+    be opened."""
     if name == "-":
         yield JobInput(sys.stdin.buffer)
         return
@@ -130,17 +134,17 @@ class OpenJob:
     input: JobInput
     results: ResultFile
     total: int | None = None
-    """Input lines that are not blank; None where the input can be read only once."""
+    """Number of input lines that are not blank; None if the input can be read only once."""
     errors: int = 0
-    """Errors among the results."""
+    """Number of errors among the results."""
     turns: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Session id -> its turns that have not ended; empty where the input can be read only once."""
+    """Turns of each session that have not ended; empty if the input can be read only once."""
     open_sessions: set[str] = dataclasses.field(default_factory=set)
     """Sessions that lack a result."""
     _running: int = 0
     """Lines in the engine."""
     _said: bool = False
-    """This run has written its options beside a result."""
+    """Whether this run has written its options beside a result."""
     _ended_by: str | None = None
     """The bad line that ends the job, and why."""
 
@@ -151,7 +155,7 @@ class OpenJob:
 
     @property
     def complete(self) -> bool:
-        """Every line is known to have a result: `run` has nothing to do."""
+        """Whether every line is known to have a result, so that `run` has nothing to do."""
         return self.done == self.total
 
     def lines(self) -> Iterator[Line]:
@@ -162,10 +166,12 @@ class OpenJob:
     def run(
         self, llm: Model, *, progress: bool = False, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Generates for every line that has no result yet. warn: told of each bad line.
+        """Generates for every line that has no result yet.
 
-        Raises UserError for a bad line unless on_error is "skip", once the lines before it are
-        done, and when the output cannot be written. However it ends, every line of the output is a
+        - `warn`: called with a message for each bad line.
+
+        Raises UserError for a bad line, once the lines before it are done, unless on_error is
+        "skip"; and if the output cannot be written. However it ends, every line of the output is a
         whole result.
         """
         self.results.begin(overwrite=self.job.overwrite)
@@ -197,7 +203,7 @@ class OpenJob:
     def _requests(self, warn: Callable[[str], None]) -> Iterator[GenerationRequest]:
         for line in self.lines():
             asked = line.request
-            # A turn goes on from the KV of earlier turns, which no file has.
+            # A turn continues from the KV of earlier turns, which no file has.
             again = asked is not None and asked.session_id in self.open_sessions
             if line.key in self.results.keys and not again:
                 continue
@@ -239,7 +245,7 @@ class OpenJob:
         message_with_place = f"{self.job.input}, line {line.number}: {message}"
         if self.job.on_error == "fail":
             if self._running:
-                # Said at once, since what runs may take minutes.
+                # Warn at once, since the running lines may take minutes.
                 warn(f"{message_with_place}; lines that run are finished first: {self._running}")
             self._ended_by = message_with_place
             return
@@ -252,8 +258,8 @@ class OpenJob:
 def open_job(job: Job) -> Iterator[OpenJob]:
     """Opens and checks the files of a job. Nothing is changed before `OpenJob.run`.
 
-    Raises UserError for what cannot be read or written, and for results that are not of this input
-    with these options.
+    Raises UserError for files that cannot be read or written, and for results that are not of this
+    input with these options.
     """
     with open_input(job.input) as source:
         if job.output != "-" and source.is_at(job.output):
@@ -265,8 +271,8 @@ def open_job(job: Job) -> Iterator[OpenJob]:
 
 
 def _survey(opened: OpenJob) -> None:
-    """Reads the input through for its size, its sessions and what the results are of. Raises
-    UserError for results that are not of this input with these options."""
+    """Reads the whole input for its size, its sessions and the lines that the results belong to.
+    Raises UserError for results that are not of this input with these options."""
     job, source, results = opened.job, opened.input, opened.results
     if source.again:
         opened.total, sessions = 0, False
@@ -284,8 +290,8 @@ def _survey(opened: OpenJob) -> None:
 
 
 def _compare_lines(opened: OpenJob) -> None:
-    """Reads the input through for its sessions, and raises UserError unless every result in the
-    output belongs to one of its lines."""
+    """Reads the whole input for its sessions. Raises UserError unless every result in the output
+    belongs to one of its lines."""
     job, keys = opened.job, opened.results.keys
     missing = set(keys)
     for line in opened.lines():
@@ -305,7 +311,7 @@ def _compare_lines(opened: OpenJob) -> None:
 
 
 def _difference(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """What a result was made with and is not asked for now."""
+    """Returns what a result was made with that is not asked for now."""
     if was is None:
         return "another line, model, dtype, seed or sampling option"
     # As JSON gives them back.

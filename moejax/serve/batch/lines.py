@@ -1,4 +1,4 @@
-"""Input lines of a file job: JSON to requests, or to what is wrong with them."""
+"""Reads the input lines of a file job: JSON to requests, or to what is wrong with them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from moejax.serve.batch.openai_fields import completion_request
 from pallas_kernels.option_text import nearest
 
 MOST_LINE = 16 * 2**20
-"""Bytes of a line: a prompt of millions of tokens, and no more than a few hundred MB of objects
-while it is read."""
+"""Most bytes of a line: enough for a prompt of millions of tokens, and at most a few hundred MB of
+objects while it is read."""
 
 EXAMPLE = '{"prompt": "The old house", "max_tokens": 16}'
-"""A line, for messages."""
+"""An example line, for messages."""
 
 IGNORED_FIELDS = frozenset(
     ("metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 )
-"""Fields that change nothing in a result. OpenAI results echo `model`."""
+"""Fields that do not change a result. OpenAI results echo `model`."""
 
 _SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -38,7 +38,7 @@ LINE_FIELDS = (
         *("id", "session_id", "priority", "chat_template_kwargs"),
     }
 )
-"""What a plain line may have."""
+"""Fields that a plain line may have."""
 _GIVEN_ID = re.compile(r"line-[0-9]+")
 
 
@@ -47,19 +47,21 @@ class Line:
     """One input line that is not blank."""
 
     number: int
-    """Counted from 1, blank lines included."""
+    """Its number, counted from 1, blank lines included."""
     id: str | int
-    """`id` or `custom_id`, echoed; `line-<number>` where the line has none that can be used."""
+    """The line's `id` or `custom_id`, which the result echoes; `line-<number>` if the line has none
+    that can be used."""
     request_id: str
-    """Digest of the line's bytes and the job's options: an equal one is an equal request."""
+    """Digest of the line's bytes and the job's options. Equal digests mean equal requests."""
     url: str | None = None
-    """OpenAI lines: the endpoint."""
+    """The endpoint of an OpenAI line."""
     openai: bool = False
-    """The result has OpenAI's form. A line too broken to have a form takes the one before it."""
+    """Whether the result has OpenAI's form. A line too broken to have a form takes the form of the
+    line before it."""
     model: str | None = None
     request: GenerationRequest | None = None
     error: str | None = None
-    """What is wrong with the line; there is no request then."""
+    """What is wrong with the line, which then has no request."""
 
     @property
     def key(self) -> bytes:
@@ -67,25 +69,24 @@ class Line:
 
 
 def result_key(id: str | int, request_id: str) -> bytes:
-    """16 bytes that tell results apart."""
+    """Returns 16 bytes that tell results apart."""
     return _digest(json.dumps([id, request_id]).encode(), 16)
 
 
 def derived_seed(seed: int, id: str | int) -> int:
-    """Seed of a line that has none: the same wherever the line stands and whenever it runs.
-
-    In [0, 2^31), so that seed + index of n sequences stays a legal seed.
-    """
+    """Returns the seed of a line that has none. It does not depend on the line's place or on when
+    the line runs. It lies in [0, 2^31), so that seed + index of n sequences stays a legal seed."""
     return int.from_bytes(_digest(json.dumps([seed, id]).encode(), 4), "big") >> 1
 
 
 def read_lines(
     stream: Iterable[bytes], *, sampling: Mapping[str, Any], seed: int, made_with: Iterable[str]
 ) -> Iterator[Line]:
-    """Each line of the stream that is not blank.
+    """Yields each line of the stream that is not blank. It keeps 16 bytes and a set's entry for
+    every id and session.
 
-    sampling: SamplingParams fields of lines that do not say otherwise. made_with: what else decides
-    results (the model, the dtype). Memory: 16 bytes and a set's entry for every id and session.
+    - `sampling`: SamplingParams fields for lines that do not state them.
+    - `made_with`: what else decides results (the model, the dtype).
     """
     options = json.dumps([dict(sampling), seed, *made_with], sort_keys=True).encode()
     job = _digest(options, 16)
@@ -100,7 +101,7 @@ def read_lines(
             openai = line.openai
             session = None if line.request is None else line.request.session_id
             if session is not None:
-                # A turn goes on from the KV of earlier turns, so its result depends on them too.
+                # A turn continues from the KV of earlier turns, so its result depends on them too.
                 sessions[session] = _digest(sessions.get(session, b"") + job + raw.strip(), 16)
                 request_id = f"req_{sessions[session].hex()}"
                 line = dataclasses.replace(line, request_id=request_id)
@@ -108,8 +109,10 @@ def read_lines(
 
 
 def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any], seed: int) -> Line:
-    """The line with what is in it, or with what is wrong with it. seen: digests of the ids before
-    it, to which its own is added."""
+    """Returns the line with its request, or with what is wrong with it.
+
+    - `seen`: digests of the ids of earlier lines; the line's own is added.
+    """
     try:
         if len(raw) > MOST_LINE:
             raise UserError(f"the line is longer than {MOST_LINE} bytes, the most that is read")
@@ -129,13 +132,13 @@ def _read(line: Line, raw: bytes, seen: set[bytes], sampling: Mapping[str, Any],
             params = dataclasses.replace(request.sampling_params, seed=derived_seed(seed, id))
             request = dataclasses.replace(request, sampling_params=params)
         return dataclasses.replace(line, request=request)
-    # Whatever a line does is that line's error.
+    # Any error of a line stays that line's error.
     except Exception as error:
         return dataclasses.replace(line, error=str(error) or type(error).__name__)
 
 
 def read_json_object(raw: bytes, encoding: str = "utf-8") -> dict[str, Any]:
-    """A JSON object with text that a tokenizer takes. Raises UserError for anything else."""
+    """Reads a JSON object whose text a tokenizer accepts. Raises UserError for anything else."""
 
     def refuse_constant(constant: str):
         raise UserError(f"{constant} is not JSON")
@@ -177,11 +180,11 @@ def _id(fields: Mapping[str, Any], line: Line) -> str | int:
 
 
 def read_request(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> GenerationRequest:
-    """The request of a plain line's fields.
+    """Returns the request of a plain line's fields.
 
-    - `sampling`: SamplingParams fields where these do not say otherwise.
+    - `sampling`: SamplingParams fields that the line does not state.
 
-    Raises UserError for unknown fields, values that can never be, and anything but one prompt.
+    Raises UserError for unknown fields, impossible values, and anything but one prompt.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
     for name in fields:
@@ -207,7 +210,7 @@ def read_request(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> Gene
 
 
 def _value(value: Any) -> Any:
-    """JSON has no integer keys, which token ids are."""
+    """Converts the keys of an object to token ids, since JSON has no integer keys."""
     if not isinstance(value, dict):
         return value
     try:

@@ -1,8 +1,6 @@
-"""OpenAI requests: their fields under vLLM's names, and the envelope of batch lines.
-
-Source: OpenAI's Batch API reference, "The request input object", and the request bodies of
-/v1/completions and /v1/chat/completions.
-"""
+"""Reads OpenAI requests: their fields under vLLM's names, and the envelope of batch lines. Source:
+OpenAI's Batch API reference, "The request input object", and the request bodies of /v1/completions
+and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ _NEUTRAL: dict[str, tuple] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-"""Fields that are not supported, with the values that ask for nothing."""
+"""Unsupported fields, each with the values that ask for nothing."""
 
 
 def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(url, the body as a plain line's fields) of an OpenAI batch line. Raises UserError for
-    another method or url, and as rename_fields does."""
+    """Returns (url, the body as a plain line's fields) of an OpenAI batch line. Raises UserError
+    for another method or url, and like rename_fields."""
     if unknown := set(fields) - {"custom_id", "method", "url", "body"}:
         raise UserError(f"the field {min(unknown)!r} is not supported beside custom_id and body")
     if fields.get("method", "POST") != "POST":
@@ -47,7 +45,7 @@ def completion_request(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def rename_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a request as a plain line's fields; null fields are left out. Raises UserError
+    """Returns the body of a request as a plain line's fields, without null fields. Raises UserError
     for fields that are not supported, are of another url, or contradict each other."""
     body = {name: value for name, value in body.items() if value is not None}
     for name, neutral in _NEUTRAL.items():
@@ -69,7 +67,8 @@ def rename_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_logprobs(body: dict[str, Any]) -> None:
-    """`logprobs: true` with `top_logprobs: k` is the number of the likeliest tokens, k or 0."""
+    """Replaces `logprobs: true` with `top_logprobs: k` by the number of likeliest tokens,
+    k or 0."""
     wanted, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
     if not isinstance(wanted, bool):
         raise UserError(f"logprobs must be true or false for {CHAT}, got {json.dumps(wanted)}")
@@ -80,5 +79,5 @@ def _chat_logprobs(body: dict[str, Any]) -> None:
 
 
 def _json(value: Any) -> str:
-    """Text that tells True from 1, which == does not."""
+    """Returns text that tells True from 1, which == does not."""
     return json.dumps(value, sort_keys=True)

@@ -1,4 +1,5 @@
-"""The output file of a job: locked, scanned for what is there, appended to line by line."""
+"""The output file of a job. It is locked, scanned for earlier results, and appended to line by
+line."""
 
 from __future__ import annotations
 
@@ -23,22 +24,24 @@ _LINE_BEGIN = b'{"id": '
 
 
 class ResultFile:
-    """A file of lines, or output that is none (a pipe, a device, `-`). Made by `open_results`.
-    file: unbuffered."""
+    """A file of lines, or output that is no file (a pipe, a device, `-`). Made by `open_results`.
+
+    - `file`: unbuffered.
+    """
 
     def __init__(self, name: str, file: IO[bytes], regular: bool):
         self.name, self.regular = name, regular
         self.keys: set[bytes] = set()
-        """Keys (`read_result`) of the results that were there when the file was opened."""
+        """Keys (`read_result`) of the results that the file had when it was opened."""
         self.errors = 0
-        """Errors among those."""
+        """Number of errors among those results."""
         self.count = 0
-        """Whole results in it now."""
+        """Number of whole results in the file now."""
         self.size = 0
-        """Bytes of whole results; what comes after is torn."""
+        """Bytes of whole results. Anything after them is a torn line."""
         self._file = file
         self._checked = False
-        """Whether the file is this job's to write, so that it has to keep its name and size."""
+        """Whether the job has begun to write the file, which must then keep its name and size."""
         self._synced_s = time.monotonic()
 
     def begin(self, *, overwrite: bool) -> None:
@@ -53,7 +56,7 @@ class ResultFile:
     def append(self, line: bytes) -> None:
         """Writes one whole line, with one call unless the system takes only a part.
 
-        Raises UserError when it cannot be written; the file then ends after the line before.
+        Raises UserError if the line cannot be written; the file then ends after the previous line.
         """
         try:
             with deferred_interrupt():
@@ -75,8 +78,8 @@ class ResultFile:
             self.sync()
 
     def sync(self) -> None:
-        """Puts what was written on the disk. Raises UserError where the disk does not take it, or
-        where another program has removed, moved or changed the file meanwhile."""
+        """Flushes written lines to the disk. Raises UserError if the disk does not take them, or if
+        another program has removed, moved or changed the file."""
         if self.regular:
             try:
                 os.fsync(self._file.fileno())
@@ -106,7 +109,7 @@ class ResultFile:
         return UserError(f"cannot write to {self.name}: {error.strerror}{kept}")
 
     def read_stored(self) -> Iterator[tuple[str, bytes]]:
-        """(place, line) of each whole result that is in a regular file."""
+        """Yields (place, line) of each whole result in a regular file."""
         # Reading from the unbuffered file itself would be one call for every byte.
         with open(self._file.fileno(), "rb", closefd=False) as reader:
             try:
@@ -123,7 +126,8 @@ class ResultFile:
                 raise UserError(f"cannot read {self.name}: {error.strerror}") from error
 
     def scan(self) -> None:
-        """Reads what is there. Raises UserError for what is no result, or is there twice."""
+        """Reads the results that the file has. Raises UserError for a line that is no result, or a
+        result that is there twice."""
         for place, raw in self.read_stored():
             try:
                 _, key, error = read_result(raw)
@@ -140,7 +144,7 @@ class ResultFile:
             self.size += len(raw)
 
     def first_not_in(self, keys: set[bytes]) -> tuple[str, str | int]:
-        """(place, id) of the first result that is not among the keys."""
+        """Returns (place, id) of the first result whose key is not among the keys."""
         for place, raw in self.read_stored():
             id, key, _ = read_result(raw)
             if key not in keys:
@@ -148,7 +152,7 @@ class ResultFile:
         raise LookupError(f"every result of {self.name} is among the keys")
 
     def options(self) -> dict[str, Any] | None:
-        """Those of the run that wrote the results, as the first one of it says."""
+        """Returns the options of the run that wrote the results, which are in its first result."""
         for _, raw in self.read_stored():
             metrics = json.loads(raw).get("metrics")
             job = metrics.get("job") if isinstance(metrics, dict) else None
@@ -164,20 +168,20 @@ def not_a_result(place: str) -> UserError:
 
 
 READER_S = 5.0
-"""How long an output that is a pipe waits for its reader."""
+"""Seconds that a pipe as output waits for its reader."""
 
 
 @contextmanager
 def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
-    """Opens, locks and scans the output; nothing is changed yet, but a missing file is made.
+    """Opens, locks and scans the output. It changes nothing, except that it creates a missing file.
 
-    The lock is flock's, on the file itself: it ends with the process however that ends.
+    The lock is flock's, on the file itself: it ends with the process, however the process ends.
 
     Raises UserError for a file that cannot be opened, that another process writes, or that has
-    something else in it than results.
+    other content than results.
     """
     if output == "-":
-        # Past Python's buffers: what they cannot write they would keep and try again at exit.
+        # Unbuffered: Python's buffers would keep what they cannot write and try again at exit.
         stream = sys.stdout.buffer
         yield ResultFile("standard output", getattr(stream, "raw", stream), regular=False)
         return
@@ -196,8 +200,8 @@ def open_results(output: str, *, overwrite: bool) -> Iterator[ResultFile]:
 
 
 def _open_output(output: str, flags: int) -> int:
-    """A descriptor of the output. Opening a pipe without a reader would wait without end, so this
-    waits READER_S for the reader. Raises UserError."""
+    """Returns a descriptor of the output. Opening a pipe without a reader would wait forever, so
+    this waits READER_S for the reader. Raises UserError."""
     deadline = time.monotonic() + READER_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Output lines of a file job. What cannot be reproduced stands under `metrics`, nothing else."""
+"""Makes the output lines of a file job. Only `metrics` holds what cannot be reproduced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from moejax.serve.batch.lines import Line, result_key
 from moejax.serve.batch.openai_fields import CHAT
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no −inf; vLLM's servers write this number."""
+"""The number that stands for −inf, which JSON does not have; vLLM's servers write it too."""
 
 
 def success(
     line: Line, output: RequestOutput, model: str, job: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The output line of a finished request. model: echoed where an OpenAI line names none. job:
-    options to be written with it, of which one line of a run is enough."""
+    """Makes the output line of a finished request.
+
+    - `model`: echoed if an OpenAI line names none.
+    - `job`: options to write with the line; one line of a run is enough.
+    """
     if line.openai:
         response = {
             "status_code": 200,
@@ -41,7 +44,7 @@ def success(
 
 
 def failure(line: Line, message: str) -> bytes:
-    """The output line of a line that could not run."""
+    """Makes the output line of a line that could not run."""
     error = {"code": "invalid_request", "message": message, "param": None, "line": line.number}
     if line.openai:
         body = {"error": {"type": "invalid_request_error", **error}}
@@ -51,9 +54,9 @@ def failure(line: Line, message: str) -> bytes:
 
 
 def read_result(raw: bytes) -> tuple[str | int, bytes, bool]:
-    """(id, key, whether it is an error) of an output line.
+    """Returns (id, key, whether it is an error) of an output line.
 
-    Raises ValueError for what success and failure did not write.
+    Raises ValueError for a line that neither success nor failure wrote.
     """
     record = json.loads(raw)
     try:
@@ -83,7 +86,7 @@ def _openai_body(line: Line, output: RequestOutput, model: str) -> dict[str, Any
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",
-        # Clients want the field; the time is among the metrics.
+        # Clients expect the field. The time itself is among the metrics.
         "created": 0,
         "model": line.model or model,
         "choices": [choice_of(completion, chat, top or 0) for completion in output.outputs],
@@ -93,7 +96,10 @@ def _openai_body(line: Line, output: RequestOutput, model: str) -> dict[str, Any
 
 
 def choice_of(completion: CompletionOutput, chat: bool, top: int) -> dict[str, Any]:
-    """OpenAI's choice, of a chat or a completion. top: how many likeliest tokens were asked for."""
+    """Makes OpenAI's choice of a chat or a completion.
+
+    - `top`: number of likeliest tokens that were asked for.
+    """
     logprobs = None
     if chat:
         content: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text}}
@@ -129,7 +135,10 @@ def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _chat_logprobs(completion: CompletionOutput, top: int) -> dict[str, Any]:
-    """top: how many likeliest tokens were asked for; the chosen one is not among them by itself."""
+    """Makes the logprobs of a chat.
+
+    - `top`: number of likeliest tokens that were asked for; the chosen token is not added to them.
+    """
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = _token_text(token, found)
@@ -164,7 +173,8 @@ def _sequence(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def prompt_logprobs_of(output: RequestOutput) -> dict[str, Any]:
-    """prompt_logprobs, with the prompt's ids, which say which entry belongs to which token."""
+    """Returns prompt_logprobs with the prompt's ids, which say which entry belongs to
+    which token."""
     found = output.prompt_logprobs
     if found is None:
         return {}
@@ -199,7 +209,7 @@ def _finite(logprob: float) -> float:
 
 
 def usage_of(output: RequestOutput) -> dict[str, int]:
-    """Counts of tokens, under OpenAI's names."""
+    """Returns counts of tokens, under OpenAI's names."""
     return {
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": sum(len(c.token_ids) for c in output.outputs),

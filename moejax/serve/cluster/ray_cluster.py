@@ -1,4 +1,4 @@
-"""Ray itself: found late, connected to, asked what it has."""
+"""Imports Ray when it is needed, connects to it, and asks what the cluster has."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from moejax.errors import UserError, shown
 
 LOCAL = "local"
-"""The address of a Ray that is started here, and ends with this process."""
+"""The address of a Ray that this process starts and ends."""
 
 OBJECT_STORE = 200 << 20
 """Bytes of a local Ray's object store: only requests and results pass through it."""
 
 REACHED_S = 5.0
-"""How long a cluster's head may take to accept a connection."""
+"""Seconds that a cluster's head may take to accept a connection."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node of Ray's: usually a machine of the cluster."""
+    """A node of Ray, usually one machine of the cluster."""
 
     id: str
     address: str
@@ -32,7 +32,7 @@ class Node:
 
 
 def require_ray() -> Any:
-    """The module ray. Raises UserError where it is not installed."""
+    """Returns the module ray. Raises UserError if Ray is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -47,7 +47,7 @@ def require_ray() -> Any:
 
 @contextlib.contextmanager
 def connect(address: str, cpus: int | None = None) -> Iterator[None]:
-    """`open_connection` for a block. Leaves a connection that the process has already as it is."""
+    """Holds `open_connection` for a block. A connection that the process already has stays open."""
     ray = require_ray()
     if ray.is_initialized():
         yield
@@ -60,9 +60,11 @@ def connect(address: str, cpus: int | None = None) -> Iterator[None]:
 
 
 def open_connection(address: str, cpus: int | None = None) -> None:
-    """Connects this process to the Ray at this address ("HOST:PORT", "ray://HOST:PORT", "auto"), or
-    to one of its own for LOCAL, with this many CPUs (default: the machine's). One that the process
-    has already is used whatever its address.
+    """Connects this process to a Ray. If the process already has a connection, uses that, whatever
+    its address.
+
+    - `address`: "HOST:PORT", "ray://HOST:PORT", "auto", or LOCAL for a Ray of this process.
+    - `cpus`: CPUs of a local Ray; None: the machine's.
 
     Raises UserError for an address at which no Ray answers.
     """
@@ -93,7 +95,7 @@ def open_connection(address: str, cpus: int | None = None) -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes that are alive."""
+    """Returns the nodes that are alive."""
     return [
         Node(
             node["NodeID"],
@@ -107,8 +109,8 @@ def nodes() -> list[Node]:
 
 
 def _require_answer(address: str) -> None:
-    """Raises UserError for an address that cannot be one, or where nothing listens: Ray itself
-    tries for a minute, and ends the process in some versions."""
+    """Raises UserError for an impossible address, or one where nothing listens. Ray itself tries
+    for a minute, and some of its versions end the process."""
     if address == "auto":
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -128,12 +130,13 @@ def _require_answer(address: str) -> None:
 
 
 def own_cpus() -> int:
-    """CPUs that this process may use."""
+    """Returns the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def explain_end(error: BaseException) -> str:
-    """Why an actor or a task of Ray ended: Ray's first lines, of a Python error the last one."""
+    """Returns why an actor or a task of Ray ended: the first lines of Ray's message, or the last
+    line of a Python error."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     of_python = "Traceback" in str(error) or hasattr(error, "cause")
     told = lines[-1:] if of_python else lines[:6]

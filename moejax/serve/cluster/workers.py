@@ -1,8 +1,8 @@
 """Workers on Ray: actors with a model each, which are handed pieces of work.
 
-Ray places the actors, says when one has ended, and brings their results. What a job needs beyond
-that is here: an input that ends workers becomes an error of its own, no result that has arrived is
-computed again, and a worker that hangs is named and ended.
+Ray places the actors, says when one has ended, and brings their results. This module adds what a
+job needs beyond that: an input that ends workers becomes an error of its own, no result that has
+arrived is computed again, and a worker that hangs is named and ended.
 """
 
 from __future__ import annotations
@@ -29,28 +29,32 @@ from moejax.start.options import Config, refuse_cache_aware
 log = logging.getLogger("moejax")
 
 MOST_ENDS = 3
-"""Workers that may end while one piece of work runs: first in company, then alone."""
+"""Workers that may end while one piece of work runs: first beside other work, then alone."""
 MOST_IN_A_ROW = 6
-"""Workers that may end without a result in between, before the job ends."""
+"""Workers that may end in a row without a result before the job ends."""
 
 PLACE_S = 600.0
-"""How long Ray may take to find a place for a worker, while no other one has a place."""
+"""Seconds that Ray may take to find a place for a worker, while no other worker has one."""
 ANSWER_S = 60.0
-"""How long a worker may take to say that it lives."""
+"""Seconds that a worker may take to say that it is alive."""
 MOVE_S = 1800.0
-"""How long a worker that has work may take for one step of it."""
+"""Seconds that a worker may take for one step of its work."""
 BEAT_S = 2.0
-"""How often a worker says that it lives."""
+"""Seconds between two messages of a worker that it is alive."""
 GATHER_S = 0.1
-"""How long results are gathered: asking Ray for each alone costs milliseconds."""
+"""Seconds for which results are gathered, since asking Ray for each alone costs milliseconds."""
 CLOSE_S, INTERRUPTED_S = 10.0, 0.2
-"""How long workers may take to free what they share, at the end and after an error or Ctrl-C."""
+"""Seconds that workers may take to free what they share, at the end and after an error or
+Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How a model is spread. address: of Ray. workers, cores_per_worker: None: as `worker_options`
-    chooses."""
+    """How a model is spread over a cluster.
+
+    - `address`: of Ray.
+    - `workers`, `cores_per_worker`: None: `worker_options` chooses.
+    """
 
     address: str = LOCAL
     workers: int | None = None
@@ -64,14 +68,17 @@ class Scale:
 
     @property
     def cpus(self) -> int:
-        """CPUs of a local Ray: what its workers ask for, so that more workers than cores are
-        possible."""
+        """CPUs of a local Ray: as many as its workers ask for, so that there can be more workers
+        than cores."""
         return max(own_cpus(), (self.workers or 1) * (self.cores_per_worker or 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a worker says every BEAT_S. moves: another number whenever its work goes on."""
+    """The message that a worker sends every BEAT_S.
+
+    - `moves`: changes whenever the worker's work proceeds.
+    """
 
     host: str
     pid: int
@@ -81,7 +88,10 @@ class Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """A worker that takes work. room: pieces of work that it should have at once."""
+    """A worker that takes work.
+
+    - `room`: pieces of work that it should have at once.
+    """
 
     room: int
     seconds: float
@@ -94,7 +104,7 @@ class Worker(abc.ABC):
         self._llm: LLM | None = None
 
     async def start(self, model: str, options: Mapping[str, Any]) -> Started | str:
-        """Loads the model; returns what is wrong where that fails."""
+        """Loads the model. If that fails, returns what is wrong."""
         try:
             self._llm = await asyncio.to_thread(load_on_worker, model, options)
             seconds = self._llm.stats()["time"]["total_s"]
@@ -104,10 +114,11 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, llm: LLM) -> int:
-        """Begins to serve with a model that was loaded; returns how much work it should have."""
+        """Begins to serve with a loaded model. Returns how many pieces of work the worker should
+        have."""
 
     async def beat(self, seconds: float) -> Beat:
-        """The state of the worker after so many seconds."""
+        """Returns the state of the worker after so many seconds."""
         await asyncio.sleep(seconds)
         tokens = 0 if self._llm is None else self._llm.generated_tokens
         return Beat(platform.node(), os.getpid(), self._moves(), tokens)
@@ -116,7 +127,7 @@ class Worker(abc.ABC):
         return 0 if self._llm is None else sum(self._llm.engine.statistics.steps.values())
 
     async def run(self, piece: Any) -> Any:
-        """Does a piece of work. Returns a UserError that the work raises; another exception ends
+        """Does a piece of work. Returns a UserError that the work raises; any other exception ends
         the worker."""
         try:
             return await self._work(piece)
@@ -125,7 +136,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     async def _work(self, piece: Any) -> Any:
-        """The result of a piece of work."""
+        """Returns the result of a piece of work."""
 
     async def stats(self) -> dict[str, Any]:
         """`LLM.stats`."""
@@ -133,14 +144,14 @@ class Worker(abc.ABC):
         return await asyncio.to_thread(self._llm.stats)
 
     async def close(self) -> None:
-        """Frees the model: the last worker of a machine removes shared experts."""
+        """Frees the model. The last worker of a machine removes shared experts."""
         if self._llm is not None:
             await asyncio.to_thread(self._llm.close)
 
 
 def load_on_worker(model: str, options: Mapping[str, Any]) -> LLM:
-    """The LLM. The workers of a machine share its experts, unless the options name a store or the
-    machine has no such memory, which the log warns of."""
+    """Returns the LLM. The workers of a machine share its experts, unless the options name a store
+    or the machine has no shared memory for them, which the log warns of."""
     given = {name: value for name, value in options.items() if value is not None}
     dense = given.get("precision") in (None, "dense")
     on_cpu = select_device(given.get("device"), given.get("threads")).platform == "cpu"
@@ -154,7 +165,10 @@ def load_on_worker(model: str, options: Mapping[str, Any]) -> LLM:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOptions:
-    """What each worker is and gets. arguments: of `Worker.start`."""
+    """The kind of each worker and its resources.
+
+    - `arguments`: those of `Worker.start`.
+    """
 
     kind: type[Worker]
     arguments: tuple[Any, ...]
@@ -166,10 +180,10 @@ class WorkerOptions:
 def worker_options(
     kind: type[Worker], model: str, options: Mapping[str, Any], scale: Scale
 ) -> WorkerOptions:
-    """The workers of a connected cluster: one for each GPU, with its share of the node's CPUs, or,
-    where there are no GPUs or the device is "cpu", one for each node, with all its CPUs, which are
-    divided where more are asked for. Raises UserError where no node has room for one, and for
-    options that can never be."""
+    """Returns the workers of a connected cluster: one for each GPU, with its share of the node's
+    CPUs. Without GPUs, or with device "cpu": one for each node, with all its CPUs; if more workers
+    are asked for, they divide the CPUs. Raises UserError if no node has room for a worker, and for
+    options that can never work."""
     delta = Config.of(model, **options).policy.cache_aware_routing
     refuse_cache_aware(delta, "workers that share a job out must give the results of one")
     alive, given = nodes(), dict(options)
@@ -192,12 +206,15 @@ def worker_options(
 
 
 class WorkersEnded(UserError):
-    """Workers ended while they did a piece of work, at last alone with it."""
+    """Workers ended while they ran a piece of work, the last one alone with it."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Item:
-    """A piece of work. ends: workers that ended while they had it."""
+    """A piece of work.
+
+    - `ends`: number of workers that ended while they had it.
+    """
 
     payload: Any
     ends: int = 0
@@ -205,18 +222,18 @@ class _Item:
 
 @dataclasses.dataclass(eq=False)
 class _Member:
-    """An actor as the driver sees it."""
+    """An actor as the driver process sees it."""
 
     number: int
     handle: Any
     beating: Any
     """The reference to its next Beat."""
     starting: Any
-    """The reference to the result of `start`; None: it has started."""
+    """The reference to the result of `start`; None: the actor has started."""
     beat: Beat | None = None
     room: int = 0
     tasks: dict[Any, _Item] = dataclasses.field(default_factory=dict)
-    """The reference to a result → the piece of work."""
+    """The piece of work of each reference to a result."""
     heard: float = dataclasses.field(default_factory=time.monotonic)
     moved: float = dataclasses.field(default_factory=time.monotonic)
     start_s: float = 0.0
@@ -229,25 +246,27 @@ class _Member:
 
 
 class Workers:
-    """Workers that do pieces of work; a context manager, which ends them. warn: told what goes
-    wrong with workers while others go on."""
+    """Workers that do pieces of work; a context manager that ends them.
+
+    - `warn`: called with what goes wrong with workers while others continue.
+    """
 
     def __init__(self, asked: WorkerOptions, warn: Callable[[str], None] = lambda text: None):
         self._asked, self._warn, self._ray = asked, warn, require_ray()
         self._members: list[_Member] = []
         self._suspects: collections.deque[_Item] = collections.deque()
-        """Pieces whose workers ended: they run last, each alone with a worker."""
+        """Pieces of work whose workers ended. They run last, each alone with a worker."""
         self._numbers, self._in_a_row = itertools.count(1), 0
         self.ended = 0
-        """Workers that ended before their time."""
-        # One a node first: by then what compiles is in the cache, and the shared experts are there.
+        """Number of workers that ended too early."""
+        # Start one worker a node first, so that others find its compiled steps and shared experts.
         self._start(min(asked.count, max(len(nodes()), 1)))
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Ends all workers, which free what they share if they can."""
+        """Ends all workers. They free what they share if they can."""
         closing = [member.handle.close.remote() for member in self._members if member.room]
         try:
             if closing:
@@ -259,18 +278,21 @@ class Workers:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the workers that live, so far."""
+        """Tokens so far of the living workers."""
         return sum(member.beat.tokens for member in self._members if member.beat is not None)
 
     def run(
         self, work: Iterable[Any], pack: Callable[[Any], Any] = lambda item: item
     ) -> Iterator[tuple[Any, Any]]:
-        """(piece of work, its result) as results come. A UserError as the result is what is wrong
-        with the piece; WorkersEnded: it ended workers.
+        """Yields (piece of work, its result) as results come. A UserError as the result says what
+        is wrong with the piece; WorkersEnded says that it ended workers.
 
-        Work is taken only as there is room for it. pack: what of a piece is sent to a worker. What
-        a worker had when it ended is done again when all other work is done, by a worker that has
-        nothing else. Raises UserError where no worker can start, or workers only end.
+        Work is taken only as there is room for it. If a worker ends, its pieces run again after all
+        other work, each alone with a worker.
+
+        - `pack`: the part of a piece that is sent to a worker.
+
+        Raises UserError if no worker can start, or if workers only end.
         """
         waiting, more = map(_Item, work), True
         queue: collections.deque[_Item] = collections.deque()
@@ -283,7 +305,7 @@ class Workers:
             left = len(queue) + sum(len(member.tasks) for member in ready)
             if not (more or left or self._suspects):
                 return
-            # The last pieces are for all, also for workers that are on their way.
+            # Leave some of the last pieces to workers that are still starting.
             share = most if more else -(-left // self._asked.count)
             for member in sorted(ready, key=lambda member: len(member.tasks)):
                 while queue and len(member.tasks) < min(member.room, share):
@@ -294,7 +316,7 @@ class Workers:
             yield from self._end_hung()
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each worker that lives says of itself, with its number and place."""
+        """Returns what each living worker says about itself, with its number and place."""
         live = [member for member in self._members if member.room and member.beat is not None]
         asked = [(member, member.handle.stats.remote()) for member in live]
         found = []
@@ -312,7 +334,7 @@ class Workers:
     # ---- pieces
 
     def _start(self, count: int) -> None:
-        """Starts so many more workers."""
+        """Starts `count` more workers."""
         self._members += [self._new_member() for _ in range(count)]
 
     def _new_member(self) -> _Member:
@@ -336,7 +358,7 @@ class Workers:
         member.tasks[member.handle.run.remote(pack(item.payload))] = item
 
     def _hear(self) -> Iterator[tuple[Any, Any]]:
-        """Waits for news of any worker, and yields results."""
+        """Waits for news of any worker and yields results."""
         of = {
             reference: member
             for member in self._members
@@ -394,7 +416,8 @@ class Workers:
                 yield from self._lose(member, why)
 
     def _lose(self, member: _Member, why: str) -> Iterator[tuple[Any, WorkersEnded]]:
-        """Ends a worker that hangs or has ended, and starts another one; its work runs again."""
+        """Ends a worker that hangs or has ended, and starts another. The work of the first one runs
+        again."""
         self._ray.kill(member.handle, no_restart=True)
         items = [*member.tasks.values()]
         self.ended += 1

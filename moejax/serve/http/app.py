@@ -34,13 +34,13 @@ from moejax.serve.http.openai_requests import Asked, Refusal, read_asked
 from moejax.serve.llm import LLM
 
 MOST_BODY = 8 * 2**20
-"""Bytes of a request's body. It is read on the event loop, which all requests share."""
+"""Most bytes of a request's body. It is read on the event loop, which all requests share."""
 
 T = TypeVar("T")
 
 
 def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None) -> ASGIApp:
-    """The server's routes.
+    """Returns the app with the server's routes.
 
     - `served`: runs `llm`.
     - `model`: the name that clients use.
@@ -69,7 +69,7 @@ def make_app(llm: LLM, served: AsyncLLM, model: str, api_key: str | None = None)
             )
             return outputs, await anext(outputs)
 
-        # With the first output it is known that the request can run.
+        # The first output shows that the request can run.
         outputs, first = await _unless_gone(request, begin())
         kind = "chat.completion" if asked.chat else "text_completion"
         head = {
@@ -117,8 +117,8 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _fit(llm: LLM, asked: GenerationRequest) -> GenerationRequest:
-    """The request with the tokens of its prompt, and with as many for the answer as the context has
-    room for."""
+    """Returns the request with its prompt as tokens and max_tokens set to the room that the context
+    leaves."""
     _, ids = llm.encoder(asked.prompt)
     room = max(1, llm.engine.scheduler.max_model_len - len(ids))
     params = dataclasses.replace(asked.sampling_params, max_tokens=room)
@@ -126,8 +126,8 @@ def _fit(llm: LLM, asked: GenerationRequest) -> GenerationRequest:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away. Raises ClientDisconnect
-    then."""
+    """Returns the result of `work`. If the client goes away, cancels `work` and raises
+    ClientDisconnect."""
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -172,7 +172,7 @@ def _count(output: RequestOutput) -> dict[str, Any]:
 
 
 class _EventStream(StreamingResponse):
-    """Chunks as they come. The request is cancelled when the client goes away."""
+    """A response of chunks as they come. The request is cancelled when the client goes away."""
 
     def __init__(
         self,
@@ -235,18 +235,18 @@ def _event(data: dict[str, Any]) -> str:
 
 @dataclasses.dataclass
 class _Pieces:
-    """One sequence, piece by piece."""
+    """The text of one sequence, piece by piece."""
 
     chat: bool
     top: int
     text: int = 0
     tokens: int = 0
     token_text: int = 0
-    """Characters of the texts of tokens, as logprobs of completions count them."""
+    """Characters of the tokens' texts so far, as logprobs of completions count them."""
     ended: bool = False
 
     def next(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """The choice with what is new; None: nothing is."""
+        """Returns the choice with what is new, or None if nothing is."""
         logprobs = completion.logprobs
         piece = dataclasses.replace(
             completion,

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: OpenAI's JSON to a GenerationRequest, or to a typed refusal."""
+"""Reads bodies of HTTP requests: OpenAI's JSON to a GenerationRequest, or to a typed refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moejax.serve.batch.openai_fields import CHAT, rename_fields
 
 
 class Refusal(Exception):
-    """A request that is refused, as OpenAI's error body says it."""
+    """A refused request, in the form of OpenAI's error body."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -24,15 +24,15 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a body asks for."""
+    """The request in a body."""
 
     url: str
     request: GenerationRequest
     stream: bool
     include_usage: bool
-    """The stream ends with the counts of tokens."""
+    """Whether the stream ends with the counts of tokens."""
     fits: bool
-    """The answer may be as long as the context has room for: a chat without max_tokens."""
+    """Whether the answer may be as long as the context allows: a chat without max_tokens."""
 
     @property
     def chat(self) -> bool:
@@ -40,7 +40,7 @@ class Asked:
 
 
 def read_asked(url: str, raw: bytes, model: str) -> Asked:
-    """The request in a body.
+    """Reads the request in a body.
 
     - `url`: of chats or of completions.
     - `model`: the name that is served.

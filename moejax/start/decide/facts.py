@@ -1,4 +1,4 @@
-"""What a start has to know of a model and of a device before it can decide: plain facts."""
+"""Plain facts about a model and a device that a start needs before it can decide."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from pallas_kernels.cards import shared_class
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What decisions depend on of a model whose weights are, or will be, loaded."""
+    """The facts of a model that decisions depend on. Its weights are loaded before or after."""
 
     config: ModelConfig
     dtype: str
     store: ExpertStore
-    """Which versions of which layers there are, without their arrays."""
+    """Which versions of which layers exist, without their arrays."""
     read_bytes: int
-    """Bytes of parameters beside experts that a decode step of one row reads: all but the
-    embeddings, of which it takes a row, unless they are the head too."""
+    """Bytes of parameters beside experts that a decode step of one row reads. Of the embeddings a
+    step reads one row, so they count only if they are the head too."""
     param_bytes: int
     """Bytes of all parameters beside experts."""
     file_bytes: int = 0
     """Bytes of experts that stay in files."""
     verified: bool = False
-    """Reads of experts in files are compared with checksums."""
+    """Whether reads of experts in files are compared with checksums."""
 
 
 def facts_of(loaded: LoadedModel) -> ModelFacts:
-    """The facts of a loaded model; no array is read."""
+    """Returns the facts of a loaded model. Reads no array."""
     held = loaded.store.versions.items()
     store = ExpertStore({v: StoredVersion(each.layout, layers=each.layers) for v, each in held})
     verified = all(source.verify for source in loaded.store.files.values())
@@ -44,8 +44,10 @@ def facts_of(loaded: LoadedModel) -> ModelFacts:
 
 
 def bytes_of(params: dict) -> tuple[int, int]:
-    """ModelFacts.read_bytes and param_bytes. params: of LoadedModel, or their
-    jax.ShapeDtypeStructs."""
+    """Returns ModelFacts.read_bytes and ModelFacts.param_bytes.
+
+    - `params`: the params of LoadedModel, or their jax.ShapeDtypeStructs.
+    """
     gathered = {"embed"} if "lm_head" in params else set()
     nbytes = {
         name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
@@ -57,22 +59,26 @@ def bytes_of(params: dict) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """What decisions depend on of a device."""
+    """The facts of a device that decisions depend on."""
 
     platform: str
     kind: str
     runtime: str
     shared_kib: int
-    """As pallas_kernels.cards.shared_class."""
+    """Shared memory of a program in KiB, as `pallas_kernels.cards.shared_class` rounds it."""
     memory: FreeMemory | None = None
-    """None: it does not say, and the user gave a limit."""
+    """Free memory; None: the device does not report it, and the user gave a limit."""
     rates: TierRates | None = None
-    """How fast the backends are that layers stream from, where tiers were asked for."""
+    """Rates of the backends that layers stream from, if tiers were asked for."""
 
 
 def device_facts(device: jax.Device, *, automatic: bool) -> DeviceFacts:
-    """The facts of a device now. automatic: its memory decides, not numbers; then one that does not
-    say what it has is refused with a UserError."""
+    """Returns the facts of a device now.
+
+    - `automatic`: whether the device's memory decides sizes, not numbers of the user.
+
+    Raises UserError with `automatic` for a device that does not report its memory.
+    """
     memory = None
     try:
         memory = free_memory(device)

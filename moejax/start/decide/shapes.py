@@ -20,20 +20,20 @@ PREFILL_CHUNK = 64
 """Prompt tokens computed at once. A start-up shape: it decides bits (contract 1)."""
 
 KERNEL_WAVES = 8
-"""Waves of a prefill step with the expert kernel. It reads an expert that has no cell once per 64
-rows routed to it, so a prefill step wants cells for all; an eighth of the experts fits where not
-all do."""
+"""Waves of a prefill step with the expert kernel. The kernel reads an expert without a cell once
+per 64 rows routed to it, so a prefill step wants cells for all experts. If not all fit, an eighth
+of them fits."""
 
 
 LEAST_CONTEXT = 1024
-"""Tokens of context below which a decode step of its own, with fewer programs of attention, would
-save nothing (docs/explanation/kernels.md)."""
+"""Fewest tokens of context for which a separate decode step is compiled. Below, fewer programs of
+attention would save nothing (docs/explanation/kernels.md)."""
 
 LEAST_PREFILL = 8
 """Chunks of the smallest prefill step that is compiled for fewer than all chunks."""
 
 APART = 4
-"""How many times longer each context is, or larger each prefill step, that is compiled for."""
+"""Ratio between one context length, or prefill size, that is compiled for and the next one."""
 
 
 def step_shapes(
@@ -46,11 +46,15 @@ def step_shapes(
     bucketed: bool = False,
     kernels: bool = False,
 ) -> StepShapes:
-    """The start-up shapes for these limits. Attention reads whole spans, so the block table is
-    whole spans wide; a prefill step is at least one chunk and no more than all prompts can fill.
-    bucketed: decode is also compiled for fewer rows and for shorter contexts, and prefill for fewer
-    chunks, since a kernel's grid is static. kernels: some op is one, and those of few rows are of
-    so many rows each: no start runs another number than is checked."""
+    """Returns the start-up shapes for these limits. Attention reads whole spans, so the block table
+    is a whole number of spans wide. A prefill step has at least one chunk and at most as many as
+    all prompts can fill.
+
+    - `bucketed`: whether decode is also compiled for fewer rows and shorter contexts, and prefill
+      for fewer chunks. A kernel's grid is static, so smaller shapes need their own.
+    - `kernels`: whether an op is a kernel. Then products of few rows are padded to the sizes that
+      the checks cover, since no start may run another size.
+    """
     spans = -(-max_model_len // SPAN)
     chunks = min(max_num_batched_tokens // PREFILL_CHUNK, rows * -(-max_model_len // PREFILL_CHUNK))
     if rows > DECODE_TILE or bucketed:
@@ -61,7 +65,7 @@ def step_shapes(
     while bucketed and buckets[0] > DECODE_TILE:
         buckets.insert(0, -(-buckets[0] // (2 * DECODE_TILE)) * DECODE_TILE)
     if bucketed:
-        # Attention has fewer programs without work, and what routes fewer rows to go through
+        # Attention has fewer idle programs, and routing has fewer rows to go through
         # (docs/explanation/kernels.md). Products have the tiles of 16 rows.
         buckets = [*FEW_ROWS, *buckets]
     contexts, prefills = [spans], [max(chunks, 1)]
@@ -81,8 +85,8 @@ def step_shapes(
 
 
 def without_kernel(config: ModelConfig) -> dict[str, str]:
-    """The ops whose Pallas kernel this model cannot use, and why; the reference runs instead, as
-    the log and `stats` say."""
+    """Returns the ops whose Pallas kernel this model cannot use, each with the reason. The
+    reference op runs instead; the log and `stats` say so."""
     page = config.page(BLOCK_SIZES[0])
     reasons = {
         "route": route_why_not(config.route_rule),
@@ -92,7 +96,8 @@ def without_kernel(config: ModelConfig) -> dict[str, str]:
 
 
 def apart(driver: str, formats: Formats | None) -> dict[str, str]:
-    """As without_kernel, of what is one op in a decode step of the device driver alone."""
+    """Returns, like without_kernel, why ops that only the device driver's decode step fuses run
+    apart."""
     versions = [(cell.version, store.version) for cell, store, _ in formats or ()]
     reason = fill_ffn_why_not(versions)
     if driver != "device":
@@ -101,15 +106,15 @@ def apart(driver: str, formats: Formats | None) -> dict[str, str]:
 
 
 def decodes_in_buckets(config: ModelConfig, ops: Ops) -> bool:
-    """Whether decode is compiled for fewer rows too: where kernels compute every product. Those of
-    XLA are held to one number of rows (contract 1e): in another program the same product is fused
-    with other neighbours."""
+    """Whether decode is compiled for fewer rows too. This needs kernels that compute every product:
+    XLA's products keep one number of rows (contract 1e), since in another program XLA fuses the
+    same product with other neighbours."""
     products = "linear", "expert_ffn", "paged_attention"
     return ops.are_kernels(*products, *config.attention.products)
 
 
 def ops_in_use(config: ModelConfig, ops: Ops) -> dict[str, str]:
-    """Op → implementation, of the ops that this model's steps have."""
+    """Returns the implementation of each op that this model's steps have."""
     names = {key for run in config.runs for key in layer_params(config, run.moe)}
     unused = {op for op in attention.OPS if op not in config.attention.ops}
     # By "xla" it is fill and expert_ffn, whatever those are.

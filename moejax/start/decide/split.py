@@ -1,6 +1,6 @@
-"""The split between experts and KV that an engine starts with, where a trace or numbers say it, or
-a workload is remembered: a trace that the user named once (`moejax plan --trace T --remember`),
-kept by the model's configuration."""
+"""The split between experts and KV that an engine starts with, if a trace, numbers or a remembered
+workload say it. A remembered workload is a trace that the user registered once (`moejax plan
+--trace T --remember`), kept by the model's configuration."""
 
 from __future__ import annotations
 
@@ -45,10 +45,14 @@ def start_split(
     steps: StepSpec,
     costs: Costs | None,
 ) -> Split | None:
-    """The split that options, a trace or a remembered workload ask for; None: the budget's.
+    """Returns the split that options, a trace or a remembered workload ask for, or None if the
+    budget decides.
 
-    had: cells of each layer by the budget alone. costs: needed with a trace for `budget`. Raises
-    UserError for a trace that is of no use; one that is only remembered is noted then.
+    - `had`: cells of each layer by the budget alone.
+    - `costs`: costs of the steps, needed with a trace for `budget`.
+
+    Raises UserError for a trace that cannot be used. A remembered trace that cannot be used is only
+    noted.
     """
     wanted = options.policy.cells
     if (given := wanted.each) is not None:
@@ -91,9 +95,9 @@ def check_split(spec: Spec, steps: StepSpec, cells: Sequence[int], kv_slots: int
 
 
 def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
-    """The split where not everything fits and no option names one: the configurator's, by the
-    workload that is remembered for the model and by costs that were measured before. Without
-    either it is `had`, the split of resolve_budget's rule."""
+    """Returns the configurator's split if not everything fits and no option names a split. It uses
+    the workload remembered for the model and costs measured before. Without either it returns
+    `had`, the split of resolve_budget's rule."""
     rule = f"split: KV keeps at least 1/{KV_SHARE} or one sequence, experts the rest"
     try:
         directory = find_workload(config_digest(steps.config))
@@ -111,14 +115,14 @@ def _by_rule(options: Config, had: Split, spec: Spec, steps: StepSpec) -> Split:
 
 
 def find_costs(steps: StepSpec) -> Costs:
-    """Costs of these steps that were measured before. Raises UserError where there are none."""
+    """Returns the costs measured before for these steps. Raises UserError if there are none."""
     if (kept := find_cost_model(identity(steps))) is None:
         raise UserError("costs of this start were not measured: `moejax calibrate`")
     return kept.costs()
 
 
 def _configure(options: Config, trace: Trace, spec: Spec, costs: Costs) -> Split:
-    """The split that the configurator finds."""
+    """Returns the split that the configurator finds."""
     with user_errors():
         prices = miss_costs(costs, spec, options.memory.kv_overflow)
     division = division_of(spec)
@@ -151,16 +155,20 @@ def _short(cells: Sequence[int]) -> str:
 
 
 def remember(trace: Trace) -> Path:
-    """Keeps a trace's directory as the workload of its model; returns the file that says so, which
-    may be deleted. Raises UserError where it cannot be written."""
+    """Remembers a trace's directory as the workload of its model. Returns the file that keeps it;
+    deleting that file forgets the workload. Raises UserError if the file cannot be written."""
     path = workload_file(trace.header.config_digest)
     write_whole(path, json.dumps({"trace": str(trace.directory.absolute())}) + "\n")
     return path
 
 
 def find_workload(model: str) -> str | None:
-    """The trace's directory; None: none was named. model: config_digest. Raises UserError for a
-    file that is damaged."""
+    """Returns the directory of the remembered trace, or None without one.
+
+    - `model`: its config_digest.
+
+    Raises UserError for a damaged file.
+    """
     path = workload_file(model)
     try:
         return str(json.loads(path.read_text())["trace"])
@@ -171,5 +179,8 @@ def find_workload(model: str) -> str | None:
 
 
 def workload_file(model: str) -> Path:
-    """Where it is kept which trace is the workload. model: config_digest."""
+    """Returns the file that names the workload's trace.
+
+    - `model`: its config_digest.
+    """
     return cache_root() / "workloads" / f"{model[:32]}.json"

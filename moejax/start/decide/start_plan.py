@@ -56,7 +56,7 @@ _LIMITS = {"cpu": (16, 2048), "gpu": (64, 8192)}
 
 @dataclasses.dataclass(frozen=True)
 class StartPlan:
-    """What build makes an engine from, without deciding anything more."""
+    """The plan that `build` makes an engine from, without further decisions."""
 
     settings: Settings
     steps: StepSpec
@@ -64,24 +64,24 @@ class StartPlan:
     max_num_seqs: int
     max_model_len: int
     budget: Budget
-    """Slots of the arena, of experts and of KV, with notes of what was decided."""
+    """Slots of the arena, of experts and of KV, with notes on the decisions."""
     cells: tuple[int, ...]
-    """Cells of each layer; none where every expert is resident in a fixed place (of mixed, or in
-    the store: steps.in_place) or cells are of two versions."""
+    """Cells of each layer. Empty if every expert is resident in a fixed place (of `mixed`, or in
+    the store: steps.in_place), or if cells are of two versions."""
     mixed: ResidentSpec | PagedSpec | None
-    """Where experts have two versions: every one resident in one of them, or layers with cells of
-    both."""
+    """Places of experts that have two versions: every expert resident in one version, or layers
+    with cells of both."""
     window: WindowSpec | None
     """Where experts stream through the memory of two layers."""
     storage: StorageModel | None
-    """What its placements take, where experts move between tiers."""
+    """Time that placements take, if experts move between tiers."""
     spec: Spec
-    """What policies are told of the engine, but for the router's weights."""
+    """The engine as policies see it, without the router's weights."""
     admission: int
     """Prompts that a prefill step waits for while others decode."""
 
     def describe(self) -> dict[str, str]:
-        """What was decided, a line for people under each name."""
+        """Returns the decisions, a line for people under each name."""
         budget, steps, size = self.budget, self.steps, self.steps.layout.slot_bytes
         held, page = self.settings.options.memory, steps.layout.page
         cells = "none of their own"
@@ -132,8 +132,8 @@ class StartPlan:
 
 
 def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> StepSpec:
-    """What steps are compiled from. Raises UserError for ops that the model or device cannot run,
-    and for more tokens than the model has positions."""
+    """Returns what steps are compiled from. Raises UserError for ops that the model or device
+    cannot run, and for more tokens than the model has positions."""
     options, config, precision = settings.options, model.config, settings.precision
     packed = () if settings.tiers is None else (PACKED_AS,)
     versions = *resident_versions(precision, model.store), *packed
@@ -185,8 +185,9 @@ def step_spec(settings: Settings, model: ModelFacts, device: DeviceFacts) -> Ste
 
 
 def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> SecondProcessor | None:
-    """The second processor that the policies give experts to; None: there is none. Where the steps'
-    own expert op is none of a CPU's, it is the native one, or XLA's where that is not built."""
+    """Returns the second processor that policies give experts to, or None without one. If the
+    steps' own expert op is not for a CPU, the second processor runs the native op, or XLA's if the
+    native ops are not built."""
     if not gives_away(settings.policies):
         return None
     own = ops.expert_ffn
@@ -198,8 +199,8 @@ def second_of(settings: Settings, ops: Ops, dtype: str, platform: str) -> Second
 
 
 def limits_of(settings: Settings, model: ModelFacts, device: DeviceFacts) -> tuple[int, int, int]:
-    """(max_num_seqs, max_num_batched_tokens, max_model_len), as given or by the platform and the
-    model. Raises UserError for a length beyond the model's."""
+    """Returns (max_num_seqs, max_num_batched_tokens, max_model_len), as given or by the platform
+    and the model. Raises UserError for a length beyond the model's."""
     options, longest = settings.options, model.config.max_position_embeddings
     seqs, tokens = _LIMITS.get(device.platform, _LIMITS["gpu"])
     if options.model.max_model_len is not None and options.model.max_model_len > longest:
@@ -229,14 +230,14 @@ def divide(
     steps: StepSpec,
     memory: FreeMemory | None,
 ) -> Division:
-    """The arena in slots by the sizes that were given, of what may be taken of the memory. Raises
+    """Divides the arena into slots by the given sizes and the memory that may be taken. Raises
     UserError, BudgetError or ArenaTooSmall."""
     options, precision, config = settings.options, settings.precision, steps.config
     moe_layers, experts = sum(config.moe_layers), config.num_experts
     layout, platform = steps.layout, device.platform
     seqs, _, length = limits_of(settings, model, device)
     whole = _arena_bytes(settings, model, platform)
-    # Of the window, in what KV of every sequence leaves of the arena.
+    # Slots of the window, in the part of the arena that KV of every sequence leaves.
     pages = seqs * -(-length // layout.page.block_size)
     left = memory.available if whole is None and memory is not None else whole
     if left is not None:
@@ -245,7 +246,7 @@ def divide(
     maps = 0
     if (search := search_of(settings.policies)) is not None:
         maps = search.nbytes(moe_layers, experts, config.hidden_size)
-    # What steps need is measured where the device decides, and has staging too.
+    # If the device's memory decides, what steps need is measured and includes staging.
     staged = 0 if window is None else staged_bytes(settings, steps, window)
     why = why_cells(settings, steps, platform)
     wanted = options.memory.expert_budget if window is None else window.slots * layout.slot_bytes
@@ -276,7 +277,8 @@ def divide(
 
 
 def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | None:
-    """What the options give the arena. Raises UserError where parameters leave it nothing."""
+    """Returns the bytes that the options give the arena. Raises UserError if parameters leave it
+    nothing."""
     given = settings.options.memory
     held = given.store.host_memory
     if held is None or cache_of(settings, platform) is not None:
@@ -290,8 +292,8 @@ def _arena_bytes(settings: Settings, model: ModelFacts, platform: str) -> int | 
 
 
 def _subtract_staging(whole: int, maps: int, staged: int) -> int:
-    """What is left of a memory for the arena, beside expert maps and staging. Raises UserError
-    where that is nothing."""
+    """Returns what expert maps and staging leave of a memory for the arena. Raises UserError if
+    they leave nothing."""
     if maps + staged < whole:
         return whole - maps - staged
     beside = {"expert maps take": maps, "the next layer's experts take in staging": staged}
@@ -307,7 +309,7 @@ def _subtract_staging(whole: int, maps: int, staged: int) -> int:
 def _file_note(
     settings: Settings, model: ModelFacts, budget: Budget, steps: StepSpec, platform: str
 ) -> str:
-    """Where experts in files are, and what that takes of host memory."""
+    """Says where experts in files are, and how much host memory they take."""
     arena = budget.slots * steps.layout.slot_bytes
     checked = "checksums verified" if model.verified else "checksums NOT verified"
     stay = f"store file: {format_bytes(model.file_bytes)} of experts stay in files ({checked})"
@@ -324,10 +326,13 @@ def _file_note(
 def decide(
     settings: Settings, model: ModelFacts, device: DeviceFacts, costs: Costs | None = None
 ) -> StartPlan:
-    """The whole plan of a start. Reads traces and kept costs that options name; touches no device.
+    """Returns the whole plan of a start. Reads traces and kept costs that options name; touches no
+    device.
 
-    costs: of these steps, measured, where Settings.needs_costs. device.memory: with what steps need
-    of it, where that matters (moejax.start.probe). Raises UserError, BudgetError or ArenaTooSmall.
+    - `device`: its memory includes what steps need, if that matters (moejax.start.probe).
+    - `costs`: measured costs of these steps, if Settings.needs_costs.
+
+    Raises UserError, BudgetError or ArenaTooSmall.
     """
     precision, policies = settings.precision, settings.policies
     steps = step_spec(settings, model, device)
@@ -398,7 +403,7 @@ def decide(
 
 
 def _result_notes(steps: StepSpec) -> list[str]:
-    """What results must say of the link and of what changes outputs."""
+    """Returns the notes that results must carry about the link and about what changes outputs."""
     notes, queue, second, delta = [], steps.queue, steps.second, steps.cache_aware
     if queue is not None and (queue.rate or queue.latency):
         rate = f"{queue.rate / 1e9:.3g} GB/s" if queue.rate else "unlimited rate"

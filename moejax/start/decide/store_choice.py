@@ -1,5 +1,5 @@
-"""Where weights and arena lie on a CPU: whether resident experts need cells, as a CPU can read them
-in the store, and whether the arena is memory of the native library."""
+"""Where weights and arena lie on a CPU. A CPU can read resident experts in the store, so they may
+need no cells; and the native library may own the arena's memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moejax.step.step_parts import StepSpec, arena_ops
 
 
 def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
-    """Why experts have cells beside the store although all are resident, for people. None: they
-    need none, as the device reads the store like its own memory and no option moves or watches
-    cells."""
+    """Says, for people, why experts have cells beside the store although all are resident. Returns
+    None if they need no cells: the device reads the store like its own memory, and no option moves
+    or watches cells."""
     if platform != "cpu":
         return "the store is not in the device's memory"
     if steps.ops.expert_ffn != "cpu":
@@ -40,15 +40,16 @@ def why_cells(settings: Settings, steps: StepSpec, platform: str) -> str | None:
 
 
 def explain_donation(steps: StepSpec) -> str | None:
-    """Why the arena is an array, donated from step to step, although native ops touch it, for
-    people; None: the native library owns it (StepSpec.owned), or none of its ops touches it."""
+    """Says, for people, why the arena is an array, donated from step to step, although native ops
+    touch it. Returns None if the native library owns the arena (StepSpec.owned), or if no native op
+    touches it."""
     others = [f"{op} {name}" for op, name in steps.foreign_ops.items()]
     every = arena_ops(steps.config)
     return ", ".join(others) if 0 < len(others) < len(every) else None
 
 
 def store_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder]:
-    """What makes the store of these settings. Raises UserError for what this platform cannot have,
-    whatever the model is."""
+    """Returns the builder of the store of these settings. Raises UserError for a store that this
+    platform cannot have with any model."""
     refuse_conflicts(Situation(settings, platform))
     return new_builder(settings, platform)

@@ -1,4 +1,4 @@
-"""What the stream driver holds, and when it pays."""
+"""The memory of the stream driver, and when streaming pays."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ from moejax.step.step_parts import StepSpec
 def window_of(
     settings: Settings, steps: StepSpec, rates: TierRates | None, kv_leaves: int | None
 ) -> WindowSpec | None:
-    """The window of these steps; None: experts do not stream. What expert_budget gives beyond two
-    layers keeps experts resident, as many in each layer; with tiers, which say themselves who is
-    resident, it is a limit. rates: of the backends, where tiers need them. kv_leaves: bytes of the
-    arena beside KV of every sequence; None: nothing limits it. Raises UserError for a budget that
-    the window, or what tiers name, does not fit into."""
+    """Returns the window of these steps, or None if experts do not stream. Without tiers, what
+    expert_budget gives beyond two layers keeps experts resident, equally many in each layer. With
+    tiers, which name the resident experts themselves, expert_budget is a limit.
+
+    - `rates`: rates of the backends, if tiers need them.
+    - `kv_leaves`: bytes of the arena beside KV of every sequence; None: nothing limits them.
+
+    Raises UserError for a budget that the window, or what tiers name, does not fit into.
+    """
     if not steps.window:
         return None
     layers, experts = sum(steps.config.moe_layers), steps.config.num_experts
@@ -53,7 +57,7 @@ def window_of(
     if settings.tiers is not None:
         model = storage_model(steps, rates)
         if kv_leaves is not None and halves == 1 and settings.tiers.planner != "none":
-            kv_leaves -= experts * size  # staging, as of staged_bytes
+            kv_leaves -= experts * size  # staging, see staged_bytes
         placement = start_placement(settings.tiers, model, given, kv_leaves)
         return window_at(placement, steps)
     resident = 0 if given is None else (given // size - halves * experts) // (layers - halves)
@@ -62,7 +66,10 @@ def window_of(
 
 
 def window_at(placement: np.ndarray, steps: StepSpec) -> WindowSpec:
-    """The window with so many experts of each layer in each tier, int64[L, 3]."""
+    """Returns the window with so many experts of each layer in each tier.
+
+    - `placement`: int64[L, 3].
+    """
     layout, formats = steps.layout, steps.formats
     packed = formats[PACKED_VERSION].cell.rows if steps.tiers and formats is not None else 0
     direct = steps.tiers == "flux-direct"
@@ -71,12 +78,13 @@ def window_at(placement: np.ndarray, steps: StepSpec) -> WindowSpec:
 
 
 def halves_of(steps: StepSpec) -> int:
-    """Halves of the ring that are cells of the arena; the other one is staging."""
+    """Returns how many halves of the ring are cells of the arena. The other one is staging."""
     return 1 if steps.separate else 2
 
 
 def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
-    """What placements of these steps take. Raises UserError without rates."""
+    """Returns the model of the time that placements of these steps take. Raises UserError without
+    rates."""
     if rates is None or steps.formats is None:
         raise UserError("the rates of tiers are measured at a start; there are none here")
     dense, packed = (version.cell.nbytes for version in steps.formats)
@@ -93,8 +101,8 @@ def storage_model(steps: StepSpec, rates: TierRates | None) -> StorageModel:
 
 
 def staged_bytes(settings: Settings, steps: StepSpec, window: WindowSpec) -> int:
-    """Memory beside the arena in which the coming layer waits; where residents move, of a layer
-    without any."""
+    """Returns the bytes beside the arena in which the next layer waits. If residents move, they are
+    those of a layer without residents."""
     rows = window.staged_rows
     if settings.tiers is not None and settings.tiers.planner != "none":
         rows = (2 - window.halves) * window.experts * window.record_rows
@@ -104,10 +112,14 @@ def staged_bytes(settings: Settings, steps: StepSpec, window: WindowSpec) -> int
 def start_placement(
     tiers: Driver, model: StorageModel, budget: int | None, kv_leaves: int | None
 ) -> np.ndarray:
-    """int64[L, 3], where experts begin. budget: for residents and the model's halves of the ring;
-    kv_leaves: for them and both. Shares that are given are met; by the rates as many are
-    packed as the budget and KV leave room for. Raises UserError where they do not fit into the
-    budget."""
+    """Returns where experts begin, int64[L, 3]. Given shares are met; otherwise as many experts are
+    packed, by the rates, as the budget and KV leave room for.
+
+    - `budget`: bytes for residents and the model's halves of the ring.
+    - `kv_leaves`: bytes for residents and both halves.
+
+    Raises UserError if the experts do not fit into the budget.
+    """
     if tiers.by == "layers":
         dense = round(tiers.dense * model.layers)
         packed = round((tiers.packed or 0.0) * model.layers)
@@ -138,7 +150,7 @@ def start_placement(
 
 
 def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[str]:
-    """What the window is and, where a batch of so many rows is too small for it, that it is."""
+    """Describes the window, and says if it is too small for a batch of so many rows."""
     if window is None:
         return []
     record, row = steps.layout.records[0].nbytes, steps.layout.hidden * 2
@@ -171,5 +183,6 @@ def stream_notes(window: WindowSpec | None, steps: StepSpec, rows: int) -> list[
 
 
 def used_experts(experts: int, k: int, rows: int) -> float:
-    """Experts of a layer that so many rows use, each k of them, all as likely."""
+    """Returns the expected number of experts of a layer that so many rows use, if each row uses k
+    of them and all are equally likely."""
     return experts * (1 - (1 - k / experts) ** rows)

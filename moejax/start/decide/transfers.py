@@ -1,4 +1,4 @@
-"""Where experts without a cell lie, and how they are moved."""
+"""Places of experts without a cell, and how experts are moved."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pallas_kernels.cpu.library import why_not_cpu
 from pallas_kernels.records.absent import AbsentRecords
 
 THREADS = {False: 2, True: 4}
-"""Whether a queue reads files → its threads. There one waits for the disk while another one
-verifies what came."""
+"""Threads of a queue, by whether it reads files. With files, one thread waits for the disk while
+another verifies what was read."""
 
 
 def queue_of(settings: Settings) -> QueueSpec | None:
-    """The queue that was asked for; None: ops copy experts in their place, the fastest where
-    nothing limits the link. Files are read by one, and layers stream through one."""
+    """Returns the queue that the settings ask for. None: ops copy the experts themselves, which is
+    fastest if nothing limits the link. Files and streamed layers need a queue."""
     transfer, in_files = settings.options.transfer, settings.options.memory.store.name == "file"
     wanted = transfer.transfers
     if wanted.name != "queue" and transfer.driver.name != "stream" and not in_files:
@@ -39,8 +39,7 @@ def queue_of(settings: Settings) -> QueueSpec | None:
 
 
 def jax_copies(settings: Settings, platform: str) -> bool:
-    """Whether transfers were asked for that jax's own copies carry out: on a GPU, or with ops that
-    are not native."""
+    """Whether jax's own copies carry out transfers: on a GPU, or with ops that are not native."""
     native = all(settings.ops[op] in ("cpu", "auto") for op in ARENA_OPS)
     native = native and platform == "cpu" and why_not_cpu() is None
     transfer = settings.options.transfer
@@ -49,7 +48,7 @@ def jax_copies(settings: Settings, platform: str) -> bool:
 
 
 def cache_of(settings: Settings, platform: str) -> CacheSpec | None:
-    """The cache of experts in files in pinned memory; None: there is none."""
+    """Returns the cache in pinned memory of experts in files, or None without one."""
     options, store = settings.options, settings.options.memory.store
     queue = queue_of(settings)
     if store.name != "file" or queue is None or not jax_copies(settings, platform):
@@ -59,7 +58,7 @@ def cache_of(settings: Settings, platform: str) -> CacheSpec | None:
 
 
 def automatic(settings: Settings, platform: str) -> bool:
-    """Whether the device's memory decides, not numbers."""
+    """Whether the device's memory decides sizes, not numbers of the user."""
     options = settings.options
     given = options.memory.memory is not None
     if options.memory.store.host_memory is not None and cache_of(settings, platform) is None:
@@ -68,8 +67,8 @@ def automatic(settings: Settings, platform: str) -> bool:
 
 
 def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder]:
-    """What makes the store of these settings: of separate pinned arrays where jax's own copies are
-    to bring them beside compute, on a GPU or with ops that are not native, else of one array."""
+    """Returns the builder of the store: separate pinned arrays if jax's own copies bring experts
+    beside compute (on a GPU, or with ops that are not native), else one array."""
     if not jax_copies(settings, platform):
         return StoreBuilder
     # A second processor computes with a record as it lies.
@@ -79,7 +78,7 @@ def new_builder(settings: Settings, platform: str) -> Callable[..., StoreBuilder
 
 
 def stored_versions(settings: Settings, platform: str) -> tuple[str, ...]:
-    """The versions that the store is loaded with. Where jax's own copies move experts, packed
+    """Returns the versions that the store is loaded with. If jax's own copies move experts, packed
     residents are made from dense ones when they get their cells."""
     if settings.tiers is not None and jax_copies(settings, platform):
         return settings.precision.versions
@@ -87,8 +86,8 @@ def stored_versions(settings: Settings, platform: str) -> tuple[str, ...]:
 
 
 def add_packed_layout(loaded: LoadedModel, settings: Settings, platform: str) -> LoadedModel:
-    """The model with the layout of packed records, none of which are in its store. Raises UserError
-    for weights that have no such version."""
+    """Returns the model with the layout of packed records; its store has none of them. Raises
+    UserError for weights that have no such version."""
     if settings.tiers is None or stored_versions(settings, platform) == settings.versions:
         return loaded
     store = loaded.store

@@ -1,4 +1,4 @@
-"""What a start would decide, as far as config, headers and device say it: no weight is read."""
+"""What a start would decide by config, headers and device alone. Reads no weight."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from moejax.start.tiers import measure_rates
 
 
 def dry_run(options: Config) -> tuple[StartPlan, tuple[str, ...]]:
-    """The plan of LLM.from_config(options), and what it assumes. Raises UserError, BudgetError or
-    ArenaTooSmall as that would, but for what is found in the weights alone."""
+    """Returns the plan of LLM.from_config(options), and what the plan assumes. Raises UserError,
+    BudgetError or ArenaTooSmall like LLM.from_config, except for errors found in the weights alone.
+    """
     settings = settings_of(options)
     config, weights = read_headers(options.model.model, options.model.step, options.model.name_map)
     settings = settings.of_model(own_version(config))
@@ -73,8 +74,11 @@ def facts_without_weights(
     *,
     in_files: bool = False,
 ) -> ModelFacts:
-    """ModelFacts of a checkpoint with these versions. dense_layers: MoE layers that lossless12
-    cannot hold. in_files: experts stay in files."""
+    """Returns ModelFacts of a checkpoint with these versions.
+
+    - `dense_layers`: MoE layers that lossless12 cannot hold.
+    - `in_files`: whether experts stay in files.
+    """
     dense, named = expert_layout(config, dtype), run_dtype(dtype, config.dtype or "bfloat16")
     kept, layers = [*versions], {}
     if dense_layers and "lossless12" in kept and "dense" not in kept:

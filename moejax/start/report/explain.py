@@ -1,4 +1,4 @@
-"""The arithmetic of an engine's memory, a line a step, so that a person can check it."""
+"""The arithmetic of an engine's memory, one step a line, so that a person can check it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Explanation:
 
     blocks: tuple[Block, ...]
     notes: tuple[str, ...]
-    """What the numbers given came to, what was cut, and the model's sampling defaults."""
+    """The results of the given numbers, what was cut, and the model's sampling defaults."""
 
     def __str__(self) -> str:
         every = [line for block in self.blocks for line in block]
@@ -53,7 +53,10 @@ class Explanation:
 
 
 def explain(engine: Engine, budget: Budget) -> Explanation:
-    """How an engine's memory is divided now, in bytes. budget: that it began with."""
+    """Returns how an engine's memory is divided now, in bytes.
+
+    - `budget`: the budget that the engine began with.
+    """
     arena, runner, line = engine.scheduler.arena, engine.runner, ExplanationLine
     layout, blocks = arena.layout, list[Block]()
     size, page, pages = layout.slot_bytes, layout.page, arena.pages
@@ -103,14 +106,15 @@ def explain(engine: Engine, budget: Budget) -> Explanation:
 
 
 def _block(total: ExplanationLine, *parts: ExplanationLine, rest: tuple[str, str]) -> Block:
-    """The parts, what is left of the total or goes beyond it, and the total."""
+    """Returns lines of the parts, of what they leave of the total or exceed it by, and of the
+    total."""
     name, how = rest
     left = ExplanationLine(name, total.bytes - sum(part.bytes for part in parts), how)
     return (*parts, left, total)
 
 
 def _describe_sharing(engine: Engine) -> str:
-    """How the layers share the slots of experts."""
+    """Says how the layers share the slots of experts."""
     arena, runner = engine.scheduler.arena, engine.runner
     cells = cells_of(arena)
     if runner.steps.window:
@@ -123,7 +127,8 @@ def _describe_sharing(engine: Engine) -> str:
 
 
 def _weights(engine: Engine) -> list[ExplanationLine]:
-    """What is in the cells; of several versions, a line each with the cells cut for it."""
+    """Returns the lines on what cells hold. With several versions, each version has a line with its
+    cells."""
     arena, tables, formats = (
         engine.scheduler.arena,
         engine.runner.tables,
@@ -147,7 +152,7 @@ def _weights(engine: Engine) -> list[ExplanationLine]:
 
 
 def store_stats(engine: Engine, options: Config) -> dict[str, Any]:
-    """Where experts without a cell are, as plain data: bytes in host memory and in files."""
+    """Returns the bytes of experts without a cell in host memory and in files, as plain data."""
     store = engine.runner.store
     found: dict[str, Any] = {
         "kind": options.memory.store.name,

@@ -1,6 +1,6 @@
 """Sizes of a model: parameters, bytes of each part, and what fits into a given memory.
 
-Arithmetic on a config; of weights at most the headers are read.
+This is arithmetic on a config. Of weights it reads at most the headers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from moejax.models.hub import model_directory
 from pallas_kernels.records import VERSIONS, RecordFormat
 
 EXPERTS = "experts"
-"""The part that is paged; every other one is on the device for good."""
+"""The part that is paged. Every other part stays on the device."""
 
 PARTS = (
     *("embedding", "attention", "norms", "router", "feed-forward", "shared experts"),
     *("output head", EXPERTS),
 )
-"""Order of the parts. A model may lack some."""
+"""The parts in order. A model may lack some."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ class ModelInfo:
     bytes: dict[str, int]
     """The same parts in the run's dtype."""
     active_parameters: int
-    """Without the experts that a token is not routed to; everything else counts, the embedding
-    table too, as in the figures that models are published with."""
+    """Parameters without the experts that a token is not routed to. The embedding table counts, as
+    in the published figures of models."""
     versions: dict[str, dict[str, int]]
-    """Version that the model can have in this dtype → `record_bytes` of one expert and
+    """For each version that the model can have in this dtype: `record_bytes` of one expert and
     `store_bytes` of all experts, in host memory."""
     own_version: str
-    """The version that the checkpoint has, which a run takes by default."""
+    """The version of the checkpoint, the default of a run."""
     slot_bytes: int
     page_bytes: int
     page_tokens: int
@@ -69,7 +69,7 @@ class ModelInfo:
     kv_token_bytes: int
     """KV of one token in all layers."""
     kv_sequence_bytes: int
-    """Whole pages of a sequence of max_model_len tokens."""
+    """Bytes of the whole KV pages of a sequence of max_model_len tokens."""
     max_model_len: int
 
     @property
@@ -84,12 +84,12 @@ class ModelInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What a device of `memory` bytes holds. Where nothing runs, `problem` says why and the other
+    """What a device of `memory` bytes holds. If nothing runs, `problem` says why and the other
     numbers are 0."""
 
     memory: int
     arena_bytes: int = 0
-    """SHARE of what the dense part leaves: what an engine takes."""
+    """Bytes of the arena that an engine takes: SHARE of what the dense part leaves."""
     resident_experts: int = 0
     resident_share: float = 0.0
     kv_tokens: int = 0
@@ -100,16 +100,16 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What a checkpoint's weights are on disk."""
+    """The form of a checkpoint's weights on disk."""
 
     format: str
-    """As checkpoint_format calls it."""
+    """The format's name in checkpoint_format."""
     files: int
     bytes: int
     quantizers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Version of experts that is there besides the dense one → how it was made."""
+    """How each version of the experts besides the dense one was made."""
     dense_layers: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """Version of them → the MoE layers that it lacks, which are dense."""
+    """The MoE layers that each such version lacks; they are dense."""
 
 
 def read_headers(
@@ -117,12 +117,15 @@ def read_headers(
     step: int | str | None = None,
     name_map: str | os.PathLike[str] | None = None,
 ) -> tuple[ModelConfig, Weights | None]:
-    """The config of a checkpoint, with the dtype of the weights where it names none, and what its
-    weights are.
+    """Returns the config of a checkpoint and the form of its weights. If the config names no dtype,
+    it gets the weights' dtype.
 
-    path: a checkpoint directory of any format, whose tensors must be those that the config asks
-    for, or "demo" for the model in the package; or a config.json alone, for which the weights are
-    None. step, name_map: as in load_checkpoint. Raises UserError as load_checkpoint does.
+    - `path`: a checkpoint directory of any format, whose tensors must be those that the config asks
+      for; or "demo" for the model in the package; or a config.json alone, with None for the
+      weights.
+    - `step`, `name_map`: as in load_checkpoint.
+
+    Raises UserError like load_checkpoint.
     """
     path = model_directory(path, config_only=True)
     alone = Path(path).name == "config.json" and Path(path).is_file()
@@ -145,13 +148,17 @@ def read_headers(
 
 
 def own_version(config: ModelConfig) -> str:
-    """The version that the experts of a model's checkpoint are in."""
+    """Returns the version of the experts in a model's checkpoint."""
     return "dense" if config.quantization is None else config.quantization.version
 
 
 def model_info(config: ModelConfig, dtype: str = "auto") -> ModelInfo:
-    """The sizes of a model. dtype: "auto" (the config's) or the run's. Raises UserError for an
-    unknown dtype."""
+    """Returns the sizes of a model.
+
+    - `dtype`: "auto" (the config's) or the run's.
+
+    Raises UserError for an unknown dtype.
+    """
     record, params = expert_layout(config, dtype), abstract_params(config, dtype)
     moe_layers, expert = sum(config.moe_layers), 3 * record.width * record.hidden
     found: dict[str, list[int]] = {}
@@ -201,11 +208,13 @@ def fit(
     batch: int = 1,
     context: int | None = None,
 ) -> Fit:
-    """What fits into `memory` bytes of a device: the dense part first, then the arena as an engine
-    would split it (host_offload.memory.budget), for `batch` sequences of `context` tokens (default:
-    the model's longest).
+    """Returns what fits into `memory` bytes of a device: the dense part first, then the arena,
+    split like an engine's (host_offload.memory.budget).
 
-    Raises UserError for a batch or context below one or a context beyond the model's.
+    - `batch`: number of sequences.
+    - `context`: tokens of each sequence; None: the model's longest.
+
+    Raises UserError for a batch or context below one, or a context beyond the model's.
     """
     longest = config.max_position_embeddings
     context = longest if context is None else context
@@ -246,7 +255,7 @@ def fit(
 
 
 def info_json(info: ModelInfo, weights: Weights | None, fits: list[Fit]) -> dict[str, Any]:
-    """All of it as one JSON object, sizes in bytes."""
+    """Returns everything as one JSON object, sizes in bytes."""
     return {
         "weights": None if weights is None else dataclasses.asdict(weights),
         **dataclasses.asdict(info),
@@ -258,7 +267,7 @@ def info_json(info: ModelInfo, weights: Weights | None, fits: list[Fit]) -> dict
 
 
 def _part(key: str) -> str:
-    """The part that a leaf of LoadedModel.params belongs to, by its key."""
+    """Returns the part that a leaf of LoadedModel.params belongs to, by its key."""
     if key in ("embed", "lm_head", "lm_head_bias"):
         return "embedding" if key == "embed" else "output head"
     if key.startswith("shared"):
