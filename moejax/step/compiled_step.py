@@ -50,31 +50,32 @@ from pallas_kernels.plan.record import record, record_size
 from pallas_kernels.stage import Entries
 
 LAYERS_A_TURN = 4, 8
-"""Most layers in one turn of a loop whose layers count themselves, with plans and without: the
-condition is a launch a turn, and more layers in a turn take longer to compile, those with a plan
-by more (4: a quarter longer than one; 8 rather than 4: a quarter more without plans, half with
-them; each kernel is compiled once)."""
+"""Most layers in one turn of a loop whose layers carry their index: with plans, without plans.
+
+The loop's condition costs a launch a turn, and more layers in a turn take longer to compile: 4
+layers take a quarter longer than one. 8 rather than 4 take another quarter without plans and
+another half with them. Each kernel is compiled once."""
 
 
 class _Carry(NamedTuple):
-    """What goes from layer to layer."""
+    """The values that go from layer to layer."""
 
     x: jax.Array
     memory: DeviceMemory
     y: jax.Array | None = None
     """float32[T·K, D] of page_and_compute; None: each layer has its own."""
     records: jax.Array | None = None
-    """int32[L, record_size]: what MoE layers leave behind; None: each gives it out."""
+    """int32[L, record_size]: the records of MoE layers; None: each layer returns its own."""
     squares: jax.Array | None = None
-    """float32[T, N]: row_squares of x, where the stack takes them; None: its reader reads x."""
+    """float32[T, N]: row_squares of x, if the stack takes them; None: the next kernel reads x."""
     trajectory: Trajectory | None = None
-    """None: nothing is searched."""
+    """The path of the map search; None without a search."""
     index: jax.Array | None = None
-    """int32[1]: the layer in its stack, where the layer's last kernel counts; None: the loop
-    does."""
+    """int32[1]: the layer in its stack, if the layer's last kernel increments it; None: the loop
+    counts."""
     counters: jax.Array | None = None
-    """int32 zeros, in which one kernel after the other's programs find out which is the last; with
-    an index."""
+    """int32 zeros, with an index: counters by which the programs of a kernel find out which of them
+    ends last."""
 
 
 def device_step(
@@ -89,17 +90,18 @@ def device_step(
     stages: Entries | None = None,
     maps: tuple[MapStore, MapSearch] | None = None,
 ) -> tuple[DeviceMemory, StepOutput]:
-    """One token for every row, or every layer over all chunks, in which an active expert crosses
-    the link once a layer.
+    """Runs one step: decode computes one token for every row, prefill all chunks, layer by layer,
+    so that an active expert crosses the link once a layer.
 
-    batch: of decode the current tokens of all rows, positions int32[R] (−1: an empty row) and the
-    block table int32[R, B], KV rows of the sequences' pages; of prefill a PrefillBatch, the block
-    table and the current tokens.
-    kind: of programs.STEPS, for prefill what to compute of the targets.
-    results: of StepOutput.results.
-    forced: routing to use instead of the router's, [L, T, K] each. stages: transfers to carry out
-    beside the misses; each layer's after its experts were computed, so visible from the next step.
-    maps: what a decode step searches for experts of its own layers to come, and how.
+    - `batch`: of decode (current tokens of all rows; positions int32[R], −1: an empty row; block
+      table int32[R, B], KV rows of the sequences' pages). Of prefill (a PrefillBatch, the block
+      table, the current tokens).
+    - `kind`: one of programs.STEPS; kinds of prefill differ in what they compute of the targets.
+    - `results`: layout of StepOutput.results.
+    - `forced`: routing to use instead of the router's, [L, T, K].
+    - `stages`: transfers to carry out beside the misses. Those of a layer follow its experts, so
+      the next step is the first to see them.
+    - `maps`: the store that a decode step searches for experts of its layers to come, and how.
     """
     ids, tokens = step_tokens(batch, context)
     x = model.embed(ids)
@@ -111,7 +113,7 @@ def device_step(
         memory, first = look.begin(x, memory)
         carry = _Carry(x, memory, trajectory=look.arrays.trajectory(ids.shape[0], jnp))
     few, k = kind == "decode", model.config.num_experts_per_tok
-    # With a stage list or a search the index is still read behind the last kernel.
+    # Stage lists and searches read the index after the layer's last kernel, which increments it.
     counts = few and context.ops.ends_layers and not (stages or look or context.arrays)
     most = LAYERS_A_TURN[context.resident] if counts else None
     if few:
@@ -121,7 +123,8 @@ def device_step(
         x, memory, trajectory = carry.x, carry.memory, carry.trajectory
         moe_layer, done, ahead = stack.first_moe_layer + i, None, None
         if context.window and stack.is_moe:
-            # The next layer's experts come while this one computes, after the last the first one's.
+            # The next layer's experts come while this layer computes; the first layer's come while
+            # the last one computes.
             upcoming = (moe_layer + 1) % memory.tables.clock.shape[0]
             memory = materialize(memory, upcoming, x, context)
         carry = _attend(stack, i, carry._replace(memory=memory), tokens, context)
@@ -132,11 +135,11 @@ def device_step(
         seen = layer_arrays(stack, i, normed, tokens, context.arrays)
         trace = None if counts is None else LayerTrace(ids, weights, counts, seen)
         if stages is not None:
-            # A transfer comes after the layer's experts, so it changes what the next step finds.
+            # After the layer's experts, so that a transfer changes only what the next step finds.
             after = stages._replace(layer=stages.layer + zero_after(x))
             memory, done = stage_layer(memory, moe_layer, after, context)
         if look is not None and trajectory is not None:
-            probs = seen.probs  # the very array that a trace has, if it is given out
+            probs = seen.probs  # the array of the trace, if the step returns one
             if probs is None:
                 probs = layer_arrays(stack, i, normed, tokens, frozenset({"probs"})).probs
             memory, trajectory, ahead = look.after_layer(memory, trajectory, moe_layer, probs, x)
@@ -147,7 +150,7 @@ def device_step(
     x, memory = carry.x, carry.memory
     if carry.records is not None:
         trace = LayerTrace.unpacked(carry.records, trace, x.shape[0], k)
-        if context.resident:  # counts and tables become what plans would have made them
+        if context.resident:  # without plans, make the counts and tables that plans would make
             tables, counts = plan_resident(memory.tables, carry.records[:, : x.shape[0] * k])
             memory, trace = memory._replace(tables=tables), trace._replace(counts=counts)
     trace = trace._replace(arrays=trace.arrays._replace(embedding=embedding))
@@ -162,7 +165,7 @@ def device_step(
 def _attend(
     stack: LayerStack, i: jax.Array, carry: _Carry, tokens: Tokens, context: StepContext
 ) -> _Carry:
-    """Carry behind the attention of layer `i` of the stack."""
+    """Returns the carry after the attention of layer `i` of the stack."""
     x, arena = carry.x, carry.memory.arena
     x, arena, squares, counters = stack.attend(
         *(i, x, arena, tokens, context.page, carry.squares, carry.counters),
@@ -173,12 +176,17 @@ def _attend(
 
 
 def _share_outputs(carry: _Carry, k: int, context: StepContext, counts: bool) -> _Carry:
-    """With one y for all layers, so that none is zeroed in a layer: which tokens are padding is the
-    same in every one. Of many tokens it would be held beside all that attention needs, and taking
-    records apart would copy megabytes. Traces too are one array, written in place. k: experts a
-    token. counts: MoE layers carry their index."""
+    """Returns the carry with one y, and one array of records, for all layers of a decode step.
+
+    No layer then zeroes a y of its own, since the same tokens are padding in every layer. A prefill
+    step does without: its y would take memory beside all that attention needs, and taking its
+    records apart would copy megabytes.
+
+    - `k`: experts a token.
+    - `counts`: whether MoE layers carry their index.
+    """
     pairs, (layers, experts) = carry.x.shape[0] * k, carry.memory.tables.address.shape
-    counted = not context.resident  # otherwise behind the last layer
+    counted = not context.resident  # resident steps count after the last layer
     size = record_size(pairs, experts, len(context.stores)) if counted else 2 * pairs
     records = jnp.zeros((layers, size), jnp.int32)
     counters = None
@@ -197,8 +205,10 @@ def _sparse(
     forced: Routing | None,
     context: StepContext,
 ) -> tuple[_Carry, tuple[jax.Array, ...], jax.Array | None]:
-    """A layer's routing and experts, whose last kernel counts: (carry, (normed, ids, weights), and
-    without records the layer's counts)."""
+    """Routes a layer and computes its experts.
+
+    Returns (carry, (normed, ids, weights), the layer's counts; None if they are in the records).
+    """
     x, memory, shared, records = carry.x, carry.memory, carry.y, carry.records
     layer = stack.first_moe_layer + i
     if context.resident and shared is not None and records is not None:
@@ -211,8 +221,8 @@ def _sparse(
         y = lax.optimization_barrier(y)
         return _add_experts(stack, carry, x, y, weights, context), (normed, ids, weights), None
     favour = favour_residents(memory.tables.address, layer, context)
-    # A forced routing would come between router and plan; a window has no plan. That kernel takes
-    # the model's own correction of scores only.
+    # The fused kernel has no place for a forced routing between router and plan, and corrects
+    # scores by the model's own bias only. A window has no plan.
     between = forced is not None or favour is not None or context.window or context.in_place
     fused = context.ops.fuses_route_plan and not between
     if fused and shared is not None and records is not None:
@@ -250,7 +260,10 @@ def _sparse(
 def _epilogue(
     stack: LayerStack, carry: _Carry, x: jax.Array, weights: jax.Array
 ) -> Epilogue | None:
-    """What the kernel of the last product does behind it. x: what the experts add to."""
+    """Returns the extra work of the last product's kernel; None if there is none.
+
+    - `x`: [T, D], the residual stream that the experts add to.
+    """
     if carry.index is None or carry.counters is None:
         return None
     wanted = stack.takes_squares(x.shape[0])
@@ -265,7 +278,10 @@ def _add_experts(
     weights: jax.Array,
     context: StepContext,
 ) -> _Carry:
-    """The carry with x and what the experts add to it. y: theirs, or with an epilogue Combined."""
+    """Returns the carry with the experts' outputs added to x.
+
+    - `y`: the experts' outputs, or Combined after an epilogue.
+    """
     if isinstance(y, Combined):
         y, x, index, counters, squares = y
         return carry._replace(x=x, y=y, index=index, counters=counters, squares=squares)
@@ -291,9 +307,12 @@ def _over_layers(
     carry: _Carry,
     most: int | None,
 ) -> tuple[_Carry, Any]:
-    """What the last layer leaves, and what MoE layers give out, stacked. layer: takes its index in
-    its stack. most: so many MoE layers at most are a turn of the loop, give nothing out and carry
-    their index themselves; None: none do."""
+    """Runs all layers. Returns (the last layer's carry, the outputs of MoE layers, stacked).
+
+    - `layer`: computes one layer, given its index in its stack.
+    - `most`: most MoE layers in a turn of the loop; such layers carry their index themselves and
+      return nothing else. None: the loop counts.
+    """
 
     def counted(stack, carry):
         after, out = layer(stack, *carry)
@@ -318,7 +337,7 @@ def _over_layers(
 
 
 def _squares(stack: LayerStack, carry: _Carry) -> jax.Array | None:
-    """Those that the stack's first layer takes."""
+    """Returns the row squares that the stack's first layer takes; None if it takes none."""
     if not stack.takes_squares(carry.x.shape[0]):
         return None
     if carry.squares is not None:
@@ -332,8 +351,10 @@ def _counting_itself(
     carry: _Carry,
     most: int,
 ) -> _Carry:
-    """What the stack's last layer leaves; each layer's last kernel moves the index on. most: layers
-    in a turn."""
+    """Runs a stack whose layers increment the index in their last kernel. Returns the carry.
+
+    - `most`: most layers in a turn of the loop.
+    """
     layers = max(n for n in range(1, most + 1) if stack.size % n == 0)
 
     def index(carry: _Carry) -> jax.Array:
@@ -345,8 +366,8 @@ def _counting_itself(
             carry = layer(stack, index(carry), carry)[0]
         return carry
 
-    # The comparison is not the layer's as well: XLA's graph of a loop whose condition launches
-    # nothing reads it without waiting for the layer.
+    # The comparison must be a launch of its own and not come from the layer's kernel: in a CUDA
+    # graph, XLA reads a condition that launches nothing without waiting for the layer.
     after = lax.while_loop(
         lambda carry: index(carry) < stack.size,
         turn,

@@ -14,18 +14,18 @@ import jax
 from moejax.step.programs import ProgramKey
 
 ONE_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
-"""What goes into CUDA graphs: XLA's default, and loops, so that a step is one graph. By default the
-host launches one for each turn of the loop over layers."""
+"""The ops that go into CUDA graphs: XLA's default and loops, so that a step is one graph. By
+default the host launches a graph for each turn of the loop over layers."""
 
 
 def compiler_options(platform: str, key: ProgramKey | None = None) -> dict[str, str | bool]:
-    """XLA options of every executable: without them equal programs may round differently.
+    """Returns the XLA options of an executable. Without them equal programs may round differently.
 
-    On a GPU XLA does not look for values to compute twice in order to save memory: the arena is
-    sized to what there is, so that search warns, takes time and finds nothing.
+    On a GPU rematerialization is off. The arena takes the memory that there is, so XLA would warn
+    and search, and find nothing to save.
 
-    - `platform`: of the device.
-    - `key`: a decode step is also one CUDA graph, unless XLA_FLAGS say what graphs take.
+    - `platform`: the platform of the device.
+    - `key`: a decode step becomes one CUDA graph, unless XLA_FLAGS set the ops of graphs.
     """
     options: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
@@ -39,35 +39,35 @@ def compiler_options(platform: str, key: ProgramKey | None = None) -> dict[str, 
 
 
 class Compiler:
-    """The executables of one engine, each compiled once, in the background.
+    """Compiles the executables of one engine, each once, in the background.
 
     - `lower`: traces and lowers a program.
-    - `platform`: of the device that runs them.
+    - `platform`: the platform of the device.
     """
 
     def __init__(self, lower: Callable[[ProgramKey], jax.stages.Lowered], platform: str):
         self._lower, self._platform = lower, platform
         self._began = time.perf_counter()
         self.compile_s = 0.0
-        """From the start to when a first request can run."""
+        """Seconds from the start until a first request can run."""
         self._executables: dict[ProgramKey, Future] = {}
         # Two threads: tracing holds the interpreter, XLA's compiler does not.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="moejax-compile")
         self._needed: list[ProgramKey] = []
-        """What every request needs."""
+        """The programs that every request needs."""
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
-        """What was compiled so far. Budgets, policies and placement add nothing."""
+        """The programs that are compiled or compiling. Changes of budgets add none."""
         return tuple(self._executables)
 
     @property
     def compiled(self) -> list[jax.stages.Compiled]:
-        """The executables so far. Waits for those under way."""
+        """The executables so far. Waits for those that still compile."""
         return [future.result() for future in self._executables.values()]
 
     def start(self, key: ProgramKey) -> Future:
-        """Begins to compile a program, unless that has begun."""
+        """Begins to compile a program if that has not begun."""
         if key not in self._executables:
             self._executables[key] = self.submit(self._compile, key)
         return self._executables[key]
@@ -77,7 +77,7 @@ class Compiler:
         return self.start(key).result()(*args)
 
     def need(self, *keys: ProgramKey) -> None:
-        """Begins to compile what every request will need."""
+        """Begins to compile programs that every request will need."""
         for key in keys:
             self.start(key)
             self._needed.append(key)
@@ -92,18 +92,19 @@ class Compiler:
         self.compile_s = self.compile_s or time.perf_counter() - self._began
 
     def drop(self) -> None:
-        """Leaves what has not begun to compile until it is called."""
+        """Cancels programs that wait to compile and that not every request needs. Such a program
+        compiles when it is called."""
         for key, future in [*self._executables.items()]:
             if key not in self._needed and future.cancel():
                 del self._executables[key]
 
     def submit(self, work: Callable, *args: Any) -> Future:
-        """Does something else that compiles in the same threads."""
-        # In this thread's context: whether kernels are interpreted is a context variable.
+        """Runs other compiling work in the same threads. Returns its Future."""
+        # In the caller's context, which has the variable whether kernels are interpreted.
         return self._pool.submit(contextvars.copy_context().run, work, *args)
 
     def close(self) -> None:
-        """Waits for what compiles at this moment; nothing is called or compiled any more."""
+        """Waits for programs that compile at this moment, and drops all others."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._executables.clear()
 

@@ -1,25 +1,25 @@
-"""Experts that stream out of separate pinned arrays by jax's copies: GPUs, and ops that are not
+"""Streams experts out of separate pinned arrays by jax's copies: on GPUs, and for ops that are not
 native.
 
-One half of FluxMoE's ring is cells of the arena, where a layer's experts are computed. The other is
-staging: memory that jax gives, into which the coming layer's records are copied meanwhile. A layer
-is, in the order of dispatch, which is the order of the device's stream:
+FluxMoE's ring has two halves. One half is cells of the arena, where a layer's experts are computed.
+The other half is staging memory of jax, into which the next layer's records are copied meanwhile.
+The parts of a layer, in the order of dispatch, which is the order of the device's stream:
 
-1. attend and route,
-2. `seat`: the cells go on to this layer (`Tables.address` is the page table), and
-   `unpack`: the records of packed residents are decoded into them;
-   `land`: the others are read out of staging into them, by programs that wait for their copies,
-3. the copies of the next layer's records begin: into memory that is free once those programs have
-   run, so after them, and beside all that is dispatched from here on,
-4. its experts.
+1. attend and route.
+2. `seat` passes the ring's cells to this layer (`Tables.address` is the page table). `unpack`
+   decodes packed residents into cells. `land` copies the other records from staging into cells, by
+   programs that wait for the records.
+3. The copies of the next layer's records begin. Their memory is free once those programs have run,
+   so the copies go on beside everything that is dispatched later.
+4. The layer's experts are computed.
 
-Write-after-read (a record lands after the layer before has computed) and read-after-write are that
-order. Nothing is read back, so the host runs ahead of the device.
+This order also keeps write-after-read (a record lands after the layer before has computed) and
+read-after-write. The host reads nothing back, so it runs ahead of the device.
 
-Packed residents have cells of their own for good. They are packed when they get those, of the
-dense records: the host keeps no copy of them. They are computed as they are packed, so that nothing
-of them streams; or decoded into the ring (`unpack`), as in the paper, but in the stream of the
-experts, before them.
+A packed resident keeps a cell of its own. It is packed from the dense record when it gets the cell;
+the host keeps no packed copy. Packed residents are computed in their packed form, and nothing of
+them streams, or they are decoded into the ring (`unpack`) as in the paper, though in the stream of
+the experts and before them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from moejax.step.transports.copies import CopyTransport
 
 
 class _Seat(NamedTuple):
-    """A record of the coming layer: where it will be, and the ticket of its transfer."""
+    """A record of the coming layer: the arena row of its cell, and the ticket of its transfer."""
 
     expert: int
     row: int
@@ -54,18 +54,19 @@ class _Seat(NamedTuple):
 
 
 class _OfLayer(NamedTuple):
-    """What a layer puts into the ring, whose cells do not change while a window is open."""
+    """The experts that a layer puts into the ring; their cells stay the same while a window is
+    open."""
 
     brought: list[tuple[int, int]]
-    """(expert, arena row) of those that the host has."""
+    """(expert, arena row) of experts that come from the host."""
     unpacked: list[tuple[int, int]]
     """(arena row of the packed record, arena row) of packed residents."""
 
 
 class CopiedStream:
-    """Streams through the cells of one layer and staging of the next.
+    """Streams experts through the cells of one layer and staging memory of the next one.
 
-    - `set_tables`: of the Executor.
+    - `set_tables`: Executor.set_tables.
     """
 
     window: WindowSpec | None = None
@@ -82,9 +83,9 @@ class CopiedStream:
         self._transport, self._set_tables = transport, set_tables
         self._layers, self._experts = buffers.tables.address.shape
         self._coming: tuple[int, list[_Seat]] | None = None
-        """The layer whose records are in staging or on their way there, and those."""
+        """(layer, its records) that are in staging or on their way there."""
         self._holder = self._layers - 1
-        """The layer that has the ring's cells."""
+        """The layer that has the ring's cells now."""
         self._ring: list[_OfLayer] = []
         compiler.need(ProgramKey("seat"), ProgramKey("land_many"))
         if steps.tiers:
@@ -96,14 +97,15 @@ class CopiedStream:
 
     @property
     def staging_bytes(self) -> int:
-        """The ring's other half, but what is decoded into it."""
+        """Bytes of the ring's half outside of the arena, without records that are decoded into
+        cells."""
         if self.window is None:
             return self._experts * sum(self._transport.records.sizes)
         return self.window.staged_rows * self._steps.layout.hidden * 2
 
     def open(self, window: WindowSpec) -> None:
-        """As OwnedStream. Raises TransferLost where a resident's record cannot be copied, and
-        UserError for an expert that cannot be packed."""
+        """Opens a window as OwnedStream.open does. Raises TransferLost if a resident's record
+        cannot be copied, and UserError for an expert that cannot be packed."""
         rows, versions = window.residents()
         packed = (rows >= 0) & (versions == PACKED_VERSION)
         for layer, expert in np.argwhere(packed).tolist():
@@ -112,8 +114,8 @@ class CopiedStream:
         self._begin_window(window)
 
     def change(self, window: WindowSpec) -> None:
-        """As OwnedStream, without waiting for the steps. Raises as `open`, with the window as it
-        was."""
+        """Replaces the window as OwnedStream.change does, without waiting for the steps. Raises as
+        `open` does, and leaves the window as it was."""
         before = self.window
         if before is None or before.tier.shape != window.tier.shape:
             raise ValueError("a window is changed to another one of the same model's")
@@ -121,7 +123,8 @@ class CopiedStream:
         stays = (had >= 0) & (rows >= 0) & (old == versions)
         comes = (rows >= 0) & ~stays
         is_packed = versions == PACKED_VERSION
-        # First what may fail, beside the arena, in the staging of what was on its way.
+        # First what may fail: it leaves the arena alone, and uses the staging memory of the layer
+        # that was coming.
         self._drop_coming()
         packed = [
             (int(rows[layer, expert]), self.pack(layer, expert))
@@ -137,7 +140,8 @@ class CopiedStream:
         self._begin_window(window)
 
     def _begin_window(self, window: WindowSpec) -> None:
-        """The window's residents are in their cells; the first layer begins to come."""
+        """Sets the tables to a window whose residents are in their cells, and begins to copy the
+        first layer."""
         self._set_tables(window.contents())
         self.window, self._coming, self._holder = window, None, window.layers - 1
         rows, _ = window.residents()
@@ -145,8 +149,13 @@ class CopiedStream:
         self._begin(0)
 
     def _bring(self, rows: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int]]:
-        """(arena row, ticket) of dense records, bool[L, E], that are in staging. Raises
-        TransferLost, and has none, where one did not come."""
+        """Brings dense records into staging, and waits for them.
+
+        - `rows`: int32[L, E], arena rows of their cells.
+        - `wanted`: bool[L, E].
+
+        Returns (arena row, ticket) of each. Raises TransferLost, keeping none, if one did not come.
+        """
         queue, places = self._transport.device_queue, np.argwhere(wanted).tolist()
         tickets = queue.submit_all(
             [Transfer(layer, expert, 0, int(rows[layer, expert])) for layer, expert in places]
@@ -160,16 +169,19 @@ class CopiedStream:
         return [(int(rows[tuple(at)]), t) for at, t in zip(places, tickets, strict=True)]
 
     def _shift(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Dispatches the moves of residents within the arena: (version, from row, to row). Their
-        order in the arena is the same before and after, so those that go up, the last one first,
-        and then those that go down, the first one first, overwrite nobody who is yet to move."""
+        """Dispatches moves (version, from row, to row) of residents within the arena.
+
+        Residents keep their order in the arena. So no move overwrites a record that is yet to move,
+        if those to higher rows go first, from the last to the first, and then those to lower rows,
+        from the first to the last.
+        """
         up = sorted((m for m in moves if m[2] > m[1]), key=lambda m: -m[1])
         down = sorted((m for m in moves if m[2] < m[1]), key=lambda m: m[1])
         for version, group in itertools.groupby([*up, *down], key=lambda move: move[0]):
             due = [move[1:] for move in group]
             for i in range(0, len(due), LANDED):
                 some = due[i : i + LANDED]
-                some += [(some[-1][1],) * 2] * (LANDED - len(some))  # where it is already
+                some += [(some[-1][1],) * 2] * (LANDED - len(some))  # padding: moves to itself
                 sources, rows = np.array(some, np.int32).T.copy()
                 self._buffers.arena = self._compiler.call(
                     ProgramKey("shift", run=version), self._buffers.arena, sources, rows
@@ -181,7 +193,8 @@ class CopiedStream:
         )
 
     def pack(self, layer: int, expert: int) -> np.ndarray:
-        """uint16[rows, D]: an expert's packed record, made of its dense one."""
+        """Packs an expert's dense record. Returns uint16[rows, D]. Raises UserError if the record
+        cannot be packed."""
         assert self._steps.formats is not None
         dense, packed = (version.cell for version in self._steps.formats)
         pieces = self._transport.records.ask(layer, expert, demand=True, priority=0)
@@ -196,14 +209,18 @@ class CopiedStream:
 
     def materialize(self, layer: int, routed: jax.Array) -> None:
         """Dispatches what a layer needs before its experts, and begins the next layer's copies.
-        routed: of the layer's routing; from when it is ready the device waits for records."""
+
+        - `routed`: an array of the layer's routing; once it is ready, the device waits for records.
+        """
         self._seat(layer, routed)
         self._begin((layer + 1) % self._layers)
 
     def _seat(self, layer: int, routed: jax.Array) -> None:
-        """The layer has the ring's cells, and its records are in them for what is dispatched from
-        here on. What did not come is brought once more; where that fails too it is absent, and the
-        requests of the step will end."""
+        """Passes the ring's cells to the layer and dispatches the copies of its records into them.
+
+        A record that did not come is brought a second time. If that fails too, the expert is
+        absent, and the step's requests will end.
+        """
         buffers = self._buffers
         places = buffers.numbers[self._holder], buffers.numbers[layer]
         buffers.tables = self._compiler.call(ProgramKey("seat"), buffers.tables, *places)
@@ -227,12 +244,12 @@ class CopiedStream:
             transport.device_queue.watch(routed, mark)
 
     def _unpack(self, layer: int) -> jax.Array | None:
-        """Dispatches the decoding of a layer's packed residents into their cells of the ring, of
-        LANDED by one program. Returns what is ready when they are there."""
+        """Dispatches the decoding of a layer's packed residents into their cells of the ring,
+        LANDED a program. Returns an array that is ready once they are there; None without any."""
         due, mark = self._ring[layer].unpacked, None
         for i in range(0, len(due), LANDED):
             some = due[i : i + LANDED]
-            some += some[-1:] * (LANDED - len(some))  # once more, into the same cell
+            some += some[-1:] * (LANDED - len(some))  # padding: decoded again into the same cell
             sources, rows = np.array(some, np.int32).T.copy()
             self._buffers.arena, mark = self._compiler.call(
                 ProgramKey("unpack"), self._buffers.arena, sources, rows
@@ -251,15 +268,15 @@ class CopiedStream:
         self._coming = None
 
     def _begin_copies(self, layer: int, seats: Sequence[tuple[int, int]]) -> list[_Seat]:
-        """The records of (expert, arena row), on their way into staging."""
+        """Begins to copy the records of (expert, arena row) into staging."""
         transfers = [self._transport.transfer_of(layer, expert, "prefetch") for expert, _ in seats]
         tickets = self._transport.device_queue.submit_all(transfers)
         self._transport.device_queue.begin()
         return [_Seat(*seat, ticket) for seat, ticket in zip(seats, tickets, strict=True)]
 
     def _land_all(self, seats: Sequence[_Seat]) -> list[tuple[_Seat, str]]:
-        """Dispatches the copies of records from staging into their cells, of LANDED by one program
-        where all of those came. Returns those that did not, and why."""
+        """Dispatches the copies of records from staging into their cells, LANDED a program if all
+        of a group came. Returns records that did not come, each with the reason."""
         lost = []
         for i in range(0, len(seats), LANDED):
             group = seats[i : i + LANDED]
@@ -273,7 +290,8 @@ class CopiedStream:
         return lost
 
     def _land_group(self, seats: Sequence[_Seat]) -> bool:
-        """False: one of them did not come, so nothing is dispatched."""
+        """Dispatches the copies of LANDED records into their cells by one program. Returns False,
+        dispatching nothing, if one did not come."""
         rows = np.array([seat.row for seat in seats], np.int32)
 
         def move(records: Sequence[Sequence[jax.Array]]) -> jax.Array:
@@ -291,7 +309,10 @@ class CopiedStream:
 
 
 def _of_layer(window: WindowSpec, layer: int, own: np.ndarray) -> _OfLayer:
-    """own: int32[E], the arena rows of that layer's residents."""
+    """Returns the experts that a layer puts into the ring.
+
+    - `own`: int32[E], arena rows of the layer's residents.
+    """
     found = _OfLayer([], [])
     for expert, row in window.seats(layer):
         if window.tier[layer, expert] == PACKED:

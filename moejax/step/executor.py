@@ -56,33 +56,33 @@ from pallas_kernels.move import Moves
 from pallas_kernels.stage import Entries
 
 _OF_CELLS = frozenset({"cell_row", "cell_version", "owner", "address"})
-"""Tables that say what is where: nothing may fly while they change."""
+"""Tables of what is in which cell. No transfer may be under way while they change."""
 
 TRANSPORTS = (
     "moejax.step.transports.copies:CopyTransport",
     "moejax.step.transports.native:NativeTransport",
     "moejax.step.transports.transport:Transport",
 )
-"""Of moejax/step/transports, module and class: the first that serves the steps is theirs."""
+"""Module and class of each transport; the executor takes the first that serves its steps."""
 
 
 class Executor:
-    """Runs steps: the host_offload.control.control.Device of the engine's Control.
+    """Runs steps on the device. It is the host_offload.control.control.Device of a Control.
 
-    Nothing here waits for the device: results are jax arrays that the engine reads a step later.
-    It is put together from parts that do not know it, chosen by `steps`:
+    Dispatching a step does not wait for the device: results are jax arrays that the engine reads a
+    step later. The executor is made of parts that do not import it, chosen by `steps`:
 
     - `buffers`: arena and tables. `compiler`: the executables.
-    - `walk`: one executable a step, or one a layer and part.
-    - `transport`: how missing experts come into cells.
-    - `stream`: the window through which all experts stream; None: they are paged.
-    - `processor`: computes some experts beside the device; None: there is none.
-    - `tokens`: current tokens, and what chooses them.
+    - `walk`: calls one executable a step, or one for each part of a layer.
+    - `transport`: brings missing experts into cells.
+    - `stream`: the window through which all experts stream; None if experts are paged.
+    - `processor`: computes some experts beside the device; None without one.
+    - `tokens`: current tokens, and the programs that choose them.
 
     Arguments:
 
-    - `slots`: of the arena.
-    - `cells`: C, the tables' bound of cells a layer.
+    - `slots`: slots of the arena.
+    - `cells`: C, most cells of a layer.
     """
 
     def __init__(
@@ -109,11 +109,12 @@ class Executor:
         self.keys = StepKeys(steps.shapes, layout.page.block_size, steps.driver == "device")
         self.tokens = TokenState(steps, compiler, self.keys, buffers.sharding)
         self.pooled = False
-        """Cells go from layer to layer, so that the tables alone say which has how many."""
+        """Whether cells pass from layer to layer, so that only the tables know how many cells each
+        layer has."""
         self.maps: DeviceMaps | None = None
         """The expert maps that decode steps search; None: they search none."""
         self.placement: Placement | None = None
-        """Where every expert began; None: experts are paged."""
+        """Where every expert was placed at the start; None: experts are paged."""
         kinds = (pkgutil.resolve_name(name) for name in TRANSPORTS)
         kind: type[Transport] = next(kind for kind in kinds if kind.serves(steps))
         self.transport = transport = kind(steps, buffers, compiler)
@@ -142,8 +143,8 @@ class Executor:
         self._compile_first()
 
     def _compile_first(self) -> None:
-        """Begins to compile what the first requests need, then what later ones may, while those
-        run."""
+        """Begins to compile what the first requests need, then what later requests may need, while
+        the first ones run."""
         first = self.keys.bucket(1)
         steps = self.keys.decodes[0], self.keys.prefills[0]
         keys = (key for step in steps for key in self.walk.calls(step))
@@ -170,7 +171,7 @@ class Executor:
 
     @property
     def stores(self) -> tuple[Any, ...]:
-        """By version number, as programs get them."""
+        """The store's operands of programs, by version number."""
         return self.buffers.stores
 
     @property
@@ -179,16 +180,17 @@ class Executor:
 
     @property
     def window(self) -> WindowSpec | None:
-        """Through which experts stream; None: there is none, or not yet."""
+        """The window through which experts stream; None without one, or before it is open."""
         return None if self.stream is None else self.stream.window
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory of records on their way, beside what programs take."""
+        """Device memory of records on their way, beside the programs' own."""
         return (self.transport if self.stream is None else self.stream).staging_bytes
 
     def moved_bytes(self) -> dict[str, np.ndarray] | None:
-        """Version → int64[L]: bytes of an expert over the link; None where they are a cell's."""
+        """Returns version → int64[L], bytes of an expert over the link; None if experts have the
+        same size on the link as in a cell."""
         layers = self.tables.address.shape[0]
         moved = version_bytes(self.layout, self.steps.formats, layers, moved=True)
         same = all(np.array_equal(moved[name], n) for name, n in self.version_bytes.items())
@@ -202,11 +204,11 @@ class Executor:
         return Programs(self.steps, self.graph, *arrays, buffers.sharding)
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        """The traced and lowered program, arena and tables donated."""
+        """Traces and lowers a program that donates arena and tables."""
         programs = self.programs()
         program = layer_program(programs, key) if key.part else programs.program(key)
         sharding = self.buffers.sharding
-        # The ops are written for 32-bit integers, whatever the user set for other code.
+        # The ops are written for 32-bit integers; the user may have set 64 bits for other code.
         with jax.enable_x64(False):
             return jax.jit(
                 program.function,
@@ -215,18 +217,18 @@ class Executor:
             ).lower(*program.args)
 
     def executables(self) -> tuple[ProgramKey, ...]:
-        """What was compiled so far."""
+        """The programs that are compiled or compiling."""
         return self.compiler.keys
 
     def wait_compiled(self, everything: bool = False) -> None:
-        """As Compiler.wait."""
+        """Blocks as Compiler.wait does, and also for the second processor's programs."""
         self.compiler.wait(everything)
         if self.processor is not None:
             self.processor.wait()
 
     def prepare(self, controller: Controller) -> None:
-        """Begins to compile what the controller's policies will ask for, and counts it among what
-        every request needs."""
+        """Begins to compile what the controller's policies will ask for. `wait_compiled` waits for
+        these programs too."""
         staged = controller.stages_transfers
         kinds: list[Kind] = []
         if controller.needs_residency:
@@ -244,7 +246,7 @@ class Executor:
             self.prepare_stages()
 
     def prepare_stages(self) -> None:
-        """As prepare, of what steps with stage lists need."""
+        """Begins to compile the programs of steps with stage lists."""
         first, *others = self.keys.prefills
         self.compiler.need(*self.walk.calls(first, staged=True))
         for step in others:
@@ -253,8 +255,8 @@ class Executor:
         self._need_decodes(staged=True)
 
     def _need_decodes(self, *, staged: bool = False, maps: DeviceMaps | None = None) -> None:
-        """Begins to compile every decode step. Those of the shortest contexts every request needs,
-        the others only when it has grown."""
+        """Begins to compile every decode step. Every request needs those of the shortest contexts,
+        and the others only once its context has grown."""
         steps = self.keys.decodes
         for step in steps:
             needed = step.context == steps[0].context
@@ -262,8 +264,10 @@ class Executor:
                 (self.compiler.need if needed else self.compiler.start)(key)
 
     def hold_maps(self, search: MapSearch | None) -> None:
-        """Makes decode steps search an empty store of expert maps, and begins to compile them;
-        None: they search no more, and the store is freed."""
+        """Makes decode steps search a new, empty store of expert maps, and begins to compile them.
+
+        - `search`: None ends the search and frees the store.
+        """
         if self.maps is not None:
             self.maps.delete()
             self.maps = None
@@ -287,8 +291,8 @@ class Executor:
         stages: Entries | None = None,
         hooks: Hooks | None = None,
     ) -> StepOutput:
-        """Dispatches a decode step on the current tokens, for as few rows and pages as there is a
-        program for. The results are of that many rows.
+        """Dispatches a decode step on the current tokens, by the smallest program that holds its
+        rows and pages. The results have as many rows as that program.
 
         - `positions`: int32[R]; −1: an empty row.
         - `block_table`: int32[R, B], KV rows of the sequences' pages.
@@ -309,10 +313,10 @@ class Executor:
         stages: Entries | None = None,
         hooks: Hooks | None = None,
     ) -> StepOutput:
-        """Dispatches a prefill step, of as few chunks as there is a program for.
+        """Dispatches a prefill step, by the smallest program that holds its chunks.
 
-        - `kind`: prefill; score or prompt_logprobs, which also give the scores of the output.
-        - The others: as decode's.
+        - `kind`: prefill, or score or prompt_logprobs, whose output has scores too.
+        - `block_table`, `forced`, `stages`, `hooks`: see `decode`.
         """
         key = self.keys.prefill(kind, int(prefill.count)) if forced is None else ProgramKey(kind)
         if key.rows is not None:
@@ -322,29 +326,34 @@ class Executor:
         return self.tokens.follow(self.walk.run(request))
 
     def failures(self, writes: int) -> list[TransferFailure]:
-        """The experts that a step could not compute, see Transport."""
+        """Returns the experts that a step could not compute, see Transport.failures."""
         return self.transport.failures(writes)
 
     def link_use(self) -> LinkUse:
-        """The queue of transfers beside compute as it is now."""
+        """The present state of the queue of transfers beside compute."""
         return link_use(self.transport.totals())
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
-        """Gives experts of a layer to the second processor, as of
-        host_offload.control.control.Device. Raises ValueError where there is none."""
+        """Gives experts of a layer to the second processor, see
+        host_offload.control.control.Device. Raises ValueError if there is none."""
         if self.processor is None:
             raise ValueError("these steps have no second processor; name a placement")
         self.processor.assign(layer, beside, order)
 
     def carried_out(self) -> np.ndarray:
-        """int32[STAGES], 1 for each entry that was carried out of the last list between layers."""
+        """Returns int32[STAGES], 1 for each entry of the last list between layers that was carried
+        out."""
         return np.asarray(self.walk.transfers[-1].done)
 
     # ---- pages, between steps
 
     def read_pages(self, kv_rows: Sequence[int]) -> list[jax.Array]:
-        """Copies the pages at these KV rows, as the steps so far leave them, to pinned host memory.
-        Each an array of its own, uint16[page bytes / 2]."""
+        """Copies pages, as the steps so far leave them, to pinned host memory.
+
+        - `kv_rows`: KV rows of the pages.
+
+        Returns one array uint16[page bytes / 2] a page.
+        """
         pages: list[jax.Array] = []
         for count, (padded,) in _batches(SWAP_PAGES, kv_rows):
             pages += self.compiler.call(ProgramKey("swap_out"), self.arena, padded)[:count]
@@ -367,12 +376,14 @@ class Executor:
     # ---- cells, between steps
 
     def grant_cells(self, cell_row: np.ndarray) -> None:
-        """Makes cell_row int32[L, C] the granted cells; residents of cells that stay stay."""
+        """Makes cell_row int32[L, C] the granted cells. An expert in a cell that remains granted
+        stays resident."""
         self.transport.drain()
         self.tables = self.compiler.call(ProgramKey("regrant"), self.tables, cell_row)
 
     def set_tables(self, contents: Mapping[str, np.ndarray]) -> None:
-        """Gives tables other contents, for the steps to come; versions as policies see them."""
+        """Replaces contents of the tables, for the steps to come. Versions are numbered as policies
+        number them."""
         if not _OF_CELLS.isdisjoint(contents):
             self.transport.drain()
         if self.buffers.layer_versions is not None:
@@ -380,7 +391,7 @@ class Executor:
         self.tables = with_contents(self.tables, contents)
 
     def forget_experts(self) -> None:
-        """Empties all cells, which stay granted, and makes the other tables those of a start."""
+        """Empties all cells, which stay granted, and resets the other tables to a cold start."""
         layers, cells = self.tables.cell_row.shape
         cold = cold_tables(np.zeros(layers, np.int32), self.config.num_experts, bound=cells)
         contents = cold._asdict()
@@ -388,13 +399,13 @@ class Executor:
         self.set_tables(contents)
 
     def seen(self, tables: Any) -> Any:
-        """Tables of this executor with versions as policies see them."""
+        """Returns tables of this executor with versions numbered as policies number them."""
         versions = self.buffers.layer_versions
         return tables if versions is None else versions.seen(tables)
 
     def place(self, placement: Placement) -> None:
-        """Copies every expert to where the placement says, and says so in the tables; before the
-        first step."""
+        """Copies every expert to its place and sets the tables accordingly, before the first
+        step."""
         self.placement = placement
         self.set_tables(placement.contents)
         versions = np.asarray(self.tables.version)
@@ -402,7 +413,7 @@ class Executor:
         self.transport.drain()
 
     def stage_list(self, entries: Sequence[Entry]) -> Entries | None:
-        """The list that a step takes, int32[STAGES] each; None for one of nothing."""
+        """Returns the entries as a step takes them, int32[STAGES] a field; None without entries."""
         if not entries:
             return None
         if self.buffers.layer_versions is not None:
@@ -410,8 +421,8 @@ class Executor:
         return Entries._make(_pad_rows(entries, len(Entries._fields), STAGES))
 
     def move_cells(self, moves: Sequence[Move]) -> None:
-        """Moves cells within the arena, with what is in them, for the steps to come. No place is
-        both left and taken."""
+        """Moves cells and their contents within the arena, for the steps to come. The old and the
+        new places must be disjoint."""
         self.transport.drain()
         for i in range(0, len(moves), MOVES):
             lists = Moves._make(_pad_rows(moves[i : i + MOVES], len(Moves._fields), MOVES))
@@ -420,22 +431,22 @@ class Executor:
             )
 
     def hand_over(self, moves: Sequence[HandOver]) -> None:
-        """Cells go from layer to layer, for what is dispatched next. What is on its way into one
-        still comes, and whoever fills the cell next waits for it, or takes its place."""
+        """Passes cells from layer to layer, for the programs dispatched next. A record on its way
+        into such a cell still comes: the next fill of the cell waits for it, or replaces it."""
         for i in range(0, len(moves), HAND_OVERS):
             part = moves[i : i + HAND_OVERS]
             lists = HandOvers._make(_pad_rows(part, len(HandOver._fields), HAND_OVERS))
             self.tables = self.compiler.call(ProgramKey("hand_over"), self.tables, lists)
 
     def snapshot(self) -> Callable[[], Residency]:
-        """Copies the tables as the steps so far leave them, versions as policies see them; what it
-        returns waits for the copy."""
+        """Begins to copy the tables, as the steps so far leave them, to the host. Returns a
+        function that waits for the copy and returns it, with versions as policies number them."""
         copy = self.compiler.call(ProgramKey("snapshot"), self.tables)
         copy.copy_to_host_async()
         return lambda: self.seen(read_snapshot(np.asarray(copy), self.tables))
 
     def faults(self) -> list[str]:
-        """Broken invariants of arena, tables and store, in words. Waits for the device."""
+        """Describes broken invariants of arena, tables and store. Waits for the device."""
         self.transport.drain()
         copy = np.asarray(self.compiler.call(ProgramKey("snapshot"), self.tables))
         jax.block_until_ready(self.arena)
@@ -444,7 +455,7 @@ class Executor:
         return describe_faults(counts)
 
     def _is_intact(self, layer: int, expert: int, version: int, row: int) -> bool:
-        """Whether the record at an arena row is the expert's."""
+        """Whether the arena has the expert's record at this row."""
         buffers, rows = self.buffers, self.steps.cells[version].rows
         if buffers.memory is not None:
             record = buffers.memory.view()[row : row + rows]
@@ -457,7 +468,10 @@ class Executor:
         return has_record(record, source, layer, expert, lies)
 
     def delete(self, *, given: bool = True) -> None:
-        """Frees the arena now, and store and parameters, which it was given."""
+        """Frees the arena.
+
+        - `given`: also frees the store and the model's parameters.
+        """
         if self.processor is not None:
             self.processor.stop()
         self.compiler.close()
@@ -475,15 +489,15 @@ class Executor:
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], fields: int, most: int) -> np.ndarray:
-    """int32[fields, most]: rows of so many fields, then −1."""
+    """Returns the rows as int32[fields, most], padded with −1."""
     lists = np.full((fields, most), -1, np.int32)
     lists[:, : len(rows)] = np.array(rows, np.int32).T
     return lists
 
 
 def _batches(most: int, *lists: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """So many entries of the lists at a time: how many, and int32[lists, most], in which the last
-    one repeats."""
+    """Yields the entries of the lists in batches: (how many, int32[lists, most]). The last entry
+    repeats as padding."""
     for i in range(0, len(lists[0]), most):
         part = np.array([values[i : i + most] for values in lists], np.int32)
         yield part.shape[1], np.pad(part, ((0, 0), (0, most - part.shape[1])), mode="edge")

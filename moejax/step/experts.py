@@ -1,5 +1,4 @@
-"""What the layers of a step share, and the third part of each: plan, fill, compute and combine its
-experts."""
+"""Plans, fills, computes and combines the experts of a layer, in every kind of step."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from pallas_kernels.stage import Entries, stage
 
 
 class DeviceMemory(NamedTuple):
-    """What steps change in place: donated, and in the carry of a scan over layers."""
+    """The memory that steps change in place: donated, and carried by the scan over layers."""
 
     arena: Any
     """uint16[rows, D], or an OwnedArena."""
@@ -47,10 +46,10 @@ class DeviceMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertContext:
-    """What the experts of every layer of a step have in common; all but the stores is static."""
+    """The settings that the experts of all layers of a step share. All but the stores is static."""
 
     stores: tuple[jax.Array, ...]
-    """By version number uint16[L, E, rows, D], in pinned host memory."""
+    """uint16[L, E, rows, D] in pinned host memory, by version number."""
     ops: Ops
     activation: str
     row_tile: int
@@ -58,19 +57,19 @@ class ExpertContext:
     waves: int = 1
     """Passes over a layer's experts."""
     formats: Formats | None = None
-    """By version number, see VersionFormats; None: one version, dense."""
+    """VersionFormats, by version number; None: one dense version."""
     in_place: bool = False
     """Every expert is resident in the store: none is missed, filled or moved."""
     packed: RecordFormat | None = None
-    """Residents in cells of this format stream too, decoded into the window; None: there are none,
-    or they are computed as they are."""
+    """The format of packed residents that are decoded into the window; None: there are none, or
+    they are computed in their packed form."""
 
     def places(self, tables: Tables, layer: jax.Array | int) -> ExpertPlaces:
-        """Where a layer's experts are by the tables."""
+        """Returns where the tables have a layer's experts."""
         return ExpertPlaces(self.stores, layer, tables.address, tables.version)
 
     def expert_options(self, implementation: str) -> ExpertOptions:
-        """Those of expert_ffn or fill_ffn."""
+        """Returns the options of expert_ffn or fill_ffn."""
         return ExpertOptions(
             activation=self.activation,
             row_tile=self.row_tile,
@@ -82,24 +81,25 @@ class ExpertContext:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepContext(ExpertContext):
-    """What all layers of a step have in common."""
+    """The settings that all layers of a step share."""
 
     page: KVPage
     window: bool = False
-    """Experts stream through a window of two layers: all of a layer's are there before it runs."""
+    """Experts stream through a window of two layers: all experts of a layer are in it before the
+    layer runs."""
     resident: bool = False
-    """Every expert has a cell and is in it, which who dispatches the step knows."""
+    """The caller guarantees that every expert is in a cell."""
     queued: bool = False
-    """A queue fills the arena, which is owned, so that steps say how many writes they made."""
+    """A queue fills an owned arena, so steps return how many writes they made."""
     arrays: frozenset[str] = frozenset()
-    """The TRACE_ARRAYS that the step gives out."""
+    """The TRACE_ARRAYS that the step returns."""
     cache_aware: float | None = None
-    """StepSpec.cache_aware where some experts may be missing; None: routers ignore residency."""
+    """StepSpec.cache_aware if some experts may be missing; None: routers ignore residency."""
 
 
 class Paging(NamedTuple):
-    """Counts of one layer in one step, int32: active = hits + fills + read_through, and what a
-    second processor computed."""
+    """Counts of one layer in one step, int32. `active` is the sum of hits, fills, read_through and
+    the experts that a second processor computed."""
 
     active: jax.Array
     hits: jax.Array
@@ -108,13 +108,13 @@ class Paging(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """What a second processor computes of a layer, and in which order the others are loaded; arrays
-    of the host, or in programs."""
+    """Names the experts that a second processor computes of a layer, and the order in which the
+    others are loaded. Fields are arrays of the host, or traced arrays in programs."""
 
     beside: Any
-    """bool[E]: absent experts that get no cell and are not computed here."""
+    """bool[E]: absent experts that get no cell and that the device does not compute."""
     order: Any
-    """int32[E]: place among the loads; of equal ones the lower id comes first."""
+    """int32[E]: each expert's place among the loads; of equal places the lower id comes first."""
 
 
 def page_and_compute(
@@ -126,20 +126,24 @@ def page_and_compute(
     context: ExpertContext,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
-    """Every active expert of one MoE layer on its tokens, in waves over the experts.
+    """Computes every active expert of one MoE layer on its tokens, in waves over the experts.
 
-    y float32[T·K, D]: zero_outputs, or what the layer before made of the same tokens: the
-    pairs of padding keep their rows, all others get theirs.
-    x [T, D]: normalised hidden states. ids int32[T, K]: ascending, E for padding. A wave pages in
-    its share of the active experts (ranges of ids) without evicting what it needs itself; what
-    gets no cell is read through. Where all are resident in the store (context.in_place), none has a
-    cell and all are hits. More waves fill more; the bits are the same. elsewhere: experts whose
-    rows of y stay zero; they count as active and as missing, and nowhere else.
+    A wave pages in its share of the active experts (a range of ids) and evicts none that it needs
+    itself. An expert that gets no cell is read through. If all experts are resident in the store
+    (context.in_place), none has a cell and all are hits. More waves fill more cells; the bits are
+    the same.
 
-    Returns (y, memory, counts int32[4 + ⌈E/32⌉]: the fields of Paging and, one
-    bit each, the experts that were missing; one array, since a scan copies each of its outputs by
-    a kernel of its own. With V > 1 versions 2·V more: fills and experts read through of each. See
-    moejax.step.results.Results).
+    - `y`: float32[T·K, D], zero_outputs or the layer before's y of the same tokens. Rows of padding
+      are kept, all others are overwritten.
+    - `x`: [T, D], normalised hidden states.
+    - `ids`: int32[T, K], ascending, E for padding.
+    - `elsewhere`: experts of a second processor. Their rows of y stay zero; they count as active
+      and as missing, and nowhere else.
+
+    Returns (y, memory, counts). `counts` is int32[4 + ⌈E/32⌉]: the fields of Paging, then one bit
+    for each missing expert; with V > 1 versions 2·V more, the fills and experts read through of
+    each version (moejax.step.results.Results). It is one array because a scan copies each of its
+    outputs by a kernel of its own.
     """
     stores, waves = context.stores, context.waves
     experts, implementation = memory.tables.address.shape[1], context.ops.expert_ffn
@@ -168,8 +172,8 @@ def page_and_compute(
         return y, DeviceMemory(arena, tables), counts
 
     counts = jnp.zeros(counts_size(experts, len(stores)), jnp.int32)
-    # A loop, because written out one after the other XLA sees that a wave's fill does not depend
-    # on what the wave before it read, and copies the arena (seen on CPU).
+    # A loop: if the waves were written out, XLA would see that a wave's fill does not depend on
+    # the reads of the wave before it, and would copy the arena (seen on CPU).
     y, memory, counts = lax.fori_loop(0, waves, page_in, (y, memory, counts))
     if elsewhere is not None:  # the plans do not count them
         counts = counts.at[0].add(jnp.sum(active & elsewhere.beside, dtype=jnp.int32))
@@ -186,8 +190,13 @@ def compute_planned(
     context: ExpertContext,
     epilogue: Epilogue | None = None,
 ) -> tuple[Any, DeviceMemory]:
-    """Fills and computes a layer whose plan `work` the tables have already. epilogue: what the last
-    kernel does too (expert_ffn). Returns (y, memory) like page_and_compute."""
+    """Fills and computes a layer whose plan is already in the tables.
+
+    - `work`: the plan.
+    - `epilogue`: extra work of the last kernel (expert_ffn).
+
+    Returns (y, memory) as page_and_compute does.
+    """
     arena, tables = memory
     batch = ExpertBatch(work.active, work.active_count, ids, x)
     places = context.places(tables, layer)
@@ -204,7 +213,7 @@ def compute_planned(
 def fill_planned(
     arena: jax.Array, layer: jax.Array, work: Plan, context: ExpertContext
 ) -> jax.Array:
-    """The arena with what a plan moves into cells."""
+    """Returns the arena after the fills of a plan."""
     with jax.named_scope("fill"):
         return fill(
             arena,
@@ -224,16 +233,22 @@ def plan_wave(
     wave: jax.Array,
     context: ExpertContext,
 ) -> tuple[jax.Array, jax.Array, Tables, Plan]:
-    """(due bool[E]: the active experts that the wave computes, those of them that are not resident
-    before it, tables after it, its plan). ids: int32[T, K], E for padding. active: bool[E], of all
-    waves."""
+    """Plans one wave of a layer.
+
+    - `ids`: int32[T, K], E for padding.
+    - `active`: bool[E], the active experts of all waves.
+
+    Returns (due, missing, tables, plan): bool[E], the active experts that the wave computes;
+    bool[E], those of them that were not resident before it; the tables after it; its plan.
+    """
     waves, experts = context.waves, active.shape[0]
     with jax.named_scope("plan"):
         if waves == 1:
             due, missing = routed_to(tables, layer, ids)
         else:
             due = active & (jnp.arange(experts) * waves // experts == wave)
-            # Together, since plan changes the addresses in place: read later they would be copied.
+            # Both behind one barrier: plan changes the addresses in place, and XLA would copy the
+            # table for a later read.
             due, missing = lax.optimization_barrier((due, due & (tables.address[layer] < 0)))
         tables, work = plan(tables, layer, due, implementation=context.ops.plan)
     return due, missing, tables, work
@@ -248,8 +263,8 @@ def plan_elsewhere(
     context: ExpertContext,
     elsewhere: Elsewhere,
 ) -> tuple[jax.Array, jax.Array, Tables, Plan]:
-    """As plan_wave, of a layer some of whose experts are computed elsewhere: the plan has none of
-    them among the active ones or those read through, and loads in the order that was asked for."""
+    """Does the same as plan_wave for a layer that shares its experts with a second processor. The
+    plan leaves out the second processor's experts and loads the others in `elsewhere.order`."""
     wanted, own = tables.fill_version, tables.fill_version[layer]
     here = tables._replace(
         fill_version=wanted.at[layer].set(jnp.where(elsewhere.beside & (own >= 0), -1 - own, own))
@@ -273,7 +288,7 @@ def plan_elsewhere(
 
 
 def zero_outputs(pairs: int, hidden: int) -> jax.Array:
-    """y float32[T·K, D] of page_and_compute before any layer."""
+    """Returns the y float32[T·K, D] that page_and_compute takes before the first layer."""
     return jnp.zeros((pairs, hidden), jnp.float32)
 
 
@@ -285,7 +300,10 @@ def compute(
     context: ExpertContext,
     epilogue: Epilogue | None = None,
 ) -> Any:
-    """y with the rows of the batch's experts. arena: of a DeviceMemory."""
+    """Returns y with the rows of the batch's experts.
+
+    - `arena`: DeviceMemory.arena.
+    """
     with jax.named_scope("expert_ffn"):
         options = context.expert_options(context.ops.expert_ffn)
         return expert_ffn(y, arena, batch, places, options, epilogue)
@@ -296,11 +314,12 @@ def materialize(
 ) -> DeviceMemory:
     """Remaps the window to a layer and begins to load it: FluxMoE's Algorithm 1, `materialize`.
 
-    The layer takes the cells of the one two before it, cyclic, and its absent experts own them;
-    their records are queued and nobody waits. So the ring follows the running count of layers, and
-    with an odd number of them a layer has the other half in each pass. after: what was made from
-    all that read those cells (write-after-read); that a record is there before it is read is the
-    reader's to wait for, part by part (expert_ffn).
+    The layer takes over the cells of the layer two before it (cyclically) for its absent experts.
+    Their records are queued, without a wait. So the ring follows the running count of layers, and
+    with an odd number of layers a layer has the other half in each pass. The kernel that reads a
+    record waits for it, part by part (expert_ffn).
+
+    - `after`: an array that depends on every read of those cells (write-after-read).
     """
     layers, experts = memory.tables.address.shape
     with jax.named_scope("materialize"):
@@ -312,16 +331,15 @@ def materialize(
 
 
 def seat(tables: Tables, giver: jax.Array, taker: jax.Array) -> Tables:
-    """Tables in which the ring's cells, of one half, went on from a layer to another one, whose
-    absent experts own them: `materialize` where the host brings their records."""
+    """Hands one half of the ring from a layer to another, whose absent experts get its cells. It is
+    `materialize` for a host that brings the records itself. Returns the tables."""
     experts = tables.address.shape[1]
     ring = jnp.arange(tables.cell_row.shape[1]) >= experts
     return seat_absent(hand_over(tables, giver, taker, ring), taker, experts)[0]
 
 
 def load_seated(memory: DeviceMemory, layer: int, context: ExpertContext) -> DeviceMemory:
-    """Begins to load the experts that own a layer's cells of the ring, the first of those, between
-    two steps."""
+    """Begins to load the experts that own a layer's cells of the ring, between two steps."""
     tables, experts = memory.tables, memory.tables.address.shape[1]
     owner, row = tables.owner[layer, experts:], tables.cell_row[layer, experts:]
     count = jnp.sum(owner >= 0, dtype=jnp.int32)
@@ -336,9 +354,15 @@ def load(
     count: jax.Array,
     context: ExpertContext,
 ) -> DeviceMemory:
-    """Queues the first `count` of int32[A] experts of a layer into dense cells at arena rows
-    int32[A]: over the link, but those with a packed cell of their own out of that; both at once, as
-    FluxMoE loads from its two backends (section 4.3)."""
+    """Queues experts of a layer into dense cells.
+
+    Experts with a packed cell are decoded out of that cell, all others come over the link. Both go
+    on at once, as FluxMoE loads from its two backends (section 4.3).
+
+    - `expert`: int32[A].
+    - `row`: int32[A], arena rows of the cells.
+    - `count`: how many of the A entries are loaded, from the first on.
+    """
     arena, tables = memory
     of_link, packed = jnp.arange(expert.shape[0]) < count, None
     if context.packed is not None:
@@ -377,12 +401,16 @@ def compute_materialized(
     layer: jax.Array,
     context: ExpertContext,
 ) -> tuple[jax.Array, DeviceMemory, jax.Array]:
-    """Every expert of a layer in the window on its tokens; arguments and results as of
-    page_and_compute. All experts are listed as active, so all are there afterwards, used or not,
-    and none is on its way when the layer's cells go on. An active expert is a hit where it has a
-    cell; one whose bytes did not come in an earlier step has none, and is read through. Where
-    records come in pieces (AbsentRecords) nothing flies into cells: those are listed that are used
-    and there, and the rows of the others are zeros."""
+    """Computes the experts of a layer in the window on its tokens. Arguments and results are those
+    of page_and_compute.
+
+    All experts are listed as active, used or not, so that the kernel waits for all of them and no
+    transfer is under way when the layer's cells are handed on. An active expert with a cell is a
+    hit; an expert whose bytes did not come in an earlier step has no cell and is read through.
+
+    If records come in pieces (AbsentRecords), no transfer writes to cells. Then only active experts
+    with a cell are listed, and the rows of the others are zeros.
+    """
     tables, experts = memory.tables, memory.tables.address.shape[1]
     expert = jnp.arange(experts)
     active = active_experts(ids, jnp.ones(experts, bool))
@@ -405,9 +433,13 @@ def stage_layer(
     context: ExpertContext,
     ahead: jax.Array | int = 0,
 ) -> tuple[DeviceMemory, jax.Array]:
-    """A stage list's entries of one MoE layer, as the op; int32[S] 1 for each carried out. ahead: 1
-    before the layer's plan, when what the last step used may go; its clock is then read as that of
-    the coming reference."""
+    """Carries out the entries of a stage list that belong to one MoE layer.
+
+    - `ahead`: 1 if the layer's plan is still to come. Then experts that the last step used may be
+      replaced, and the layer's clock is read as that of its next reference.
+
+    Returns (memory, int32[S]: 1 for each entry that was carried out).
+    """
     arena, tables = memory
     with jax.named_scope("stage"):
         arena, tables, done = stage(
@@ -423,30 +455,37 @@ def stage_layer(
 
 
 def move_clock(tables: Tables, layer: jax.Array, by: jax.Array | int) -> Tables:
-    """The tables with a layer's clock so many references later."""
+    """Returns the tables with a layer's clock moved by so many references."""
     if isinstance(by, int) and by == 0:
         return tables
     return tables._replace(clock=tables.clock.at[layer].add(by))
 
 
 def zero_after(value: jax.Array) -> jax.Array:
-    """An int32 zero that waits for `value`: added to what decides about a later write of the arena,
-    it keeps XLA from thinking that the write could come before what made `value` has read it, and
-    from copying the arena."""
-    # Nothing exceeds infinity, which XLA does not see.
+    """Returns an int32 zero that depends on `value`.
+
+    Add it to an index of a later write to the arena. Otherwise XLA may order that write before the
+    reads that `value` depends on, and then copies the arena.
+    """
+    # XLA does not know that no value exceeds infinity.
     return (value.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
 
 
 def missed_bits(counts, experts: int):
-    """bool[L, E]: active experts that were not resident when their layer began, of counts
-    int32[L, counts_size] on the host or in a step."""
+    """Returns bool[L, E], the active experts that were not resident when their layer began.
+
+    - `counts`: int32[L, counts_size], on the host or traced.
+    """
     words = counts[:, len(Paging._fields) : counts_size(experts)]
     bits = (words[:, :, None] >> np.arange(32, dtype=np.int32)) & 1
     return bits.reshape(counts.shape[0], -1)[:, :experts] > 0
 
 
 def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.Array:
-    """The counts of a layer in the window; active, absent: bool[E]."""
+    """Returns the counts of a layer in the window.
+
+    - `active`, `absent`: bool[E].
+    """
     experts = active.shape[0]
     used, missed = (jnp.sum(mask, dtype=jnp.int32) for mask in (active, absent))
     paging = Paging(used, used - missed, jnp.int32(0), missed)
@@ -455,7 +494,12 @@ def _window_counts(active: jax.Array, absent: jax.Array, versions: int) -> jax.A
 
 
 def add_experts(x: jax.Array, y: jax.Array, weights: jax.Array, ops: Ops) -> jax.Array:
-    """x [T, D] + Σ_k weights[:, k]·y[t·K + k] in the order of k. y [T·K, D]."""
+    """Returns x + Σ_k weights[:, k]·y[t·K + k], summed in the order of k.
+
+    - `x`: [T, D].
+    - `y`: [T·K, D].
+    - `weights`: float32[T, K].
+    """
     with jax.named_scope("combine"):
         y = y.reshape(*weights.shape, -1)
         return lax.optimization_barrier(combine(x, y, weights, implementation=ops.combine))

@@ -1,4 +1,4 @@
-"""What a walk of layers compiles: the parts of a step, each a program of its own."""
+"""The programs of a walk of layers: each part of a step is a program of its own."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ PUT = {"decode": 64, "prefill": 1024}
 """Rows of y that one program puts into their slots, a compiled shape, by kind of step."""
 
 IDLE, READ_THROUGH = -2, -1
-"""In a plan's rows: the expert is not due; it has no cell."""
+"""Values in a plan's rows: the expert is not due; the expert has no cell."""
 
 
 def layer_program(programs: Programs, key: ProgramKey) -> Program:
-    """The program of a part of a step.
+    """Returns the program of a part of a step.
 
-    Parts: embed, embedding (the array of that name), experts, output (traced: of steps with trace
+    Parts are embed, embedding (the trace array), experts, output (traced: of steps with trace
     arrays), and for each run of equal layers attend, route (forced: with a routing as the last
-    argument), observe (the layer's arrays) and feed_forward. Which layer is an argument, its index
-    in the run, for experts over all MoE layers. Where experts lie in separate arrays, experts are
-    parts of their own (CopyTransport). Raises KeyError for another part.
+    argument), observe (the layer's arrays) and feed_forward. The layer is an argument: its index in
+    the run, or for experts its index among all MoE layers. If experts are separate arrays,
+    CopyTransport has parts of its own in place of experts. Raises KeyError for another part.
     """
     return _StepPart(programs, key).program(key.part or "")
 
 
 _PARTS: dict[str, tuple[Callable[..., Any], frozenset[str], frozenset[str]]] = {}
-"""Name of a part → as _part has them: the method, `donated` and `summed`."""
+"""(method, `donated`, `summed`) of each part, by name; filled by _part."""
 
 
 def _part(*, donated: str = "", summed: str = "") -> Callable[[Callable], Callable]:
     """Makes a method of _StepPart a part of steps. Parameters are named as `shapes` names them.
 
     - `donated`: parameters whose memory the results reuse.
-    - `summed`: of those the one to which `combine` adds. The result of combine's kernel is an array
-      of its own, which would be copied into a donated one.
+    - `summed`: the parameter that `combine` adds to. It is donated too, unless combine is a kernel:
+      the kernel's result is an array of its own, which would be copied into a donated one.
     """
 
     def register(method: Callable) -> Callable:
@@ -81,13 +81,13 @@ def _part(*, donated: str = "", summed: str = "") -> Callable[[Callable], Callab
 
 @dataclasses.dataclass(frozen=True)
 class _StepPart:
-    """The parts of one kind of step, each a method of jax arrays."""
+    """The parts of one kind of step, each a method on jax arrays."""
 
     programs: Programs
     key: ProgramKey
 
     def program(self, name: str) -> Program:
-        """The program of a part."""
+        """Returns the program of a part."""
         method, donated, summed = _PARTS[name]
         if not self.programs.steps.ops.ends_layers:
             donated |= summed
@@ -100,7 +100,7 @@ class _StepPart:
         return Program(types.MethodType(method, self), tuple(args), given)
 
     def shapes(self) -> dict[str, Any]:
-        """Parameter → the arrays that it gets."""
+        """Returns the shapes of arguments, by name of the parameter."""
         programs, config, key = self.programs, self.programs.steps.config, self.key
         experts, hidden = config.num_experts, config.hidden_size
         layers, tokens = programs.tables.clock.shape[0], programs.tokens(key)
@@ -165,7 +165,10 @@ class _StepPart:
 
     @_part(donated="x")
     def route(self, params, x, batch, i, *more):
-        """more: addresses [L, E] where routers favour residents, then a forced routing."""
+        """Routes a layer.
+
+        - `more`: addresses [L, E] if routers favour residents, then a routing if it is forced.
+        """
         stack, more, favour = self._stack(params), list(more), None
         if self.programs.steps.favours_residents:
             context = self.context()
@@ -198,7 +201,7 @@ class _StepPart:
 
     @_part(donated="tables counts")
     def plan(self, tables, counts, ids, layer, wave):
-        """Returns (tables, counts, _planned)."""
+        """Plans one wave of a layer. Returns (tables, counts, result of _planned)."""
         context = self.context()
         active = active_experts(ids, jnp.ones(tables.address.shape[1], bool))
         due, missing, tables, work = plan_wave(ids, active, tables, layer, wave, context)
@@ -207,8 +210,10 @@ class _StepPart:
 
     @_part(donated="tables counts")
     def plan_beside(self, tables, counts, ids, layer, wave, beside):
-        """As plan, without the experts under the mask bool[E], which count as active and as
-        missing."""
+        """Plans as `plan` does, without a second processor's experts.
+
+        - `beside`: bool[E], those experts, which count as active and as missing.
+        """
         experts, context = tables.address.shape[1], self.context()
         active = active_experts(ids, jnp.ones(experts, bool))
         elsewhere = Elsewhere(beside, jnp.zeros(experts, jnp.int32))
@@ -222,20 +227,21 @@ class _StepPart:
 
     @_part(donated="y")
     def put(self, y, rows, slots):
-        """y with rows of the second processor in their slots; no slot: those past the last."""
+        """Returns y with rows of the second processor in their slots. Rows whose slot is past the
+        last one are dropped."""
         return y.at[slots].set(rows, mode="drop", unique_indices=True)
 
     @_part(donated="y")
     def compute(self, y, arena, tables, stores, x, ids, layer, listed, count):
-        """y with the rows of the first `count` experts of `listed`, which have cells."""
+        """Returns y with the rows of the first `count` experts of `listed`, which have cells."""
         context = self.context(stores)
         batch = ExpertBatch(listed, count, ids, x)
         return compute(y, arena, batch, context.places(tables, layer), context)
 
     @_part(donated="y")
     def through(self, y, stores, x, ids, layer, expert, pieces):
-        """y with the rows of an expert without a cell, whose record is an arena of its own; and a
-        mark that it was read."""
+        """Computes an expert without a cell from its record, used as an arena of one cell. Returns
+        (y, a value that is ready once the record was read)."""
         context, record = self.context(stores), jnp.concatenate(pieces)
         # The reference slices an arena of at least the largest version.
         most = max(store.shape[2] for store in stores)
@@ -249,15 +255,15 @@ class _StepPart:
 
     @_part()
     def absent(self, tables, layer):
-        """int32[E]: the version in which a miss computes each expert of the layer without a cell;
-        −1: it has one."""
+        """Returns int32[E], the version in which a miss computes each expert of the layer; −1 for
+        experts with a cell."""
         wanted = tables.fill_version[layer]
         version = jnp.where(wanted < 0, -1 - wanted, wanted)
         return jnp.where(tables.address[layer] < 0, version, -1)
 
     @_part(donated="arena tables")
     def accelerate(self, stores, arena, tables, x, ids, layer, elsewhere):
-        """(y of all experts that are not elsewhere, arena, tables, counts)."""
+        """Computes the device's experts. Returns (y, arena, tables, counts)."""
         context, memory = self.context(stores), DeviceMemory(arena, tables)
         y = zero_outputs(ids.size, x.shape[1])
         y, memory, counts = page_and_compute(y, x, ids, memory, layer, context, elsewhere)
@@ -275,8 +281,9 @@ class _StepPart:
 
 
 def _planned(due, work, tables, layer):
-    """int32[3, E]: for each expert the arena row of its cell, IDLE where it is not under `due`, or
-    READ_THROUGH; whether the cell is to be filled; the version number there or to be read."""
+    """Returns a plan for the host, int32[3, E]: the arena row of each expert's cell, READ_THROUGH
+    without a cell, IDLE if the expert is not due; whether the cell must be filled; the version
+    number in the cell, or to be read."""
     address = tables.address[layer]
     row = jnp.where(due, jnp.where(address < 0, READ_THROUGH, address), IDLE)
     filled = jnp.any(work.fill_expert[:, None] == jnp.arange(address.size), axis=0)
@@ -284,9 +291,14 @@ def _planned(due, work, tables, layer):
 
 
 def beside_program(programs: Programs, key: ProgramKey, rows: int, version: int = 0) -> Program:
-    """What a second processor with memory of its own computes of an expert, on a CPU device: the
-    first `count` of x [rows, D] by a record uint16[record rows, D] of a version; float32[rows, D].
-    key: of the step. Which rows those are is the caller's."""
+    """Returns the program by which a second processor computes one expert, on a CPU device.
+
+    It takes x [rows, D], a record uint16[record rows, D] and how many rows of x are in use, and
+    returns float32[rows, D].
+
+    - `key`: key of the step.
+    - `version`: version number of the record.
+    """
     steps, context = programs.steps, programs.context(key)
     assert steps.second is not None
     formats = None if steps.formats is None else steps.formats[version : version + 1]

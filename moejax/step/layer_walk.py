@@ -1,8 +1,8 @@
-"""A step as executables of its layers, called one by one from Python.
+"""Runs a step layer by layer: Python calls an executable for each part of a layer.
 
 A layer's attend, route and experts are executables of their own, so that hooks see the routing and
-can move experts in between. Whatever crosses from one to the next is behind an
-`optimization_barrier` in the compiled step's scan too, hence equal bits (contract 1e).
+can move experts in between. The compiled step has an `optimization_barrier` wherever values pass
+from one executable to the next, so the bits are equal (contract 1e).
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from pallas_kernels.stage import Entries
 
 class _Layer(NamedTuple):
     run: int
-    """Which run of equal layers it belongs to."""
+    """The run of equal layers that the layer belongs to."""
     index: jax.Array
-    """int32: in its run."""
+    """int32: the layer's index in its run."""
     moe_layer: int
-    """−1: a layer without experts."""
+    """The layer's index among MoE layers; −1: a layer without experts."""
 
 
 class LayerWalk:
-    """A step as three executables a layer, with hooks in between, as CompiledWalk.
+    """Runs a step as three executables a layer, with hooks in between. It has the methods of
+    CompiledWalk.
 
-    Without hooks nothing is read back, so the host runs ahead of the device as with one executable
+    Without hooks the host reads nothing back, so it runs ahead of the device as with one executable
     a step.
 
-    - `runs`: of equal layers, how many and whether they have experts.
+    - `runs`: (how many layers, whether they have experts) of each run of equal layers.
     - `params`: the model's arrays.
-    - `stream`: brings all experts of a layer before it; None: the transport those it misses.
-    - `processor`: computes some of them beside the device; None: there is none.
+    - `stream`: brings all experts of a layer before it; None: the transport brings missing ones.
+    - `processor`: computes some experts beside the device; None without one.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LayerWalk:
         return [*keys, self._transport.stage_key] if staged else keys
 
     def _part(self, step: ProgramKey, part: str, run: int | None) -> ProgramKey:
-        """All prefill steps share their parts but the output."""
+        """Returns the key of a part. All prefill steps share their parts except the output."""
         output = part == "output"
         kind = step.kind if output or step.kind == "decode" else "prefill"
         traced, forced = output and bool(self._steps.trace_arrays), step.forced and part == "route"
@@ -103,7 +104,7 @@ class LayerWalk:
         return key._replace(context=context)
 
     def _bind(self, step: ProgramKey) -> Parts:
-        """The executables of a kind of step."""
+        """Returns the executables of a kind of step. Waits until they are compiled."""
         if step not in self._bound:
             # Ask for all of them first: they compile side by side.
             asked = [(key, self._compiler.start(key)) for key in self.calls(step)]
@@ -120,7 +121,7 @@ class LayerWalk:
             self._processor.begin_step()
         parts = self._bind(step._replace(forced=forced is not None))
         params, buffers, transport = self._params, self._buffers, self._transport
-        # Once for all layers; what lies on the device already stays as it is.
+        # Once for all layers; arrays on the device are not copied.
         batch = jax.device_put(args, buffers.sharding)
         extra = () if forced is None else (jax.device_put(forced, buffers.sharding),)
         due = frozenset() if stages is None else frozenset(np.asarray(stages.layer).tolist())
@@ -162,17 +163,20 @@ class LayerWalk:
         return output._replace(staged=staged, arrays=arrays, placed=placed)
 
     def _show_routing(self, hooks: Hooks, layer: int, normed: jax.Array, routing: Routing) -> None:
-        """Waits for a layer's routing, and asks the hooks before its experts."""
+        """Waits for a layer's routing and calls the hooks before its experts."""
         routing.ids.copy_to_host_async()
         routing.weights.copy_to_host_async()
         if self._processor is not None:
-            normed.copy_to_host_async()  # what it will compute on, while policies decide
+            normed.copy_to_host_async()  # its input, copied while policies decide
         known = np.asarray(routing.ids), np.asarray(routing.weights)
         self._carry_out(hooks(Moment.ROUTED, layer, known), layer)
         self._carry_out(hooks(Moment.EXPERTS_BEGIN, layer, None), layer)
 
     def _carry_out(self, entries: Entries | None, current: int) -> None:
-        """A hook's entries. current: the layer that is next to compute its experts."""
+        """Carries out a hook's entries.
+
+        - `current`: the next layer whose experts are computed.
+        """
         if entries is None:
             return
         layers = sorted(set(np.asarray(entries.layer).tolist()))

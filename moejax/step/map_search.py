@@ -1,9 +1,9 @@
-"""Expert maps inside a compiled decode step: the searches of fMoE (arXiv:2502.05370, sections 4.2
-to 4.5), what they want fetched, and its transfers, with no host in between.
+"""Searches expert maps inside a compiled decode step, and fetches the experts that they predict,
+without the host (fMoE, arXiv:2502.05370, sections 4.2 to 4.5).
 
 Shapes: C places of the store, L MoE layers, E experts a layer, D hidden size, R rows of the step, S
-entries of a list. The rules are those of host_offload.policies.prefetch.expert_map.map_store, and
-so is how rows are rounded, so that a simulation finds the same.
+entries of a list. Rules and rounding are those of
+host_offload.policies.prefetch.expert_map.map_store, so a simulation finds the same maps.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pallas_kernels.plan.victim import victim_key
 from pallas_kernels.stage import Entries
 
 WRITTEN = 64
-"""Places of the store that one call of its program writes, a compiled shape."""
+"""Places of the store that one call of `write_maps` writes, a compiled shape."""
 
 
 def map_shapes(
     search: MapSearch, layers: int, experts: int, hidden: int
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Field of a MapStore on the device → its shape and dtype."""
+    """Returns the shape and dtype of each field of a MapStore on the device."""
     return {
         "embeddings": ((search.capacity, hidden), jnp.float16),
         "maps": ((layers, search.capacity, experts), jnp.float16),
@@ -47,8 +47,12 @@ def map_shapes(
 def write_rows(
     arrays: MapStore, place: jax.Array, embeddings: jax.Array, maps: jax.Array
 ) -> MapStore:
-    """The store with other rows at places int32[n], C and more: nowhere. embeddings float16[n, D],
-    maps float16[n, L, E]."""
+    """Returns the store with some rows replaced.
+
+    - `place`: int32[n], where each row goes; rows with a place of C or more are not written.
+    - `embeddings`: float16[n, D].
+    - `maps`: float16[n, L, E].
+    """
     by_layer = maps.swapaxes(0, 1)
     lengths = prefix_lengths(by_layer.astype(jnp.float32), jnp)
     return MapStore(
@@ -59,11 +63,17 @@ def write_rows(
 
 
 def wanted_experts(probabilities: jax.Array, score: jax.Array, top_k: int) -> jax.Array:
-    """bool[R, E]: of float32[R, E] the fewest, likeliest ones whose sum is at least
-    clip(1 − score, 0, 1), and at least top_k (equations 6 to 8).
+    """Chooses the experts that a map predicts (equations 6 to 8).
 
-    An expert is wanted where fewer than top_k come before it, or where those do not suffice: so
-    nothing is sorted."""
+    Of each row these are the fewest likeliest experts whose probabilities sum to at least
+    clip(1 − score, 0, 1), and no fewer than `top_k`. An expert is chosen if fewer than `top_k`
+    experts are likelier, or if the sum of the likelier ones is too small. So nothing is sorted.
+
+    - `probabilities`: float32[R, E].
+    - `score`: float32[R], similarity of the map that was found.
+
+    Returns bool[R, E].
+    """
     expert = jnp.arange(probabilities.shape[1])
     p, other = probabilities[:, :, None], probabilities[:, None, :]
     before = (p > other) | ((p == other) & (expert[:, None] < expert))  # [R, before, expert]
@@ -73,11 +83,14 @@ def wanted_experts(probabilities: jax.Array, score: jax.Array, top_k: int) -> ja
 
 
 def list_entries(tables: Tables, layer: jax.Array, wanted: jax.Array, size: int) -> Entries:
-    """The transfers of a layer that the step has yet to compute: absent experts of float32[E], 0:
-    not wanted, the likeliest first, each to a cell that makes room.
+    """Lists the transfers of a layer that the step has yet to compute.
 
-    Free cells go first, then those whose owner nobody wants, by plan's victim key, then those whose
-    owner is wanted less than who comes.
+    Absent experts come in the order of their probability. They replace, in this order: empty cells,
+    experts that are not wanted (by plan's victim key), experts with a lower probability than the
+    one that comes.
+
+    - `wanted`: float32[E], probability of each wanted expert; 0: the expert is not wanted.
+    - `size`: entries of the list, S.
     """
 
     def at(table):
@@ -94,7 +107,7 @@ def list_entries(tables: Tables, layer: jax.Array, wanted: jax.Array, size: int)
         return jnp.sum(jnp.where(owns, values, 0), axis=1)
 
     worth = of_owner(wanted)
-    # The clock of the reference to come, at which plan would compute it.
+    # plan would compute the age at the layer's next reference, so at the next value of its clock.
     age = at(tables.clock) + 1 - last_used
     prior, frequency = of_owner(at(tables.prior)), of_owner(at(tables.frequency))
     key = victim_key(age, frequency, prior, tables.victim_weights)
@@ -116,7 +129,7 @@ def list_entries(tables: Tables, layer: jax.Array, wanted: jax.Array, size: int)
 
 @dataclasses.dataclass(frozen=True)
 class Lookahead:
-    """What a step fetches ahead of its own layers, by the maps of earlier ones."""
+    """Fetches experts ahead of the layers of the running step, by the maps of earlier steps."""
 
     arrays: MapStore
     search: MapSearch
@@ -126,8 +139,13 @@ class Lookahead:
     context: ExpertContext
 
     def begin(self, x: jax.Array, memory: DeviceMemory) -> tuple[DeviceMemory, jax.Array]:
-        """Between the embedding x [R, D] and the first layer: the semantic search, for the first
-        `distance` layers. Returns (memory, int32[distance, 4, S]: see fetch)."""
+        """Searches by embedding, before the first layer, and fetches for the first `distance`
+        layers.
+
+        - `x`: [R, D], the embeddings.
+
+        Returns (memory, int32[distance, 4, S] as of `fetch`).
+        """
         found = self.arrays.nearest_embedding(x.astype(jnp.float16), jnp)
 
         def layer(memory, target):
@@ -144,8 +162,12 @@ class Lookahead:
         probabilities: jax.Array,
         x: jax.Array,
     ) -> tuple[DeviceMemory, Trajectory, jax.Array]:
-        """After the experts of a layer, which made x: the search with what its router said,
-        float16[R, E], for the layer `distance` further on."""
+        """Searches by the router's probabilities, after a layer's experts, and fetches for the
+        layer `distance` further on.
+
+        - `probabilities`: float16[R, E], of the layer.
+        - `x`: [R, D], output of the layer.
+        """
         with jax.named_scope("lookahead"):
             trajectory, found = self.arrays.nearest_map(trajectory, layer, probabilities, jnp)
             memory, ahead = self.fetch(memory, layer + self.search.distance, found, x)
@@ -154,12 +176,17 @@ class Lookahead:
     def fetch(
         self, memory: DeviceMemory, target: jax.Array, found: FoundMaps, after: jax.Array
     ) -> tuple[DeviceMemory, jax.Array]:
-        """What the maps that were found say of a layer to come becomes its prior, by which it
-        evicts, and transfers. after: what was made from all that read the arena so far.
+        """Makes the probabilities of the found maps the prior of a layer to come, by which it
+        evicts, and carries out the transfers that they ask for.
 
-        Rows are united, each probability the largest of theirs. Nothing of a layer that is none,
-        or where nothing is stored. Returns (memory, int32[4, S]: layer, expert and cell of each
-        entry, −1: none, and whether it was carried out).
+        Of several rows the largest probability of each expert counts. Nothing happens past the last
+        layer, or while the store is empty.
+
+        - `target`: the layer.
+        - `after`: an array that depends on every read of the arena so far.
+
+        Returns (memory, int32[4, S]: layer, expert and cell of each entry, −1 without one, and
+        whether the entry was carried out).
         """
         layers, size = len(self.arrays.lengths), self.entries
         layer = jnp.minimum(target, layers - 1)
@@ -184,8 +211,8 @@ class Lookahead:
 
 
 def _ranks(order: tuple[jax.Array, ...], candidate: jax.Array) -> jax.Array:
-    """int32[n]: how many candidates come before each, by the fields of `order` one after the
-    other."""
+    """Counts the candidates that come before each element, by the fields of `order` in turn.
+    Returns int32[n]."""
     less, equal = jnp.zeros((), bool), jnp.ones((), bool)
     for field in order:
         a, b = field[:, None], field[None, :]

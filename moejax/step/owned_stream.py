@@ -1,9 +1,10 @@
-"""Experts that stream through a window of two layers of an arena that the native library owns:
-before a layer runs, all its experts are there; afterwards their cells go on.
+"""Streams experts through a window of two layers, in an arena that the native library owns. All
+experts of a layer are in the window before the layer runs; afterwards its cells pass to a later
+layer.
 
-FluxMoE (shared/papers.md, section 3): no routing is predicted, and memory that experts do not need
-is KV's. The step is one executable (moejax.step.compiled_step) with another way to find experts
-(experts.materialize); programs know an expert by (layer, expert) alone, and `Tables.address` is the
+This is FluxMoE (shared/papers.md, section 3): no routing is predicted, and KV gets the memory that
+experts do not need. The step is one executable (moejax.step.compiled_step), which finds experts by
+experts.materialize. Programs know an expert by (layer, expert) alone, and `Tables.address` is the
 page table, remapped in each pass.
 """
 
@@ -26,15 +27,15 @@ SetTables = Callable[[Mapping[str, np.ndarray]], None]
 
 
 class OwnedStream:
-    """Streams inside of the compiled step.
+    """Streams experts inside of the compiled step.
 
-    - `set_tables`: of the Executor.
+    - `set_tables`: Executor.set_tables.
     """
 
     staging_bytes = 0
     """Device memory of the coming layer outside of the arena."""
     window: WindowSpec | None = None
-    """None: not open yet, so that no step can run."""
+    """The open window; None before `open`, when no step can run."""
 
     def __init__(
         self,
@@ -48,12 +49,12 @@ class OwnedStream:
         self._transport, self._set_tables = transport, set_tables
 
     def open(self, window: WindowSpec) -> None:
-        """Gives experts their cells, fills those of residents and begins to load the first layer.
-        Before the first step: KV may have none of its slots."""
+        """Gives experts their cells, fills the cells of residents and begins to load the first
+        layer. Call it before the first step; KV may hold none of the window's slots."""
         self._set_tables(window.contents())
         self._transport.populate(*window.residents())
         if self._steps.tiers:
-            self._transport.drain()  # what is packed is read as the first layer's experts are
+            self._transport.drain()  # loading the first layer reads the packed records
         buffers = self._buffers
         buffers.arena = self._compiler.call(
             ProgramKey("load"), buffers.arena, buffers.tables, buffers.stores
@@ -61,10 +62,12 @@ class OwnedStream:
         self.window = window
 
     def change(self, window: WindowSpec) -> None:
-        """Makes this the window of the steps to come, between two steps: who stays is where it was
-        or is copied within the arena, who becomes resident comes from the store, and who was is
-        forgotten. Waits for the steps. KV may have none of the slots of either window. Raises
-        ValueError without a window before it, of the same layers and experts."""
+        """Replaces the window, between two steps, and waits for the steps so far.
+
+        Residents that stay keep their place or are copied within the arena. New residents come from
+        the store, and former ones are forgotten. KV may hold none of the slots of either window.
+        Raises ValueError if no window is open, or one of other layers and experts.
+        """
         before, memory, buffers = self.window, self._buffers.memory, self._buffers
         if before is None or memory is None or before.tier.shape != window.tier.shape:
             raise ValueError("a window is changed to another one of the same model's")
@@ -81,7 +84,8 @@ class OwnedStream:
             taken += [(to, arena[row : row + rows].copy()) for row, to in pairs]
         for row, record in taken:  # only now, since places overlap
             arena[row : row + len(record)] = record
-        # One of the first layer that had not come is read through, and comes in the next pass.
+        # An expert of the first layer that had not come is read through, and comes in the next
+        # pass.
         own, version = window.residents()
         lost = np.zeros_like(window.tier, bool)
         lost[0] = window.streams[0] & (have[0][0] < 0)
@@ -96,8 +100,9 @@ class OwnedStream:
 
 
 def _places(tables: Mapping[str, np.ndarray], experts: int) -> dict[int, np.ndarray]:
-    """Version → int32[L, E]: the arena row of a cell in which an expert is, −1: of none. A dense
-    one may be in the ring, of which only the first layer's half counts between two steps."""
+    """Finds each expert's cell: version → int32[L, E], the cell's arena row, −1 without a cell. A
+    dense expert may be in the ring, of which only the first layer's half counts between two
+    steps."""
     owner, row = tables["owner"][:, :experts], tables["cell_row"][:, :experts]
     own = np.where(owner == np.arange(experts), row, -1)
     packed = np.where(tables["cell_version"][:, :experts] == PACKED_VERSION, own, -1)

@@ -1,18 +1,19 @@
-"""A second processor: a CPU that computes missed experts where the store has them, beside the
+"""A second processor: a CPU that computes missed experts from the store's host memory, beside the
 device that has the arena (docs/explanation/prescope.md).
 
-Only rows of x and y cross. A layer, in the order of what the host does:
+Only rows of x and y cross the link. Of each layer the host does, in this order:
 
-1. attend and route are dispatched, then the copy of x to the host,
-2. policies decide, the host reads which of the given experts have no cell,
-3. a thread waits for x and computes those, an expert after the other,
-4. meanwhile the host plans, brings and dispatches the device's experts, as ever,
-5. the thread's rows, copied to the device, are put into their slots of y, and y is summed in the
+1. It dispatches attend and route, then the copy of x to the host.
+2. Policies choose experts for the CPU, and the host reads which of those have no cell.
+3. A thread waits for x and computes them, one expert after the other.
+4. Meanwhile the host plans, brings and dispatches the device's experts.
+5. The thread's rows are copied to the device and put into their slots of y, and y is summed in the
    fixed order.
 
-Where both run the same implementation the bits are those of full residency (contract 1). Where the
-CPU's op has other bits than the device's, an expert's rows depend on who computed it: outputs are a
-function of the placement, which traces record and policies.recorded repeats.
+If both processors run the same implementation, the bits are those of full residency (contract 1).
+If the CPU's op has other bits than the device's, an expert's rows depend on the processor that
+computed them. Then outputs are a function of the placement, which traces record and
+policies.recorded repeats.
 """
 
 from __future__ import annotations
@@ -41,31 +42,32 @@ FEWEST = 4
 
 @dataclasses.dataclass
 class PlacementTotals:
-    """What the second processor did so far."""
+    """Counters of the second processor, over all steps so far."""
 
     layers: int = 0
-    """Those in which it had experts, in all steps."""
+    """Layers of which it computed experts."""
     experts: int = 0
     rows: int = 0
     seconds: float = 0.0
-    """From when it began with a layer's to when they were computed."""
+    """Time in which it computed, without waiting for x."""
 
 
 class _Beside(NamedTuple):
-    """What the second processor made of a layer."""
+    """The second processor's rows of a layer."""
 
     rows: Sequence[jax.Array]
     """float32[PUT, D] each, on the device."""
     slots: Sequence[np.ndarray]
-    """int32[PUT] each: where they belong in y [T·K, D]; T·K: nowhere."""
+    """int32[PUT] each: their rows in y [T·K, D]; T·K and more: padding."""
     seconds: float
 
 
 class Processor:
-    """Computes the experts of a layer together with the device.
+    """Computes the experts of a layer on both processors.
 
-    - `device`: computes those that the second processor does not.
-    - `steps`: that the engine may run.
+    - `device`: computes the device's share.
+    - `programs`: makes the programs of the engine.
+    - `steps`: the steps that the engine may run.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Processor:
                     self._compiled_ffn(step, rows, version)
 
     def _check_view(self) -> None:
-        """Raises UserError where the store's memory cannot be computed with in place."""
+        """Raises UserError if the CPU cannot read the store's memory in place."""
         try:
             view = np.asarray(self._record(0, 0, 0))
         except (ValueError, RuntimeError) as error:
@@ -116,24 +118,27 @@ class Processor:
     def begin_step(self) -> None:
         self._assigned: tuple[int, np.ndarray, np.ndarray] | None = None
         self.placed = np.zeros(self._buffers.tables.address.shape, bool)
-        """[L, E]: experts that it computed in the running step."""
+        """bool[L, E]: experts that the second processor computed in the running step."""
 
     def assign(self, layer: int, beside: np.ndarray, order: np.ndarray) -> None:
-        """Takes the experts of a layer that policies give it, see control.Device."""
+        """Takes the experts of a layer that policies give to the second processor, see
+        host_offload.control.control.Device."""
         self._assigned = layer, beside, order
 
     def _share(self, parts: Parts, layer: int, ids: np.ndarray) -> tuple[Elsewhere, dict[int, int]]:
-        """What it gets of a layer, and expert → version number of those that it computes. Waits for
-        the tables where a policy gave it any.
+        """Finds the second processor's share of a layer. Waits for the tables if a policy gave it
+        experts.
 
         - `ids`: int[T, K], the layer's routing.
+
+        Returns (the share, its experts with their version numbers).
         """
         experts = self.placed.shape[1]
         beside, order = np.zeros(experts, bool), np.zeros(experts, np.int32)
         mine: dict[int, int] = {}
         if self._assigned is not None and self._assigned[0] == layer:
             _, wanted, order = self._assigned
-            # What is resident stays where it is, also what came since the policy looked.
+            # The device computes resident experts, also those that came since the policy chose.
             if np.any(wanted):
                 number = self._buffers.numbers[layer]
                 version = np.asarray(parts["absent", None](self._buffers.tables, number))
@@ -144,7 +149,7 @@ class Processor:
     # ---- a layer
 
     def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
-        """As Transport.compute, by both processors."""
+        """Computes a layer's experts as Transport.compute does, on both processors."""
         step, layer, x, normed, routing = inputs
         ids = np.asarray(routing.ids)
         share, mine = self._share(parts, layer, ids)
@@ -152,7 +157,7 @@ class Processor:
         try:
             y, counts = self._device.compute_rows(parts, inputs, share)
         finally:
-            if other is not None:  # a step that fails leaves nobody reading the store
+            if other is not None:  # after a failed step the thread must not read the store
                 other.exception()
         if other is not None:
             made: _Beside = other.result()
@@ -168,8 +173,12 @@ class Processor:
     def _compute(
         self, step: ProgramKey, layer: int, mine: Mapping[int, int], x: jax.Array, ids: np.ndarray
     ) -> _Beside:
-        """The rows of some experts, in its thread. mine: expert → version number. x [T, D] and ids
-        [T, K]: the layer's."""
+        """Computes experts of a layer, in the processor's thread.
+
+        - `mine`: version number by expert.
+        - `x`: [T, D], input of the layer's experts.
+        - `ids`: int[T, K].
+        """
         seen, top_k = np.asarray(x), ids.shape[1]
         began = time.perf_counter()
         found: list[np.ndarray] = []
@@ -188,7 +197,7 @@ class Processor:
         at_once = min(PUT["decode" if step.kind == "decode" else "prefill"], ids.size)
         slots = np.concatenate(places).astype(np.int32)
         missing = -len(slots) % at_once
-        # Each past the last is a slot of its own beyond y, since `put` is told that all differ.
+        # Every padding row has a slot of its own beyond y, since `put` asserts unique indices.
         beyond = np.arange(ids.size, ids.size + missing, dtype=np.int32)
         slots = np.concatenate([slots, beyond]).reshape(-1, at_once)
         rows = np.concatenate([*found, np.zeros((missing, seen.shape[1]), np.float32)])
@@ -196,7 +205,7 @@ class Processor:
         return _Beside(jax.device_put(parts, self._buffers.sharding), [*slots], seconds)
 
     def _record(self, layer: int, expert: int, version: int) -> jax.Array:
-        """An expert's record as the second processor sees it."""
+        """Returns an expert's record as an array of the CPU device."""
         key = layer, expert, version
         if key not in self._seen:
             self._seen[key] = view_record(self._records[version], self._host, layer, expert)
@@ -205,7 +214,7 @@ class Processor:
     # ---- its programs
 
     def _sizes(self, tokens: int) -> list[int]:
-        """Rows that the second processor's programs are compiled for; an expert has at most as many
+        """Returns the row counts that programs are compiled for. An expert has at most as many rows
         as there are tokens."""
         sizes = [FEWEST]
         while sizes[-1] < tokens:
@@ -228,18 +237,18 @@ class Processor:
         return lowered.compile(compiler_options=compiler_options("cpu"))
 
     def wait(self) -> None:
-        """Blocks until what it compiles itself is there."""
+        """Blocks until the second processor's programs are compiled."""
         for compiled in self._ffn.values():
             compiled.result()
 
     def stop(self) -> None:
-        """Before buffers are freed: nobody computes any more."""
+        """Ends the thread. Call it before buffers are freed."""
         self._thread.shutdown(wait=True)
         self._seen.clear()
 
 
 def _host_device() -> jax.Device:
-    """The CPU as a device of jax. Raises UserError where there is none."""
+    """Returns jax's CPU device. Raises UserError if there is none."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""What the engine compiles: each program's function, its argument shapes and what it donates.
+"""The programs that the engine compiles: functions, argument shapes and donated arguments.
 
-Nothing here needs a buffer: given `jax.ShapeDtypeStruct`s, the same programs are lowered and
-inspected for devices and sizes that the machine at hand does not have.
+No program needs a buffer to be lowered. So tests lower and inspect the same programs, given
+`jax.ShapeDtypeStruct`s, for devices and sizes that a machine does not have.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ from pallas_kernels.records.versions import Formats
 from pallas_kernels.stage import Entries, admit_entries
 
 STAGES = 8
-"""Entries of a stage list, a compiled shape: most transfers of one step ahead of need."""
+"""Entries of a stage list, a compiled shape: most transfers ahead of need in one step."""
 
 HAND_OVERS = 32
-"""Entries of a list of cells that go from layer to layer, a compiled shape."""
+"""Entries of a list of cells that pass from layer to layer, a compiled shape."""
 
 MOVES = 16
 """Entries of a list of moves within the arena, a compiled shape."""
 
 LANDED = 8
-"""Records that one program moves into their cells, a compiled shape: calls cost the host more than
-what they say."""
+"""Records that one program moves into their cells, a compiled shape. The host spends more time on
+each call than on its arguments."""
 
 Kind = (
     Literal["decode", "greedy", "sample", "sample_all", "add_bias", "adjust", "tally", "recount"]
@@ -98,31 +98,31 @@ STEPS: tuple[Kind, ...] = ("decode", "prefill", "score", "prompt_logprobs")
 
 
 class ProgramKey(NamedTuple):
-    """Which program; it prints as `prefill_staged`, `decode_pages64@16` or `decode/attend.0`."""
+    """Names a program. It prints as `prefill_staged`, `decode_pages64@16` or `decode/attend.0`."""
 
     kind: Kind
     rows: int | None = None
-    """The bucket of decode and of what takes its logits: for the first rows only, though adjusted
-    logits are of all rows. Of prefill its chunks. None: all there are."""
+    """Rows of decode and of programs that take its logits, one of the buckets; they compute the
+    first rows only, but adjusted logits are of all rows. Chunks of prefill. None: all there are."""
     traced: bool = False
-    """A step that gives out the trace arrays."""
+    """A step that returns the trace arrays."""
     forced: bool = False
     """A step with routing as an argument."""
     staged: bool = False
     """A step with a stage list as the last argument."""
     maps: MapSearch | None = None
-    """How a decode step searches expert maps, which are its last argument; also of what writes
-    them."""
+    """The search of a decode step, whose last argument is the store of expert maps; `write_maps`
+    has it too."""
     context: int | None = None
     """Most pages of a sequence in a decode step, which decide how many programs attention has;
-    None: the most there are."""
+    None: the pages of the longest sequence."""
     resident: bool = False
-    """A decode step where every expert is in its cell, so that none is planned."""
+    """A decode step without plans, for when every expert is in a cell."""
     part: str | None = None
-    """Which part of a step, see layer_programs; None: all of it."""
+    """A part of a step, see layer_programs; None: the whole step."""
     run: int | None = None
-    """Which run of equal layers the part belongs to; of a program of records their version number,
-    None: 0."""
+    """The run of equal layers that the part belongs to. Of programs that move records, the version
+    number; None: 0."""
 
     def __str__(self) -> str:
         given = {"traced": self.traced, "forced": self.forced, "staged": self.staged}
@@ -147,7 +147,7 @@ class StepKeys:
     block_size: int
     """Tokens of a KV page."""
     prefill_buckets: bool
-    """Whether prefill steps have as many chunks as they need."""
+    """Whether prefill is compiled for several numbers of chunks."""
 
     @property
     def decodes(self) -> list[ProgramKey]:
@@ -164,13 +164,13 @@ class StepKeys:
         return list(dict.fromkeys(self.prefill("prefill", chunks) for chunks in buckets))
 
     def bucket(self, rows: int) -> int | None:
-        """ProgramKey.rows of programs for so many rows."""
+        """Returns ProgramKey.rows of programs for so many rows."""
         bucket = self.shapes.bucket(rows)
         return None if bucket == self.shapes.rows else bucket
 
     def prefill(self, kind: PrefillKind, chunks: int) -> ProgramKey:
-        """The smallest prefill step that holds so many chunks. What scores targets has one alone,
-        as it is given many at once."""
+        """Returns the smallest prefill step that holds so many chunks. Steps that score targets
+        have one size only, since they are given many chunks at once."""
         bucket = self.shapes.prefill(chunks)
         smaller = bucket < self.shapes.prefill_chunks
         if kind != "prefill" or not self.prefill_buckets or not smaller:
@@ -178,7 +178,8 @@ class StepKeys:
         return ProgramKey(kind, bucket)
 
     def decode(self, positions: np.ndarray) -> ProgramKey:
-        """The smallest decode step that holds these positions int32[R], −1: an empty row."""
+        """Returns the smallest decode step that holds these positions int32[R] (−1: an empty
+        row)."""
         rows = self.shapes.rows
         if len(self.shapes.buckets) > 1:
             rows = int(np.max(np.flatnonzero(positions >= 0), initial=-1)) + 1
@@ -186,7 +187,7 @@ class StepKeys:
         return self._decode(rows, longest // self.block_size + 1)
 
     def _decode(self, rows: int, pages: int) -> ProgramKey:
-        """The decode step for so many rows, of sequences with so many pages at most."""
+        """Returns the decode step for so many rows of sequences with at most so many pages."""
         context = self.shapes.context(pages)
         known = None if context == self.shapes.blocks else context
         return ProgramKey("decode", self.bucket(rows), context=known)
@@ -200,17 +201,19 @@ class Program:
     args: tuple
     """Arrays or ShapeDtypeStructs, one a parameter."""
     donated: tuple[int, ...]
-    """Parameters whose memory the results reuse: arena and tables."""
+    """Indices of parameters whose memory the results reuse, such as arena and tables."""
     memory: str | None = None
-    """Memory of the results: `pinned_host`; None: the device's."""
+    """Memory kind of the results: `pinned_host`; None: the device's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The programs of one engine. All arrays may be ShapeDtypeStructs.
+    """Makes the programs of one engine. All arrays may be ShapeDtypeStructs.
 
-    graph, state: of nnx.split(model). stores: per version uint16[L, E, rows, D]. arena
-    uint16[rows, D]. sharding: of the arguments that a step gets from the host; None: undecided.
+    - `graph`, `state`: results of nnx.split(model).
+    - `stores`: uint16[L, E, rows, D] of each version.
+    - `arena`: uint16[rows, D].
+    - `sharding`: of the arguments that a step gets from the host; None: not decided.
     """
 
     steps: StepSpec
@@ -223,12 +226,12 @@ class Programs:
 
     @property
     def page(self) -> KVPage:
-        """KV pages as the ops know them."""
+        """The layout of KV pages, as ops take it."""
         return self.steps.config.page(self.steps.layout.page.block_size)
 
     def program(self, key: ProgramKey) -> Program:
-        """Of a whole step, or of what comes between steps or between layers; parts of a step are
-        layer_programs.layer_program's. Raises KeyError for another kind."""
+        """Returns the program of a whole step, or one that runs between steps or layers.
+        layer_programs.layer_program returns parts of a step. Raises KeyError for another kind."""
         if key.kind in STEPS:
             return self._step(key)
         if key.maps is not None:
@@ -238,7 +241,7 @@ class Programs:
 
     @property
     def results(self) -> ResultShape:
-        """Where what the host reads of every step is."""
+        """The layout of the results that the host reads of every step."""
         shapes, layers = self.steps.shapes, self.tables.clock.shape[0]
         routes = max(shapes.rows, shapes.prefill_chunks)
         experts = self.steps.config.num_experts
@@ -246,7 +249,7 @@ class Programs:
 
     @property
     def writes(self) -> tuple[Leaf, ...]:
-        """What knows the arena's writes so far, where a queue fills it; empty: nobody asks."""
+        """The argument with the arena's writes so far, if a queue fills the arena; else empty."""
         if self.steps.queue is None:
             return ()
         if isinstance(self.arena, OwnedArena):
@@ -257,12 +260,12 @@ class Programs:
 
     @property
     def params(self) -> tuple:
-        """The model's arrays, as programs get them: a tree of nnx costs a call more than all its
-        other arguments."""
+        """The model's arrays in a flat tuple. A call spends more time on a tree of nnx than on all
+        its other arguments."""
         return tuple(jax.tree.leaves(self.state))
 
     def model(self, params: Sequence[Any]) -> Decoder:
-        """The model of those arrays."""
+        """Returns the model of those arrays."""
         return nnx.merge(self.graph, jax.tree.unflatten(jax.tree.structure(self.state), params))
 
     # ---- arguments
@@ -271,7 +274,7 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     def pieces(self, version: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays in which a record is brought; none where experts lie in one array."""
+        """Returns the arrays in which a record comes; none if all experts are one array."""
         store = self.stores[version or 0]
         pieces = store.pieces if isinstance(store, AbsentRecords) else ()
         hidden = self.steps.layout.hidden
@@ -281,26 +284,26 @@ class Programs:
         return Entries._make([self.array(STAGES)] * len(Entries._fields))
 
     def maps(self, search: MapSearch) -> MapStore:
-        """The store of expert maps."""
+        """Returns the store of expert maps."""
         layers, experts = self.tables.address.shape
         shapes = map_shapes(search, layers, experts, self.steps.config.hidden_size)
         return MapStore(**{n: self.array(*s, dtype=t) for n, (s, t) in shapes.items()})
 
     def routing(self, key: ProgramKey, *layers: int) -> Routing:
-        """The routing of one layer, or of as many as given, of the step's tokens."""
+        """Returns the routing of the step's tokens in one layer, or in `layers` layers."""
         shape = (*layers, self.tokens(key), self.steps.config.num_experts_per_tok)
         return Routing(self.array(*shape), self.array(*shape, dtype=jnp.float32))
 
     def tokens(self, key: ProgramKey) -> int:
-        """How many tokens the step computes, padding included."""
+        """Returns how many tokens the step computes, padding included."""
         if key.kind == "decode":
             return key.rows or self.steps.shapes.rows
         return (key.rows or self.steps.shapes.prefill_chunks) * self.steps.shapes.chunk
 
     def batch(self, key: ProgramKey) -> tuple:
-        """What a step is given beside model and memory, forced routing and stage list: of decode
-        all rows, so that the caller's arrays are the same for every bucket; of prefill
-        its chunks."""
+        """Returns a step's arguments beside model, memory, forced routing and stage list. Decode
+        takes all rows, so that the caller's arrays are the same for every bucket; prefill takes its
+        chunks."""
         rows = self.array(self.steps.shapes.rows)
         block_table = self.array(self.steps.shapes.rows, self.steps.shapes.blocks)
         if key.kind == "decode":
@@ -312,8 +315,8 @@ class Programs:
         return PrefillBatch._make(arrays), block_table, rows
 
     def in_use(self, key: ProgramKey, batch: Sequence[Any]) -> tuple:
-        """What the step computes of a batch: the first rows and their first pages, all chunks;
-        current tokens are all kept."""
+        """Returns the part of a batch that the step computes: the first rows and their first pages
+        of decode, all chunks of prefill. It has all current tokens."""
         if key.kind != "decode":
             return tuple(batch)
         tokens, positions, block_table = batch
@@ -321,7 +324,10 @@ class Programs:
         return tokens, positions[:rows], block_table[:rows, : key.context]
 
     def context(self, key: ProgramKey, stores: tuple[jax.Array, ...] = ()) -> StepContext:
-        """The context of a step, or of what moves experts outside of one. stores: as traced."""
+        """Returns the context of a step, or of a program that moves experts outside of steps.
+
+        - `stores`: the traced stores.
+        """
         decode = key.kind == "decode"
         return StepContext(
             stores=stores,
@@ -371,7 +377,7 @@ class Programs:
         return Program(run, (*buffers, *self.batch(key), *forced, *staged, *maps), (2, 3))
 
     def _write_maps(self, search: MapSearch) -> Program:
-        """Other rows of the store of expert maps."""
+        """Returns the program that writes rows of the store of expert maps."""
         layers, experts = self.tables.address.shape
         hidden, half = self.steps.config.hidden_size, jnp.float16
         rows = (
@@ -381,7 +387,7 @@ class Programs:
         return Program(write_rows, (self.maps(search), self.array(WRITTEN), *rows), (0,))
 
     def _token_programs(self, key: ProgramKey) -> dict[Kind, Program]:
-        """From logits to tokens."""
+        """Returns the programs from logits to tokens, by kind."""
         rows, vocabulary, array = self.steps.shapes.rows, self.steps.config.vocab_size, self.array
         ints, flags = array(rows), array(rows, dtype=jnp.bool_)
         floats, seeds = array(rows, dtype=jnp.float32), array(rows, dtype=jnp.uint32)
@@ -393,7 +399,8 @@ class Programs:
         likeliest = functools.partial(logprobs, n=min(MAX_LOGPROBS, vocabulary))
 
         by_row, shape = sums_in_one_order(self.steps.ops), self.results
-        # Its programs have a row each; what else samples are elements by themselves and maxima.
+        # truncate then has one program a row. The rest of sampling is elementwise or a maximum, so
+        # no result depends on the number of rows.
         any_rows = by_row or self.steps.ops.truncates_by_row
 
         def drawn(function: Callable, *params: Leaf) -> Program:
@@ -426,7 +433,7 @@ class Programs:
         }
 
     def _memory_programs(self, key: ProgramKey) -> dict[Kind, Program]:
-        """What moves and checks pages, cells and tables between steps."""
+        """Returns the programs that move and check pages, cells and tables between steps."""
         arena, tables, stores, array = self.arena, self.tables, self.stores, self.array
         pages, places = array(SWAP_PAGES), array(*tables.address.shape[1:])
         record_rows = tuple(cell.rows for cell in self.steps.cells)
@@ -444,7 +451,7 @@ class Programs:
         moved = bind(move, record_rows=record_rows, implementation=self.steps.ops.move)
 
         def load(arena, tables, stores):
-            """The first layer, seated in its half of the ring."""
+            """Begins to load the first layer, which has its half of the ring."""
             return load_seated(DeviceMemory(arena, tables), 0, self.context(key, stores)).arena
 
         return {
@@ -462,22 +469,25 @@ class Programs:
         }
 
     def _record_programs(self, key: ProgramKey) -> dict[Kind, Program]:
-        """Between the parts of a step's layers."""
+        """Returns the programs that run between the parts of a step's layers."""
         arena, tables, index = self.arena, self.tables, self.array()
         pieces, entries, many = self.pieces(key.run), self.entries(), self.array(LANDED)
         context = self.context(ProgramKey("stage"))
 
         def stage(arena, tables, stores, layer, ahead, entries, done):
-            """One layer's part of a stage list. ahead: see stage_layer. done int32[STAGES]: of
-            other layers."""
+            """Carries out one layer's part of a stage list.
+
+            - `ahead`: see stage_layer.
+            - `done`: int32[STAGES], 1 for entries that other layers carried out.
+            """
             given = dataclasses.replace(context, stores=stores)
             memory, now = stage_layer(DeviceMemory(arena, tables), layer, entries, given, ahead)
             return *memory, jnp.maximum(done, now)
 
         def admit(tables, layer, ahead, entries, done):
-            """As stage, without the copies. The last result, int32[3, STAGES]: for the host, each
-            entry's expert, version and the arena row of its cell, −1 where it is not carried
-            out."""
+            """Does as `stage`, without the copies. The last result is for the host, int32[3,
+            STAGES]: each entry's expert, version and the arena row of its cell; row −1: the entry
+            was not carried out."""
             tables, row = admit_entries(
                 *(move_clock(tables, layer, ahead), layer, entries),
                 versions=len(self.stores),
@@ -488,20 +498,21 @@ class Programs:
             return tables, jnp.maximum(done, now), jnp.stack([entries.expert, entries.version, row])
 
         def land(arena, row, pieces):
-            """The arena with a record at a row, and a mark that it was read."""
+            """Copies a record into the arena at a row. Returns (arena, a value that is ready once
+            the record was read)."""
             for piece in pieces:
                 arena = jax.lax.dynamic_update_slice(arena, piece, (row, 0))
                 row = row + piece.shape[0]
             return arena, pieces[-1][-1, -1]
 
         def land_many(arena, rows, records):
-            """As land, of several."""
+            """Copies LANDED records as `land` does."""
             for i, pieces in enumerate(records):
                 arena, mark = land(arena, rows[i], pieces)
             return arena, mark
 
         def forget(tables, row):
-            """Tables in which nobody is in the cell at an arena row."""
+            """Empties the cell at an arena row. Returns the tables."""
             return without(tables, tables.cell_row == row)
 
         of_list = index, index, entries, entries.layer
@@ -518,8 +529,8 @@ class Programs:
         cell = self.steps.formats[PACKED_VERSION].cell
 
         def unpack(arena, sources, rows):
-            """The arena in which the packed records from the rows `sources` on are, dense, in the
-            cells from `rows` on, and a mark that they are."""
+            """Decodes the packed records at the arena rows `sources` into the cells at `rows`.
+            Returns (arena, a value that is ready once the records were read)."""
             for i in range(LANDED):
                 record = jax.lax.dynamic_slice(arena, (sources[i], 0), (cell.rows, cell.hidden))
                 dense = jax.lax.bitcast_convert_type(decode(record, cell), jnp.uint16)
@@ -529,7 +540,7 @@ class Programs:
         size = self.steps.formats[key.run or 0].cell.rows
 
         def shift(arena, sources, rows):
-            """The arena with records of one version moved, one after the other."""
+            """Moves records of one version within the arena, one after the other."""
             for i in range(LANDED):
                 record = jax.lax.dynamic_slice(arena, (sources[i], 0), (size, cell.hidden))
                 arena = jax.lax.dynamic_update_slice(arena, record, (rows[i], 0))
@@ -545,8 +556,11 @@ class Programs:
 def _populate(
     arena, stores, layer, cell_row, version, *, ops: Ops, formats: Formats | None
 ) -> jax.Array:
-    """The arena with every expert of the layer at cell_row int32[E], −1: nowhere, in version
-    int32[E]."""
+    """Copies experts of a layer into cells. Returns the arena.
+
+    - `cell_row`: int32[E], arena rows; −1: the expert is not copied.
+    - `version`: int32[E], version numbers.
+    """
     given = cell_row >= 0
     first = jnp.argsort(~given, stable=True)
     fills = Fills(first, cell_row[first], version[first], jnp.sum(given, dtype=jnp.int32))
@@ -554,11 +568,12 @@ def _populate(
 
 
 def _drain(arena: OwnedArena, tables: Tables) -> tuple[OwnedArena, Tables]:
-    """The arena once nothing flies into it; experts that did not come are absent."""
+    """Waits for all transfers into the arena. Returns (arena, tables), where experts that did not
+    come are absent."""
     arena, failed = drain(arena, tables.cell_row)
     return arena, without(tables, failed > 0)
 
 
 def _of_all_rows(logits: jax.Array, first: jax.Array) -> jax.Array:
-    """The logits padded to the rows of `first`, which are all rows: one shape, so one rounding."""
+    """Pads the logits to all rows, as `first` has them. One shape gives one rounding."""
     return jnp.pad(logits, ((0, first.shape[0] - logits.shape[0]), (0, 0)))

@@ -1,5 +1,5 @@
-"""What the host reads of every step, in one array: reading costs as much for ten numbers as for a
-thousand, and several arrays cost it several times."""
+"""The results that the host reads of every step, in one array. Reading ten numbers takes as long as
+reading a thousand, and each further array takes that time again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE = np.zeros(1, np.int32)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ResultShape:
-    """Where in the results int32[size] is what; the same for all steps of an engine."""
+    """The layout of the results int32[size]. All steps of an engine share it."""
 
     rows: int
     """Decode rows R."""
@@ -28,13 +28,13 @@ class ResultShape:
     layers: int
     """MoE layers L."""
     experts: int
-    """E, a layer's."""
+    """Experts of a layer E."""
     versions: int = 1
-    """V."""
+    """Versions V."""
 
     @property
     def size(self) -> int:
-        """int32 values of the results."""
+        """How many int32 values the results have."""
         counts = self.layers * counts_size(self.experts, self.versions)
         return self.rows + self.routes + counts + 1
 
@@ -45,45 +45,50 @@ class ResultShape:
         counts: Any,
         writes: Any = _NONE,
     ) -> Any:
-        """The results of a step. tokens int32[R]: current after it. missed_routes:
-        int32, of as many rows or chunks as the step computes. counts [L, counts_size]: of
-        experts.page_and_compute. writes: int32[1]."""
+        """Returns the results of a step.
+
+        - `tokens`: int32[R], current after the step.
+        - `missed_routes`: int32, one for each row or chunk that the step computes.
+        - `counts`: int32[L, counts_size], of experts.page_and_compute.
+        - `writes`: int32[1].
+        """
         missing = self.routes - missed_routes.shape[0]
         missed_routes = jnp.pad(missed_routes, (0, missing))
         parts = tokens, missed_routes, counts.reshape(-1), writes
         return jnp.concatenate(parts)
 
     def with_tokens(self, results: jax.Array, tokens: jax.Array) -> jax.Array:
-        """The results of a step with other tokens int32[R]."""
+        """Returns the results of a step with other tokens int32[R]."""
         return jnp.concatenate((tokens, results[self.rows :]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Results:
-    """The results of a step on the host. values int32[shape.size]."""
+    """The results of a step on the host."""
 
     shape: ResultShape
     values: np.ndarray
+    """int32[shape.size]."""
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32[R]: current after the step; of rows without a sequence they mean nothing."""
+        """int32[R]: current after the step; those of rows without a sequence are meaningless."""
         return self.values[: self.shape.rows]
 
     @property
     def missed_routes(self) -> np.ndarray:
-        """int32[routes], by row or in prefill by chunk: routed (layer, expert) pairs that were not
-        resident; 0 beyond those of the step."""
+        """int32[routes]: how many routed (layer, expert) pairs were not resident, by row, or by
+        chunk in prefill; 0 beyond the step's rows or chunks."""
         return self.values[self.shape.rows : self.shape.rows + self.shape.routes]
 
     @property
     def paging(self) -> Paging:
-        """int32[L] each."""
+        """Counts of each layer, int32[L] a field."""
         return Paging(*self._counts.T[: len(Paging._fields)])
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """The sums of each field of Paging over the layers."""
+        """The sum of each field of Paging over the layers."""
         return tuple(self._counts[:, : len(Paging._fields)].sum(axis=0).tolist())
 
     @property
@@ -93,7 +98,7 @@ class Results:
 
     @property
     def demand(self) -> np.ndarray | None:
-        """int32[L, 2, V]: fills and experts read through by version; None of one version."""
+        """int32[L, 2, V]: fills and experts read through, by version; None with one version."""
         if self.shape.versions == 1:
             return None
         by_version = self._counts[:, counts_size(self.shape.experts) :]

@@ -23,7 +23,8 @@ def greedy(logits: Array) -> Array:
 
     logits: float32 ``[R, V]``. Returns int32 ``[R]``.
     """
-    # One reduction of pairs is half the launches on a GPU, and three times as slow on a CPU.
+    # argmax, one reduction of pairs, takes half the launches on a GPU, and is three times as slow
+    # on a CPU.
     return lax.platform_dependent(logits, cuda=_likeliest, default=_first_of_peak)
 
 
@@ -61,9 +62,9 @@ def sample(
 
     The draw is Gumbel-max: the same seed, position and logits give the same token.
 
-    truncates: False: no row truncates (`truncates_any`), so that the two searches, most of the
-    launches, are left out. one_row: the shapes have R = 1; whether it truncates is then looked at
-    on the way. Neither changes a bit. implementation: of truncate.
+    truncates: False promises that no row truncates (`truncates_any`), and leaves out the two
+    searches, which are most of the launches. one_row: the shapes have R = 1, and the program itself
+    checks whether the row truncates. Neither changes a bit. implementation: of truncate.
     """
     is_greedy = temperature < GREEDY_BELOW
     scaled = scale(logits, jnp.where(is_greedy, 1.0, temperature))
@@ -140,10 +141,10 @@ def add_bias(logits: Array, ids: Array, bias: Array) -> Array:
     """Adds to some tokens' logits; −inf bans a token.
 
     logits: float32 ``[R, V]``. ids: int32 ``[R, B]``, padded with −1. bias: float32 ``[R, B]``.
-    Returns float32 ``[R, V]``. A row without ids keeps its bits. No id twice in a row: additions
-    have no order on a GPU.
+    Returns float32 ``[R, V]``. A row without ids keeps its bits. No id may occur twice in a row,
+    since additions have no order on a GPU.
     """
-    # Scatter counts negative indices from the end, and drops those beyond it.
+    # A scatter counts negative indices from the end, and drops indices beyond the end.
     ids = jnp.where(ids < 0, logits.shape[-1], ids)
     row = jnp.arange(logits.shape[0])[:, None]
     return logits.at[row, ids].add(bias, mode="drop")
@@ -179,14 +180,16 @@ def adjust(
 
 
 def tally(counts: Array, tokens: Array, update: Array) -> Array:
-    """The counts of `adjust` with tokens int32 ``[R]`` as generated, in the rows under update
-    bool ``[R]``. Returns int32 ``[R, V]``."""
+    """Counts tokens as generated in the counts of `adjust`.
+
+    tokens: int32 ``[R]``. update: bool ``[R]``, the rows that count. Returns int32 ``[R, V]``.
+    """
     row = jnp.arange(counts.shape[0])
     return counts.at[row, tokens].add(jnp.where(update, 2, 0))
 
 
 def recount(counts: Array, row: Array, ids: Array, is_output: Array) -> Array:
-    """The counts of `adjust` with one row made anew.
+    """Counts one row of the counts of `adjust` from scratch.
 
     counts: int32 ``[R, V]``. row: int32 ``[]``. ids: int32 ``[M]``, prompt and generated tokens in
     any order, padded with −1. is_output: bool ``[M]``, the generated ones. Returns int32
@@ -202,12 +205,12 @@ def recount(counts: Array, row: Array, ids: Array, is_output: Array) -> Array:
 def update_rows(
     draw: Callable, logits: Array, tokens: Array, update: Array, *params: Array, by_row: bool
 ) -> Array:
-    """tokens int32 ``[R]``, those of the rows under update bool ``[R]`` replaced by
-    ``draw(logits, *params)``.
+    """Replaces the tokens of some rows by ``draw(logits, *params)``.
 
-    logits: float32 ``[R, V]`` or of the first rows, outside of which nothing is updated. params:
-    ``[R]`` each. by_row: one row after the other and no more than are needed, for processors that
-    compute them one after the other anyway; a row's sums then have the shape of one row.
+    logits: float32 ``[R, V]``, or of the first rows only, which are then the only ones to update.
+    tokens: int32 ``[R]``. update: bool ``[R]``, the rows to replace. params: ``[R]`` each. by_row:
+    draws one row after the other, and no more rows than needed, for processors that compute rows
+    one after the other anyway; a row's sums then have the shape of one row. Returns int32 ``[R]``.
     """
     if not by_row:
         rows = logits.shape[0]
@@ -223,7 +226,7 @@ def update_rows(
 
 
 def _likely(scaled: Array, min_p: Array) -> Array:
-    """bool ``[R, V]``: tokens at least min_p times as likely as the likeliest."""
+    """Returns bool ``[R, V]``, the tokens at least min_p times as likely as the likeliest."""
     return jnp.exp(scaled) >= min_p[:, None]
 
 

@@ -1,5 +1,5 @@
-"""What goes into and comes out of a step, and the parts of a step that both drivers share: its
-tokens, a layer's routing and experts, its output."""
+"""Inputs and outputs of a step, and the parts of a step that both drivers share: its tokens, a
+layer's routing, its output."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from pallas_kernels.records import RecordFormat
 from pallas_kernels.records.versions import Formats
 
 DECODE_TILE = 16
-"""Rows of one matrix product in decode; more rows are more tiles, so that a row's bits do not
-depend on how many there are."""
+"""Rows of one matrix product in decode. More rows make more tiles, not larger ones, so a row's bits
+do not depend on the number of rows."""
 
 
 def sums_in_one_order(ops: Ops) -> bool:
-    """Whether every product with weights is a native CPU op: those sum up a row in one order
-    whatever the number of rows, so that decode can compute the rows in use and no others."""
+    """Whether every product with weights is a native CPU op. Native ops sum up a row in one order
+    for any number of rows, so decode can compute only the rows in use."""
     return ops.linear == ops.head_linear == ops.expert_ffn == "cpu"
 
 
 def decode_tile(ops: Ops, rows: int) -> int:
-    """Rows of one matrix product in decode."""
+    """Returns how many rows one matrix product in decode has."""
     return 1 if sums_in_one_order(ops) else min(DECODE_TILE, rows)
 
 
@@ -55,7 +55,7 @@ ARENA_OPS = ("paged_attention", "fill", "expert_ffn", "stage", "move")
 
 
 def arena_ops(config: ModelConfig) -> tuple[str, ...]:
-    """ARENA_OPS, and that which writes pages of this model's kind of attention."""
+    """Returns ARENA_OPS and the op that writes pages of this model's kind of attention."""
     return config.attention.ops[0], *ARENA_OPS
 
 
@@ -65,7 +65,7 @@ Leaf = Any
 
 @dataclasses.dataclass(frozen=True)
 class StepShapes:
-    """The start-up shapes: with the model they decide every bit, and nothing else does."""
+    """The start-up shapes. With the model they decide every bit of the outputs."""
 
     rows: int
     """Decode rows R: `max_num_seqs`, above DECODE_TILE rounded up to whole tiles."""
@@ -78,40 +78,41 @@ class StepShapes:
     waves: int = 1
     """Passes over a layer's experts in prefill."""
     buckets: tuple[int, ...] = ()
-    """Row counts that decode is compiled for, ascending, the last one R; empty: R alone."""
+    """Row counts that decode is compiled for, ascending and ending with R; empty: R alone."""
     prefills: tuple[int, ...] = ()
-    """Chunk counts that prefill is compiled for, ascending, the last one N; empty: N alone."""
+    """Chunk counts that prefill is compiled for, ascending and ending with N; empty: N alone."""
     contexts: tuple[int, ...] = ()
-    """Pages of the longest sequence of a step that decode is compiled for, ascending, the last one
-    B; empty: B alone."""
+    """Most pages of a sequence that decode is compiled for, ascending and ending with B; empty: B
+    alone."""
 
     def bucket(self, rows: int) -> int:
-        """The smallest row count that decode is compiled for and that holds so many rows."""
+        """Returns the smallest compiled row count of decode that holds so many rows."""
         return next((b for b in self.buckets if b >= rows), self.rows)
 
     def prefill(self, chunks: int) -> int:
-        """The fewest chunks that prefill is compiled for and that hold so many."""
+        """Returns the smallest compiled chunk count of prefill that holds so many chunks."""
         return next((b for b in self.prefills if b >= chunks), self.prefill_chunks)
 
     def context(self, pages: int) -> int:
-        """The fewest pages that decode is compiled for and that hold so many of each sequence."""
+        """Returns the smallest compiled page count of decode that is at least `pages`."""
         return next((b for b in self.contexts if b >= pages), self.blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class SecondProcessor:
-    """A processor that computes missed experts where their weights are, beside the one that has the
-    arena (docs/explanation/prescope.md)."""
+    """A processor that computes missed experts in host memory, beside the device that has the arena
+    (docs/explanation/prescope.md)."""
 
     implementation: str
-    """That of expert_ffn on it."""
+    """The implementation of expert_ffn on it."""
     same_bits: bool = True
-    """It computes the accelerator's bits; else outputs are a function of who computed what."""
+    """Its results have the device's bits; if not, outputs depend on the processor that computed
+    each expert."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """What compiled steps are made from, all that their costs depend on but the machine."""
+    """The settings that compiled steps are made from. With the machine they decide the costs."""
 
     device_kind: str
     runtime: str
@@ -123,36 +124,35 @@ class StepSpec:
     layout: SlotLayout
     shapes: StepShapes
     formats: Formats | None = None
-    """By version number; None: dense alone."""
+    """The formats of each version, by version number; None: dense alone."""
     in_place: bool = False
-    """Every expert is resident where it lies in the store, which the device reads like its own
-    memory; none has a cell."""
+    """Every expert is resident in the store, which the device reads like its own memory, and none
+    has a cell."""
     store: str = "memory"
     """Where experts without a cell are: "memory", or "file"."""
     queue: QueueSpec | None = None
-    """What brings records into cells beside compute; None: ops copy them in their place."""
+    """The queue that brings records into cells beside compute; None: ops of the step copy them."""
     trace_arrays: frozenset[str] = frozenset()
-    """What every step gives out beside the rest, of TRACE_ARRAYS; with any, steps are other
-    executables."""
+    """The TRACE_ARRAYS that every step returns too. Any of them changes the executables."""
     tiers: str = ""
-    """How residents are packed: "flux", decoded into the window; "flux-direct", computed as they
-    are; empty: there are none."""
+    """How packed residents are used: "flux", decoded into the window; "flux-direct", computed in
+    their packed form; empty: no resident is packed."""
 
     second: SecondProcessor | None = None
-    """What computes missed experts beside the device; None: nothing does."""
+    """The processor that computes missed experts beside the device; None without one."""
     cache_aware: float | None = None
-    """How much of its score a missing expert loses where routers choose (`cache_aware_routing`), so
-    that outputs depend on who is resident; None: routers do not know it."""
+    """How much a missing expert's score is lowered where routers choose (`cache_aware_routing`), so
+    that outputs depend on residency; None: routers ignore residency."""
 
     @property
     def favours_residents(self) -> bool:
-        """Whether routers look at the tables. Where everybody is resident nobody is favoured."""
+        """Whether routers look at the tables. They need not if every expert is resident."""
         return self.cache_aware is not None and not self.in_place
 
     @property
     def resident_steps(self) -> bool:
-        """Whether there are decode steps for when every expert is in a cell of its own: of kernels,
-        which a plan costs launches, where nothing but the host can change that."""
+        """Whether there are decode steps without plans, for when every expert is in a cell of its
+        own. They save the launches of plan kernels, and need that only the host can evict."""
         one = self.formats is None or len(self.formats) == 1
         plain = self.driver == "device" and one and self.queue is None
         return (
@@ -163,14 +163,14 @@ class StepSpec:
 
     @property
     def cells(self) -> tuple[RecordFormat, ...]:
-        """How records lie in cells, by version number."""
+        """The format of records in cells, by version number."""
         if self.formats is None:
             return self.layout.records
         return tuple(version.cell for version in self.formats)
 
     @property
     def packed(self) -> RecordFormat | None:
-        """The format of packed residents that are decoded into the window; None: there are none."""
+        """The format of packed residents that are decoded into the window; None without any."""
         if self.tiers != "flux" or self.formats is None:
             return None
         return self.formats[PACKED_VERSION].cell
@@ -182,53 +182,53 @@ class StepSpec:
 
     @property
     def owned(self) -> bool:
-        """Whether the library of native CPU ops owns the arena: where every op that touches it is
-        native. Otherwise it is an array, donated from step to step."""
+        """Whether the library of native CPU ops owns the arena, as it does if every op that touches
+        the arena is native. Otherwise the arena is an array, donated from step to step."""
         return not self.foreign_ops
 
     @property
     def foreign_ops(self) -> dict[str, str]:
-        """Ops that touch the arena and are not native → their implementation."""
+        """The implementation of each op that touches the arena and is not native, by op."""
         ops = {op: getattr(self.ops, op) for op in arena_ops(self.config)}
         return {op: name for op, name in ops.items() if name != "cpu"}
 
     @property
     def separate(self) -> bool:
-        """Whether experts lie in separate pinned arrays, which jax's own copies bring beside
-        compute, and the host driver carries out what a layer wants: the queue where the library
-        does not own the arena."""
+        """Whether each expert is a pinned array of its own, which jax's copies bring beside compute
+        when the host driver asks. This is the queue if the library does not own the arena."""
         return self.queue is not None and not self.owned
 
 
 class PrefillBatch(NamedTuple):
-    """Prompt chunks of one prefill step, int32; a sequence's chunks in ascending order."""
+    """Prompt chunks of one prefill step, int32. A sequence's chunks come in ascending order."""
 
     tokens: Leaf
-    """[N, C]."""
+    """[N, C]: token ids."""
     row: Leaf
     """[N]: the sequence's row in the block table."""
     start: Leaf
     """[N]: position of the chunk's first token, a multiple of C."""
     skip: Leaf
-    """[N]: leading tokens of the chunk whose KV is in the pages already: computed, not kept."""
+    """[N]: leading tokens of the chunk whose KV is in the pages already. They are computed, but
+    their KV is not written."""
     length: Leaf
-    """[N]: tokens in the chunk, those to skip included."""
+    """[N]: tokens in the chunk, skipped ones included."""
     count: Leaf
     """Chunks in use."""
     last: Leaf
-    """[R]: where in the flat prefill step a sequence's last prompt token is; −1: not in this
-    prefill step."""
+    """[R]: index of a sequence's last prompt token among the step's N·C tokens; −1: that token is
+    not in this step."""
     targets: Leaf
     """[N, C]: tokens whose log-probability scoring asks for; unused otherwise."""
 
     def of_chunks(self, chunks: int) -> PrefillBatch:
-        """The first chunks, in which all tokens are."""
+        """Returns the first `chunks` chunks, which must hold all tokens."""
         names = ("tokens", "row", "start", "skip", "length", "targets")
         return self._replace(**{name: getattr(self, name)[:chunks] for name in names})
 
 
 def empty_prefill(shapes: StepShapes) -> PrefillBatch:
-    """A batch without chunks, in numpy arrays to write to."""
+    """Returns a batch without chunks, in numpy arrays to write to."""
     chunks, size = shapes.prefill_chunks, shapes.chunk
     return PrefillBatch(
         tokens=np.zeros((chunks, size), np.int32),
@@ -243,15 +243,16 @@ def empty_prefill(shapes: StepShapes) -> PrefillBatch:
 
 
 class Routing(NamedTuple):
-    """Expert ids (ascending per token, E for padding) and weights of every MoE layer, [L, T, K]:
-    out of a step as its trace, into a step to force it."""
+    """Expert ids (ascending for each token, E for padding) and weights of every MoE layer,
+    [L, T, K]. A step returns its routing, and may be given a routing to use."""
 
     ids: Leaf
     weights: Leaf
 
 
 class PromptLogprobs(NamedTuple):
-    """What raw logits say of the targets of a prefill step: sampler.logprobs with n likeliest."""
+    """Log-probabilities of a prefill step's targets, by its raw logits: sampler.logprobs with the n
+    likeliest tokens."""
 
     chosen: Leaf
     """float32[N, C]: log-probabilities of the targets."""
@@ -264,22 +265,22 @@ class PromptLogprobs(NamedTuple):
 
 
 class TraceArrays(NamedTuple):
-    """What a step gives out when asked; None: not asked for. All float16: beyond ±65504 infinite.
-    The names are those of an Observation's fields."""
+    """Arrays that a step returns when asked, else None. They are float16, so values beyond ±65504
+    are infinite. The names are those of an Observation's fields."""
 
     probs: Any = None
     """[L, T, E]: the router's scores of all experts, from which it chooses."""
     gate_input: Any = None
-    """[L, T, D]: what the router saw, the normalised hidden state."""
+    """[L, T, D]: the router's input, the normalised hidden state."""
     embedding: Any = None
-    """[T, D]: of the tokens fed in."""
+    """[T, D]: embeddings of the step's tokens."""
 
 
 TRACE_ARRAYS = frozenset(TraceArrays._fields)
 
 
 def check_trace_arrays(names: Iterable[str]) -> frozenset[str]:
-    """The arrays named. Raises UserError for another name."""
+    """Returns the names as a set. Raises UserError for a name that is none of TRACE_ARRAYS."""
     given = frozenset(names)
     for name in sorted(given - TRACE_ARRAYS):
         raise UserError(unknown("array of a trace", name, TraceArrays._fields))
@@ -288,15 +289,17 @@ def check_trace_arrays(names: Iterable[str]) -> frozenset[str]:
 
 class StepOutput(NamedTuple):
     logits: jax.Array
-    """float32[R, V]; rows without a sequence (prefill: without a finished prompt) mean nothing."""
+    """float32[R, V]; rows without a sequence (prefill: without a finished prompt) are
+    meaningless."""
     tokens: jax.Array
-    """int32[R]: the current tokens, after the greedy choice of every row that gets one."""
+    """int32[R]: the current tokens, after the greedy choice of every row that gets a token."""
     results: jax.Array
-    """int32[shape.size]: what the host reads of every step, those tokens among it."""
+    """int32[shape.size]: the Results that the host reads of every step, `tokens` among them."""
     shape: ResultShape
     routing: Routing
     scores: jax.Array | PromptLogprobs | None
-    """float32[N, C]: log-probabilities of the targets, when scoring; or more of them."""
+    """float32[N, C], log-probabilities of the targets, of a score step; PromptLogprobs of a
+    prompt_logprobs step; else None."""
     staged: jax.Array | None
     """int32[S]: 1 for each entry of the stage list that was carried out."""
     arrays: TraceArrays = TraceArrays()
@@ -306,12 +309,12 @@ class StepOutput(NamedTuple):
     """int32[·, 4, S]: transfers that the step chose itself (map_search.Lookahead.fetch)."""
 
     def read(self) -> Results:
-        """The results on the host. Waits for the step."""
+        """Returns the results on the host. Waits for the step."""
         return Results(self.shape, np.asarray(self.results))
 
 
 class LayerTrace(NamedTuple):
-    """What MoE layers leave behind, one or several."""
+    """Routing, counts and arrays of one or several MoE layers."""
 
     ids: Leaf
     """int32[..., T, K]."""
@@ -320,11 +323,15 @@ class LayerTrace(NamedTuple):
     counts: Leaf
     """int32[..., counts_size]: see experts.page_and_compute."""
     arrays: TraceArrays = TraceArrays()
-    """One layer has no embedding."""
+    """Without `embedding`, which no single layer has."""
 
     @classmethod
     def unpacked(cls, rows: jax.Array, arrays: TraceArrays, tokens: int, k: int) -> LayerTrace:
-        """Layers out of their records int32[L, record_size] and arrays. k: experts a token."""
+        """Takes records of layers apart.
+
+        - `rows`: int32[L, record_size].
+        - `k`: experts a token.
+        """
         ids, weights, counts = jnp.split(rows, (tokens * k, 2 * tokens * k), axis=1)
         shape = rows.shape[0], tokens, k
         weights = lax.bitcast_convert_type(weights, jnp.float32)
@@ -332,7 +339,10 @@ class LayerTrace(NamedTuple):
 
 
 def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
-    """The ids int32[T] of a step's tokens, and where they are. batch: see device_step."""
+    """Returns the ids int32[T] of a step's tokens, and their places.
+
+    - `batch`: see device_step.
+    """
     if isinstance(batch[0], PrefillBatch):
         prefill, block_table, _ = batch
         return prefill.tokens.reshape(-1), _prefill_tokens(prefill, block_table, context)
@@ -341,7 +351,7 @@ def step_tokens(batch: tuple, context: StepContext) -> tuple[jax.Array, Tokens]:
 
 
 def decode_tokens(positions: jax.Array, block_table: jax.Array, context: StepContext) -> Tokens:
-    """The tokens of a decode step, see device_step."""
+    """Returns the tokens of a decode step, whose arguments device_step describes."""
     valid, row_tile = positions >= 0, context.row_tile
     tiles = jnp.int32(1)  # one tile is in use, or there is no step
     if positions.shape[0] > row_tile:
@@ -384,13 +394,14 @@ def _prefill_tokens(prefill: PrefillBatch, block_table: jax.Array, context: Step
 def favour_residents(
     address: jax.Array, layer: jax.Array, context: StepContext
 ) -> jax.Array | None:
-    """float32[E], what is added to the scores by which a layer's experts are chosen: 0 for those
-    that have a cell when the layer is routed, −cache_aware for the others; None: nothing is.
-    address int32[L, E]: of the tables.
+    """Returns float32[E], added to the scores by which a layer chooses its experts: 0 for experts
+    with a cell, −cache_aware for the others. None if routers ignore residency.
 
-    Missing ones lose, rather than residents gain, so that the scores are those of full residency to
-    the bit where nobody is missing. An expert gives its place up only to one whose score is at most
-    cache_aware lower (where routers do not choose among groups too).
+    Missing experts lose, rather than residents gain, so that the scores have the bits of full
+    residency if no expert is missing. An expert loses its place only to an expert whose score is at
+    most cache_aware lower (unless routers also choose among groups).
+
+    - `address`: int32[L, E], of the tables.
     """
     if context.cache_aware is None:
         return None
@@ -406,8 +417,12 @@ def route_layer(
     favour: jax.Array | None = None,
     squares: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """LayerStack.route, or the forced routing of that layer where the router has no padding.
-    favour: of favour_residents. squares: of LayerStack.attend."""
+    """Routes a layer by LayerStack.route, or by the forced routing where the router's ids are not
+    padding.
+
+    - `favour`: result of favour_residents.
+    - `squares`: result of LayerStack.attend.
+    """
     x, normed, ids, weights = stack.route(i, x, tokens, favour, squares)
     if forced is not None:
         layer = stack.first_moe_layer + i
@@ -418,10 +433,12 @@ def route_layer(
 def layer_arrays(
     stack: LayerStack, i: jax.Array, normed: jax.Array, tokens: Tokens, wanted: frozenset[str]
 ) -> TraceArrays:
-    """What is wanted of a layer's routing. normed [T, D]: what it gave to the experts.
+    """Returns the wanted arrays of a layer's routing.
 
-    The scores are computed once more, behind the border to the experts: the routing itself is
-    compiled as it is without, and so has the same bits.
+    The scores are computed a second time, behind the barrier before the experts. So the routing is
+    compiled as without trace arrays, and has the same bits.
+
+    - `normed`: [T, D], input of the experts.
     """
     probs = gate_input = None
     with jax.named_scope("observe"):
@@ -433,7 +450,7 @@ def layer_arrays(
 
 
 def embedding_array(x: jax.Array, wanted: frozenset[str]) -> jax.Array | None:
-    """The embedded tokens x [T, D], if they are wanted."""
+    """Returns the embedded tokens x [T, D] as float16 if "embedding" is wanted, else None."""
     return x.astype(jnp.float16) if "embedding" in wanted else None
 
 
@@ -447,9 +464,15 @@ def step_output(
     shape: ResultShape,
     writes: tuple[jax.Array, ...] = (),
 ) -> StepOutput:
-    """x [T, D]: after the last layer. batch, kind: see device_step. trace: of all MoE
-    layers. staged, shape: fields of the result. writes: what knows the writes of the arena after
-    them, uint32[2] like an owned arena's token, where something asks for them."""
+    """Computes logits, tokens, scores and results of a step.
+
+    - `x`: [T, D], after the last layer.
+    - `batch`, `kind`: see device_step.
+    - `trace`: of all MoE layers.
+    - `staged`, `shape`: fields of the output.
+    - `writes`: uint32[2], like an owned arena's token after all its writes; empty if the results
+      need no writes.
+    """
     prefill = batch[0] if isinstance(batch[0], PrefillBatch) else None
     ends = x if prefill is None else x[jnp.maximum(prefill.last, 0)]
     logits = model.logits(ends, *_logit_rows(model, ends, batch, prefill))
@@ -473,36 +496,41 @@ def step_output(
 
 
 def _writes(tokens: tuple[jax.Array, ...]) -> jax.Array:
-    """int32[1]: Results.writes, as signed bits."""
+    """Returns Results.writes as int32[1] of the same bits."""
     if not tokens:
         return jnp.zeros(1, jnp.int32)
     return lax.bitcast_convert_type(tokens[0][1:], jnp.int32)
 
 
 def _greedy_tokens(model, logits, batch, prefill):
-    """int32[R]: the current tokens, those of the rows that get one chosen greedily."""
+    """Returns the current tokens int32[R] after the greedy choice of the rows that get a token."""
     current = batch[0] if prefill is None else batch[2]
     update = batch[1] >= 0 if prefill is None else prefill.last >= 0
-    # Behind a border, so that nothing of the choice is compiled into what makes the logits.
+    # Behind a barrier, so that XLA does not fuse the choice into the computation of the logits.
     logits = lax.optimization_barrier(logits)
     return update_rows(greedy, logits, current, update, by_row=sums_in_one_order(model.ops))
 
 
 def _logit_rows(model, ends, batch, prefill):
-    """(rows of one product, products needed, None: all) of the head."""
+    """Returns (rows of one product of the head, products needed; None: all)."""
     if prefill is None and sums_in_one_order(model.ops):
         return 1, _rows_in_use(batch[1] >= 0)
     return min(DECODE_TILE, ends.shape[0]), None
 
 
 def _rows_in_use(valid):
-    """int32: the first rows of a decode step that hold all its tokens."""
+    """Returns the number, int32, of first rows of a decode step that hold all its tokens."""
     return jnp.max(jnp.where(valid, jnp.arange(valid.shape[0]) + 1, 0))
 
 
 def _missed_routes(ids, counts, experts):
-    """int32[T]: of each token's routed experts ids [L, T, K], how many were missing, by the bits
-    of the layers' counts [L, counts_size]."""
+    """Counts each token's missing experts.
+
+    - `ids`: [L, T, K], the routed experts.
+    - `counts`: [L, counts_size], with a bit for each missing expert.
+
+    Returns int32[T].
+    """
     # Padding has the id E, which is not missing.
     missed = jnp.pad(missed_bits(counts, experts), ((0, 0), (0, 1)))
     layer = jnp.arange(ids.shape[0])[:, None, None]
@@ -510,7 +538,7 @@ def _missed_routes(ids, counts, experts):
 
 
 def _force_routing(forced, layer, routed, experts):
-    """The forced routing of a layer, padded where the router's ids [T, K] are."""
+    """Returns the forced routing of a layer, padded where the router's ids [T, K] are padding."""
     # The ids must depend on the router's, and so on attention: if plan and fill could run before
     # attention has read the arena, XLA would copy the arena (seen on CPU).
     padding = routed == experts
@@ -519,14 +547,17 @@ def _force_routing(forced, layer, routed, experts):
 
 
 def _pages(block_table, positions, valid, page):
-    """KV row of each token's page; −1 where not valid. block_table [T, B], positions [T]."""
+    """Returns the KV row [T] of each token's page; −1 for tokens that are not valid.
+
+    - `block_table`: [T, B].
+    """
     block = jnp.maximum(positions, 0) // page.block_size
     pages = jnp.take_along_axis(block_table, block[:, None], axis=1, mode="clip")[:, 0]
     return jnp.where(valid, pages, -1)
 
 
 def _score(model, x, prefill):
-    """log p(target) at every position of the prefill step, chunk by chunk."""
+    """Returns log p(target) at every position of the prefill step, computed chunk by chunk."""
 
     def part(c, scores):
         logp = jax.nn.log_softmax(model.logits(x[c], x.shape[1]), axis=-1)
@@ -537,7 +568,7 @@ def _score(model, x, prefill):
 
 
 def _prompt_logprobs(model, x, prefill):
-    """PromptLogprobs of the targets at every position of the prefill step, chunk by chunk."""
+    """Returns PromptLogprobs at every position of the prefill step, computed chunk by chunk."""
     n = min(MAX_LOGPROBS, model.config.vocab_size)
 
     def part(c, found):
@@ -550,4 +581,4 @@ def _prompt_logprobs(model, x, prefill):
 
 
 _TARGETS = {"score": _score, "prompt_logprobs": _prompt_logprobs}
-"""What kinds of prefill step say of the targets."""
+"""The function that computes StepOutput.scores, by kind of prefill step."""

@@ -15,7 +15,7 @@ from moejax.step.step_parts import StepOutput, StepSpec, sums_in_one_order
 
 
 class TokenState:
-    """Current tokens, results of the latest step, and counts for penalties, on the device."""
+    """Holds current tokens, results of the latest step, and counts for penalties, on the device."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class TokenState:
         self._sharding = sharding
         self._by_row = sums_in_one_order(steps.ops)
         self._greedy: tuple[jax.Array, jax.Array] | None = None
-        """Logits of the step dispatched last, until its tokens are chosen, and the tokens after
-        the greedy choice that it made itself."""
+        """(logits, tokens after its own greedy choice) of the step dispatched last; None once its
+        tokens are chosen."""
         self.tokens: jax.Array = jax.device_put(np.zeros(steps.shapes.rows, np.int32), sharding)
-        """int32[R]."""
+        """int32[R], the current token of each row."""
         self.results: jax.Array | None = None
         """StepOutput.results of the step dispatched last, with the tokens that were chosen."""
         self.counts: jax.Array | None = None
@@ -39,21 +39,21 @@ class TokenState:
 
     @property
     def choices(self) -> tuple[Kind, ...]:
-        """The programs that choose tokens, beside the steps' own greedy choice."""
+        """The programs that sample tokens; steps make the greedy choice themselves."""
         return ("sample",) if self._by_row else ("sample_all", "sample")
 
     def follow(self, output: StepOutput) -> StepOutput:
-        """A step was dispatched."""
+        """Takes logits and results of a step that was dispatched. Returns the step's output."""
         self._greedy, self.results = (output.logits, output.tokens), output.results
         return output
 
     def sample(self, logits: jax.Array, update: np.ndarray, params: Sequence | None) -> jax.Array:
-        """Samples rows, and makes the tokens current and those of `results`.
+        """Samples rows, and writes the tokens to the current tokens and to `results`.
 
         - `logits`: float32[rows, V], of the latest step.
-        - `update`: bool[R], the rows; those that the latest step gave logits.
-        - `params`: None for greedy, which is there already where the logits are that step's; else
-          sampler.sample's arrays after the logits.
+        - `update`: bool[R], the rows to sample; the latest step computed logits of them.
+        - `params`: sampler.sample's arrays after the logits; None for the greedy choice, which the
+          step has made already if `logits` is its own array.
         """
         made, self._greedy = self._greedy, None
         if params is None and made is not None and made[0] is logits:
@@ -65,8 +65,8 @@ class TokenState:
         return self.tokens
 
     def _choice(self, params: Sequence | None) -> Kind:
-        """The least program that makes these choices. Where rows are drawn one after the other,
-        each finds out for itself whether it truncates."""
+        """Returns the cheapest program that makes these choices. A program that draws rows one
+        after the other decides by row whether to truncate."""
         if params is None:
             return "greedy"
         _, top_k, top_p, *_ = params
@@ -97,11 +97,11 @@ class TokenState:
         self.counts = self._compiler.call(key, self.counts, self.tokens, update)
 
     def adjust(self, logits: jax.Array, penalties: Sequence | None, biases: Sequence) -> jax.Array:
-        """Logits of all rows after biases and penalties.
+        """Returns the logits of all rows after biases and penalties.
 
-        - `penalties`: sampler.adjust's arrays after the counts, of which there must be some; None
+        - `penalties`: sampler.adjust's arrays after the counts, which must exist (`recount`); None
           for biases alone.
-        - `biases`: its arrays after those.
+        - `biases`: sampler.adjust's `bias_ids` and `bias`.
         """
         bucket = self._keys.bucket(logits.shape[0])
         if penalties is None:
@@ -110,7 +110,7 @@ class TokenState:
         return self._compiler.call(key, logits, self.counts, *penalties, *biases)
 
     def token_logprobs(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-        """sampler.logprobs of the likeliest tokens, as many as requests may ask for."""
+        """Returns sampler.logprobs, with as many likeliest tokens as requests may ask for."""
         key = ProgramKey("logprobs", self._keys.bucket(logits.shape[0]))
         return self._compiler.call(key, logits, tokens)
 

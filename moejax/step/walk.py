@@ -1,4 +1,4 @@
-"""A step as one executable, and what both walks have in common."""
+"""Runs a step as one executable, and defines the types that both walks share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from pallas_kernels.plan import Tables
 from pallas_kernels.stage import Entries
 
 Hooks = Callable[[Moment, int, Any], Entries | None]
-"""How the engine asks policies between the parts of a layer: (moment, layer, what is known now).
+"""The engine's callback between the parts of a layer: (moment, layer, known) → transfers.
 
-Layers count over MoE layers, −1: none yet. Known is at EMBEDDED the step's embeddings
-float16[T, D], where steps give them out; at ROUTED ids int32[T, K], ascending, E for padding, and
-weights float32[T, K], for the rows of the decode bucket or the tokens of the largest prefill step.
+`layer` counts over MoE layers; −1 before the first one. `known` is at EMBEDDED the step's
+embeddings float16[T, D], if steps return them. At ROUTED it is (ids int32[T, K], ascending, E for
+padding; weights float32[T, K]), of the rows of the decode bucket or the tokens of the largest
+prefill step.
 
-Entries that come back (int32[STAGES] each, of any layers) are carried out right there, before what
-the walk dispatches next; those that do not fit the tables are skipped, as `transfers` says. A layer
-whose experts this step has yet to compute needs none of its cells before its plan, so there an
-entry may also replace an expert that the step before used. An exception ends the step."""
+The returned entries (int32[STAGES] a field, of any layers) are carried out before the walk's next
+dispatch. Entries that do not fit the tables are skipped; `transfers` has which were carried out. A
+layer whose experts are still to come needs none of its cells before its plan, so an entry of it may
+also replace an expert that the step before used. An exception ends the step."""
 
 
 class LayerTransfers(NamedTuple):
@@ -42,22 +43,25 @@ class LayerTransfers(NamedTuple):
 
 
 LOOK_EVERY = 64
-"""Steps after which the host looks again: each costs a launch, and a step that needs no plan is a
-few launches a layer shorter."""
+"""Steps between two looks of the host at the tables. A look costs one launch; a step without plans
+saves a few launches a layer."""
 
 
 @dataclasses.dataclass
 class Completeness:
-    """Follows tables from step to step. Each of its fields is about one Tables object, so that
-    whatever else gives the runner other tables ends what was known, without telling anybody."""
+    """Tracks whether every expert is in a cell, from step to step.
+
+    Each field is about one Tables object. So code that gives the runner other tables makes this
+    knowledge void without a call.
+    """
 
     complete: Tables | None = None
-    """Nobody is absent from these."""
+    """Tables in which no expert is absent."""
     looked: tuple[jax.Array, Tables] | None = None
-    """The least address of tables, and what steps without transfers have made of those by now: no
-    expert leaves in such a step unless one is missing."""
+    """The least address of some tables, and the tables that steps without transfers have made of
+    them. In such a step no expert leaves unless one is missing."""
     steps: int = LOOK_EVERY
-    """Since the host looked last."""
+    """Steps since the host's last look."""
 
     def due(self, tables: Tables) -> bool:
         """Whether it is time to look at these tables."""
@@ -65,7 +69,7 @@ class Completeness:
         return not known and self.looked is None and self.steps >= LOOK_EVERY
 
     def look(self, least_address: jax.Array, tables: Tables) -> None:
-        """Keeps what was asked of these tables, until the device has answered."""
+        """Begins to read the least address of these tables."""
         least_address.copy_to_host_async()
         self.looked, self.steps = (least_address, tables), 0
 
@@ -80,7 +84,7 @@ class Completeness:
         return tables is self.complete
 
     def follow_step(self, before: Tables, after: Tables) -> None:
-        """A step without transfers made `after` of `before`."""
+        """Notes that a step without transfers turned the tables `before` into `after`."""
         self.steps += 1
         if self.complete is before:
             self.complete = after
@@ -89,9 +93,9 @@ class Completeness:
 
 
 class DeviceMaps:
-    """An empty store of expert maps.
+    """A store of expert maps on the device, empty at first.
 
-    - `shapes`: of its arrays.
+    - `shapes`: the shapes of its arrays.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class StepRequest(NamedTuple):
 
     key: ProgramKey
     args: tuple
-    """Of `Programs.batch`."""
+    """The arrays that Programs.batch describes."""
     forced: Routing | None
     stages: Entries | None
     hooks: Hooks | None
@@ -135,16 +139,16 @@ class StepRequest(NamedTuple):
 
 
 class CompiledWalk:
-    """A step as one executable.
+    """Runs a step as one executable.
 
     - `params`: the model's arrays.
-    - `slots`: of the arena.
+    - `slots`: slots of the arena.
     """
 
     transfers: Sequence[LayerTransfers] = ()
-    """What was carried out between the layers of the latest step."""
+    """The transfers between the layers of the latest step."""
     layer_arrays = TraceArrays()
-    """[T, ·] each, of the layer routed last, while hooks are called."""
+    """Arrays [T, ·] of the layer that was routed last, for hooks."""
 
     def __init__(
         self, steps: StepSpec, params: tuple, buffers: Buffers, compiler: Compiler, slots: int
@@ -155,15 +159,15 @@ class CompiledWalk:
         places = slots * steps.layout.cells_per_slot[0]
         layers, experts = buffers.tables.address.shape
         self._all_fit = steps.resident_steps and places >= layers * experts
-        """Every expert could be in a cell, and there are steps for when it is."""
+        """Whether every expert can be in a cell and there are steps without plans for then."""
 
     def calls(
         self, step: ProgramKey, *, staged: bool = False, maps: DeviceMaps | None = None
     ) -> list[ProgramKey]:
-        """The executables that a step calls.
+        """Returns the keys of the executables that a step calls.
 
-        - `staged`: with a stage list.
-        - `maps`: that decode steps search.
+        - `staged`: whether the step has a stage list.
+        - `maps`: the maps that decode steps search.
         """
         search = maps.search if maps is not None and step.kind == "decode" else None
         traced = bool(self._steps.trace_arrays)
@@ -190,8 +194,8 @@ class CompiledWalk:
         return output
 
     def _is_resident(self, key: ProgramKey) -> bool:
-        """Whether a decode step may take every expert to be in its cell: the host knows that they
-        are, and the executable, which compiles in the background, is there."""
+        """Whether the step may run without plans: it decodes, the host knows that every expert is
+        in a cell, and the executable is compiled."""
         if not self._all_fit or key.kind != "decode":
             return False
         known, tables, least = self._completeness, self._buffers.tables, ProgramKey("least_address")

@@ -1,9 +1,9 @@
-"""jax's own copies bring experts out of separate pinned arrays, beside compute, where the library
-does not own the arena: GPUs, and ops that are not native.
+"""Brings experts out of separate pinned arrays by jax's own copies, beside compute. Used if the
+native library does not own the arena: on GPUs, and for ops that are not native.
 
-Tables say at once where an expert will be, so what is decided never depends on how fast a copy was,
-and a run can be replayed. No program that computes an expert is dispatched before the one that
-reads its record into its cell: that, and the order of the stream, stand for a flipped entry.
+Tables say at once where an expert will be. So no decision depends on the speed of a copy, and a run
+can be replayed. The program that moves a record into its cell is dispatched before every program
+that computes the expert, and the device's stream keeps this order.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from pallas_kernels.cpu.arena import TransferFailure
 from pallas_kernels.stage import Entries
 
 DEMANDS = 8
-"""Records that a layer waits for which are on their way at once: staging memory. Ten in flight have
-nine tenths of a link's rate, one has less than half (shared/DESIGN.md, section 6)."""
+"""Most records of a layer that are copied at once, which sizes the staging memory. Ten copies in
+flight reach nine tenths of a link's rate, one less than half (shared/DESIGN.md, section 6)."""
 
 
 class CopyTransport(Transport):
-    """A DeviceQueue, and a walk of layers that brings what a layer misses beside what the device
-    computes.
+    """Brings what a layer misses by a DeviceQueue, while the device computes the layer's other
+    experts.
 
-    `plan` decides on the device and is read by the host, which waits for it, the only time in a
-    layer. Then, in this order:
+    `plan` decides on the device. The host waits for its result, its only wait in a layer. Then, in
+    this order:
 
-    1. what the plan wants that is not in its cell is queued as demands, and copies begin, demands
-       before others; after them, while nothing is enqueued that they would have to wait for,
-    2. the experts that are there are computed, beside those copies,
-    3. each record that was missing is read into its cell, or computed as it is where it has none,
-       by programs that wait for its copy in stream order, and then those experts are computed.
+    1. Planned records that are not in their cells are queued as demands. Copies begin, demands
+       before prefetches, before any program is enqueued that they would have to wait for.
+    2. The experts in cells are computed, beside those copies.
+    3. Each missing record is moved into its cell, by a program that waits for its copy in stream
+       order, and then its expert is computed. A record without a cell is computed from staging.
 
-    Where experts stream, those of a layer are brought before it, and one program computes them.
+    If experts stream, all experts of a layer are brought before it, and one program computes them.
     Raises ValueError for a store of another kind.
     """
 
@@ -82,16 +82,16 @@ class CopyTransport(Transport):
         self.device_queue = DeviceQueue(records, buffers.device, ahead=ahead)
         self.staging_bytes = (DEMANDS + spec.threads + 1) * max(map(sum, pieces))
         self._awaited: dict[int, int] = {}
-        """Arena row of a cell whose record has not been read into it → ticket."""
+        """Ticket of the record that a cell waits for, by the cell's arena row."""
         self._no_cells = itertools.count(-1, -1)
-        """Numbers that are no cell's, for records that get none."""
+        """Negative cell numbers, for records without a cell."""
         self._admitted: list[tuple[int, jax.Array]] = []
-        """Layers of stage lists that were carried out, and what `admit` said, not yet read."""
+        """(layer, result of `admit`) of stage lists that were carried out and not yet read."""
         self._failed: list[tuple[int, TransferFailure]] = []
         """Experts that could not be computed, with the number of their step."""
         self._steps = 0
         self.unpacked = 0
-        """Records of packed residents that a stream has decoded within the arena."""
+        """Packed residents that a stream has decoded within the arena, counted once each pass."""
         lands = (ProgramKey("land", run=version) for version in range(len(records)))
         compiler.need(*lands, ProgramKey("forget"))
 
@@ -106,7 +106,10 @@ class CopyTransport(Transport):
     def compute_rows(
         self, parts: Parts, inputs: LayerInputs, share: Elsewhere | None
     ) -> tuple[jax.Array, jax.Array]:
-        """As Transport; share: None without a second processor."""
+        """Does as Transport.compute_rows.
+
+        - `share`: None without a second processor.
+        """
         buffers, ids = self._buffers, inputs.routing.ids
         number = buffers.numbers[inputs.layer]
         y, counts = parts["blank", None](buffers.tables, ids)
@@ -125,15 +128,17 @@ class CopyTransport(Transport):
         planned: Sequence[Sequence[int]],
         share: Elsewhere | None,
     ) -> jax.Array:
-        """y with the rows of the experts that are due. planned: what the plan says of each expert
-        (layer_programs._planned)."""
+        """Returns y with the rows of the experts that are due.
+
+        - `planned`: the plan of each expert (layer_programs._planned).
+        """
         buffers, layer = self._buffers, inputs.layer
         rows, filled, versions = planned
         self.queue_admitted()
         self.land_arrived()
         due = [(expert, row) for expert, row in enumerate(rows) if row != IDLE]
         for expert, row in due:
-            if filled[expert]:  # whatever was on its way there is nobody's
+            if filled[expert]:  # the record on its way there is no longer wanted
                 self.drop(row)
         missing = [
             (expert, row)
@@ -176,7 +181,8 @@ class CopyTransport(Transport):
     def _compute_through(
         self, parts: Parts, inputs: LayerInputs, y: jax.Array, expert: int, ticket: int
     ) -> jax.Array:
-        """y with the rows of an expert without a cell. Raises TransferLost."""
+        """Returns y with the rows of an expert without a cell. Raises TransferLost if its record
+        did not come."""
         computed, buffers = [], self._buffers
         version = self.device_queue.version(ticket)
 
@@ -194,7 +200,8 @@ class CopyTransport(Transport):
     # ---- records and cells
 
     def _demand(self, layer: int, expert: int, version: int, row: int) -> int:
-        """The ticket of a record that the running layer waits for."""
+        """Queues a record that the running layer waits for, or moves it to the front of the queue.
+        Returns its ticket."""
         if row == READ_THROUGH:
             return self.device_queue.submit(self.transfer_of(layer, expert, version=version))
         ticket = self._awaited.get(row)
@@ -209,11 +216,12 @@ class CopyTransport(Transport):
     def transfer_of(
         self, layer: int, expert: int, cause: str = DEMAND, version: int = 0
     ) -> Transfer:
-        """A transfer into staging alone, which has no numbers of cells."""
+        """Returns a transfer into staging only, without a cell."""
         return Transfer(layer, expert, version, next(self._no_cells), cause)
 
     def land(self, row: int, ticket: int) -> None:
-        """Dispatches the copy of a record from staging into its cell. Raises TransferLost."""
+        """Dispatches the copy of a record from staging into its cell. Raises TransferLost if the
+        record did not come."""
         version = self.device_queue.version(ticket)
 
         def move(pieces: Sequence[jax.Array]) -> jax.Array:
@@ -226,7 +234,7 @@ class CopyTransport(Transport):
         self._awaited.pop(row, None)
 
     def land_arrived(self) -> None:
-        """Moves what came ahead of need into its cells."""
+        """Moves records that came ahead of need into their cells."""
         cells = {ticket: row for row, ticket in self._awaited.items()}
         for ticket in self.device_queue.arrived():
             if ticket in cells:
@@ -235,12 +243,12 @@ class CopyTransport(Transport):
                 self.device_queue.drop(ticket)
 
     def drop(self, row: int) -> None:
-        """Nobody wants any more what was on its way into a cell."""
+        """Drops the record that is on its way into a cell."""
         if (ticket := self._awaited.pop(row, None)) is not None:
             self.device_queue.drop(ticket)
 
     def lose(self, layer: int, expert: int, row: int, message: str) -> None:
-        """An expert of the running step could not be computed; it is absent."""
+        """Notes that an expert of the running step could not be computed, and makes it absent."""
         self._failed.append((self._steps, TransferFailure(layer, expert, message)))
         if row != READ_THROUGH:
             self._forget(row)
@@ -256,8 +264,8 @@ class CopyTransport(Transport):
         return done
 
     def queue_admitted(self) -> None:
-        """Queues what stage lists brought since the last time. The host has waited for something
-        that was dispatched later, or waits here."""
+        """Queues the transfers that stage lists admitted since the last call. Waits for the device
+        unless the host has already waited for a later program."""
         admitted, self._admitted = self._admitted, []
         for layer, said in admitted:
             for expert, version, row in np.asarray(said).T.tolist():
@@ -275,7 +283,7 @@ class CopyTransport(Transport):
     # ---- steps, and between them
 
     def populate(self, rows: np.ndarray, versions: np.ndarray) -> None:
-        """As Transport. Raises TransferLost where a record cannot be copied."""
+        """Does as Transport.populate. Raises TransferLost if a record cannot be copied."""
         places = np.argwhere(rows >= 0).tolist()
         for i in range(0, len(places), DEMANDS):
             some = [
@@ -288,13 +296,13 @@ class CopyTransport(Transport):
                 self.land(transfer.cell, ticket)
 
     def begin_output(self) -> tuple:
-        """The number of the step in the place of an arena's writes."""
+        """Returns the number of the step in place of an arena's writes."""
         number, self._steps = self._steps, self._steps + 1
-        self.device_queue.observe()  # what has settled is kept until then
+        self.device_queue.observe()  # the queue keeps settled transfers until this call
         return (np.array([0, number], np.uint32),)
 
     def failures(self, writes: int) -> list[TransferFailure]:
-        """As Transport; `writes` is the number of the step."""
+        """Does as Transport.failures; `writes` is the number of the step."""
         failed = [failure for step, failure in self._failed if step <= writes]
         self._failed = [(step, failure) for step, failure in self._failed if step > writes]
         return failed
@@ -305,7 +313,7 @@ class CopyTransport(Transport):
         return dataclasses.replace(self.device_queue.totals(), **decoded)
 
     def drain(self) -> None:
-        """What is on its way is moved into its cells by programs dispatched now."""
+        """Dispatches the programs that move all records on their way into their cells."""
         self.queue_admitted()
         for row, ticket in [*self._awaited.items()]:
             try:

@@ -1,4 +1,4 @@
-"""The native library's queue fills an arena that the library owns, beside compute."""
+"""Fills an arena that the native library owns, by the library's queue, beside compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pallas_kernels.cpu.arena import TransferFailure
 
 
 class NativeTransport(Transport):
-    """Raises ValueError where XLA owns the arena, or records are decoded on the way."""
+    """Brings experts by the native library's queue.
+
+    Raises ValueError if XLA owns the arena, or if records are decoded on the way.
+    """
 
     queue: NativeQueue
 

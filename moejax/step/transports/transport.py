@@ -1,4 +1,4 @@
-"""How experts that a step misses come into their cells, as walks and the executor see it."""
+"""The interface by which walks and the executor bring missing experts into their cells."""
 
 from __future__ import annotations
 
@@ -24,46 +24,49 @@ Parts = dict[tuple[str | None, int | None], Callable]
 
 
 class LayerInputs(NamedTuple):
-    """What a layer's experts are computed from."""
+    """The inputs of a layer's experts."""
 
     step: ProgramKey
     layer: int
     x: jax.Array
     """[T, D]: the residual stream after attention."""
     normed: jax.Array
-    """[T, D]: what the experts compute on."""
+    """[T, D]: the normalised residual stream, input of the experts."""
     routing: Routing
 
 
 class Transport:
-    """Brings experts of the store into cells of the arena. This one leaves it to the ops of steps,
-    so that nothing is ever on its way; others replace what they do beside compute."""
+    """Brings experts from the store into cells of the arena.
+
+    This base class leaves the copies to the ops of the step, so no transfer is ever under way
+    between programs. Subclasses override the methods whose work goes on beside compute.
+    """
 
     spec: QueueSpec | None = None
-    """The queue as it is; None: ops copy experts within the step."""
+    """The queue's settings; None: ops copy experts within the step."""
     queue: NativeQueue | None = None
-    """The native library's queue, where that library carries transfers out."""
+    """The native library's queue, if that library carries out the transfers."""
     staging_bytes = 0
-    """Device memory of records on their way, beside what programs take."""
+    """Device memory of records on their way, beside the programs' own."""
     stage_key = ProgramKey("stage")
     """The program by which a walk of layers carries out a layer's part of a stage list."""
     parts: Sequence[tuple[str, int | None]] = (("experts", None),)
-    """Of layer_programs, `part` and `run` of keys: those that `compute` calls."""
+    """The programs that `compute` calls: `part` and `run` of their keys (layer_programs)."""
     shared_parts: Sequence[tuple[str, int | None]] = (("accelerate", None),)
-    """And those of `compute_rows`."""
+    """The programs that `compute_rows` calls, likewise."""
 
     def __init__(self, steps: StepSpec, buffers: Buffers, compiler: Compiler):
         self._buffers, self._compiler = buffers, compiler
 
     @classmethod
     def serves(cls, steps: StepSpec) -> bool:
-        """Whether steps like these are served."""
+        """Whether this class can serve these steps."""
         return True
 
     # ---- in a walk of layers
 
     def compute(self, parts: Parts, inputs: LayerInputs) -> tuple[jax.Array, jax.Array]:
-        """Returns (x after a MoE layer's experts, the layer's counts)."""
+        """Computes a MoE layer's experts. Returns (x after them, the layer's counts)."""
         buffers = self._buffers
         memory = buffers.stores, buffers.arena, buffers.tables
         computed_on = inputs.x, inputs.normed, *inputs.routing, buffers.numbers[inputs.layer]
@@ -73,9 +76,11 @@ class Transport:
     def compute_rows(
         self, parts: Parts, inputs: LayerInputs, share: Elsewhere
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (y float32[T·K, D] of a layer's experts, the layer's counts).
+        """Computes the device's share of a layer's experts.
 
-        - `share`: the second processor's, whose rows of y stay zero.
+        - `share`: the second processor's experts, whose rows of y stay zero.
+
+        Returns (y float32[T·K, D], the layer's counts).
         """
         buffers = self._buffers
         memory = buffers.stores, buffers.arena, buffers.tables
@@ -86,10 +91,12 @@ class Transport:
         return y, counts
 
     def stage(self, layer: int, entries: Entries, done: jax.Array, *, ahead: bool) -> jax.Array:
-        """Carries out a layer's part of a stage list; returns `done` with the entries that were.
+        """Carries out a layer's part of a stage list.
 
         - `done`: int32[STAGES], 1 for each entry that was carried out so far.
-        - `ahead`: before the layer's plan (`experts.stage_layer`).
+        - `ahead`: whether the layer's plan is still to come (`experts.stage_layer`).
+
+        Returns `done` with the entries that were carried out now.
         """
         buffers = self._buffers
         memory = buffers.arena, buffers.tables, buffers.stores
@@ -100,7 +107,8 @@ class Transport:
         return done
 
     def begin_output(self) -> tuple:
-        """What a walk of layers gives its last program as `Programs.writes`."""
+        """Returns the value that a walk of layers passes to its last program as
+        `Programs.writes`."""
         return ()
 
     # ---- between steps
@@ -108,7 +116,7 @@ class Transport:
     def populate(self, rows: np.ndarray, versions: np.ndarray) -> None:
         """Copies experts of all layers into cells.
 
-        - `rows`: int32[L, E], the arena row of each expert's cell; −1: it is not copied.
+        - `rows`: int32[L, E], the arena row of each expert's cell; −1: the expert is not copied.
         - `versions`: int32[L, E], the version number in the cell.
         """
         buffers = self._buffers
@@ -120,27 +128,32 @@ class Transport:
                 )
 
     def drain(self) -> None:
-        """Nothing flies into the arena any more when the steps to come begin, nor during what is
-        dispatched next; experts that did not come are absent."""
+        """Ends all transfers into the arena before the program that is dispatched next. Experts
+        that did not come are absent afterwards."""
 
     def failures(self, writes: int) -> list[TransferFailure]:
-        """The experts that a step could not compute because their bytes did not come; what was
-        computed beside them is wrong. Each is told once, and absent for the steps to come.
+        """Returns the experts that a step could not compute because their bytes did not come.
 
-        - `writes`: of the step's Results.
+        The step's outputs are wrong. Each failure is returned once, and the expert is absent for
+        the steps to come.
+
+        - `writes`: Results.writes of the step.
         """
         return []
 
     def totals(self) -> Totals | None:
-        """What the queue did so far; None: there is none."""
+        """The queue's counters so far; None without a queue."""
         return None
 
     def close(self) -> None:
-        """Ends it, after the last step and before the store is freed."""
+        """Ends the transport, after the last step and before the store is freed."""
 
 
 def link_use(totals: Totals | None) -> LinkUse:
-    """A queue as policies and traces see it. totals: None: there is no queue."""
+    """Returns a queue's state as policies and traces see it.
+
+    - `totals`: the queue's counters; None without a queue.
+    """
     if totals is None:
         return LinkUse()
     came, busy = totals.demands + totals.ahead, round(totals.busy_seconds * 1e6)
