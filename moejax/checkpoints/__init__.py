@@ -1,1 +1,1 @@
-"""Checkpoints on disk, of Hugging Face and of Orbax: directories, files, tensors in them."""
+"""Reads and writes checkpoints of Hugging Face and of Orbax."""

@@ -1,5 +1,8 @@
-"""Safetensors files whose matrices others quantized: each matrix is several tensors, which are read
-as one, its codes and scales for records or its dequantized weights for everything else."""
+"""Reads safetensors files whose matrices are already quantized.
+
+Such a matrix is stored as several tensors and read as one: codes and scales for records, and
+dequantized weights for everything else.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from pallas_kernels.records.format import encoding_of
 
 _FLOATS = ("bfloat16", "float16", "float32")
 _PER_WORD = 32
-"""Bits of the words in which pack-quantized has codes."""
+"""Bits of the words into which pack-quantized packs its codes."""
 
 
 def _as_they_are(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
@@ -30,35 +33,35 @@ def _as_they_are(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarra
 
 
 def _offset(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
-    """Of signed integers."""
+    """Codes from 0 to 255 of signed 8-bit integers."""
     return codes.view(np.uint8) ^ np.uint8(0x80)
 
 
 def _nibbles(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
-    """Two to a byte, the lower half first."""
+    """Unpacks two codes from each byte, the lower half first."""
     return np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)[:, :width]
 
 
 def _words(codes: np.ndarray, encoding: Encoding, width: int) -> np.ndarray:
-    """Eight or four to a word of 32 bits, the lowest bits first: their bytes' order too."""
+    """Unpacks eight 4-bit or four 8-bit codes from each 32-bit word, the lowest bits first."""
     whole = codes.view("<i4").view(np.uint8)
     return whole[:, :width] if encoding.bits == 8 else _nibbles(whole, encoding, width)
 
 
 class Layout(NamedTuple):
-    """How a quantized matrix lies in the files. Names stand in place of the matrix's ".weight"."""
+    """How a quantized matrix is stored. Each name replaces ".weight" in the matrix's name."""
 
     codes: str
-    """The name of its codes."""
+    """The name of the tensor of codes."""
     scales: str
     dtypes: Mapping[str, tuple[str, ...]]
     """Name → the dtypes that the tensor may have."""
     unpack: Callable[[np.ndarray, Encoding, int], np.ndarray] = _as_they_are
     """(codes as stored, encoding, width of a row) → uint8[rows, width]."""
     pack: Callable[[int, int], int] = lambda width, bits: width
-    """(width, bits) → values of a row of codes as stored."""
+    """(width of a row, bits of a code) → how many stored values hold a row of codes."""
     shapes: tuple[str, ...] = ()
-    """Tensors that hold the matrix's shape."""
+    """The names of tensors that hold the matrix's shape."""
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -98,11 +101,11 @@ LAYOUTS: dict[str, Layout] = {
         lambda width, bits: -(-width * bits // 8),
     ),
 }
-"""Quantization.layout → how its matrices lie."""
+"""Quantization.layout → how its matrices are stored."""
 
 
 class Stored(NamedTuple):
-    """A quantized matrix: its codes and scales, each in a shard."""
+    """A quantized matrix: the shards and names of its codes and scales, and its shape [out, in]."""
 
     codes: tuple[Shard, str]
     scales: tuple[Shard, str]
@@ -113,10 +116,11 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedShard:
-    """A TensorFile: a shard in which quantized matrices have the names and shapes that they have in
-    other checkpoints. Read by rows they are dequantized.
+    """A TensorFile: a shard whose quantized matrices look like float32 tensors, with the names and
+    shapes of a checkpoint that is not quantized. Reading rows dequantizes them.
 
-    tensors: those matrices, of float32, and the shard's other ones. matrices: by name.
+    tensors: the matrices, as float32, and the shard's other tensors. matrices: name → how a matrix
+    is stored.
     """
 
     shard: Shard
@@ -143,7 +147,8 @@ class QuantizedReader:
 
     @property
     def splits(self) -> bool:
-        """A matrix is unpacked whole."""
+        """Whether some rows can be read without the others: not with matrices, which are unpacked
+        whole."""
         return not self.file.matrices
 
     def rows(self, name: str, index: int | None = None) -> ReadRows:
@@ -153,8 +158,12 @@ class QuantizedReader:
         return matrix.dequantize
 
     def matrix(self, name: str, dtype: np.dtype) -> QuantizedMatrix:
-        """The codes and scales of a matrix. dtype: the run's. Raises UserError, naming the tensor,
-        for those that no weight can be made of."""
+        """Reads the codes and scales of a matrix.
+
+        - `dtype`: the run's.
+
+        Raises UserError that names the tensor, for codes or scales that give no finite weights.
+        """
         stored, quantization = self.file.matrices[name], self.file.quantization
         encoding, layout = encoding_of(quantization.version), LAYOUTS[quantization.layout]
         try:
@@ -182,8 +191,8 @@ class QuantizedReader:
 def find_quantized(
     quantization: Quantization, shards: Sequence[Shard]
 ) -> tuple[QuantizedShard, ...]:
-    """The shards with their quantized matrices. Raises UserError, naming the tensor, where codes or
-    scales are missing or have other shapes or dtypes than each other."""
+    """Finds the quantized matrices of the shards. Raises UserError that names the tensor, where
+    codes or scales are missing, or their shapes or dtypes do not fit the format."""
     layout, encoding = LAYOUTS[quantization.layout], encoding_of(quantization.version)
     owner = {name: shard for shard in shards for name in shard.tensors}
     found: dict[int, dict[str, Stored]] = {id(shard): {} for shard in shards}
@@ -214,8 +223,12 @@ def find_quantized(
 
 
 def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
-    """Raises UserError for dtypes that the parts of a matrix do not have in this format, and for
-    what is no shape."""
+    """Raises UserError for a part of a matrix whose dtype this format does not allow, and for a
+    shape tensor that does not hold two numbers.
+
+    - `base`: the matrix's name without ".weight".
+    - `owner`: tensor → its shard.
+    """
     for suffix, dtypes in layout.dtypes.items():
         shard = owner[base + suffix]
         if (dtype := shard.tensors[base + suffix].dtype) not in dtypes:
@@ -232,7 +245,12 @@ def _check(base: str, layout: Layout, owner: Mapping[str, Shard]) -> None:
 def _shape(
     base: str, layout: Layout, encoding: Encoding, owner: Mapping[str, Shard]
 ) -> tuple[int, int]:
-    """[out, in] of a matrix, which codes and scales agree on."""
+    """The shape [out, in] of a matrix. Raises UserError where the shapes of its codes and scales do
+    not fit together.
+
+    - `base`: the matrix's name without ".weight".
+    - `owner`: tensor → its shard.
+    """
     names = base + layout.codes, base + layout.scales
     shard = owner[names[0]]
     codes, scales = (owner[name].tensors[name].shape for name in names)
@@ -242,7 +260,7 @@ def _shape(
             f"{list(codes)} and {list(scales)}"
         )
     out, group = codes[0], encoding.groups[0]
-    # Codes say the width but for what words leave empty, groups say it where words do not.
+    # The stored values of a row give the width, with the padding of the last word, if any.
     per_value = layout.pack(1 << 20, encoding.bits)
     width = codes[1] * (1 << 20) // per_value
     wanted = -(-out // encoding.across), -(-width // (group or width))

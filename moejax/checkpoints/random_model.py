@@ -1,4 +1,4 @@
-"""Random weights in the sizes of known models: for benches and tests, where only sizes matter."""
+"""Random weights in the sizes of known models, for benchmarks and tests where only sizes matter."""
 
 from __future__ import annotations
 
@@ -40,26 +40,29 @@ SHAPES: dict[str, dict[str, int]] = {
         "olmoe": (16, 2048, 1024, 64, 8, 16, 16, 128, 50304, 4096),
     }.items()
 }
-"""The sizes, from the models' config.json."""
+"""Model → its sizes, from its config.json."""
 
 SPREAD = 0.02
-"""Standard deviation of the weights; that of norms is 0 and their mean 1."""
+"""Standard deviation of the weights, except those of norms, which are all 1."""
 
 _BLOCK = 1 << 22
-"""Random values drawn for each dtype; every weight is one of them."""
+"""How many random values are drawn; every weight is one of them."""
 
 
 def shape(name: str, layers: int | None = None) -> ModelConfig:
-    """The config of a Qwen3-MoE model with the sizes of `name`, one of SHAPES.
+    """The config of a Qwen3-MoE model with the sizes of another model. Only the sizes are equal:
+    Mixtral and OLMoE differ from Qwen3-MoE in norms, rope and router.
 
-    Only the sizes are theirs: Mixtral and OLMoE differ from Qwen3-MoE in norms, rope and router.
-    layers: fewer or more than the model has. Raises UserError for an unknown name or no layers.
+    - `name`: one of SHAPES.
+    - `layers`: the number of layers; None: as many as the model has.
+
+    Raises UserError for an unknown name and for fewer than one layer.
     """
     return parse_config(shape_fields(name, layers), name)
 
 
 def shape_fields(name: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json of `shape`."""
+    """The fields of config.json for `shape`, with the same arguments and errors."""
     if name not in SHAPES:
         raise UserError(f"shape {name!r} is unknown; choose {', '.join(SHAPES)}")
     if layers is not None and layers < 1:
@@ -69,12 +72,18 @@ def shape_fields(name: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def expert_layout(config: ModelConfig, dtype: str = "auto") -> RecordFormat:
-    """The dense record of one expert. dtype: as for random_model."""
+    """The format of a dense record.
+
+    - `dtype`: as in random_model.
+    """
     return config.expert_layout(NUMPY_DTYPES[_run_dtype(config, dtype)].itemsize)
 
 
 def abstract_params(config: ModelConfig, dtype: str = "auto") -> dict[str, Any]:
-    """LoadedModel.params as ShapeDtypeStructs. dtype: as for random_model."""
+    """LoadedModel.params as ShapeDtypeStructs.
+
+    - `dtype`: as in random_model.
+    """
     return tensors.abstract_params(config, NUMPY_DTYPES[_run_dtype(config, dtype)])
 
 
@@ -86,12 +95,15 @@ def random_model(
     *,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
-    """A model with random weights, as load_checkpoint would return it.
+    """Makes a model with random weights, as load_checkpoint would return it. The same arguments
+    give the same weights.
 
-    dtype: "auto" (the config's) or one of DTYPE_NAMES. device: the first one by default. The same
-    arguments give the same weights. All weights come from one block of _BLOCK normal values, each
-    array and expert from another place in it, so that gigabytes take seconds. new_builder: as of
-    new_store.
+    All weights come from one block of _BLOCK normal values, each array and expert from another
+    place in it, so that gigabytes take seconds.
+
+    - `dtype`: "auto" (the config's) or one of DTYPE_NAMES.
+    - `device`: jax's first device by default.
+    - `new_builder`: as in new_store.
 
     Raises UserError for an unknown dtype, and as new_store does.
     """
@@ -103,10 +115,10 @@ def random_model(
     bits = block.view(np.uint16)
     sizes = layout, sum(config.moe_layers), config.num_experts
     with new_store(*sizes, device, "random weights", new_builder) as builder:
-        # A GPU cuts the records of a layer itself: the host would take a minute for 50 GiB.
+        # A GPU cuts the records of a layer, since the host would take a minute for 50 GiB.
         make = None if shares_memory(device) else _device_records(bits, layout, device)
         for layer in range(sum(config.moe_layers)):
-            # A float32 is two uint16: an odd start would mix the halves of two values.
+            # A float32 is two uint16, so an odd start would mix the halves of two values.
             starts = generator.integers(bits.size // 2, size=config.num_experts) * 2
             if make is not None:
                 builder.put(layer, 0, make(starts.astype(np.int32)))
@@ -135,7 +147,8 @@ def _run_dtype(config: ModelConfig, dtype: str) -> str:
 def _device_records(
     bits: np.ndarray, layout: RecordFormat, device: jax.Device
 ) -> Callable[[np.ndarray], jax.Array]:
-    """Makes uint16[n, rows, D] on the device from int32[n]: records as _piece cuts them."""
+    """Returns a function that cuts n records, uint16[n, rows, D], on the device, as _piece does.
+    Its argument is where each record starts in `bits`, int32[n]."""
     size = layout.rows * layout.hidden
     around = jax.device_put(np.tile(bits, 1 + -(-size // bits.size)), device)
 
@@ -148,7 +161,8 @@ def _device_records(
 
 
 def _piece(block: np.ndarray, start: int, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of that shape: the block from `start`, around and around."""
+    """Fills an array of that shape from the block, beginning at `start`. At the end of the block it
+    continues at the block's begin."""
     values = np.empty(math.prod(shape), block.dtype)
     first = min(block.size - start, values.size)
     values[:first] = block[start : start + first]

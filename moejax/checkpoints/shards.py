@@ -1,7 +1,7 @@
-"""The safetensors files of a checkpoint: headers, checked before anything in them is believed, and
-tensors, read to where they go.
+"""Reads the safetensors files of a checkpoint. Each header is checked before it is used, and
+tensors are read directly into their place.
 
-Format: https://huggingface.co/docs/safetensors, an 8-byte length, JSON, then the tensors' bytes.
+Format (https://huggingface.co/docs/safetensors): an 8-byte length, JSON, then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -34,32 +34,34 @@ DTYPES = {
     "I32": "int32",
     "I64": "int64",
 }
-"""safetensors' name → numpy's, of what a checkpoint may hold: weights, codes and scales."""
+"""safetensors' name → numpy's name of each dtype that weights, codes and scales may have."""
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header; safetensors' own limit."""
+"""Most bytes of a header; safetensors has the same limit."""
 
 _PICKLES = (b"PK\3\4", b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
-"""What they begin with; a header's length may, so this is looked at where the header is bad."""
+"""First bytes of pickle and zip files. The length of a good header may be equal to them, so they
+are compared only when the header is bad."""
 
 _MOST_TENSORS = 200_000
-"""Tensors of a file; the largest models have 100,000 in all, in many files."""
+"""Most tensors of a file; the largest models have 100,000 in all, in many files."""
 
 _MOST_AXES = 32
-"""What every numpy can hold."""
+"""Most axes of a tensor, which every version of numpy supports."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """One tensor as its file announces it: dtype is one of DTYPES' values."""
+    """The dtype, one of DTYPES' values, and the shape of a tensor, from the header of its file."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 ReadRows = Callable[[int, np.ndarray], None]
-"""read(first, out[n, width]): fills `out`, of the tensor's dtype, with rows from `first` on, over
-all axes but the last. Raises UserError where the file is damaged or has changed."""
+"""read(first, out) fills out[n, width], which has the tensor's dtype, with n rows from row `first`
+on. Rows are counted over all axes but the last. Raises UserError where the file is damaged or has
+changed."""
 
 
 class TensorReader(Protocol):
@@ -71,12 +73,13 @@ class TensorReader(Protocol):
         ...
 
     def rows(self, name: str, index: int | None = None, /) -> ReadRows:
-        """Reads a tensor, or the part of it at an index of the first axis."""
+        """Returns a function that reads rows of a tensor, or of its part at an index of the first
+        axis."""
         ...
 
 
 class TensorFile(Protocol):
-    """Tensors under the names of transformers' checkpoints, known before they are read."""
+    """Tensors under the names that transformers uses, whose headers are already read."""
 
     @property
     def path(self) -> pathlib.Path:
@@ -85,19 +88,20 @@ class TensorFile(Protocol):
 
     @property
     def tensors(self) -> dict[str, Header]:
-        """What it holds, by name."""
+        """Name → header of each tensor."""
         ...
 
     def open(self) -> AbstractContextManager[TensorReader]:
-        """Raises UserError, here or while reading, where the file is damaged."""
+        """Opens the file. Raises UserError, here or while reading, where it is damaged."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One safetensors file and the headers of its tensors, by name; a TensorFile.
+    """A TensorFile: one safetensors file and the headers of its tensors.
 
-    begins: tensor → where its bytes begin in the file. stamp: the file's size and time of change.
+    begins: tensor → the offset of its bytes in the file. stamp: the file's size in bytes and its
+    time of change in ns.
     """
 
     path: pathlib.Path
@@ -107,8 +111,8 @@ class Shard:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ShardReader]:
-        """Raises UserError where the file cannot be opened any more, and, at either end of the
-        `with`, where it is not the one whose header was read."""
+        """Opens the file. Raises UserError where that fails, and at either end of the `with` where
+        the file has changed since its header was read."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -129,10 +133,10 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class ShardReader:
-    """An open shard; a TensorReader.
+    """A TensorReader of a shard.
 
-    Read with pread rather than mapped: a disk that fails, or a file that is cut off meanwhile, is
-    an error then and not a signal that ends the process.
+    The file is read with pread and not mapped, so that a failing disk or a truncated file is an
+    error and not a signal that ends the process.
     """
 
     shard: Shard
@@ -146,7 +150,7 @@ class ShardReader:
         return lambda first, out: self._read(name, (begin + first) * width, out)
 
     def _read(self, name: str, first: int, out: np.ndarray) -> None:
-        """Fills `out`, contiguous, from value number `first` of the flat tensor on."""
+        """Fills `out`, which is contiguous, with the values of the flat tensor from `first` on."""
         header, path = self.shard.tensors[name], self.shard.path
         rest = out.reshape(-1).view(np.uint8).data
         offset = self.shard.begins[name] + first * np.dtype(header.dtype).itemsize
@@ -161,10 +165,11 @@ class ShardReader:
 
 
 def find_shards(directory: pathlib.Path) -> tuple[Shard, ...]:
-    """The shards of a checkpoint: model.safetensors, or the files that the index names.
+    """Reads the headers of a checkpoint's shards: model.safetensors, or the files that the index
+    names.
 
-    Reads headers only. Raises UserError, naming file and tensor, where a shard is missing or
-    damaged, index and shards disagree, or a dtype is not one of DTYPES.
+    Raises UserError that names file and tensor, where a shard is missing or damaged, index and
+    shards disagree, or a dtype is not one of DTYPES.
     """
     if os.path.lexists(directory / SINGLE):
         return (read_header(directory / SINGLE, directory),)
@@ -196,12 +201,13 @@ def _unreadable(path: pathlib.Path, error: OSError) -> UserError:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
-    """Tensor name → file name, each a plain path inside the checkpoint's directory."""
+    """Tensor name → file name. Raises UserError for a path that leads out of the checkpoint's
+    directory."""
     owner = read_json(path).get("weight_map")
     if not isinstance(owner, dict) or not owner:
         raise UserError(f"{path}: weight_map must be an object of tensor names and file names")
     for name, file in owner.items():
-        # Only the text is checked here; read_header sees where a link leads.
+        # Only the text is checked here; read_header checks where a link leads.
         if (
             not isinstance(file, str)
             or not file.endswith(".safetensors")
@@ -237,13 +243,14 @@ def _explain_nothing(directory: pathlib.Path) -> str:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """Size and time of change (ns), which say whether a header still is the file's."""
+    """Size in bytes and time of change in ns, which show whether a file has changed since its
+    header was read."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def _damage_error(path: pathlib.Path, error: Exception | str) -> UserError:
-    """The error for a file that is no whole safetensors file."""
+    """The error for a damaged or truncated safetensors file."""
     return UserError(
         f"{path}: damaged or truncated safetensors file ({error}); download it again "
         "(if it is a Git LFS pointer of a few hundred bytes: git lfs pull)"
@@ -251,9 +258,13 @@ def _damage_error(path: pathlib.Path, error: Exception | str) -> UserError:
 
 
 def read_header(path: pathlib.Path, directory: pathlib.Path | None = None) -> Shard:
-    """A file of which the header alone is read. directory: the checkpoint's, for require_own_file.
-    Raises UserError unless the tensors lie one after the other, without gap or overlap, to the
-    file's end and have dtypes of DTYPES."""
+    """Reads the header of a safetensors file.
+
+    - `directory`: the checkpoint's, which a link may not leave (require_own_file).
+
+    Raises UserError unless the tensors have dtypes of DTYPES and lie one after the other, without
+    gap or overlap, to the end of the file.
+    """
     require_own_file(path, directory)
     start = b""
     try:

@@ -1,9 +1,13 @@
-"""Memory that processes of one machine share: the experts of a checkpoint, held once.
+"""Memory that processes of one machine share, so that the experts of a checkpoint are held once.
 
-The first process that asks makes files in SHM, which is memory, and fills them; the others map
-them, for reading, and load nothing. They lie in a directory named by what is in them. A lock on a
-file there is held as long as the memory is used, and ends with its process however that ends: who
-finds nobody else when it closes removes the directory, and so does whoever comes later.
+The first process makes files in SHM, which is memory, and fills them. The other processes map the
+files for reading and load nothing. The files lie in a directory whose name is a digest of their
+content.
+
+Each process holds a lock on a file there while it uses the memory; the kernel releases the lock
+however the process ends. A process that closes the memory removes the directory if no other process
+holds the lock. A process that opens shared memory removes the unused directories of killed
+processes.
 """
 
 from __future__ import annotations
@@ -37,35 +41,37 @@ class NoSharedMemory(UserError):
 
 
 class SharedMemory:
-    """Arrays, made in an order that is the same in all processes. Made by `open_shared`.
+    """Arrays in shared memory, from `open_shared`. All processes make them in the same order.
 
-    filled: another process has filled them, and they can only be read; else `complete` has to be
-    called when they are.
+    filled: another process has filled the arrays, and they are read-only. Otherwise this process
+    fills them and then calls `complete`.
     """
 
     def __init__(self, directory: Path, lock: int, filled: bool):
         self.filled = filled
         self._directory = directory
         self._lock: int | None = lock
-        """A descriptor; None: closed."""
+        """The descriptor of the lock's file; None once closed."""
         self._count = 0
         self._filling: list[np.ndarray] = []
-        """Arrays that are not complete."""
+        """The arrays that this process fills."""
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The next array, aligned to pages; one that was filled can only be read. Raises
-        NoSharedMemory where there is no room for it, or where it is not what it was filled with,
-        RuntimeError where the process that filled it made another one."""
+        """The next array, aligned to pages, and read-only where another process has filled it.
+
+        Raises NoSharedMemory where there is no room for the array or a program has changed it, and
+        RuntimeError where the process that filled it made it in another size.
+        """
         path, nbytes = self._directory / f"{self._count}", math.prod(shape) * dtype.itemsize
         self._count += 1
-        if not self.filled:  # a killed process may have left one that cannot be written
+        if not self.filled:  # a killed process may have left a read-only file
             path.unlink(missing_ok=True)
         with path.open("rb" if self.filled else "w+b") as file:
             if self.filled and os.fstat(file.fileno()).st_size != nbytes:
                 raise RuntimeError(f"{path} has not the {nbytes} bytes that it should")
             if not self.filled:
                 try:
-                    # Now, since a page that is missing later would end the process.
+                    # All pages are allocated now: one that is missing later ends the process.
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                 except OSError as error:
                     free = shutil.disk_usage(self._directory).free
@@ -87,7 +93,8 @@ class SharedMemory:
         return found
 
     def complete(self) -> None:
-        """Says that the arrays are filled, lets the others in, and lets nobody write any more."""
+        """Makes the filled arrays read-only and lets other processes use them. Does nothing where
+        another process has filled them."""
         if not self.filled:
             assert self._lock is not None
             digests = [_digest(array) for array in self._filling]
@@ -104,23 +111,29 @@ class SharedMemory:
         return json.loads((self._directory / _COMPLETE).read_text())
 
     def close(self) -> None:
-        """Gives it up; who maps it keeps its arrays until they are gone. Idempotent."""
+        """Ends the use of the memory, and removes it if no other process uses it. Arrays that are
+        already mapped stay valid. May be called twice."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            # First its own: of several that close at once the last one must find nobody.
+            # The own lock is released first, so that of several processes that close at once the
+            # last one finds the memory unused.
             os.close(lock)
             _remove_unused(self._directory)
 
 
 def open_shared(content: object) -> SharedMemory:
-    """The memory of this content, which is plain data for JSON that says all that decides its
-    bytes. Waits while another process fills it. Raises NoSharedMemory where there is none."""
+    """Opens the shared memory of this content. Waits while another process fills it.
+
+    - `content`: plain data for JSON that has everything the bytes depend on.
+
+    Raises NoSharedMemory where this machine has no shared memory or none can be made.
+    """
     if not SHM.is_dir():
         raise NoSharedMemory(f"store='shared' needs {SHM}, which is Linux's; use store='memory'")
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
     prefix = f"moejax-{os.getuid()}-"
     directory = SHM / f"{prefix}{digest}"
-    for other in SHM.glob(f"{prefix}*"):  # what killed processes left and nobody uses
+    for other in SHM.glob(f"{prefix}*"):  # killed processes may have left unused directories
         if other != directory and other.stat().st_uid == os.getuid():
             _remove_unused(other)
     while True:
@@ -141,7 +154,7 @@ def open_shared(content: object) -> SharedMemory:
 
 
 def _enter(directory: Path, lock: int) -> SharedMemory | None:
-    """The memory, with the lock held; None where the directory was removed meanwhile."""
+    """Waits for the lock. Returns the memory, or None if the directory was removed meanwhile."""
     for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
         fcntl.flock(lock, kind)
         try:
@@ -152,16 +165,17 @@ def _enter(directory: Path, lock: int) -> SharedMemory | None:
         if (directory / _COMPLETE).exists():
             fcntl.flock(lock, fcntl.LOCK_SH)
             return SharedMemory(directory, lock, True)
-    # What a process left that was killed while it filled it is written over.
+    # A process that was killed while it filled the memory may have left files: overwrite them.
     return SharedMemory(directory, lock, False)
 
 
 def content_of(directory: Path, files: Iterable[Path]) -> list[object]:
-    """What says that files are the same: names, inodes, sizes and times of writing and change."""
+    """Data for `open_shared` that changes when one of these files does: names, inodes, sizes, and
+    times of writing and change."""
     found: list[object] = [str(directory.resolve())]
     for path in sorted(files):
         stat = path.stat()
-        # A program may set the time of writing back, and not that of the last change.
+        # A program can set back the time of writing, but not the time of change.
         times = stat.st_mtime_ns, stat.st_ctime_ns
         found.append([str(path), stat.st_ino, stat.st_size, *times])
     return found
@@ -171,7 +185,8 @@ _PIECE = 1 << 24
 
 
 def _digest(array: np.ndarray) -> str:
-    """Of an array's bytes. Threads compute it: an expert store has gigabytes."""
+    """A digest of an array's bytes, which several threads compute, since an expert store has
+    gigabytes."""
     data = array.reshape(-1).view(np.uint8)
     pieces = [data[first : first + _PIECE] for first in range(0, data.size, _PIECE)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1) or 1) as pool:
@@ -180,7 +195,8 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _protect(array: np.ndarray) -> None:
-    """Makes whole pages read-only: who writes into them afterwards ends with a signal."""
+    """Makes an array's pages read-only, so that a process which writes into them ends with a
+    signal. Raises NoSharedMemory where that fails."""
     if array.nbytes and ctypes.CDLL(None).mprotect(
         ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), _PROT_READ
     ):
@@ -194,6 +210,6 @@ def _remove_unused(directory: Path) -> None:
     """Removes a directory that no process uses."""
     with contextlib.suppress(OSError), (directory / _LOCK).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Not one that was made anew since it was opened.
+        # Another process may have made the directory anew since the lock was opened; keep it then.
         if os.path.samestat(os.stat(directory / _LOCK), os.fstat(lock.fileno())):
             shutil.rmtree(directory, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""A checkpoint of tensors under the names of transformers' checkpoints: safetensors files, or
-another program's tree by a name map."""
+"""A checkpoint whose tensors have the names that transformers uses: safetensors files, or another
+program's Orbax tree by a name map."""
 
 from __future__ import annotations
 
@@ -41,13 +41,17 @@ _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class TensorCheckpoint(Checkpoint):
-    """files: whose tensors all have a place, or are ignored. places: by name."""
+    """A checkpoint of named tensors.
+
+    files: the files, whose tensors all have a place or are ignored. places: tensor → its place.
+    """
 
     files: Sequence[TensorFile]
     places: Mapping[str, Place]
 
     def hold(self, dtype: str, versions: Sequence[str]) -> dict[str, Sequence[int]]:
-        """Dense, or the one version that the files have, and dense the layers that lack it."""
+        """Chooses the version that the files have if it is the only one asked for, with dense for
+        the layers that lack it; else dense. Returns and raises as Checkpoint.hold."""
         every = range(sum(self.config.moe_layers))
         if (found := self.config.quantization) is None or [*versions] != [found.version]:
             return {DENSE: every}
@@ -103,8 +107,8 @@ class TensorCheckpoint(Checkpoint):
 
     @functools.cached_property
     def quantized_layers(self) -> list[int]:
-        """The MoE layers whose experts are in the checkpoint's own format. Raises UserError for a
-        layer of which some are not."""
+        """The MoE layers whose experts are quantized. Raises UserError for a layer in which only
+        some of the tensors are."""
         found: dict[int, tuple[bool, str]] = {}
         for file, name in self.expert_tensors:
             place = self.places[name]
@@ -120,13 +124,13 @@ class TensorCheckpoint(Checkpoint):
 
     @functools.cached_property
     def expert_tensors(self) -> list[tuple[TensorFile, str]]:
-        """The tensors of experts, in the files' order."""
+        """(file, name) of each tensor of experts, in the order of the files."""
         owned = ((file, name) for file in self.files for name in file.tensors)
         return [(f, name) for f, name in owned if isinstance(self.places.get(name), ExpertPlace)]
 
     @functools.cached_property
     def param_tensors(self) -> dict[tuple[str, int], list[tuple[TensorFile, str]]]:
-        """Key and chunk of a parameter → its tensors, in the files' order."""
+        """(key, chunk) of a parameter → (file, name) of its tensors, in the order of the files."""
         found: dict[tuple[str, int], list[tuple[TensorFile, str]]] = {}
         for file in self.files:
             for name in file.tensors:
@@ -138,8 +142,8 @@ class TensorCheckpoint(Checkpoint):
 
 
 class TensorCheckpointReader:
-    """A CheckpointReader. Files are opened when they are first read, by the thread that asks for
-    tasks, and stay open until the stack is left."""
+    """A CheckpointReader. It opens a file when it yields the file's first task, and `stack` closes
+    all files."""
 
     def __init__(self, checkpoint: TensorCheckpoint, stack: contextlib.ExitStack):
         self._checkpoint, self._stack = checkpoint, stack
@@ -169,10 +173,11 @@ class TensorCheckpointReader:
 
 @dataclasses.dataclass(frozen=True)
 class ShardRecords:
-    """A RecordSource of dense records: gate's and up's rows as they lie, down's transposed, in the
-    run's dtype. Shards have no checksums; each must stay what it was when its header was read.
+    """A RecordSource that makes dense records of the tensors in shards, in the run's dtype: the
+    rows of gate and up, then those of down transposed. Shards have no checksums, but a shard that
+    has changed since its header was read is an error.
 
-    tensors: (MoE layer, expert) → those with its weights. dtype: the run's.
+    tensors: (MoE layer, expert) → the tensors with its weights. dtype: the run's.
     """
 
     format: RecordFormat
@@ -225,9 +230,14 @@ def open_tensors(
     step: int | str | None = None,
     name_map: str | os.PathLike | None = None,
 ) -> TensorCheckpoint:
-    """kind: of checkpoint_format, "safetensors" or "orbax". step, name_map: as in load_checkpoint.
-    Reads headers, and of weights an lm_head beside tied embeddings. Raises UserError for names,
-    shapes and dtypes that are not those of config.json."""
+    """Opens a checkpoint. It reads headers, and weights only to compare an lm_head with the
+    embeddings that it is tied to.
+
+    - `kind`: the result of checkpoint_format, "safetensors" or "orbax".
+    - `step`, `name_map`: as in load_checkpoint.
+
+    Raises UserError for names, shapes and dtypes that are not those of config.json.
+    """
     if kind == "orbax":
         config, mapped = open_mapped(directory, step, name_map)
         files: Sequence[TensorFile] = (mapped,)
@@ -282,10 +292,10 @@ def _check_names(
 
 
 def _check_tied(head: TensorFile, embed: TensorFile) -> None:
-    """An lm_head beside tied embeddings is redundant, or UserError: transformers 5 would use it,
-    contrary to its config."""
+    """Raises UserError for an lm_head that differs from the embeddings that config.json ties it to.
+    transformers 5 would use such an lm_head, against its config."""
     found = [(head, _HEAD), (embed, _EMBED)]
-    rows, width = embed.tensors[_EMBED].shape  # of the config's sizes: it was checked
+    rows, width = embed.tensors[_EMBED].shape  # checked: it has the config's sizes
     same = head.tensors[_HEAD].shape == (rows, width)
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(file.open()).rows(name) for file, name in found]

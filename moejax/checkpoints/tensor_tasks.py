@@ -1,7 +1,7 @@
-"""Tensors read to their places, checked, converted and transposed by several threads.
+"""Tasks that read tensors into their places, and check, convert and transpose them.
 
-A tensor's bytes go from the file straight into parameter or store where dtype and order are the
-same; otherwise they pass through a buffer that stays in the processor's cache.
+The bytes of a tensor go from the file directly into parameter or store where dtype and order are
+the same. Otherwise they go through a buffer that stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moejax.checkpoints.tensors import ExpertPlace, ParamPlace
 from moejax.errors import UserError
 
 _CHUNK = 1 << 20
-"""Bytes read at once: enough for the disk, and still in the cache when they are checked."""
+"""Bytes read at once: enough for a fast read, and still in the cache when they are checked."""
 
 _PIECE = 64 << 20
 """Bytes of a large parameter that one thread reads."""
@@ -35,7 +35,10 @@ _scratch = threading.local()
 
 @dataclasses.dataclass(frozen=True)
 class OpenTensor:
-    """A tensor of an open file. nonfinite: counts its values that are NaN or infinite."""
+    """A tensor of an open file.
+
+    nonfinite: tensor → how many of its values are NaN or infinite; reading adds to it.
+    """
 
     file: TensorFile
     reader: TensorReader
@@ -43,7 +46,10 @@ class OpenTensor:
     nonfinite: Counter[str]
 
     def read_param(self, place: ParamPlace, out: np.ndarray) -> Iterator[Task]:
-        """Fills its rows of a parameter of one layer, of whatever dtype."""
+        """Yields the tasks that fill this tensor's rows of a parameter.
+
+        - `out`: the parameter of one layer, of any dtype.
+        """
         matrix = out[place.row : place.row + place.shape[0]].reshape(-1, place.shape[-1])
         width, step = matrix.shape[1], len(matrix)
         if self.reader.splits:
@@ -54,8 +60,12 @@ class OpenTensor:
     def read_experts(
         self, place: ExpertPlace, layer: int, sink: RecordSink, dtype: np.dtype
     ) -> Iterator[Task]:
-        """Fills its part of a record, or of all records of a layer. layer: the sink's. dtype: of
-        the weights there."""
+        """Yields the tasks that fill this tensor's part of one record, or of all records of a layer
+        where the tensor is stacked.
+
+        - `layer`: the sink's layer.
+        - `dtype`: of the weights in the sink.
+        """
         for expert in range(place.shape[0]) if place.expert is None else (place.expert,):
             yield functools.partial(self.read_record, place, expert, (layer, expert), sink, dtype)
 
@@ -67,8 +77,11 @@ class OpenTensor:
         sink: RecordSink,
         dtype: np.dtype,
     ) -> int:
-        """Fills its part of one expert's record; returns the bytes read. at: layer and expert of
-        the sink."""
+        """Fills this tensor's part of one expert's record. Returns the bytes read.
+
+        - `at`: layer and expert of the sink.
+        - `dtype`: of the weights in the sink.
+        """
         if sink.layout.bits:
             return self._put_codes(place, at, sink, dtype)
         parts = [sink.layout.parts[matrix] for matrix in place.matrices]
@@ -81,7 +94,7 @@ class OpenTensor:
     def _put_codes(
         self, place: ExpertPlace, at: tuple[int, int], sink: RecordSink, dtype: np.dtype
     ) -> int:
-        """Fills its codes and scales, as they are."""
+        """Puts the codes and scales of a quantized matrix into a record. Returns the bytes read."""
         assert isinstance(self.reader, QuantizedReader)
         matrix, layout = self.reader.matrix(self.name, dtype), sink.layout
         (first, count), (begin, rest) = (
@@ -101,8 +114,11 @@ class OpenTensor:
         return NUMPY_DTYPES[self.file.tensors[self.name].dtype]
 
     def _read(self, out: np.ndarray, first: int, index: int | None = None) -> int:
-        """Fills `out`, [rows, width] in the file's order, with rows from `first` on. index: of the
-        first axis."""
+        """Fills `out`, [rows, width] in the file's order, with rows from `first` on. Returns the
+        bytes read.
+
+        - `index`: reads only the part at this index of the first axis.
+        """
         read = self.reader.rows(self.name, index)
         bad = _fill(out, first, read, self._stored, f"{self.file.path}: tensor {self.name}")
         if bad:
@@ -115,10 +131,12 @@ _COUNTING = threading.Lock()
 
 
 def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: str) -> int:
-    """Reads all of out, [rows, width] in the file's order, contiguous or the transpose of
-    contiguous memory; returns how many values are not finite.
+    """Fills `out`, and returns how many of its values are not finite.
 
-    begin: its first row in the file. stored: the file's dtype. named: the tensor, for messages.
+    - `out`: [rows, width] in the file's order, contiguous or the transpose of contiguous memory.
+    - `begin`: the first row to read.
+    - `stored`: the dtype in the file.
+    - `named`: the tensor, for messages.
     """
     rows, width = out.shape
     transposed = not out.flags.c_contiguous
@@ -144,8 +162,13 @@ def _fill(out: np.ndarray, begin: int, read: ReadRows, stored: np.dtype, named: 
 
 
 def cast(values: np.ndarray, into: np.ndarray, nonfinite: int, named: str) -> None:
-    """Fills an array of another dtype; UserError if a finite value becomes infinite. nonfinite: how
-    many of the values are not finite. named: where they are from, for messages."""
+    """Converts `values` to the dtype of `into`.
+
+    - `nonfinite`: how many of the values are not finite.
+    - `named`: where the values come from, for messages.
+
+    Raises UserError if a finite value becomes infinite.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(into, values, casting="unsafe")
     if count_nonfinite(into) > nonfinite:
@@ -156,7 +179,7 @@ def cast(values: np.ndarray, into: np.ndarray, nonfinite: int, named: str) -> No
 
 
 def _buffer(key: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Uninitialized memory of this thread, the same for every chunk."""
+    """Uninitialized memory that this thread uses again for every chunk."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = getattr(_scratch, key, None)
     if memory is None or memory.nbytes < nbytes:
@@ -170,10 +193,13 @@ _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 
 
 def count_nonfinite(values: np.ndarray) -> int:
-    """How many values are NaN or infinite; values: contiguous, of a dtype of NUMPY_DTYPES.
+    """How many values are NaN or infinite.
 
-    As integers, with and without sign, they are the largest: two maxima, at the memory's speed,
-    tell that there are none.
+    As integers, NaN and infinities are larger than all finite values of the same sign. So two
+    maxima, of the signed and of the unsigned integers, show at the speed of memory that there are
+    none.
+
+    - `values`: contiguous, of a dtype of NUMPY_DTYPES.
     """
     mask, bits = _EXPONENTS[values.dtype.name], as_bits(values)
     sign = 1 << (8 * values.itemsize - 1)

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and where each of them goes."""
+"""The tensors that a checkpoint must hold, and the place of each in parameters or records."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from moejax.models.family import Parts
 from moejax.models.model_config import ModelConfig
 
 MOST_EXPERTS = 10**6
-"""Experts of all layers; the largest models have 25,000."""
+"""Most experts of all layers together; the largest models have 25,000."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamPlace:
-    """A tensor of the given shape becomes rows of a parameter.
+    """The place of a tensor that becomes rows of a parameter.
 
-    run: index of the run of equal layers, None for the model's own parameters. layer: position in
-    the run. row: the first row; several tensors may be concatenated in one parameter.
+    shape: the tensor's. run: index of the run of equal layers; None for a parameter outside of
+    layers. key: the parameter's name. layer: position in the run. row: the tensor's first row in
+    the parameter, which may have several tensors.
     """
 
     shape: tuple[int, ...]
@@ -35,10 +36,10 @@ class ParamPlace:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlace:
-    """A tensor of the given shape becomes rows of expert records.
+    """The place of a tensor that becomes rows of expert records.
 
-    layer: counted over MoE layers. expert: None for a tensor stacked over all experts.
-    matrix: "gate", "up", "down" or "gate_up" (gate rows, then up rows).
+    shape: the tensor's. layer: counted over MoE layers. expert: None for a tensor stacked over all
+    experts. matrix: "gate", "up", "down" or "gate_up" (gate rows, then up rows).
     """
 
     shape: tuple[int, ...]
@@ -48,7 +49,7 @@ class ExpertPlace:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The matrices that it has, one after the other."""
+        """The matrices in the tensor, one after the other."""
         return ("gate", "up") if self.matrix == "gate_up" else (self.matrix,)
 
 
@@ -56,7 +57,7 @@ Place = ParamPlace | ExpertPlace
 
 
 def model_params(config: ModelConfig) -> dict[str, Parts]:
-    """The parameters outside of layers; no lm_head where it is tied to embed."""
+    """The parameters outside of layers, without lm_head where it is tied to embed."""
     table, hidden = (config.vocab_size, config.hidden_size), (config.hidden_size,)
     params: dict[str, Parts] = {
         "embed": (("model.embed_tokens.weight", table),),
@@ -82,7 +83,10 @@ def param_shape(parts: Parts) -> tuple[int, ...]:
 
 
 def abstract_params(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """LoadedModel.params as ShapeDtypeStructs. dtype: the run's, of all but the wide parameters."""
+    """LoadedModel.params as ShapeDtypeStructs.
+
+    - `dtype`: the run's, for all parameters except the family's wide_params, which are float32.
+    """
     wide = FAMILIES[config.architecture].wide_params
 
     def leaves(params: dict[str, Parts], *layers: int) -> dict[str, Any]:
@@ -103,8 +107,10 @@ def is_ignored(config: ModelConfig, name: str) -> bool:
 
 
 def check_experts(config: ModelConfig, source: str) -> None:
-    """Raises UserError for more experts than expected_tensors should list. source: the
-    checkpoint's path, for messages."""
+    """Raises UserError for more than MOST_EXPERTS experts.
+
+    - `source`: the checkpoint's path, for the message.
+    """
     experts = sum(config.moe_layers) * config.num_experts
     if experts > MOST_EXPERTS:
         raise UserError(
@@ -113,11 +119,11 @@ def check_experts(config: ModelConfig, source: str) -> None:
 
 
 def expected_tensors(config: ModelConfig, found: Container[str]) -> dict[str, Place]:
-    """Every tensor that the checkpoint must hold, by name.
+    """Name → place of every tensor that the checkpoint must hold.
 
-    found: the names that it does hold, which tell for each layer whether its experts are separate
-    (``mlp.experts.E.gate_proj.weight``) or stacked (``mlp.experts.gate_up_proj``); the names are
-    the family's.
+    - `found`: the names that the checkpoint holds. They show for each layer whether its experts are
+      separate (``mlp.experts.E.gate_proj.weight``) or stacked (``mlp.experts.gate_up_proj``; the
+      family has these names).
     """
     places: dict[str, Place] = {}
 

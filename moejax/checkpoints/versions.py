@@ -1,4 +1,4 @@
-"""Versions of a loaded model's experts: made where a run wants one that the checkpoint lacks."""
+"""Makes the versions of experts that a run uses and the checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ from pallas_kernels.records.format import VERSIONS
 log = logging.getLogger("moejax")
 
 LOSSLESS = "lossless"
-"""Stands for a quantizer where a version keeps all bits."""
+"""The name in place of a quantizer, for a version that keeps all bits."""
 
 
 def check_versions(
     layout: RecordFormat, dtype: str, versions: Sequence[str], had: Container[str] = ()
 ) -> None:
-    """Raises UserError for versions that experts of this dense layout cannot have in a run's dtype,
-    saying what to do, for those that neither are `had` nor can be made, and for one named twice or
-    none."""
+    """Raises UserError for versions that a run cannot have: experts of this size or dtype cannot be
+    in the version, the checkpoint lacks it and moejax cannot make it, a version is named twice, or
+    none is named.
+
+    - `layout`: of a dense record.
+    - `dtype`: the run's.
+    - `had`: the versions that the checkpoint has.
+    """
     if not versions or len(set(versions)) < len(versions):
         raise UserError(f"name each version once, not {', '.join(versions) or 'none'}")
     for version in versions:
@@ -42,7 +47,7 @@ def check_versions(
 
 
 def check_quantizer(name: str) -> None:
-    """Raises UserError for a quantizer that is none."""
+    """Raises UserError for an unknown quantizer."""
     if name not in QUANTIZERS:
         raise UserError(f"quantizer {name!r} is unknown; choose {', '.join(QUANTIZERS)}")
 
@@ -55,24 +60,27 @@ def with_versions(
     progress: Callable[[str, int, int], None] | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> LoadedModel:
-    """The model with a store of exactly these versions, in this order.
+    """Returns the model with a store of exactly these versions, in this order.
 
-    wanted: of pallas_kernels.records.VERSIONS, each once. Those that the checkpoint has are taken;
-    the others are encoded from the dense version, which is freed afterwards if it is not wanted.
-    Of lossless12, unless dense is wanted too, layers with an expert that it cannot hold stay dense,
-    each in one of the two arrays (ExpertStore.layers), and the log says which and why.
-    quantizer: how int versions are made. progress: called with (version, done, total bytes).
-    new_builder: of the arrays of versions that are made, as of load_checkpoint.
+    Versions that the store lacks are encoded from the dense version, which is freed afterwards if
+    it is not in `wanted`. With lossless12 and without dense in `wanted`, layers with an expert that
+    lossless12 cannot hold stay dense. Each layer is then in one of the two arrays
+    (ExpertStore.layers), and the log says which layers stay dense and why.
 
-    Raises UserError for unknown names, where the dense version is needed and not there, for what
-    the version cannot hold (its message says what to do), and where host memory is too small.
+    - `wanted`: names from pallas_kernels.records.VERSIONS, each once.
+    - `quantizer`: how int versions are made, one of QUANTIZERS.
+    - `progress`: called with (version, bytes done, total bytes).
+    - `new_builder`: makes the arrays of new versions, as in load_checkpoint.
+
+    Raises UserError for unknown names, for a version that cannot be made because the store lacks
+    dense or the version cannot hold a weight, and where host memory is too small.
     """
     check_quantizer(quantizer)
     check_versions(loaded.layout, loaded.dtype, wanted, loaded.store.layouts)
     if tuple(wanted) == tuple(loaded.store.arrays):
         return loaded
     store, began, quantizers = loaded.store, time.perf_counter(), dict(loaded.quantizers)
-    # Last what takes the place of dense, which the others are made from.
+    # The version that replaces dense comes last, since the other versions are made from dense.
     replacing = {"lossless12"} if "dense" not in wanted else set()
     for version in sorted(wanted, key=replacing.__contains__):
         if version in store.layouts:
