@@ -1,7 +1,7 @@
-"""Experts encoded into records of any version, in numpy, and decoded again.
+"""Encodes experts into records of any version, and decodes them, in numpy.
 
-What the records mean is in pallas_kernels.records.format. Work goes through the processor's cache
-in tiles, expert by expert in several threads.
+pallas_kernels.records.format defines the records. Each thread encodes one expert at a time, in
+tiles that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels import records
 from pallas_kernels.records.format import MATRICES, RecordFormat
 
 WORKERS = min(8, os.cpu_count() or 1)
-"""Threads that encode, or that read: a disk of this age wants several requests at once."""
+"""Threads that encode, or that read: a disk of today is fast only with several requests at once."""
 
 NUMPY_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -36,7 +36,7 @@ NUMPY_DTYPES = {
 
 
 class EncodingError(ValueError):
-    """Experts that a version cannot hold. experts: their places among what was to be encoded."""
+    """A version cannot hold some experts. experts: their indices among the experts to encode."""
 
     def __init__(self, experts: tuple[int, ...], reason: str):
         super().__init__(f"experts {', '.join(map(str, experts[:8]))}: {reason}")
@@ -50,14 +50,16 @@ def encode(
     out: np.ndarray | None = None,
     workers: int = WORKERS,
 ) -> np.ndarray:
-    """uint16[n, rows, D]: the records of n experts.
+    """Encodes n experts into records uint16[n, rows, D].
 
-    weights: [n, 3·I, D] of the format's dtype: gate rows, up rows, rows of down^T. rule: chooses
-    the scales of the int versions. out: where the records go.
+    - `weights`: [n, 3·I, D] of the format's dtype: gate rows, up rows, rows of down^T.
+    - `rule`: chooses the scales of the int versions.
+    - `out`: memory for the records; None: new memory.
+    - `workers`: the number of threads.
 
-    Raises EncodingError for experts with weights that no scale holds (NaN, infinities, beyond
-    float16) in a lossy version, or with more escapes than lossless12's tables hold; ValueError for
-    weights of another shape or dtype.
+    Raises EncodingError for a lossy version and weights that no scale holds (NaN, infinite, or too
+    large for float16 scales), and for lossless12 and experts with more escapes than its tables
+    hold; ValueError for weights of another shape or dtype.
     """
     shape, dtype = (len(weights), 3 * fmt.width, fmt.hidden), NUMPY_DTYPES[fmt.dtype]
     if weights.shape != shape or weights.dtype != dtype:
@@ -84,16 +86,18 @@ def encode(
 
 
 def decode(stored: np.ndarray, fmt: RecordFormat) -> np.ndarray:
-    """[n, 3·I, D] of the format's dtype, the weights of n experts.
+    """Decodes the records of n experts into weights [n, 3·I, D] of the format's dtype.
 
-    stored: uint16[n, rows, D], their records. Raises ValueError for another shape or dtype.
+    - `stored`: uint16[n, rows, D].
+
+    Raises ValueError for another shape or dtype.
     """
     if stored.shape[1:] != (fmt.rows, fmt.hidden) or stored.dtype != np.uint16:
         raise ValueError(
             f"records of {fmt.version} are uint16[n, {fmt.rows}, {fmt.hidden}], not "
             f"{stored.dtype.name}{list(stored.shape)}"
         )
-    # One by one: what decoding takes beside is of one expert.
+    # One by one, so that decoding needs temporary memory for one expert only.
     return np.stack([np.asarray(_decoded(record, fmt)) for record in stored])
 
 
@@ -103,7 +107,14 @@ _decoded = jax.jit(records.decode, static_argnums=1)
 def encode_expert(
     matrices: np.ndarray, fmt: RecordFormat, rule: ScaleRule, record: np.ndarray
 ) -> None:
-    """Writes a record, uint16[rows, D]. matrices: [3, I, D], gate, up, down^T."""
+    """Encodes one expert into its record.
+
+    - `matrices`: [3, I, D], gate, up, down^T.
+    - `rule`: as in encode.
+    - `record`: uint16[rows, D], is filled.
+
+    Raises UnquantizableError and EscapeOverflowError.
+    """
     if "weights" in fmt.encoding.fields:
         record.reshape(-1)[:] = matrices.reshape(-1).view(np.uint16)
     elif "tables" in fmt.encoding.fields:
@@ -122,8 +133,12 @@ def encode_expert(
 def pack_quantized(
     matrices: dict[str, tuple[np.ndarray, np.ndarray]], fmt: RecordFormat, record: np.ndarray
 ) -> None:
-    """Writes a record, uint16[rows, D], of an int version. matrices: "gate", "up" and "down" → its
-    codes uint8[I, D] and scales float16, of gate and up [I, groups_in], of down [groups_out, D]."""
+    """Packs codes and scales into a record of an int version.
+
+    - `matrices`: "gate", "up" and "down" → codes uint8[I, D] and scales float16, [I, groups_in] of
+      gate and up, [groups_out, D] of down.
+    - `record`: uint16[rows, D], is filled.
+    """
     record[sum(rows for _, rows in fmt.parts.values()) :] = 0
     for matrix, (codes, scales) in matrices.items():
         pack(codes, fmt.bits, matrix == "down", part(record, fmt, f"{matrix}_codes"))
@@ -131,5 +146,6 @@ def pack_quantized(
 
 
 def reduced_axis(fmt: RecordFormat, matrix: str) -> tuple[int, int]:
-    """(the axis that a matrix [I, D] is reduced over, how many of its weights share a scale)."""
+    """The axis of [I, D] that a matrix is reduced over, and how many weights along it share a
+    scale."""
     return (0, fmt.group_out) if matrix == "down" else (1, fmt.group_in)

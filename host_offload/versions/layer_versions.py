@@ -1,8 +1,8 @@
-"""Runs in which some layers have their own choice of stores, the same for all of their experts.
+"""Translates version numbers between policies and the device, where stores lack layers.
 
 Layers that overflow lossless12 stay dense, in a store of their own. Policies and the host's copies
-of the tables know one version, or a high and a low one; on the device a version's number is that of
-the store that has the layer (VersionFormats.places). This is the border.
+of the tables know one version, or a high and a low one. On the device, a version's number is that
+of the store that has the layer (VersionFormats.places).
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from host_offload.memory.tables import Entry
 from pallas_kernels.records.versions import Formats
 
 ABOUT_VERSIONS = ("cell_version", "version", "fill_version")
-"""Tables with version numbers."""
+"""The tables that have version numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerVersions:
-    """numbers: of each layer, the device's number of each version that policies know, [L][V]."""
+    """The version numbers of each layer.
+
+    numbers: [L][V], the device's number of each version that policies know.
+    """
 
     numbers: tuple[tuple[int, ...], ...]
 
     def of(self, versions: np.ndarray) -> np.ndarray:
-        """int32[L, ·]: the device's numbers of what policies know. −1 − v, which is read through
-        and not filled, becomes −1 − the device's number of v."""
+        """Translates numbers that policies know, [L, ·], to the device's, int32[L, ·]. The number
+        −1 − v, for an expert that is read through and not filled, becomes −1 − the device's number
+        of v."""
         return _looked_up(np.array(self.numbers, np.int32), versions)
 
     def contents(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        """Tables of shape [L, ·] as the device has them, of those that policies know."""
+        """Translates tables of shape [L, ·] from policies' numbers to the device's."""
         found = dict(tables)
         for name in tables.keys() & set(ABOUT_VERSIONS):
             found[name] = self.of(np.asarray(tables[name], np.int32))
         return found
 
     def seen(self, tables: Any) -> Any:
-        """The device's tables, a Residency or Tables, as policies know them."""
+        """Translates the device's tables, a Residency or Tables, to policies' numbers."""
         known = np.zeros((len(self.numbers), 1 + max(map(max, self.numbers))), np.int32)
         for layer, numbers in enumerate(self.numbers):
             known[layer, list(numbers)] = range(len(numbers))
@@ -48,21 +52,25 @@ class LayerVersions:
         return tables._replace(**found)
 
     def entries(self, entries: Sequence[Entry]) -> list[Entry]:
-        """A stage list as the device takes it."""
+        """Translates the entries of a stage list from policies' numbers to the device's."""
         return [
             entry._replace(version=self.numbers[entry.layer][entry.version]) for entry in entries
         ]
 
 
 def _looked_up(numbers: np.ndarray, versions: np.ndarray) -> np.ndarray:
-    """numbers[l, v] for v ≥ 0, and −1 − that for −1 − v; numbers int32[L, ·], versions [L, ·]."""
+    """Looks up version numbers: numbers[l, v] for v ≥ 0, and −1 − numbers[l, v] for −1 − v.
+
+    - `numbers`: int32[L, ·].
+    - `versions`: [L, ·].
+    """
     found = np.take_along_axis(numbers, np.where(versions >= 0, versions, -1 - versions), axis=1)
     return np.where(versions >= 0, found, -1 - found).astype(np.int32)
 
 
 def layer_versions(formats: Formats | None) -> LayerVersions | None:
-    """The layers' versions where stores lack layers, None where every version has all of them.
-    Raises ValueError for a layer that is not in exactly one of those stores that lack some."""
+    """The version numbers of each layer, or None if every store has all layers. Raises ValueError
+    for a layer that is not in exactly one of the stores that lack layers."""
     if formats is None or all(version.places is None for version in formats):
         return None
     in_part = [v for v, version in enumerate(formats) if version.places is not None]
@@ -79,8 +87,11 @@ def layer_versions(formats: Formats | None) -> LayerVersions | None:
 def record_bytes(
     layout: SlotLayout, formats: Formats | None, *, moved: bool = False
 ) -> tuple[int, ...]:
-    """Bytes of an expert by version number: in a cell or, if `moved`, as it crosses the link: those
-    of the store, fewer than a cell's where it is decoded in transit."""
+    """Bytes of an expert by version number.
+
+    - `moved`: bytes that cross the link, which are fewer than those of a cell for a version that is
+      decoded in transit; else the bytes of a cell.
+    """
     if formats is None:
         return tuple(record.nbytes for record in layout.records)
     return tuple((version.store if moved else version.cell).nbytes for version in formats)
@@ -89,7 +100,7 @@ def record_bytes(
 def version_bytes(
     layout: SlotLayout, formats: Formats | None, layers: int, *, moved: bool = False
 ) -> dict[str, np.ndarray]:
-    """record_bytes as policies are told: of each version that they know, int64[L]."""
+    """record_bytes for policies: name of each version that they know → int64[L]."""
     sizes = record_bytes(layout, formats, moved=moved)
     if (versions := layer_versions(formats)) is not None:
         of_layers = np.array(sizes, np.int64)[np.array(versions.numbers)].T

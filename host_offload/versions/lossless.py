@@ -1,7 +1,7 @@
-"""The version `lossless12` in numpy: bfloat16 weights in 12 bits, the same bits when decoded.
+"""Encodes the version `lossless12` in numpy: bfloat16 weights in 12 bits, decoded to the same bits.
 
-The format is in pallas_kernels.records.format. What is chosen here is the base of a block: its
-largest exponent, or where too many weights are then too small for a code, the window of 15
+pallas_kernels.records.format defines the format. This module chooses the base of each block: its
+largest exponent. If too many weights are then too small for a code, it takes the window of 15
 exponents that leaves out the fewest distinct values.
 """
 
@@ -13,7 +13,7 @@ from host_offload.versions.packing import pack, part
 from pallas_kernels.records.format import BLOCK, ESCAPE, MATRICES, RecordFormat
 
 _TILE = 1 << 16
-"""Weights encoded at once: with its temporaries a tile stays in the processor's cache."""
+"""Weights encoded at once, so that a tile and its temporaries stay in the processor's cache."""
 
 _EXPONENT = 0x7F80
 
@@ -23,7 +23,10 @@ class EscapeOverflowError(ValueError):
 
 
 def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -> None:
-    """Writes a record, uint16[rows, D]. matrices: the bits uint16[3, I, D] of gate, up, down^T.
+    """Encodes one expert into its record.
+
+    - `matrices`: uint16[3, I, D], the bits of gate, up, down^T.
+    - `record`: uint16[rows, D], is filled.
 
     Raises EscapeOverflowError.
     """
@@ -45,9 +48,13 @@ def encode_expert(matrices: np.ndarray, fmt: RecordFormat, record: np.ndarray) -
 
 
 def _encode_rows(bits: np.ndarray, tables: np.ndarray, byte: np.ndarray, code: np.ndarray) -> None:
-    """Fills tables, bytes and codes of whole blocks (the last one maybe shorter).
+    """Fills tables, bytes and codes of whole blocks, of which the last may be shorter.
 
-    bits: uint16[rows, D]. tables: uint16[blocks, 1 + escapes], zero. byte, code: uint8[rows, D].
+    - `bits`: uint16[rows, D], the bits of the weights.
+    - `tables`: uint16[blocks, 1 + escapes], all zero.
+    - `byte`, `code`: uint8[rows, D].
+
+    Raises EscapeOverflowError.
     """
     whole = len(bits) // BLOCK
     for first, last in ((0, whole), (whole, len(tables))):
@@ -73,12 +80,15 @@ def _encode_rows(bits: np.ndarray, tables: np.ndarray, byte: np.ndarray, code: n
 
 
 def _encode_blocks(blocks, exponents, bases, byte, code) -> tuple[np.ndarray, ...]:
-    """Fills byte and code; returns the escapes' (block, index in byte's flat order, bits), which
-    have got code 15.
+    """Fills byte and code. A weight outside of its block's window is an escape and gets code 15.
 
-    blocks: uint16[n, weights]. exponents: their exponents, in place. bases: likewise, [n].
+    - `blocks`: uint16[n, weights].
+    - `exponents`: uint16[n, weights], the exponent bits at their place in the weight.
+    - `bases`: uint16[n], the largest exponent of each window, in the same form.
+
+    Returns of all escapes the block, the index in the flat `byte`, and the bits.
     """
-    # Exponents above the base wrap around to large numbers.
+    # The difference of an exponent above the base wraps around to a large number.
     below = np.subtract(bases[:, None], exponents)
     below >>= 7
     codes = code.reshape(blocks.shape)
@@ -94,8 +104,9 @@ def _encode_blocks(blocks, exponents, bases, byte, code) -> tuple[np.ndarray, ..
 
 
 def _fill_tables(escapes, tables: np.ndarray, byte: np.ndarray) -> np.ndarray:
-    """Writes each block's distinct escapes into its table, ascending, and their places into the
-    bytes; returns the blocks whose table is too short, of which nothing is right then."""
+    """Writes the distinct escapes of each block into its table, ascending, and their places in the
+    table into the bytes. Returns the blocks whose table is too short; their tables and bytes are
+    then wrong."""
     block, at, bits = escapes
     if not at.size:
         return at
@@ -109,8 +120,8 @@ def _fill_tables(escapes, tables: np.ndarray, byte: np.ndarray) -> np.ndarray:
 
 
 def _best_base(block: np.ndarray) -> int:
-    """The top of the 15 exponents that leave out the fewest distinct values, in place; the highest
-    of equals."""
+    """The largest exponent of the window of 15 that leaves out the fewest distinct values, at its
+    place in the weight. Of equal windows the highest is taken."""
     distinct = np.bincount((np.unique(block) & _EXPONENT) >> 7, minlength=256)
     inside = np.convolve(distinct, np.ones(ESCAPE, int))[:256]
     return (255 - int(np.argmax(inside[::-1]))) << 7

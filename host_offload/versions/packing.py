@@ -1,7 +1,7 @@
-"""Codes of 8, 4 or 2 bits in the uint16 of a record, in numpy.
+"""Packs codes of 8, 4 or 2 bits into the uint16 elements of a record, in numpy.
 
-The layout is in pallas_kernels.records.format: an element holds codes of as many planes, equal
-parts of the axis that a matrix is reduced over.
+pallas_kernels.records.format defines the layout: the axis that a matrix is reduced over is cut into
+equal parts, the planes, and an element holds one code of each plane.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ _TILE = 1 << 16
 
 
 def part(record: np.ndarray, fmt: RecordFormat, name: str) -> np.ndarray:
-    """A part of a record uint16[rows, D] as uint16[its rows · D], without a copy."""
+    """The named part of a record uint16[rows, D] as flat uint16, without a copy."""
     first, rows = fmt.parts[name]
     return record[first : first + rows].reshape(-1)
 
 
 def pack(codes: np.ndarray, bits: int, down: bool, into: np.ndarray) -> None:
-    """Writes codes uint8[I, D] into a part; what is left of it becomes zero. down: planes are equal
-    parts of I, the last one maybe shorter, instead of D."""
+    """Packs codes into a part of a record, and fills the rest of the part with zeros.
+
+    - `codes`: uint8[I, D].
+    - `bits`: bits of a code.
+    - `down`: planes are equal parts of I, of which the last may be shorter; else of D.
+    - `into`: the part, as `part` returns it.
+    """
     planes, (rows, columns) = 16 // bits, codes.shape
     height, width = (-(-rows // planes), columns) if down else (rows, columns // planes)
     packed = into[: height * width].reshape(height, width)

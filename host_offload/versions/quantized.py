@@ -1,7 +1,7 @@
-"""Matrices as others quantized them: codes and scales, checked, dequantized and put into records.
+"""Matrices that a checkpoint has quantized: checks, dequantizes and packs their codes and scales.
 
-Nothing is rounded on the way into a record, so the codes and scales that are computed with are
-those of the file.
+Nothing is rounded on the way into a record, so a run computes with the codes and scales of the
+file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e8m0fnu": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""What scales can be."""
+"""The dtypes that scales may have."""
 
 
 class QuantizedError(ValueError):
-    """Codes or scales that no weight can be made of."""
+    """Codes or scales give no finite weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +39,14 @@ class QuantizedMatrix:
     encoding: Encoding
 
     def rows(self, rows: slice) -> QuantizedMatrix:
-        """Some of its rows, which begin where a scale begins."""
+        """Some rows of the matrix. The first of them must be the first that its scale covers."""
         across = self.encoding.across
         scales = slice(rows.start // across, -(-rows.stop // across))
         return dataclasses.replace(self, codes=self.codes[rows], scales=self.scales[scales])
 
     def check(self, dtype: np.dtype) -> None:
-        """Raises QuantizedError for codes or scales that are not finite, and for scales of which a
-        run of that dtype may get infinite weights."""
+        """Raises QuantizedError for codes or scales that are not finite, and for scales with which
+        weights may be infinite in `dtype`, the run's."""
         bad, scales = ~np.isfinite(self.encoding.values), self.scales.astype(np.float32)
         if not np.isfinite(scales).all():
             raise QuantizedError("has scales that are NaN or infinite")
@@ -60,7 +60,7 @@ class QuantizedMatrix:
             )
 
     def dequantize(self, first: int, out: np.ndarray) -> None:
-        """Fills float32[n, in] with the weights of rows from `first` on."""
+        """Fills `out`, float32[n, in], with the weights of n rows from `first` on."""
         last, width = first + len(out), self.codes.shape[1]
         rows = np.arange(first, last) // self.encoding.across
         columns = np.arange(width) // (self.encoding.groups[0] or width)
@@ -70,8 +70,11 @@ class QuantizedMatrix:
             out[:] = out.astype(_DTYPES[self.encoding.product])
 
     def put(self, fmt: RecordFormat, matrix: str, codes: np.ndarray, scales: np.ndarray) -> None:
-        """Writes it into its two parts of a record. matrix: "gate", "up" or "down". codes, scales:
-        uint16[rows, D], the parts."""
+        """Packs the matrix into its two parts of a record.
+
+        - `matrix`: "gate", "up" or "down".
+        - `codes`, `scales`: uint16[rows, D], the parts.
+        """
         down = matrix == "down"
         put_scales(self.scales.T if down else self.scales, scales)
         packed = np.ascontiguousarray(self.codes.T) if down else self.codes
@@ -79,15 +82,18 @@ class QuantizedMatrix:
 
 
 def put_scales(scales: np.ndarray, part: np.ndarray) -> None:
-    """Writes scales of any dtype into a part uint16[rows, D]; what is left of it becomes zero."""
+    """Copies scales of any dtype into a part of a record, and fills the rest of it with zeros.
+
+    - `part`: uint16[rows, D].
+    """
     values = np.ascontiguousarray(scales).reshape(-1).view(np.uint8)
     into = part.reshape(-1).view(np.uint8)
     into[: values.size], into[values.size :] = values, 0
 
 
 def as_scales(values: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """The scales in the dtype that the encoding names, exactly. Raises QuantizedError where one has
-    no equal there."""
+    """Converts scales to the encoding's dtype. Raises QuantizedError for a scale that this dtype
+    cannot hold exactly."""
     dtype = _DTYPES[encoding.scale]
     if values.dtype == np.uint8 and dtype.itemsize == 1:
         return values.view(dtype)

@@ -1,7 +1,7 @@
-"""Round weights to few bits: one float16 scale for a group of weights, and a code for each.
+"""Rounds weights to few bits: a float16 scale for each group of weights, and a code for each one.
 
-A weight is (code − zero)·scale; codes are those of pallas_kernels.records.format. A quantizer
-chooses the scales; the code is then the nearest one.
+A weight is (code − zero)·scale, with the codes of pallas_kernels.records.format. A quantizer
+chooses the scales. Each weight then gets the nearest code.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import numpy as np
 from pallas_kernels.records.encoding import ZEROS, Encoding
 
 ScaleRule = Callable[[np.ndarray, int, int], np.ndarray]
-"""(weights, axis, bits) → scales, float16. weights: float32, finite, groups along `axis`, which the
-scales keep with length 1."""
+"""(weights, axis, bits) → scales, float16. The weights are finite float32, one group along `axis`,
+which has length 1 in the scales."""
 
 _TILE = 1 << 16
-"""Weights rounded at once: with its temporaries a tile stays in the processor's cache."""
+"""Weights rounded at once, so that a tile and its temporaries stay in the processor's cache."""
 
 _MAGIC = 12582912.0
-"""1.5·2^23: adding it to a small float32 rounds to the nearest integer, found in the low bits."""
+"""1.5·2^23. Adding it to a small float32 rounds to the nearest integer, which is in the low bits of
+the sum."""
 
 _GAUSSIAN_STEP = 0.9957
 """Step of the best uniform quantizer of 4 levels, in standard deviations of a normal
 distribution (Max 1960, "Quantizing for minimum distortion", table II)."""
 
 _CLIPS = {8: (0.8, 1.0), 4: (0.5, 1.0), 2: (0.6, 1.8)}
-"""Bits → the factors of rtn's scale that `mse` looks at, the least and the largest."""
+"""Bits → the smallest and the largest factor of rtn's scale that `mse` tries."""
 
 _CANDIDATES = 16
 
@@ -35,8 +36,8 @@ _LARGEST = np.float16(65504)
 """The largest finite float16."""
 
 _LARGEST_SCALE = {8: np.float16(515.5), 4: np.float16(9352), 2: np.float16(43648)}
-"""Bits → the largest scale of which the outermost code is finite in float16: times 127, 7 or 1.5 it
-is below 65520, where float16 rounds to infinity."""
+"""Bits → the largest scale whose outermost code is finite in float16: the scale times 127, 7 or 1.5
+is below 65520, from which on float16 rounds to infinity."""
 
 
 class UnquantizableError(ValueError):
@@ -44,9 +45,12 @@ class UnquantizableError(ValueError):
 
 
 def rtn(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
-    """Round to nearest: with 8 and 4 bits a group's largest weight gets the largest code; with 2,
-    where that would waste half of the four levels, the step is the best one for normally
-    distributed weights, and what lies beyond the outer levels becomes these."""
+    """Scales for rounding to nearest; arguments and result are those of ScaleRule.
+
+    With 8 and 4 bits, the largest weight of a group gets the largest code. With 2 bits that would
+    waste half of the four levels, so the step is the best one for normally distributed weights, and
+    weights beyond the outer levels are clipped to them. Raises UnquantizableError.
+    """
     if bits == 2:
         with np.errstate(over="ignore"):  # infinite scales are refused below
             squares = np.add.reduce(np.square(weights), axis, keepdims=True)
@@ -54,19 +58,20 @@ def rtn(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
     largest = _absmax(weights, axis)
     most = np.float32((1 << (bits - 1)) - 1)
     half = _half(largest / most)
-    # Where float16 is coarse, near its least number, the nearest scale may be much too small.
+    # Near the smallest number of float16, which is coarse there, the nearest scale may be much too
+    # small.
     clips = largest >= half.astype(np.float32) * (most + np.float32(0.5))
     return np.where(clips & (largest > 0), np.nextafter(half, np.float16(np.inf)), half)
 
 
 def mse(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
-    """The scale with the least sum of squared errors, among rtn's and some that trade clipped
-    weights against narrower steps."""
+    """Scales with the least sum of squared errors, among those of rtn and some that clip weights
+    for narrower steps. Arguments and result are those of ScaleRule. Raises UnquantizableError."""
     best = rtn(weights, axis, bits)
     least = _squared_error(weights, best, axis, bits)
     base = best.astype(np.float32)
     for factor in np.linspace(*_CLIPS[bits], _CANDIDATES, dtype=np.float32):
-        # A step beyond float16's largest is no candidate; that one is.
+        # A scale beyond the largest float16 becomes the largest float16.
         scale = _half(np.minimum(base * factor, np.float32(_LARGEST)))
         error = _squared_error(weights, scale, axis, bits)
         better = error < least
@@ -75,18 +80,22 @@ def mse(weights: np.ndarray, axis: int, bits: int) -> np.ndarray:
 
 
 QUANTIZERS: dict[str, ScaleRule] = {"rtn": rtn, "mse": mse}
-"""Those that need nothing but the weights."""
+"""Name → the quantizer, for those that need only the weights."""
 
 
 def quantize(
     weights: np.ndarray, axis: int, group: int, encoding: Encoding, rule: ScaleRule = rtn
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(codes uint8 of the weights' shape, scales float16) of a matrix.
+    """Quantizes a matrix.
 
-    weights: [rows, columns], bfloat16, float16 or float32. axis: the reduced one, which scales have
-    in groups of `group`, the last one maybe shorter. rule: of integer codes; others have the scale
-    that makes the group's largest weight the largest value. What integer codes mean is finite in
-    the weights' dtype. Raises UnquantizableError.
+    - `weights`: [rows, columns], bfloat16, float16 or float32.
+    - `axis`: the axis that the matrix is reduced over.
+    - `group`: how many weights along that axis share a scale; the last group may be shorter.
+    - `rule`: chooses the scales of integer codes. With other codes, the scale makes a group's
+      largest weight the largest value of the encoding.
+
+    Returns codes, uint8 in the shape of the weights, and scales, float16. Integer codes stand for
+    values that are finite in the weights' dtype. Raises UnquantizableError.
     """
     bits = encoding.bits
     codes = np.empty(weights.shape, np.uint8)
@@ -115,21 +124,25 @@ def quantize(
 
 
 def finite_scales(scales: np.ndarray, bits: int, dtype: str) -> np.ndarray:
-    """The scales, none so large that its outermost code is infinite in a run of this dtype, as it
-    can be in float16. Every finite float16 weight keeps a code within half a step, but for those
-    beyond int2's outer levels."""
+    """Limits scales so that their outermost codes are finite in a run of this dtype, which matters
+    in float16. Each finite float16 weight still has a code within half a step, except weights
+    beyond the outer levels of int2."""
     return np.minimum(scales, _LARGEST_SCALE[bits]) if dtype == "float16" else scales
 
 
 def nearest_codes(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 codes. weights: float32, finite. scales: float16, broadcast to them."""
+    """The nearest integer code of each weight, uint8.
+
+    - `weights`: finite float32.
+    - `scales`: float16, broadcast to the weights.
+    """
     codes = np.empty(weights.shape, np.uint8)
     np.copyto(codes, _rounded(weights, scales, bits).view(np.uint32), casting="unsafe")
     return codes
 
 
 def _rounded(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """float32: _MAGIC plus the codes."""
+    """_MAGIC plus the codes, as float32."""
     scaled = weights * _inverse(scales)
     if bits == 2:
         scaled += np.float32(ZEROS[2])
@@ -143,13 +156,13 @@ def _rounded(weights: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:
-    """float32; 0 of 0."""
+    """1 / scales as float32, and 0 for a scale of 0."""
     wide = scales.astype(np.float32)
     return np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
 
 
 def to_float32(weights: np.ndarray) -> np.ndarray:
-    """A copy in float32; of bfloat16 by its bits, in cache and faster than numpy converts."""
+    """Copies weights to float32. bfloat16 is converted by its bits, faster than numpy does it."""
     if weights.dtype.name != "bfloat16":
         return weights.astype(np.float32)
     wide = weights.view(np.uint16).astype(np.uint32)
@@ -158,7 +171,7 @@ def to_float32(weights: np.ndarray) -> np.ndarray:
 
 
 def _tiles(shape: tuple[int, ...], axis: int, group: int):
-    """(index of weights, index of scales) of all tiles, none of which splits a group."""
+    """Yields (index of weights, index of scales) of all tiles. No tile splits a group."""
     rows, columns = shape
     if axis == 0:
         step = max(64, _TILE // group)
@@ -178,13 +191,15 @@ def _tiles(shape: tuple[int, ...], axis: int, group: int):
 
 
 def _absmax(weights: np.ndarray, axis: int) -> np.ndarray:
-    """Largest magnitudes: without their sign, floats are in order as integers, NaN last."""
+    """The largest magnitudes along an axis, and NaN where there is one: without the sign bit, the
+    integers of floats have the order of the floats, and NaN comes last."""
     bits = weights.view(np.uint32) & np.uint32(0x7FFFFFFF)
     return bits.max(axis, keepdims=True).view(np.float32)
 
 
 def _half(scale: np.ndarray) -> np.ndarray:
-    """The scale in float16, 0 only for 0."""
+    """Rounds scales to float16; only a scale of 0 becomes 0. Raises UnquantizableError for a scale
+    that is too large."""
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)
     if not np.isfinite(half).all():

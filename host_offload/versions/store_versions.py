@@ -1,4 +1,4 @@
-"""Further versions of the experts in a store, encoded from the dense one."""
+"""Adds versions of the experts to a store, encoded from its dense version."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from host_offload.versions.quantizers import ScaleRule, rtn, to_float32
 from pallas_kernels.records import RecordFormat
 
 _BATCH_BYTES = 64 << 20
-"""Bytes of dense records that are encoded at once."""
+"""Bytes of dense records encoded at once."""
 
 
 class VersionError(ValueError):
-    """A version that a store cannot get; the message says which experts it cannot hold."""
+    """A store cannot get a version; the message says why."""
 
 
 def add_version(
@@ -30,13 +30,16 @@ def add_version(
     progress: Callable[[int, int], None] | None = None,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> ExpertStore:
-    """The store with one version more; it shares the arrays of the others.
+    """Returns a store with one more version, which shares the arrays of the others.
 
-    dtype: the run's. rule: chooses the scales of int versions. progress: called with (done, total)
-    bytes of dense records. new_builder: what makes its array.
+    - `dtype`: the run's.
+    - `rule`: chooses the scales of int versions.
+    - `progress`: called with (done, total) bytes of dense records.
+    - `new_builder`: makes the array of the version.
 
-    Raises VersionError without a dense version, for weights that the version cannot hold, and where
-    it is there already; ValueError as RecordFormat does; MemoryError as StoreBuilder does.
+    Raises VersionError without a dense version, for weights that the version cannot hold, and for a
+    version that the store has already; ValueError as RecordFormat does; MemoryError as StoreBuilder
+    does.
     """
     _require_dense(store, version)
     layers = range(store.arrays["dense"].shape[0])
@@ -51,13 +54,16 @@ def add_version(
 def lossless_where_it_fits(
     store: ExpertStore, dtype: str, progress: Callable[[int, int], None] | None = None
 ) -> tuple[ExpertStore, dict[int, str]]:
-    """The store in lossless12 instead of dense, but for the layers that have an expert whose
-    escapes overflow: these are dense, each layer in one of the two arrays, which come first. Also
-    why, by such layer. Other versions stay as they are.
+    """Replaces dense by lossless12, except for layers with an expert whose escapes overflow. Those
+    layers stay dense, so each layer is in one of two arrays. Other versions stay.
 
-    The dense array of `store` is freed. Where a layer overflows, the others are encoded twice,
-    since arrays cannot shrink. Arguments as of add_version. Raises VersionError where every layer
-    overflows, and as add_version otherwise.
+    The dense array of `store` is freed. If a layer overflows, all others are encoded twice, since
+    an array cannot shrink.
+
+    - `dtype`, `progress`: as in add_version.
+
+    Returns the store, with lossless12 and dense first, and layer → why it stays dense. Raises
+    VersionError where every layer overflows, and as add_version does.
     """
     version = "lossless12"
     _require_dense(store, version)
@@ -109,8 +115,13 @@ def _encoded(
     every: bool = False,
     new_builder: Callable[..., StoreBuilder] = StoreBuilder,
 ) -> tuple[ExpertStore | None, dict[int, tuple[list[int], str]]]:
-    """A store of these layers, in order, in one version alone; None where an expert cannot be held:
-    then by layer which cannot, and why. every: looks at all layers before it gives up."""
+    """Encodes these layers, in order, into a store of one version.
+
+    - `every`: look for failures in all layers; else stop at the first.
+
+    Returns the store and {}. If the version cannot hold some experts, returns None and layer →
+    (these experts, why).
+    """
     layout = dataclasses.replace(store.layouts["dense"], version=version, dtype=dtype)
     array = store.arrays["dense"]
     failed: dict[int, tuple[list[int], str]] = {}
@@ -136,9 +147,11 @@ def _encoded(
 def dense_weights(
     store: ExpertStore, dtype: str, layers: Sequence[int] | None = None
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(layer, first expert, weights [n, 3·I, D] in the run's dtype) of all experts, in order.
+    """Yields (layer, first expert, weights [n, 3·I, D] in the run's dtype) of all experts, in
+    order. Each piece has as many experts as fit in 64 MiB, and at least one for each thread.
 
-    layers: only those. At once as many experts as take 64 MiB, and one for each thread.
+    - `dtype`: the run's.
+    - `layers`: which layers; None: all.
     """
     layout, array = store.layouts["dense"], store.arrays["dense"]
     count, experts = array.shape[:2]
@@ -150,14 +163,17 @@ def dense_weights(
 
 
 def as_weights(records: np.ndarray, layout: RecordFormat, dtype: str) -> np.ndarray:
-    """Dense records uint16[n, rows, D] as weights [n, 3·I, D], without a copy."""
+    """Views dense records uint16[n, rows, D] as weights [n, 3·I, D] of `dtype`, without a copy."""
     shape = (len(records), 3 * layout.width, layout.hidden)
     return records.reshape(len(records), -1).view(NUMPY_DTYPES[dtype]).reshape(shape)
 
 
 def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """float64[n]: ‖W − Ŵ‖ / ‖W‖ (Frobenius) of n experts [n, 3·I, D]; 0 where W is 0, and NaN where
-    W is not finite and Ŵ other than W."""
+    """The relative error ‖W − Ŵ‖ / ‖W‖ (Frobenius) of each expert, float64[n]. It is 0 where W is
+    0, and NaN where W is not finite and Ŵ has other bits.
+
+    - `weights`, `decoded`: W and Ŵ, [n, 3·I, D].
+    """
     errors = np.zeros(len(weights))
     for i, (w, d) in enumerate(zip(weights, decoded, strict=True)):
         if not np.array_equal(as_bits(w), as_bits(d)):
@@ -169,5 +185,5 @@ def relative_error(weights: np.ndarray, decoded: np.ndarray) -> np.ndarray:
 
 
 def as_bits(weights: np.ndarray) -> np.ndarray:
-    """Unsigned integers of the same size, without a copy."""
+    """Views weights as unsigned integers of the same size, without a copy."""
     return weights.view(np.dtype(f"uint{8 * weights.itemsize}"))

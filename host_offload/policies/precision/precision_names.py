@@ -1,4 +1,4 @@
-"""Precision by name: which version each expert is in, from the start and while a model runs."""
+"""Parses the option precision: which version each expert has at the start and during a run."""
 
 from __future__ import annotations
 
@@ -33,48 +33,50 @@ from pallas_kernels.option_text import (
 from pallas_kernels.records.format import LOSSY, VERSIONS
 
 CHECKPOINT = "checkpoint"
-"""All experts as the checkpoint has them: dense, or in the format that its authors quantized them
-to."""
+"""The precision in which all experts have the checkpoint's version: dense, or the format that the
+checkpoint is quantized to."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Which versions there are and who is in which."""
+    """The versions of a run, and which experts have which version."""
 
     name: str
     versions: tuple[str, ...] = ("dense",)
-    """In the tables' order: the one version of all, or the high and the low one."""
+    """The one version of all experts, or the high and the low one, in the order of the tables."""
     in_transit: bool = False
-    """The store has the version, cells have dense: decoded while copied."""
+    """Whether records are decoded while they are copied: the store has the version, cells have
+    dense."""
     policy: DynaExq | None = None
     given: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     """int8[L, E]: a map from a file."""
     hot: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
-    """float[L, E]: of the largest as many are high as there is room for, for good."""
+    """float[L, E]: the experts with the largest numbers are high, as many as have room, and never
+    change."""
     seed: int | None = None
-    """What a random map is drawn from."""
+    """The seed of a random map."""
     quantizer: str = "rtn"
-    """How versions are made that the checkpoint lacks."""
+    """How to make the int versions that the checkpoint lacks."""
     hi_share: float | None = None
     """Share of the experts that are high; None: as many as the budget has room for."""
     spares: int = 0
-    """Cells of each version beyond what is resident, which bound how many transitions a step can
-    begin; 0: versions never change."""
+    """Free cells of each version, which bound how many transitions a step can begin; 0: versions
+    never change."""
     step_bytes: int | None = None
-    """Most bytes of transitions in a step; None: as the device allows."""
+    """Most bytes of transitions in a step; None: as many as the device allows."""
     of_checkpoint: bool = False
-    """The one version is that of the checkpoint's files; `of_model` says which that is."""
+    """Whether the one version is that of the checkpoint's files; `of_model` fills it in."""
     paged: bool = False
-    """Layers have some cells of each version, and experts without one are missed; else every expert
-    is always resident in one of them."""
+    """Whether layers have fewer cells than experts, so that experts can be missed; else every
+    expert is always resident in one of the versions."""
 
     @property
     def lossy(self) -> bool:
-        """Whether the output's bits are others than with dense experts."""
+        """Whether the bits of the output differ from those with the checkpoint's experts."""
         return not self.of_checkpoint and not {*LOSSY}.isdisjoint(self.versions)
 
     def of_model(self, version: str) -> Precision:
-        """The precision with a checkpoint whose experts are in that version."""
+        """The precision for a checkpoint whose experts are in `version`."""
         if not self.of_checkpoint:
             return self
         if version == "dense":
@@ -90,8 +92,13 @@ class Precision:
         return () if self.policy is None else (self.policy,)
 
     def start(self, layers: int, experts: int, capacity: int) -> np.ndarray:
-        """The map int8[L, E] to begin with. capacity: high experts that there is room for; a map
-        from a file has its own. Raises ValueError for a map of another model."""
+        """The map int8[L, E] at the start.
+
+        - `layers`, `experts`: the model's MoE layers, and the experts of each.
+        - `capacity`: how many high experts have room; a map from a file ignores it.
+
+        Raises ValueError for a map of another model.
+        """
         if self.given is not None:
             check_shape(self.given, (layers, experts), "map")
             return self.given
@@ -105,7 +112,7 @@ class Precision:
         return np.full((layers, experts), LO if self.mixed else 0, np.int8)
 
     def report(self) -> dict[str, Any]:
-        """For statistics and results, as plain data."""
+        """The precision as plain data, for statistics and results."""
         names = ("alpha", "margin", "slack", "interval") if self.policy else ()
         return {
             "name": self.name,
@@ -120,12 +127,17 @@ class Precision:
 
 
 def precision_of(text: str | None, *, seed: int = 0) -> Precision:
-    """The precision called NAME[,KEY=VALUE…] or NAME=PATH[,…]; None: checkpoint.
+    """Parses NAME[,KEY=VALUE…] or NAME=PATH[,…].
 
-    dynaexq, map and random mix the versions hi and lo (dense and int4). A map, or dynaexq's scores,
-    is a .npy file, or the directory of a trace: then the experts that it selected most are high.
-    seed: of random, where the text has none. Raises ValueError as parse_option and read_trace, for
-    what is out of range and for a file that holds no such array.
+    dynaexq, map and random mix two versions, hi and lo (default: dense and int4). A map, or the
+    scores of dynaexq, is a .npy file or the directory of a trace; with a trace, the experts that it
+    selected most are high.
+
+    - `text`: the option; None: "checkpoint".
+    - `seed`: of random, where the text has none.
+
+    Raises ValueError as parse_option and read_trace do, for a setting out of range, and for a file
+    without such an array.
     """
     name, path, keys = parse_option("precision", text or CHECKPOINT, _SETTINGS, paths=("map",))
     if name == CHECKPOINT:
@@ -180,7 +192,7 @@ _MIXED: dict[str, Reader] = {
 _SETTINGS: dict[str, dict[str, Reader]] = {
     CHECKPOINT: {},
     "dense": {},
-    "lossless12": {"in_transit": yes},  # others would not give the dense bits when decoded
+    "lossless12": {"in_transit": yes},  # other versions do not decode to the dense bits
     **{version: {"quantizer": str} for version in LOSSY},
     "random": {**_MIXED, "seed": whole()},
     "map": _MIXED,
@@ -195,7 +207,7 @@ _SETTINGS: dict[str, dict[str, Reader]] = {
         "step_bytes": whole(1),
     },
 }
-"""What LLM(precision=…) and --precision take, a version for all experts or who mixes two → its
+"""Name that LLM(precision=…) and --precision take, a version or a way to mix two, → its
 settings."""
 
 

@@ -1,5 +1,5 @@
-"""A random forest in numpy, and its features. It predicts how far a later layer's choice is from
-what its router says about an earlier layer's input.
+"""A random forest in numpy, and its features. The forest predicts the difference between a later
+layer's choice of experts and the guess of that layer's router from an earlier layer's input.
 
 Shapes: N rows, F features, T trees, M nodes of a tree, V leaves of a tree, E experts, k top-k.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from host_offload.policies.prefetch.next_layers import mark_experts, softmax
 
 HISTORY = 2
-"""Earlier layers whose choices are features (ours)."""
+"""Earlier layers whose choices are features (moejax's number, not the paper's)."""
 
 
 class Forest(NamedTuple):
@@ -45,13 +45,13 @@ class Forest(NamedTuple):
             goes_left = x[rows, self.feature[trees, node]] <= self.threshold[trees, node]
             node = np.where(goes_left, self.left[trees, node], self.right[trees, node])
         found = np.zeros((len(x), self.value.shape[2]), np.float32)
-        for tree in trees:  # in order, so that a row's bits do not depend on the number of rows
+        for tree in trees:  # a fixed order, so that a row's bits do not depend on other rows
             found += self.value[tree, self.leaf[tree, node[:, tree]]]
         return found / np.float32(len(trees))
 
 
 class Seen(NamedTuple):
-    """The data that is known when a layer was routed."""
+    """The data that is known once a layer is routed."""
 
     gate_input: np.ndarray
     """float32[N, D], finite."""
@@ -64,16 +64,24 @@ class Seen(NamedTuple):
 
 
 def pre_gate(said: np.ndarray, top_k: int) -> np.ndarray:
-    """float32[N, E]: the guess how likely each expert is chosen: k · softmax(said), at most 1.
+    """Guesses how likely a later layer chooses each expert: k · softmax(said), at most 1, as
+    float32[N, E].
 
-    - `said`: the later layer's router on this layer's input.
+    - `said`: float32[N, E], the logits of the later layer's router on this layer's input.
+    - `top_k`: k, how many experts a row chooses.
     """
     return np.minimum(top_k * softmax(said), 1).astype(np.float32)
 
 
 def features(seen: Seen, base: np.ndarray, mean: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """float32[N, F]: the router's guess [N, E], the choice here with its weights, the choices of
-    earlier layers (zeros if there are none), and the input's principal components."""
+    """The features float32[N, F] of the forest: the router's guess, this layer's choice with its
+    weights, the choices of earlier layers (zeros if there are none), and the principal components
+    of the input.
+
+    - `seen`: the data of this layer.
+    - `base`: float32[N, E], the router's guess.
+    - `mean`, `basis`: float32[D] and float32[D, ·], of the principal components.
+    """
     experts = base.shape[1]
     past = [mark_experts(ids, experts) for ids in seen.history[:HISTORY]]
     past += [np.zeros_like(base)] * (HISTORY - len(past))
@@ -83,17 +91,22 @@ def features(seen: Seen, base: np.ndarray, mean: np.ndarray, basis: np.ndarray) 
 
 
 def forest_of(arrays: Mapping[str, np.ndarray], layer: int, ahead: int) -> Forest:
-    """The forest of `layer` for the layer `ahead` layers later, from arrays LAYER.AHEAD.NAME."""
+    """The forest that predicts from `layer` the layer `ahead` layers later.
+
+    - `arrays`: "LAYER.AHEAD.NAME" → array, for each field of Forest.
+    """
     return Forest(*(arrays[f"{layer}.{ahead}.{name}"] for name in Forest._fields))
 
 
 def scores(
     arrays: Mapping[str, np.ndarray], layer: int, ahead: int, seen: Seen, said: np.ndarray
 ) -> np.ndarray:
-    """float32[N, E]: the router's guess for the layer `ahead` layers later, corrected by the
-    forest.
+    """Scores the experts of the layer `ahead` layers later: its router's guess, corrected by the
+    forest, as float32[N, E].
 
-    - `said`: float32[N, E], that layer's router on this layer's input.
+    - `arrays`: the forests, and "LAYER.mean" and "LAYER.basis".
+    - `seen`: the data of `layer`.
+    - `said`: float32[N, E], the logits of the later layer's router on this layer's input.
     """
     base = pre_gate(said, seen.ids.shape[1])
     told = features(seen, base, arrays[f"{layer}.mean"], arrays[f"{layer}.basis"])
@@ -117,7 +130,9 @@ def grow_forest(
     `train`). Each tree predicts all experts at once.
 
     - `leaves`: most leaves of a tree.
-    - `share`: of the features, among which a split is searched.
+    - `share`: the share of the features among which a split is searched.
+
+    Raises NoTrainer without scikit-learn.
     """
     check_trainer()
     from sklearn.ensemble import RandomForestRegressor
@@ -137,7 +152,8 @@ def _arrays(tree: Any, nodes: int, leaves: int) -> tuple[np.ndarray, ...]:
     """A tree of scikit-learn as the arrays of a Forest, except the depth."""
     count, is_leaf = tree.node_count, tree.children_left < 0
     own = np.arange(count)
-    # Rows are float32 and thresholds float64: take the largest float32 that is not larger.
+    # Rows are float32 and thresholds float64, so a threshold becomes the largest float32 that is
+    # not larger.
     threshold = tree.threshold.astype(np.float32)
     above = threshold > tree.threshold
     threshold[above] = np.nextafter(threshold[above], np.float32(-np.inf))

@@ -32,5 +32,6 @@ PREFETCH = Registry(
 
 
 def with_prefetch(prefetch: str | None, policies: Sequence[Policy]) -> Sequence[Policy]:
-    """Adds the prefetch of that name to the policies. Raises ValueError as Registry.parse."""
+    """Adds the named prefetch policy to the policies; None adds none. Raises ValueError as
+    Registry.parse does."""
     return policies if prefetch is None else (*policies, PREFETCH.parse(prefetch))
