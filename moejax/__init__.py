@@ -1,5 +1,5 @@
-"""moejax: Mixture-of-Experts models larger than the GPU's memory, in JAX, with the same output
-bits as if everything fitted.
+"""moejax runs Mixture-of-Experts models that are larger than the GPU's memory, in JAX. The output
+has the same bits as if everything fitted.
 
     from moejax import LLM, SamplingParams
 

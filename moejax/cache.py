@@ -1,4 +1,4 @@
-"""Where moejax keeps what it can make again: executables, checked kernels, measured costs."""
+"""The cache on disk: compiled executables, checked kernels and measured costs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moejax.errors import UserError
 
 
 def cache_root() -> Path:
-    """Where moejax keeps what it can make again: $XDG_CACHE_HOME/moejax or ~/.cache/moejax."""
+    """The directory of moejax's cache: $XDG_CACHE_HOME/moejax or ~/.cache/moejax."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the file whole or not at all, its directory too. Raises UserError where that is not
-    possible."""
+    """Writes a file whole or not at all, and makes its directory if there is none. Raises UserError
+    where that fails."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,10 +35,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled executables on disk, so that the second start is quick: where jax's own
-    setting says (JAX_COMPILATION_CACHE_DIR), else in the cache directory, each with a digest.
+    """Keeps compiled executables on disk, so that the second start is quick. The directory is
+    JAX_COMPILATION_CACHE_DIR if jax has that setting, else moejax's cache, where each executable
+    has a digest.
 
-    Raises UserError where others could write into that: it holds code that is run.
+    Raises UserError where other users could write into moejax's cache, since it holds code that
+    runs.
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
@@ -63,8 +65,10 @@ def use_compilation_cache() -> None:
 
 
 def require_own(directory: Path, *, mend: bool = False) -> None:
-    """Raises UserError unless this user alone may write into the directory. mend: sees to it, where
-    it is this user's."""
+    """Raises UserError unless this user alone may write into the directory.
+
+    - `mend`: takes the right to write from other users, if the directory is this user's.
+    """
     status = directory.stat()
     if status.st_uid != os.geteuid():
         raise UserError(
@@ -83,8 +87,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CheckedCache(CacheInterface):
-    """jax's cache of executables, whose entries end with a digest of key and content: one that is
-    damaged, or under another one's key, is removed and made again."""
+    """jax's cache of executables, with a digest of key and content at the end of each entry. An
+    entry that is damaged or has another entry's key is removed, and jax compiles it again."""
 
     def __init__(self, cache: CacheInterface):
         self._cache, self._path = cache, cache._path

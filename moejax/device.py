@@ -1,4 +1,4 @@
-"""Which device runs, and what has to be true of it before anything is loaded."""
+"""Chooses the device, and checks it before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,44 +12,51 @@ from jax._src import xla_bridge
 from moejax.errors import UserError
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Environment variable that caps jax's pool of pinned host memory; read when the backend starts."""
+"""Environment variable that caps jax's pool of pinned host memory. jax reads it when its backend
+starts."""
 
 DEFAULT_PINNED_GIB = 64
-"""The cap where the variable is not set. XLA reads the variable in GiB, whatever its name says."""
+"""The cap in GiB where the variable is not set. XLA reads the variable in GiB, in spite of its
+name."""
 
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""Environment variables, the newer first, of the share of a GPU's memory that jax takes, 75% where
-neither is set; read when the backend starts. Both at once are an error of jax's."""
+"""Environment variables, the newer first, for the share of a GPU's memory that jax takes, which is
+75% if neither is set. jax reads them when its backend starts, and refuses both at once."""
 
 RUNTIME_BYTES = 1 << 30
-"""GPU memory that is left to the CUDA context, programs and graphs."""
+"""Bytes of GPU memory left to the CUDA context, programs and graphs; on a large GPU, RUNTIME_SHARE
+of its memory if that is more."""
 
 RUNTIME_SHARE = 0.02
-"""The same of a large GPU, of whose memory that is less."""
+"""Share of a large GPU's memory left to the CUDA context, programs and graphs."""
 
 OLDEST_CAPABILITY = 8.0
 """Compute capability of Ampere: bfloat16 matrix products, asynchronous copies."""
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists where the kernel has NVIDIA's driver."""
+"""A file that exists where the kernel has NVIDIA's driver."""
 
 
 THREADS = "PJRT_NPROC"
-"""The environment variable by which XLA sizes its pool of CPU threads, once, when jax starts."""
+"""Environment variable for the size of XLA's pool of CPU threads. XLA reads it once, when jax
+starts."""
 
 
 def select_device(device: str | jax.Device | None = None, threads: int | None = None) -> jax.Device:
-    """The device to run on: the one given, the first of a platform ("cpu", "gpu"), or jax's first.
-    threads: of XLA's pool on the CPU, which native ops share; None: as the environment says, else
-    one for each CPU that the process may use.
+    """Chooses the device to run on, and starts jax's backend if it has not started.
 
-    Starts jax's backend if it has not been used, after raising the cap on pinned host memory to the
-    machine's memory and the share of a GPU's memory to what is free of it, unless the environment
-    says either. Raises UserError for a platform that jax cannot use, a jax without CUDA on a
-    machine with an NVIDIA GPU (unless the CPU was asked for, here or by JAX_PLATFORMS), a GPU
-    older than compute capability 8.0, and another number of threads than jax has started with.
+    Before the start, the cap on pinned host memory is raised to the machine's memory, and the share
+    of a GPU's memory to what is free, unless the environment sets them.
+
+    - `device`: a device, or a platform ("cpu", "gpu") for its first device; None: jax's first.
+    - `threads`: threads of XLA's CPU pool, which native ops share; None: as the environment says,
+      else one for each CPU that the process may use.
+
+    Raises UserError for a platform that jax cannot use, a jax without CUDA on a machine with an
+    NVIDIA GPU (unless `device` or JAX_PLATFORMS asks for the CPU), a GPU older than compute
+    capability 8.0, and another number of threads than jax has started with.
     """
-    # jax has no public way to ask without starting it.
+    # jax has no public function that tells this without starting the backend.
     started = xla_bridge.backends_are_initialized()
     if threads is not None:
         _use_threads(threads, started)
@@ -94,28 +101,36 @@ def _use_threads(threads: int, started: bool) -> None:
 
 
 def take_free_memory() -> None:
-    """Lets jax take of a GPU what is free now, but for RUNTIME_BYTES or RUNTIME_SHARE: call it
-    before the backend starts. Leaves everything as it is where the environment has a share already,
-    or no NVIDIA GPU answers."""
+    """Sets the share of a GPU's memory that jax takes to what is free now, less RUNTIME_BYTES or
+    RUNTIME_SHARE. Call it before jax's backend starts. Changes nothing if the environment has a
+    share already, or nvidia-smi finds no GPU."""
     if any(os.environ.get(name) for name in MEMORY_SHARES):
         return
     found = nvidia_smi("memory.total", "memory.free")
     known = [(int(total), int(free)) for total, free in found if (total + free).isdecimal()]
     if known:
-        # jax's first device may be any of them.
+        # Any of the GPUs may be jax's first device.
         share = min(memory_share(total << 20, free << 20) for total, free in known)
         os.environ[MEMORY_SHARES[0]] = f"{share:.4f}"
 
 
 def memory_share(total: int, free: int) -> float:
-    """The share of a GPU's memory that jax may take of so many bytes, as others leave it. At least
-    5%, with which a start says what is missing."""
+    """The share of a GPU's memory that jax may take beside other programs. It is at least 5%, with
+    which jax starts, so that a message can say how much memory is missing.
+
+    - `total`, `free`: bytes of the GPU's memory, and those that are free.
+    """
     return max((free - max(RUNTIME_BYTES, RUNTIME_SHARE * total)) / total, 0.05)
 
 
 def nvidia_smi(*fields: str, hidden: bool = False) -> list[list[str]]:
-    """The fields of each GPU, as `nvidia-smi --help-query-gpu` names them; empty where there is no
-    nvidia-smi or it does not answer so. hidden: also GPUs that CUDA_VISIBLE_DEVICES hides."""
+    """Asks nvidia-smi for fields of each GPU.
+
+    - `fields`: names from `nvidia-smi --help-query-gpu`.
+    - `hidden`: also the GPUs that CUDA_VISIBLE_DEVICES hides.
+
+    Returns the fields' values for each GPU, or [] without nvidia-smi or where it fails.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible and not hidden:
@@ -129,18 +144,18 @@ def nvidia_smi(*fields: str, hidden: bool = False) -> list[list[str]]:
 
 
 def host_bytes() -> int:
-    """The machine's memory, without what it swaps to."""
+    """Bytes of the machine's memory, without swap space."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def pinned_gib(memory: int) -> int:
-    """The cap on jax's pool of pinned host memory, in GiB, in a machine of so many bytes."""
+    """The cap on jax's pool of pinned host memory, in GiB, for a machine with `memory` bytes."""
     return max(memory >> 30, DEFAULT_PINNED_GIB)
 
 
 def require_pinned_memory(device: jax.Device, nbytes: int) -> None:
-    """Raises UserError, with the line to add, when the store would not fit under the cap on pinned
-    host memory. Only a GPU's pool has one."""
+    """Raises UserError, with the line of code to add, where a store of `nbytes` is larger than the
+    cap on pinned host memory. Only a GPU has a cap."""
     limit = int(os.environ.get(PINNED_LIMIT, DEFAULT_PINNED_GIB))
     if device.platform == "gpu" and nbytes > limit << 30:
         needed = (nbytes >> 30) + 4

@@ -1,17 +1,17 @@
-"""What moejax raises when the user, not the program, has to change something."""
+"""The errors that moejax raises for mistakes that the user can correct."""
 
 import contextlib
 from collections.abc import Iterator
 
 MOST_LINE, MOST_LINES = 800, 40
-"""Characters of a message's line, and its lines; what is beyond is left out, in the middle."""
+"""Most characters of a line of a message, and most lines. Longer ones lose their middle."""
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: the message says what is wrong and what to do.
+    """A mistake that the user can correct. The message says what is wrong and what to do.
 
-    A message may quote what a stranger's file holds, so each is cut to MOST_LINE and MOST_LINES.
-    The command line prints it without a traceback and exits with status 2.
+    A message may quote an untrusted file, so it is cut to MOST_LINE and MOST_LINES. The command
+    line prints it without a traceback and exits with status 2.
     """
 
     def __init__(self, message: str = ""):
@@ -25,14 +25,17 @@ class UserError(ValueError):
 
 
 class OutOfKV(UserError):
-    """Requests wait for KV pages, and nothing that runs will free any. The engine is whole; the
-    waiting requests cannot go on."""
+    """Requests wait for KV pages, and no running request will free any. The engine still works, but
+    the waiting requests cannot continue."""
 
 
 @contextlib.contextmanager
 def user_errors(kind: type[Exception] = ValueError, where: str = "") -> Iterator[None]:
-    """What is refused below with an error of this kind, as UserError; one that is a UserError
-    passes where nothing is to be said before its message. where: that."""
+    """Turns errors of a kind, raised inside the `with`, into UserError.
+
+    - `kind`: the exception to catch.
+    - `where`: begins the message. Without it, a UserError passes unchanged.
+    """
     try:
         yield
     except kind as error:
@@ -43,10 +46,11 @@ def user_errors(kind: type[Exception] = ValueError, where: str = "") -> Iterator
 
 @contextlib.contextmanager
 def as_user_error(what: str) -> Iterator[None]:
-    """Raises UserError for everything that goes wrong inside: what it does belongs to one request,
-    and must end nothing else. what: begins the message, of which a long one is cut.
+    """Turns every error inside the `with` into UserError, so that one request's error ends nothing
+    else. That includes errors that are no Exception, such as pyo3's PanicException from compiled
+    libraries.
 
-    Compiled libraries panic with exceptions that are no Exception (pyo3's PanicException).
+    - `what`: begins the message; the error's own text is cut to 300 characters.
     """
     try:
         yield
@@ -57,7 +61,8 @@ def as_user_error(what: str) -> Iterator[None]:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value for a message: on one line and short, whatever a stranger's file holds."""
+    """A value as text for a message, on one line and cut to `most` characters. The value may come
+    from an untrusted file."""
     try:
         text = ascii(value)
     except ValueError:  # an integer of more digits than Python prints

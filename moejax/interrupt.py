@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of our choosing, and at last."""
+"""Delays Ctrl-C until a safe moment, and ends a process that does not react to it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from typing import Any
 
 @contextmanager
 def deferred_interrupt() -> Iterator[list]:
-    """Holds SIGINT back until the block has ended; yields a list that is empty until one came, for
-    blocks that end early then. Only the main thread gets signals; elsewhere this does nothing."""
+    """Holds SIGINT back until the block has ended. Only the main thread gets signals, so in another
+    thread this does nothing.
+
+    Yields a list that is empty until a SIGINT comes, so that the block can end early.
+    """
     held: list[tuple] = []
     if threading.current_thread() is not threading.main_thread():
         yield held
@@ -30,7 +33,7 @@ def deferred_interrupt() -> Iterator[list]:
     try:
         yield held
     finally:
-        # None: a handler that Python did not install and cannot put back.
+        # None stands for a handler that Python did not install and cannot restore.
         signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
         if held and callable(before):
             before(*held[0])
@@ -39,15 +42,19 @@ def deferred_interrupt() -> Iterator[list]:
 
 
 def end_where_stuck(seconds: float, status: int) -> None:
-    """From now on Ctrl-C ends the process, with that status, where the main thread stays in native
-    code for so many seconds after it: in a compilation, or a read of a disk that does not answer.
-    Python's handlers do not run there. Call it once, in the main thread."""
+    """Makes Ctrl-C end the process even if the main thread stays in native code, where Python's
+    handlers do not run: in a compilation, or a read from a disk that does not answer. Call it once,
+    in the main thread.
+
+    - `seconds`: how long after Ctrl-C the main thread may stay in native code.
+    - `status`: the exit status.
+    """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     signal.signal(signal.SIGINT, _interrupt)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to wherever the thread is
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # works in native code too
 
     def watch() -> None:
         while True:
@@ -57,7 +64,7 @@ def end_where_stuck(seconds: float, status: int) -> None:
             time.sleep(seconds)
             handler = signal.getsignal(signal.SIGINT)
             ours = getattr(handler, "__module__", None) == __name__
-            # The handler may have run before this thread has seen the signal.
+            # The handler may have run a moment before this thread reads the signal.
             if ours and _answered < came - 0.2:
                 os.write(2, b"moejax: interrupted while it waited for a disk or a compilation\n")
                 os._exit(status)
@@ -66,7 +73,7 @@ def end_where_stuck(seconds: float, status: int) -> None:
 
 
 _answered = 0.0
-"""When Python last heard of a SIGINT."""
+"""time.monotonic() when a Python handler last ran for SIGINT."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -5,9 +5,9 @@
     memory = experts.allocate("25%")                                # the arena, on the device
     y, memory = moe(x, memory)                                      # inside your jit
 
-Your step stays a pure function: `memory` goes in and comes out, donated, and the experts are
-state of the model that is not. The result has the same bits whatever part of the experts has room.
-For inference: nothing here can be differentiated. docs/how-to/paged_moe.md is the tutorial.
+Your step stays a pure function: it takes `memory`, which is donated, and returns the new one. The
+experts are state of the model and not donated. The result has the same bits for every budget.
+The layers are for inference and cannot be differentiated. docs/how-to/paged_moe.md is the tutorial.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ __all__ = ["ExpertMemory", "HostRecords", "PagedExperts", "PagedMoE", "Paging", 
 
 
 OPS_USED = ("linear", "route", "plan", "fill", "expert_ffn", "combine")
-"""What a layer runs, of pallas_kernels.OPS."""
+"""The ops of pallas_kernels.OPS that a layer runs."""
 
 KERNEL_ROW_TILES = (16, 64)
-"""Rows of one product that kernels are checked for."""
+"""Row tiles for which kernels are checked."""
 
 
 class HostRecords(nnx.Variable):
-    """Expert records in pinned host memory. A type of its own, so that filters tell it from
-    nnx.Param: it is neither trained nor copied to the device."""
+    """Expert records in pinned host memory. It is a type of its own, so that filters can separate
+    it from nnx.Param: records are neither trained nor copied to the device."""
 
 
 class ExpertMemory(NamedTuple):
     """The part of the experts that is on the device, for all layers of one PagedExperts. Donate it
-    to every step and continue with the one that comes back."""
+    to every step, and use the one that the step returns for the next."""
 
     arena: jax.Array
     """uint16[rows, D]."""
@@ -78,8 +78,8 @@ class ExpertMemory(NamedTuple):
 
     @property
     def paging(self) -> Paging:
-        """Counts per layer since `allocate`, int32[L] each: active = hits + fills + read_through.
-        Waits for the steps so far."""
+        """Counts for each layer since `allocate`, int32[L] each: active = hits + fills +
+        read_through. Waits until all steps have run."""
         return Paging(*np.asarray(self.counts).T)
 
 
@@ -91,10 +91,10 @@ class PagedExperts(nnx.Module):
     """
 
     def __init__(self, store: ExpertStore, dtype: str, activation: str = "silu"):
-        """The experts of a loaded checkpoint; `from_arrays` takes arrays.
+        """Uses the experts of a loaded checkpoint; `from_arrays` takes arrays.
 
         - `store`: experts in version `dense`, such as LoadedModel.store.
-        - `dtype`: of their weights: "bfloat16", "float16" or "float32".
+        - `dtype`: of the weights: "bfloat16", "float16" or "float32".
         - `activation`: one of pallas_kernels.expert_ffn.ACTIVATIONS.
 
         Raises UserError for a dtype that the records cannot have and an unknown activation.
@@ -128,7 +128,7 @@ class PagedExperts(nnx.Module):
 
         - `layers`: for each layer (gate [E, I, D], up [E, I, D], down [E, D, I]), of any float
           dtype. A lazy sequence needs memory for one layer only.
-        - `dtype`: what the weights are converted to.
+        - `dtype`: the dtype that the weights are converted to.
         - `device`: jax's first device by default.
         - `activation`: one of pallas_kernels.expert_ffn.ACTIVATIONS.
 
@@ -174,14 +174,14 @@ class PagedExperts(nnx.Module):
         return device
 
     def allocate(self, budget: int | str | Share = "100%", eviction: str = "lru") -> ExpertMemory:
-        """Device memory for a part of the experts, empty at first.
+        """Allocates device memory for a part of the experts, empty at first.
 
-        - `budget`: bytes such as "6GiB", or a share such as "25%"; 0 is legal, every expert is then
-          read from host memory. Rounded down to whole experts, spread evenly over the layers.
+        - `budget`: bytes such as "6GiB", or a share such as "25%"; with 0 every expert is read from
+          host memory. It is rounded down to whole experts and spread evenly over the layers.
         - `eviction`: "lru", "lfu" or "lfru".
 
-        Another budget compiles another step; `grant` does not. Raises UserError for an impossible
-        budget and an unknown eviction.
+        A step is compiled for one budget; `grant` moves cells between layers without compiling it
+        again. Raises UserError for an impossible budget and an unknown eviction.
         """
         budget = parse_expert_budget(budget)
         if eviction not in EVICTION:
@@ -191,7 +191,7 @@ class PagedExperts(nnx.Module):
         cells = expert_slots_of(budget, self.layers * self.experts, cell_bytes)
         sharding = SingleDeviceSharding(self.device)
         memory = ExpertMemory(
-            # Zero rows would be no array that a step could slice.
+            # A step cannot slice an array of zero rows.
             arena=allocate_arena(max(cells, 1) * self._cell_rows, hidden, self.device),
             tables=jax.device_put(
                 empty_tables(self.layers, self.experts, self.experts, EVICTION[eviction]),
@@ -202,13 +202,14 @@ class PagedExperts(nnx.Module):
         return self.grant(memory, cells_per_layer(cells, self.layers, self.experts))
 
     def grant(self, memory: ExpertMemory, cells: Sequence[int]) -> ExpertMemory:
-        """Memory with another number of cells for each layer, between two steps.
+        """Changes the number of cells of each layer, between two steps. Experts whose cell stays
+        remain resident, and no step is compiled again.
 
-        - `memory`: of the same PagedExperts; it is used up.
+        - `memory`: from `allocate` of the same PagedExperts; do not use it afterwards.
         - `cells`: for each layer, from 0 to the number of experts.
 
-        Experts whose cell stays remain resident, and no step is compiled again. Raises UserError
-        for more cells than a layer has experts or than the arena has room for.
+        Returns the new memory. Raises UserError for more cells than a layer has experts or than the
+        arena has room for.
         """
         room = memory.arena.shape[0] // self._cell_rows
         if len(cells) != self.layers or any(not 0 <= n <= self.experts for n in cells):
@@ -225,7 +226,8 @@ class PagedExperts(nnx.Module):
 
     @property
     def _cell_rows(self) -> int:
-        """Arena rows of a cell: a record, begun at an even row for 32-bit views."""
+        """Arena rows of a cell: those of a record, rounded up to an even number, since 32-bit views
+        need an even first row."""
         return self.layout.rows + self.layout.rows % 2
 
 
@@ -244,20 +246,20 @@ class PagedMoE(nnx.Module):
         waves: int = 1,
         ops: str | Mapping[str, str] = "auto",
     ):
-        """A layer.
+        """Makes a layer.
 
         - `experts`, `layer`: which experts; layers are counted over MoE layers.
         - `rule`: how logits become experts and weights.
-        - `router`: [E, D], converted to the experts' dtype; None: random, from rngs.params().
-        - `row_tile`: rows of one matrix product, a fixed shape that decides the bits. Rows of x are
+        - `router`: [E, D], converted to the experts' dtype; None: random weights from
+          rngs.params().
+        - `row_tile`: rows of one matrix product. This fixed shape decides the bits. Rows of x are
           padded to whole tiles; 64 suits long prompts.
-        - `waves`: passes over the experts of a call. More waves fill more of many active experts,
-          with the same bits.
-        - `ops`: see pallas_kernels.resolve_ops; kernels are first checked on the device, as LLM
-          does.
+        - `waves`: passes over the experts of a call. With more waves, more of the active experts
+          can be filled. The bits stay the same.
+        - `ops`: see pallas_kernels.resolve_ops. On a GPU, kernels are first checked, as LLM does.
 
-        Raises UserError for a layer or sizes that do not exist, neither router nor rngs, and
-        kernels that cannot run or are found wrong.
+        Raises UserError for a layer that does not exist, row_tile or waves below 1, a router of
+        another shape, neither router nor rngs, and kernels that cannot run or fail their check.
         """
         if not 0 <= layer < experts.layers:
             raise UserError(f"layer {layer} does not exist; there are {experts.layers}")
@@ -300,7 +302,8 @@ class PagedMoE(nnx.Module):
 
         - `x`: [..., D] in the experts' dtype.
         - `memory`: of the same PagedExperts.
-        - `valid`: bool[...], rows that hold a token; the others need no expert and get zeros.
+        - `valid`: bool[...], the rows that hold a token; the others need no expert and get zeros.
+          None: all rows hold one.
 
         The bits of a row depend on the row, row_tile and the device, not on other rows or on
         memory. Raises ValueError for a shape or dtype that does not fit, or memory of other
@@ -339,7 +342,7 @@ class PagedMoE(nnx.Module):
         y, (arena, tables), counts = page_and_compute(
             zero_outputs(ids.size, hidden), rows, ids, device, jnp.int32(self.layer), context
         )
-        # For the next layer's plan, where both take the same x.
+        # The next layer's plan then waits for y, also where both layers take the same x.
         tables = tables._replace(clock=tables.clock + zero_after(y))
         y = add_experts(jnp.zeros_like(rows), y, weights, self.ops)
         sums = memory.counts.at[self.layer].add(counts[: len(Paging._fields)])
@@ -350,13 +353,13 @@ _regrant = jax.jit(regrant)
 
 
 def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Check]:
-    """The checks of the kernels that layers of these experts run."""
+    """The checks for the kernels that layers of these experts run."""
     shape = ModelShape(
         hidden=experts.layout.hidden,
         width=experts.layout.width,
         experts=experts.experts,
         rule=rule,
-        # There is no attention; its checks are made but left out below.
+        # The layer has no attention, and `runs` leaves its checks out.
         heads=1,
         kv_heads=1,
         head_dim=16,
@@ -368,7 +371,8 @@ def kernel_checks(ops: Ops, experts: PagedExperts, rule: RouteRule) -> list[Chec
     )
 
     def runs(check: Check) -> bool:
-        """No kernel that is made of several, nor tiles of fewer rows."""
+        """Whether a layer runs the kernel. It runs no kernels that fuse several ops, and none for
+        fewer rows than the smallest tile."""
         whole = not check.rows or max(check.rows) >= min(KERNEL_ROW_TILES)
         return check.op in OPS_USED and not check.beside and whole
 

@@ -1,4 +1,4 @@
-"""One process writes an output, which keeps its place meanwhile."""
+"""Locks an output file for one process, and checks that no other program moved or changed it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from moejax.errors import UserError
 
 
 def lock_output(file: IO[Any] | int, name: str) -> None:
-    """Locks an open file as long as it is open; the lock ends with its process. Raises UserError
-    with `name` where another process has it."""
+    """Locks an open file until it is closed or the process ends.
+
+    - `name`: the file's name, for the message.
+
+    Raises UserError where another process has the lock.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -23,9 +27,14 @@ def lock_output(file: IO[Any] | int, name: str) -> None:
 
 
 def require_in_place(descriptor: int, name: str, size: int, content: str, advice: str) -> None:
-    """Raises UserError unless an open file still has its name and so many bytes: other programs may
-    remove, replace, move or cut what is written. What nobody could find any more is copied beside
-    it. content: what is in it, for people; advice: what to do about a file that was changed."""
+    """Raises UserError unless an open file still has its name and size. Other programs may remove,
+    replace, move or cut it. If the file has no name any more, its content is copied beside `name`.
+
+    - `descriptor`: of the open file.
+    - `size`: the bytes that were written.
+    - `content`: the file's content in words, for the message.
+    - `advice`: what to do about a changed file, for the message.
+    """
     held = os.fstat(descriptor)
     if held.st_size != size:
         raise UserError(
@@ -35,7 +44,7 @@ def require_in_place(descriptor: int, name: str, size: int, content: str, advice
     with suppress(FileNotFoundError):
         if os.path.samestat(os.stat(name), held):
             return
-    with suppress(OSError):  # Linux says where the file is now; elsewhere it is copied
+    with suppress(OSError):  # only Linux shows where the file is now
         moved = os.readlink(f"/proc/self/fd/{descriptor}")
         if held.st_nlink and os.path.samestat(os.stat(moved), held):
             raise UserError(

@@ -9,12 +9,15 @@ from typing import Any
 
 @contextmanager
 def _bars(columns: Callable[[Any], tuple[Any, ...]]) -> Iterator[Any]:
-    """rich's Progress with these columns, made of the module rich.progress."""
+    """Yields a rich Progress.
+
+    - `columns`: makes the columns; its argument is the module rich.progress.
+    """
     from rich import progress
     from rich.console import Console
 
     console = Console(stderr=True)
-    # Into a file or a pipe a bar would only leave blank lines.
+    # In a file or a pipe, a bar would only write blank lines.
     hidden = not console.is_terminal
     with progress.Progress(
         *columns(progress), console=console, transient=True, disable=hidden
@@ -24,7 +27,11 @@ def _bars(columns: Callable[[Any], tuple[Any, ...]]) -> Iterator[Any]:
 
 @contextmanager
 def byte_progress(verb: str, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar over bytes for each name; yields report(name, bytes so far, total)."""
+    """Shows a bar over bytes for each name. Yields report(name, bytes so far, total).
+
+    - `verb`: stands before each name.
+    - `shown`: False: no bars.
+    """
     if not shown:
         yield lambda name, done, total: None
         return
@@ -52,12 +59,17 @@ def count_progress(
     shown: bool,
     tokens: Callable[[], int] | None = None,
 ) -> Iterator[Callable[..., None]]:
-    """A bar over results with the time that is left; yields report(results so far), which takes
-    another `total` and another `text` in place of the verb too.
+    """Shows a bar over results, with the remaining time.
 
-    total: of results, None when unknown. done: results that were there before. tokens: computed so
-    far, asked for whenever the bar is drawn, since a result may take long; the bar has tokens a
-    second then.
+    - `verb`: stands before the bar.
+    - `total`: the number of results; None: unknown.
+    - `done`: results from an earlier run.
+    - `shown`: False: no bar.
+    - `tokens`: returns the tokens computed so far, and makes the bar show tokens per second. It is
+      called whenever the bar is drawn, since a result may take long.
+
+    Yields report(results so far, total, text); the last two are optional and replace `total` and
+    `verb`.
     """
     if not shown:
         yield lambda done, total=None, text="": None
@@ -71,7 +83,7 @@ def count_progress(
                 return rich.Text("" if tokens is None else f"{rate:.0f} tokens/s")
 
         counts = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
-        # Engines start between results, so the last minute says little of what is left.
+        # An engine may start between two results, so the last minute is a poor estimate.
         left = rich.TextColumn("left"), rich.TimeRemainingColumn(elapsed_when_finished=True)
         return *counts, TokenRate(), rich.TimeElapsedColumn(), *left
 

@@ -1,4 +1,4 @@
-"""Ray Data: a model on a pool of Ray's actors as a stage of a pipeline.
+"""Runs a model as a stage of a Ray Data pipeline, on a pool of Ray's actors.
 
     import ray
     import moejax.ray
@@ -9,10 +9,10 @@
                                   workers=8, expert_budget="25%")
     results.write_parquet("s3://bucket/results")
 
-Reading, writing, backpressure and autoscaling are Ray Data's: directories, Parquet, object stores.
-What a whole job has beyond that, to go on after a kill and to have errors of its own for what ends
-workers, is `moejax generate --ray` (docs/how-to/ray.md). Ray itself is imported when a function is
-called: pip install 'moejax[ray]'.
+Ray Data reads and writes directories, Parquet and object stores, and does backpressure and
+autoscaling. `moejax generate --ray` (docs/how-to/ray.md) runs a whole job instead, which continues
+after a kill and turns a request that ends workers into an error of that request. A function imports
+Ray when it is called: pip install 'moejax[ray]'.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 BATCH = 256
-"""Rows that a worker is given at once."""
+"""Rows that a worker gets at once."""
 
 
 def generate(
@@ -55,24 +55,29 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Dataset:
-    """The dataset with a model's answers, lazily, as Ray Data's own operations do.
+    """Adds a model's answers to a dataset, lazily, as Ray Data's own operations do. No bit of an
+    answer depends on the number of workers or on the batches.
 
-    dataset: of rows with the fields of a file job's lines (docs/reference/file_jobs.md): `prompt`,
-    `prompt_token_ids` or `messages`, and if wanted fields of SamplingParams and an `id`. Other
-    columns are kept as they are. Or a list of prompts, or of such rows. sampling_params: of rows
-    without fields of it (default: those of the model's generation_config.json). workers,
-    cores_per_worker: as in `moejax generate`. address: of Ray, where this process is not connected
-    to one. batch_size: rows that a worker is given at once. seed: a row without `seed` gets one
-    that comes from it and from the row's `id`, or, without one, from all its fields: so rows that
-    are equal in all fields get equal answers. options: of LLM.
+    - `dataset`: rows with the fields of a file job's lines (docs/reference/file_jobs.md): `prompt`,
+      `prompt_token_ids` or `messages`, and optionally fields of SamplingParams and an `id`. Other
+      columns are kept. It may also be a list of prompts or of such rows.
+    - `model`: a path, a Hub id, or "demo".
+    - `sampling_params`: for rows without fields of their own (default: those of the model's
+      generation_config.json).
+    - `address`: of Ray, if this process is not connected to a cluster.
+    - `workers`, `cores_per_worker`: as in `moejax generate`.
+    - `batch_size`: rows that a worker gets at once.
+    - `seed`: a row without `seed` gets one that is made from this seed and the row's `id`, or, if
+      it has none, from all fields of the row. So rows that are equal in all fields get equal
+      answers.
+    - `options`: of LLM.
 
-    Columns that are added: `id` where there is none, `text`, `token_ids`, `finish_reason`,
-    `prompt_tokens`, `completion_tokens`, `error` (null where there is none) and `result`, the line
-    that a file job would write. What is wrong with a row is its error. No bit depends on the number
-    of workers or on the batches.
+    Returns the dataset with these columns more: `id` if it has none, `text`, `token_ids`,
+    `finish_reason`, `prompt_tokens`, `completion_tokens`, `error` (null for a good row) and
+    `result`, the line that a file job would write. A mistake in a row is the row's error; so is a
+    `session_id`, since sessions need a file job, which keeps their turns on one worker.
 
-    Raises UserError where Ray is not installed or not there, and for options that can never be.
-    Turns of sessions need a file job, which keeps them on one worker.
+    Raises UserError where Ray is not installed or not running, and for impossible options.
     """
     ray = require_ray()
     scale = Scale(address, workers, cores_per_worker)
@@ -108,14 +113,14 @@ def generate(
 
 
 class Rows:
-    """What each actor of Ray Data has: an LLM, called with tables of rows."""
+    """The LLM of one Ray Data actor, which is called with tables of rows."""
 
     def __init__(self, job: Job, options: Mapping[str, Any]):
         self._job = job
         self._llm = LLM(job.model, progress=False, **options)
 
     def __call__(self, table: Any) -> Any:
-        """The table with columns for the results of its rows."""
+        """Adds columns for the results of its rows to a table."""
         import pyarrow
 
         lines = list(_lines(table.to_pylist(), self._job))
@@ -147,8 +152,8 @@ class Rows:
 
 
 def _lines(rows: list[dict[str, Any]], job: Job) -> Iterator[Line]:
-    """The rows as lines of a job, each for itself, so that no batch changes a line: its id is its
-    own or what its fields say."""
+    """Yields each row as a line of a job. A line depends only on its row, not on the batch: without
+    an `id`, it gets a digest of the row's fields."""
     for row in rows:
         fields = {n: value for n, value in row.items() if n in LINE_FIELDS and value is not None}
         if "id" not in fields:
@@ -159,8 +164,8 @@ def _lines(rows: list[dict[str, Any]], job: Job) -> Iterator[Line]:
 
 
 def _columns(raw: bytes) -> dict[str, Any]:
-    """A result as columns: what most want of the first sequence by name, and all of it, as the line
-    that a file of JSON lines has, as `result`."""
+    """A result as columns: the main fields of its first sequence, and in `result` the whole line
+    that a file job would write."""
     id, _, failed = read_result(raw)
     record = json.loads(raw)
     body = record if "custom_id" not in record else record["response"]["body"]

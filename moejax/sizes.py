@@ -1,4 +1,4 @@
-"""Byte counts and shares as people write them."""
+"""Parses byte counts, rates and shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%", re.ASCII)
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes from ``"6GiB"``, ``"512MB"``, ``"1.5g"``, ``"4096"`` or an int.
+    """Parses bytes from ``"6GiB"``, ``"512MB"``, ``"1.5g"``, ``"4096"`` or an int.
 
     Upper and lower case mean the same. As in GNU coreutils, K, M, G, T and KiB, MiB, GiB, TiB are
     powers of 1024, and KB, MB, GB, TB are powers of 1000. A number without a unit is bytes. A
@@ -39,8 +39,8 @@ def parse_size(value: int | str) -> int:
 
 
 def parse_rate(value: int | float | str) -> float:
-    """Bytes per second from "25GB/s", units as parse_size reads them, or a number. Raises UserError
-    for anything else and for 0."""
+    """Parses bytes per second from "25GB/s", with the units of parse_size, or from a number. Raises
+    UserError for anything else and for 0."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if 0 < value < float("inf"):
             return value
@@ -53,7 +53,8 @@ def parse_rate(value: int | float | str) -> float:
 
 
 def size(text: str) -> int:
-    """parse_size of a setting's text (pallas_kernels.option_text): one byte at least."""
+    """Parses a size of at least one byte; the Reader of such a setting
+    (pallas_kernels.option_text). Raises ValueError."""
     with contextlib.suppress(UserError):
         if found := parse_size(text):
             return found
@@ -61,16 +62,17 @@ def size(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """parse_rate of a setting's text (pallas_kernels.option_text)."""
+    """Parses a rate; the Reader of such a setting (pallas_kernels.option_text). Raises
+    ValueError."""
     with contextlib.suppress(UserError):
         return parse_rate(text)
     raise ValueError('a rate; write bytes per second, such as "25GB/s"')
 
 
 def parse_expert_budget(value: int | str | Share) -> int | Share:
-    """Bytes as an int, or a share of the experts: ``"25%"``, ``"6GiB"``, ``0``, ``Share(0.25)``.
+    """Parses bytes, or a share of the experts: ``"25%"``, ``"6GiB"``, ``0``, ``Share(0.25)``.
 
-    A float is refused: 0.25 could be a share or, rounded down, no bytes at all.
+    A float is refused, since 0.25 could be a share or, rounded down, 0 bytes.
 
     Raises UserError for anything else.
     """

@@ -1,5 +1,5 @@
-"""The commands of ``moejax``, a module each, with the exit statuses, parser and tables that they
-share."""
+"""The commands of ``moejax``, one module each. This one has the exit statuses, parser and tables
+that they share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 EXIT_USER_ERROR = 2
 EXIT_BAD_LINES = 3
-"""A job did all it could, but some results are errors. (1 is a crash of Python.)"""
+"""The job is done, but some results are errors. (1 is a crash of Python.)"""
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+"""128 + SIGINT, as shells report an interruption."""
 EXIT_BROKEN_PIPE = 141
-"""128 + SIGPIPE: the reader of stdout went away, as with ``| head``."""
+"""128 + SIGPIPE: the program that reads stdout has ended, as ``| head`` does."""
 
 
 def add_command(
@@ -24,8 +24,13 @@ def add_command(
     epilog: str | None = None,
     description: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A command's parser. run: takes the parsed arguments and returns the exit status. text: the
-    command in a few words. description: what its own help says (default: text, as a sentence)."""
+    """Adds the parser of a command.
+
+    - `run`: takes the parsed arguments and returns the exit status.
+    - `text`: what the command does, in a few words.
+    - `epilog`, `description`: the end and the begin of the command's help; by default nothing, and
+      `text` as a sentence.
+    """
     parser = commands.add_parser(
         name,
         help=text,
@@ -39,19 +44,19 @@ def add_command(
 
 
 def say(text: str) -> None:
-    """A line for people on stderr."""
+    """Writes a line for people to stderr."""
     print(f"moejax: {text}", file=sys.stderr)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """To stdout through `print`, so that a reader who goes away ends the command as usual."""
+    """Writes a table to stdout, with `print`, so that a closed pipe ends the command as usual."""
     header, *lines = align_rows([columns, *rows]).split("\n")
     print("", header, "─" * len(header), *lines, sep="\n")
 
 
 def align_rows(cells: Sequence[Sequence[str]]) -> str:
-    """Rows of text under each other: the first column, which is words, to the left, the others,
-    which are numbers, to the right."""
+    """Aligns rows of text in columns: the first one, which has words, to the left, and the others,
+    which have numbers, to the right."""
     first, *rest = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], rest)]) for row in cells

@@ -1,4 +1,4 @@
-"""``moejax ablate``: a grid of policies and budgets; ``moejax report``: what it came to."""
+"""``moejax ablate`` runs a grid of policies and budgets; ``moejax report`` writes its report."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     from moejax.evaluate.experiments.grid import ablate
     from moejax.evaluate.experiments.report.tables import tables_of
 
-    with silence_notes():  # budgets of a grid are its own business, engine by engine
+    with silence_notes():  # every engine of a grid would log notes on its own budget
         given: dict[str, Any] = {"changes": read_changes(args.set)}
         given["progress"] = not (args.quiet or args.json)
         if not on_cluster:

@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # A named eviction: what is measured are steps with cells.
+    # A named eviction, since the steps to measure have cells.
     options = {"eviction": "lru", **engine_options(args)}
 
     from moejax.costs.store import cost_file, identity

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moejax import LLM
 
 MOST = 1024
-"""Most tokens of an answer, unless the command says a number."""
+"""Most tokens of an answer, unless --max-tokens says another number."""
 
 _SAMPLING = SAMPLING | {
     "max_tokens": dataclasses.replace(
@@ -33,7 +33,7 @@ _SAMPLING = SAMPLING | {
 }
 
 SESSION = "chat"
-"""Turns are those of one session, whose KV stays."""
+"""The session of all turns, whose KV stays in memory."""
 
 _EPILOG = """\
 examples:
@@ -79,8 +79,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool, fits: bool) -> None:
-    """Until the end of standard input, /exit, or Ctrl-C at the prompt. fits: an answer may be
-    shorter than max_tokens where the context ends before."""
+    """Reads messages and writes answers until the end of standard input, /exit, or Ctrl-C at the
+    prompt.
+
+    - `system`: the system's message.
+    - `prompts`: write a prompt for each message.
+    - `fits`: reduce max_tokens to what the context has room for.
+    """
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     if prompts:
@@ -106,7 +111,7 @@ def _talk(llm: LLM, params: SamplingParams, system: str | None, prompts: bool, f
 
 
 def _read_message(prompts: bool) -> str | None:
-    """The next message; None: there is none."""
+    """Reads the next message; None at the end of standard input or after Ctrl-C."""
     lines, prompt = [], "> " if prompts else ""
     try:
         while True:
@@ -123,14 +128,14 @@ def _read_message(prompts: bool) -> str | None:
 
 
 def _fit(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> SamplingParams:
-    """params with as many tokens as the context has room for."""
+    """The params with max_tokens reduced to what the context has room for."""
     _, prompt = llm.encoder({"messages": list(messages)})
     room = llm.engine.scheduler.max_model_len - len(prompt)
     return dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, room)))
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Writes an answer as it comes; Ctrl-C stops it. Returns what came."""
+    """Writes an answer while it is generated; Ctrl-C stops it. Returns the written text."""
     pieces: list[str] = []
     try:
         for piece in llm.stream({"messages": list(messages)}, params, session_id=SESSION):

@@ -1,4 +1,4 @@
-"""``moejax check-gpu``: compares kernels with their references on this GPU."""
+"""``moejax check-gpu`` compares kernels with their references on this GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``moejax convert`` and ``moejax quantize``: checkpoints whose experts can be read one by one."""
+"""``moejax convert`` and ``moejax quantize`` write checkpoints with experts as single files."""
 
 from __future__ import annotations
 
@@ -92,13 +92,16 @@ def _add_places(parser: argparse.ArgumentParser, source: str) -> None:
 
 @contextmanager
 def _reading(args: argparse.Namespace, verb: str) -> Iterator[tuple[Any, Callable[..., None]]]:
-    """(the directory of SRC, what is told of progress in bytes)."""
+    """Yields the directory of SRC, and a function for progress in bytes: report(done, total).
+
+    - `verb`: stands before the bar.
+    """
     import jax
 
     from moejax.models.hub import model_directory
     from moejax.progress import byte_progress
 
-    # Orbax starts jax's backend, which on a GPU would take most of its memory for nothing.
+    # Orbax starts jax's backend, which would reserve most of a GPU's memory for nothing.
     jax.config.update("jax_platforms", "cpu")
     with byte_progress(verb, not args.quiet) as report:
         yield model_directory(args.source), partial(report, args.source)
@@ -143,7 +146,8 @@ def _row(name: str, done: Quantization) -> tuple[str, ...]:
 
 
 def _as_json(done: Quantization) -> dict[str, Any]:
-    """Sizes in bytes; relative errors by MoE layer, means over its experts."""
+    """The result of --json: sizes in bytes, and the relative error of each MoE layer, which is the
+    mean over its experts."""
     return {
         "directory": str(done.conversion.directory),
         "dtype": done.conversion.dtype,

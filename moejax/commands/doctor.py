@@ -1,4 +1,4 @@
-"""``moejax doctor``: what this machine has, what will run on it, and what is wrong."""
+"""``moejax doctor`` shows what this machine has, what will run on it, and what is wrong."""
 
 from __future__ import annotations
 

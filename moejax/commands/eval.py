@@ -1,6 +1,6 @@
-"""``moejax eval``: how likely a model finds texts, and how well it does tasks.
+"""``moejax eval`` measures a model's perplexity on texts, and its results in tasks.
 
-Nothing heavy is imported before the files are known to be right.
+Large modules are imported only after the files are checked, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -157,23 +157,27 @@ def _task(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What one run found."""
+    """The results of one run: the --json object, the units that --compare pairs, and the table."""
 
     report: dict[str, Any]
     units: list[Any]
     table: str
     figures: dict[str, float]
-    """For a row of --every-step."""
+    """The figures of a row of --every-step, by name."""
     cost: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is to be evaluated. asked: all of it that decides the figures, for --output's lines."""
+    """What to evaluate.
+
+    asked: the settings that decide the figures, for the lines of --output.
+    """
 
     asked: dict[str, Any]
     run: Callable[[Any, bool], _Outcome]
-    """With an LLM, or, perplexity, with the Scale of a cluster; and whether there is a bar."""
+    """Evaluates an LLM, or for perplexity also on a cluster, given its Scale. The second argument
+    is whether to show a bar."""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -196,8 +200,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     options = engine_options(args)
     job = _perplexity(args, options) if args.task == "perplexity" else _tasks(args)
-    # A run may go on with another budget, which changes no figure; but where routers favour
-    # residents.
+    # A run may continue with another budget, since that changes no figure. With cache-aware routing
+    # it does, so there all options count.
     free = options.get("cache_aware_routing") is None
     kept = {n: v for n, v in options.items() if not free or OPTIONS[n].changes_bits}
     found = {"options": by_content(kept), "defaults": DEFAULTS}
@@ -300,7 +304,11 @@ def _tasks(args: argparse.Namespace) -> _Job:
 
 
 def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raises UserError for an option that says something where it means nothing."""
+    """Raises UserError for an option that is given but has no meaning here.
+
+    - `names`: the options without a meaning.
+    - `why`: ends the message, after "--option is".
+    """
     for name, value in pick_arguments(args, names).items():
         if value is not None and value is not False and value != []:
             raise UserError(f"--{name.replace('_', '-')} is {why}")
@@ -346,7 +354,7 @@ def _every_step(args: argparse.Namespace, options: dict[str, Any], job: _Job) ->
 def _lines(
     args: argparse.Namespace, job: _Job
 ) -> contextlib.AbstractContextManager[LineFile | None]:
-    """The open --output, None without one."""
+    """Opens --output; yields None without it."""
     from moejax.evaluate.results_file import open_lines
 
     if args.output is None:
@@ -378,8 +386,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _read_text(name: str) -> str:
-    """A file's text with its line ends as they are. Raises UserError for one that is empty, cannot
-    be read or is not UTF-8."""
+    """Reads a file's text without changing its line ends. Raises UserError for a file that is
+    empty, cannot be read or is not UTF-8."""
     try:
         text = Path(name).read_bytes().decode()
     except OSError as error:
@@ -398,7 +406,7 @@ def _read_text(name: str) -> str:
 
 
 def format_perplexity(result: PerplexityResult) -> str:
-    """A row for each text, and one for all where there are several."""
+    """The table of perplexities: a row for each text, and one for all if there are several."""
     rows: list[tuple[str, Likelihood]] = [(text.name, text) for text in result.texts]
     if len(rows) > 1:
         rows.append(("all", result.total))
@@ -412,7 +420,10 @@ def format_perplexity(result: PerplexityResult) -> str:
 
 
 def format_tasks(report: Mapping[str, Any]) -> str:
-    """A row for each task's metric, with the harness's standard error."""
+    """The table of tasks: a row for each metric, with the harness's standard error.
+
+    - `report`: the --json object.
+    """
     cells = [("task", "metric", "documents", "value", "± stderr")]
     for task, figures in report["results"].items():
         documents = report["tasks"]["n-samples"].get(task, {}).get("effective", "")
@@ -428,7 +439,7 @@ def format_tasks(report: Mapping[str, Any]) -> str:
 
 
 def format_comparison(found: Sequence[Comparison]) -> str:
-    """A row for each figure of both runs."""
+    """The table of a comparison: a row for each figure of both runs."""
     cells = [("", "step", "figure", "pairs", "A", "B", "B − A", "95% interval")]
     for one in found:
         steps = {one.step_a, one.step_b}
@@ -440,7 +451,10 @@ def format_comparison(found: Sequence[Comparison]) -> str:
 
 
 def format_cost(run: Mapping[str, Any]) -> str:
-    """What a run of perplexity cost."""
+    """The cost of a perplexity run in lines of text.
+
+    - `run`: the part "run" of the --json object.
+    """
     hit_rate = "–" if run["hit_rate"] is None else f"{run['hit_rate']:.1%}"
     lines = [
         f"speed    {run['computed_tokens']} tokens computed in {run['seconds']:.2f} s, of which "

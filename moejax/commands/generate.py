@@ -1,4 +1,4 @@
-"""``moejax generate``: text from a prompt, or from every line of a file."""
+"""``moejax generate`` generates text from a prompt, or from every line of a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moejax.serve.batch.job import OpenJob
 
 MAX_TOKENS = 128
-"""Default of the command; `SamplingParams` has vLLM's 16, which is short for reading."""
+"""Default of the command. `SamplingParams` has vLLM's 16, which is too short to read."""
 
 SAMPLING = of_fields(
     SamplingParams,
@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of SamplingParams that the command line has. Raises UserError for a value out of
+    """The fields of SamplingParams that the command line gives. Raises UserError for a value out of
     range."""
     given = {n: value for n, value in pick_arguments(args, SAMPLING).items() if value is not None}
     SamplingParams(**given)
@@ -213,7 +213,8 @@ def _generate_text(args: argparse.Namespace, given: dict[str, Any], options: dic
 
 @contextmanager
 def _timeline(path: str | None, llm: Any) -> Iterator[None]:
-    """A block whose timeline goes into a file, where one is given."""
+    """Records the block and writes its timeline to a file. Without a path, it does nothing. Raises
+    UserError where ops do not run natively."""
     if path is None:
         yield
         return
@@ -236,8 +237,10 @@ def _timeline(path: str | None, llm: Any) -> Iterator[None]:
 
 
 def _generate_file(args: argparse.Namespace, given: dict[str, Any], options: dict) -> int:
-    """The job of --input. given: sampling of lines that do not say otherwise; its seed is the
-    job's."""
+    """Runs the job of --input.
+
+    - `given`: fields of SamplingParams for lines without their own; its seed is the job's.
+    """
     from moejax.models.hub import model_directory
     from moejax.requests.generation_config import sampling_defaults
     from moejax.serve.batch.job import Job, list_given_fields, open_job
@@ -269,7 +272,7 @@ def _generate_file(args: argparse.Namespace, given: dict[str, Any], options: dic
     with open_job(job) as work:
         before, summary = work.done, ""
         try:
-            # A model takes long to load; a job that is done already, or empty, needs none.
+            # A finished or empty job needs no model, which would take long to load.
             if work.complete:
                 work.results.begin(overwrite=work.job.overwrite)
             else:
@@ -296,8 +299,8 @@ def _generate_file(args: argparse.Namespace, given: dict[str, Any], options: dic
 
 
 def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
-    """Runs the job here; returns what it took, for stderr."""
-    # A bar among result lines on one terminal would be no good to anybody.
+    """Runs the job in this process. Returns its statistics as text for stderr."""
+    # No bar where result lines go to the same terminal, since the two would mix.
     bar = not (args.quiet or args.json or (args.output == "-" and sys.stdout.isatty()))
     with start_llm(args, options) as llm:
         work.run(llm, progress=bar, warn=say)
@@ -306,7 +309,7 @@ def _on_one(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
 
 
 def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
-    """The same on Ray's workers."""
+    """Runs the job on Ray's workers. Returns its statistics as text for stderr."""
     from moejax.serve.cluster.fleet import Fleet, format_fleet
 
     with (
@@ -319,8 +322,8 @@ def _on_cluster(args: argparse.Namespace, options: dict, work: OpenJob) -> str:
 
 
 def format_summary(stats: Mapping[str, Any]) -> str:
-    """The dict of `LLM.stats` as some lines of text on stderr; --json has all of it. A time or rate
-    that does not exist yet (no token, no expert needed) is None in stats and a dash here."""
+    """A summary of `LLM.stats` in lines of text; --json has all of it. A time or rate that does not
+    exist yet, because no token or expert was computed, is None in stats and a dash here."""
     experts, arena, moved = stats["experts"], stats["arena"], sum(stats["bytes"].values())
     ttft, tpot, size = stats["ttft_s"], stats["tpot_s"], format_bytes
     lines = {
@@ -352,7 +355,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def write_stream(llm: Any, prompt: Prompt, params: SamplingParams) -> None:
-    """Write the text as it comes, and a newline at the end also when it ends early."""
+    """Writes the text while it is generated, and a newline at its end even if it ends early."""
     piece = last = ""
     ended = False
     try:

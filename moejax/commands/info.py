@@ -1,4 +1,4 @@
-"""``moejax info``: sizes of a checkpoint and what fits into a device, without loading it."""
+"""``moejax info`` shows a checkpoint's sizes and what fits into a device, without loading it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moejax.start.report.model_info import Fit, ModelInfo, Weights
 
 SIZES = tuple(gib << 30 for gib in (8, 16, 24, 40, 80))
-"""Memories that are shown where there is no GPU to ask."""
+"""Sizes of device memory to show without a GPU and without --memory."""
 
 _OF_A_RUN = {
     "memory": Description(
@@ -70,7 +70,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     memory = None if args.memory is None else parse_size(args.memory)
-    # jax would else take most of a GPU that is only asked for its size.
+    # Without this jax would reserve most of the GPU's memory, and only its size is needed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
     from moejax.start.report.model_info import fit, info_json, model_info, read_headers
@@ -133,7 +133,10 @@ def _parts(info: ModelInfo) -> Iterator[tuple[str, ...]]:
 
 
 def _versions(info: ModelInfo, weights: Weights | None) -> Iterator[tuple[str, ...]]:
-    """weights: with the versions in the checkpoint; the others are made when a run starts."""
+    """Yields a row of the table for each version of the experts.
+
+    - `weights`: says which versions the checkpoint has; a run makes the others when it starts.
+    """
     made_by = {}
     if weights is not None:
         made_by = {name: by.split(",")[0] for name, by in weights.quantizers.items()}

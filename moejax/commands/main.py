@@ -1,7 +1,7 @@
 """The command ``moejax``.
 
-Nothing heavy is imported before the arguments are known to be right, so ``--help`` and mistakes
-answer at once.
+Large modules are imported only after the arguments are checked, so ``--help`` and error messages
+appear at once.
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ from moejax.start.other_names import use_instead
 from pallas_kernels.option_text import nearest
 
 STUCK_S = 1.5
-"""How long Ctrl-C waits for the main thread to leave native code."""
+"""Seconds for which Ctrl-C waits for the main thread to leave native code."""
 
 COMMANDS = (
     *(generate, chat, serve, eval, ablate, info, convert, trace, calibrate, plan),
     *(train_predictor, doctor, check_gpu),
 )
-"""Modules with ``add_parser(commands)``, which adds commands whose default `run` takes the parsed
-arguments and returns the exit status. They import jax and other large modules when they run."""
+"""The modules of the commands. Each has ``add_parser(commands)``, which adds a command whose
+default `run` takes the parsed arguments and returns the exit status. `run` imports jax and other
+large modules."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. argv: the arguments after ``moejax``."""
+    """Runs the command line. Returns the exit status.
+
+    - `argv`: the arguments after ``moejax``; None: those of the process.
+    """
     try:
         parser = _parser()
         args, unknown = parser.parse_known_args(argv)
@@ -64,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("moejax: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered would raise again when the interpreter closes stdout.
+        # Buffered text would raise again when the interpreter closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_BROKEN_PIPE
 
 
 def run() -> NoReturn:
-    """The command `moejax`: ends the process with main's status, at once after Ctrl-C, without what
-    compiles in the background meanwhile."""
+    """Runs the command `moejax` and ends the process with main's status. After Ctrl-C it ends at
+    once, without waiting for compilations in the background."""
     end_where_stuck(STUCK_S, EXIT_INTERRUPTED)
     status = main()
     if status == EXIT_INTERRUPTED:
@@ -82,7 +86,7 @@ def run() -> NoReturn:
 
 
 class _Version(argparse.Action):
-    """``--version``, looked up only when asked for."""
+    """Prints the version, which is looked up only for ``--version``."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         from importlib.metadata import PackageNotFoundError, version
@@ -95,7 +99,7 @@ class _Version(argparse.Action):
 
 
 def _name_unknown(unknown: Sequence[str], args: argparse.Namespace) -> str:
-    """The message for unknown arguments, with the options that they may mean."""
+    """The message for unknown arguments, with the nearest options."""
 
     def spell(option: str) -> str:
         return "--" + option.replace("_", "-")
@@ -107,7 +111,8 @@ def _name_unknown(unknown: Sequence[str], args: argparse.Namespace) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in two lines: a usage of sixty options above it would hide it."""
+    """A parser whose errors have two lines, since argparse's usage of sixty options would hide
+    them."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(
@@ -117,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _epilog() -> str:
-    """The options that people use, a line each."""
+    """The end of the help: the common options, a line each."""
     lines = ["options of commands that run a model (moejax COMMAND --help-all has all of them):"]
     for name, one in OPTIONS.items():
         if one.common:

@@ -1,4 +1,4 @@
-"""The model that a command runs: its options, also from a file, and its start."""
+"""The options of commands that run a model, from flags and from a file, and the model's start."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ MODEL_HELP = "a Hugging Face or Orbax directory, a Hub id, or demo"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL, of a command that runs one."""
+    """Adds the argument MODEL."""
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """--model, of a command that runs the embedded one unless told otherwise."""
+    """Adds the option --model, whose default is the embedded model."""
     help = f"{MODEL_HELP}, the embedded model (default: demo)"
     parser.add_argument("--model", default="demo", metavar="PATH", help=help)
 
 
 def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """--config, and the options of a command that runs a model in their groups; --help shows those
-    that people use, --help-all all of them. without: options that this command lacks."""
+    """Adds --config and, in groups, the options of commands that run a model. --help shows the
+    common ones, and --help-all shows all.
+
+    - `without`: options that this command does not have.
+    """
     every = parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="show this help with every option, and exit"
     )
@@ -59,12 +62,12 @@ def add_model_options(parser: argparse.ArgumentParser, without: Collection[str] 
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with what --help leaves out."""
+    """Prints the help with the options that --help leaves out."""
 
     def __init__(self, *args, **given):
         super().__init__(*args, **given)
         self.helps: dict[argparse.Action, str] = {}
-        """Flag → what it says of it."""
+        """Option → its text in the help."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         for action, help in self.helps.items():
@@ -74,7 +77,7 @@ class _HelpAll(argparse.Action):
 
 
 CHECKPOINT = {name: OPTIONS[name] for name in ("step", "name_map")}
-"""Options of commands that read a checkpoint and run no model."""
+"""Options of commands that only read a checkpoint."""
 
 CLUSTER = {
     "ray": Description(
@@ -94,7 +97,7 @@ CLUSTER = {
 
 
 def wants_cluster(args: argparse.Namespace) -> bool:
-    """Whether --ray is given. Ends the command where options of it are given without."""
+    """Whether --ray is given. Without it, its options end the command with an error."""
     if args.ray is None and any(pick_arguments(args, CLUSTER).values()):
         args.parser.error("--workers and --cores-per-worker need --ray")
     return args.ray is not None
@@ -102,7 +105,7 @@ def wants_cluster(args: argparse.Namespace) -> bool:
 
 @contextmanager
 def connect_cluster(args: argparse.Namespace) -> Iterator[Scale]:
-    """The cluster of --ray, connected."""
+    """Connects to the cluster of --ray. Yields how many workers of which size it runs."""
     from moejax.serve.cluster.ray_cluster import connect
     from moejax.serve.cluster.workers import Scale
 
@@ -114,11 +117,11 @@ def connect_cluster(args: argparse.Namespace) -> Iterator[Scale]:
 def add_described(
     group: argparse._ActionsContainer, described: Mapping[str, Description]
 ) -> list[argparse.Action]:
-    """An option for each name."""
+    """Adds an option for each name, and returns their actions."""
     actions = []
     for name, said in described.items():
         flag = "--" + name.replace("_", "-")
-        # argparse formats it with %.
+        # argparse formats the text with %.
         help = said.help.replace("%", "%%")
         if said.type is bool:
             kind = argparse.BooleanOptionalAction if said.default is None else "store_true"
@@ -137,18 +140,18 @@ def add_described(
 
 
 def pick_arguments(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Arguments by name."""
+    """The named arguments, as a dict."""
     return {name: getattr(args, name) for name in names}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of LLM, from the command line and --config. Raises UserError for values
-    that can never be."""
+    """The keyword arguments of LLM, from the command line and --config. Raises UserError for
+    impossible values."""
     given: dict[str, Any] = {}
     if args.config is not None:
         given = read_options(args.config)
     for name, option in OPTIONS.items():
-        # What was not given keeps the file's value or the library's default.
+        # An option that is not given keeps the file's value or the library's default.
         value = getattr(args, name, None) if option.flag else None
         if value is not None:
             given[name] = value
@@ -157,9 +160,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Keyword arguments of LLM from a YAML or JSON file of options, flat or in their groups. Raises
-    UserError for a file that cannot be read, is no mapping, has an unknown key, or a value that can
-    never be."""
+    """Reads keyword arguments of LLM from a YAML or JSON file of options, flat or in their groups.
+    Raises UserError for a file that cannot be read, is no mapping, or has an unknown key or an
+    impossible value."""
     found = read_yaml_mapping(path, "of options")
     options: dict[str, Any] = {}
     for key, value in found.items():
@@ -177,7 +180,7 @@ def read_options(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-    """Raises UserError where the file cannot be written."""
+    """Writes options to a file that read_options reads. Raises UserError where that fails."""
     try:
         Path(path).write_text(json.dumps(dict(options), indent=1) + "\n")
     except OSError as error:
@@ -186,8 +189,8 @@ def write_options(path: str | os.PathLike[str], options: Mapping[str, Any]) -> N
 
 @contextmanager
 def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[LLM]:
-    """The model with its progress as --quiet and --json say. Notes are not logged: what a command
-    prints has every note, and a warning would only say it twice."""
+    """Starts the model, with progress unless --quiet or --json is given. Notes are not logged,
+    since the command prints every note itself."""
     from moejax import LLM
 
     quiet = args.quiet or args.json
@@ -197,7 +200,7 @@ def start_llm(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[
 
 @contextmanager
 def silence_notes() -> Iterator[None]:
-    """A block in which the log has errors alone."""
+    """Logs only errors inside the block."""
     log = logging.getLogger("moejax")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""``moejax plan``: how to split a memory between experts and KV."""
+"""``moejax plan`` splits device memory between experts and KV."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OF_A_TRACE = {
         default=False,
     ),
 }
-"""Options that --dry-run has not."""
+"""Options of a plan from a trace, which --dry-run does not have."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -126,11 +126,11 @@ def _split(args: argparse.Namespace, memory: int) -> int:
 
 
 _SPLIT = {"memory", "cells", "kv_overflow", "transfers"}
-"""Options of a start that a plan from a trace has too."""
+"""Options of a run's start that a plan from a trace has too."""
 
 
 def _check_of_a_trace(args: argparse.Namespace) -> None:
-    """Raises UserError for options of a start, which a plan from a trace has not."""
+    """Raises UserError for options of a run's start that a plan from a trace does not have."""
     if args.workload is None:
         raise UserError("name the trace of a workload (--trace DIR), or --dry-run and a model")
     options = engine_options(args)
@@ -169,7 +169,7 @@ def _remember(args: argparse.Namespace) -> int:
     from moejax.start.decide.split import remember
 
     trace = open_trace(args.workload)
-    workload_spec(trace)  # which refuses what no plan can be made from
+    workload_spec(trace)  # raises for a trace from which no plan can be made
     file = remember(trace)
     if args.json:
         print(json.dumps({"file": str(file)}))

@@ -1,4 +1,4 @@
-"""``moejax serve``: OpenAI's HTTP API."""
+"""``moejax serve`` answers requests over OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def _run(args: argparse.Namespace) -> int:
             f"the server needs {error.name}, which is not installed here: pip install "
             "'moejax[serve]'"
         ) from None
-    # Before the model is read, since that may take long.
+    # The address is bound before the model is read, which may take long.
     with _bind(args.host, args.port) as bound, start_llm(args, options) as llm:
         asyncio.run(_serve(args, llm, bound))
     return 0
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that refuses connections until it listens. Raises UserError for an address that
-    cannot be used."""
+    """Binds a socket, which refuses connections until it listens. Raises UserError for an address
+    that cannot be used."""
     if not 0 <= port <= 65535:
         raise UserError(f"--port must be in [0, 65535], got {port}")
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -90,7 +90,7 @@ async def _serve(args: argparse.Namespace, llm: LLM, bound: socket.socket) -> No
     name = args.served_model_name or args.model
     host, port = bound.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    # uvicorn sends itself the signal again when it has ended.
+    # uvicorn sends the signal to its own process again when it has ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
     async with AsyncLLM(llm) as served:
         app = make_app(llm, served, name, args.api_key)

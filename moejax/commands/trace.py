@@ -1,4 +1,4 @@
-"""``moejax trace``: statistics of a trace's routing; traces of other programs."""
+"""``moejax trace`` shows statistics of a trace's routing, and converts dumps of other programs."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _OF_A_DUMP = {
         ("prompt_tokens", "first tokens of each request that are prompt, where SRC does not say"),
     )
 } | {"dense_layers": Description("first layers without experts", type=int, default=0)}
-"""Keywords of convert_trace."""
+"""Options that are keyword arguments of convert_trace."""
 
 PAIRS = 20
-"""Most pairs of domains that are shown one by one; --json has all."""
+"""Most pairs of domains shown one by one; --json has all."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -78,7 +78,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_described(convert, _OF_A_DUMP)
 
 
-# ---- the model that a trace has to be of
+# ---- the model of a trace
 
 
 def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
@@ -87,7 +87,7 @@ def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def _model_config(args: argparse.Namespace) -> ModelConfig | None:
-    """The configuration of --model; None without it."""
+    """The configuration of --model; None without that option."""
     if args.model is None:
         return None
     from moejax.start.report.model_info import read_headers
@@ -96,7 +96,8 @@ def _model_config(args: argparse.Namespace) -> ModelConfig | None:
 
 
 def _open_trace(path: str, args: argparse.Namespace) -> Trace:
-    """The trace. Raises TraceError, and UserError where it is of another model than --model."""
+    """Reads a trace. Raises TraceError for a damaged one, and UserError for a trace of another
+    model than --model."""
     from host_offload.traces.reader import read_trace
     from moejax.models.model_config import config_digest
 

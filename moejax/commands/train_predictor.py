@@ -1,4 +1,4 @@
-"""``moejax train-predictor``: what a prefetch learns from a trace, as a file."""
+"""``moejax train-predictor`` fits a prefetch policy to a trace and writes it to a file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def routers_of(model: str, digest: str) -> np.ndarray:
-    """The model's routers. Raises UserError for another model than the trace's."""
+    """Loads the weights of a model's routers.
+
+    - `digest`: the digest of the trace's model.
+
+    Raises UserError for another model.
+    """
     import jax
 
     from moejax.checkpoints.load import load_checkpoint
@@ -95,7 +100,7 @@ def routers_of(model: str, digest: str) -> np.ndarray:
     from moejax.models.model_config import config_digest
     from moejax.start.build import router_weights
 
-    jax.config.update("jax_platforms", "cpu")  # nothing here is worth a GPU's memory
+    jax.config.update("jax_platforms", "cpu")  # the routers need no GPU
     loaded = load_checkpoint(model_directory(model), "auto", jax.devices("cpu")[0])
     found = config_digest(loaded.config)
     if found != digest:
